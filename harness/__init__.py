@@ -1,0 +1,1 @@
+"""Running trials: suites in, records out."""

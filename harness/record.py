@@ -1,0 +1,276 @@
+"""What a trial leaves behind: raw values, written once by rename, read tolerantly.
+
+A record holds no means: every step's times, every loss, every byte counter stands as it was
+measured; statistics belong to ``report``.  A failure is a record too.  The schema in words is
+``results/README.md``; its history stands beside :data:`SCHEMA_VERSION`.  No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+# 1: first schema.
+SCHEMA_VERSION: Final = 1
+
+Phase = Literal["forward", "backward", "evaluate", "step", "probe"]
+Link = Literal["inter", "intra"]  # between nodes, inside a node
+
+
+class RecordError(Exception):
+    """A results file cannot be read or written; the message names the file and what to do."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LedgerRow(_Part):
+    """Bytes that one rank sent, summed over the timed steps, self excluded.
+
+    Attributes:
+        phase: what the rank was doing: forward, backward, evaluate, step (optimizer and norms).
+        purpose: ``weights``, ``gradients`` or ``control``.
+        unit: the unit's name; empty for control messages.
+        hop: name of the axis.
+        link: between nodes or inside a node.
+        bytes: payload bytes.
+        messages: messages, one per destination.
+    """
+
+    phase: Phase
+    purpose: str
+    unit: str
+    hop: str
+    link: Link
+    bytes: int
+    messages: int
+
+
+class Step(_Part):
+    """One optimizer step of one rank; times in seconds.
+
+    ``forward`` and ``backward`` contain ``exposed_forward`` and ``exposed_backward``: the time
+    the rank stood waiting for communication.  ``total`` runs from step begin to step begin.
+    """
+
+    index: int
+    warmup: bool
+    total: float
+    forward: float
+    backward: float
+    optimizer: float
+    exposed_forward: float | None
+    exposed_backward: float | None
+    loss: float
+    gradient_norm: float | None = None
+
+
+class Validation(_Part):
+    """Loss on the fixed validation split after ``step`` optimizer steps.
+
+    Attributes:
+        step: optimizer steps taken, warm-ups included.
+        loss: mean cross-entropy, nats per byte, over all ranks.
+        train_seconds: wall-clock spent in steps so far.
+        inter_bytes: bytes all ranks had sent between nodes in training so far (ledger, or the
+            interfaces where there is no ledger).
+    """
+
+    step: int
+    loss: float
+    train_seconds: float
+    inter_bytes: int | None
+
+
+class Memory(_Part):
+    """Bytes of one rank. ``engine``: what the engine owns, by name; ``formula``: the same
+    parts as ``impl.traffic.memory`` predicts; ``peak_rss``: of the process."""
+
+    engine: dict[str, int]
+    formula: dict[str, int]
+    peak_rss: int
+    peak_device: int | None = None
+
+
+class RankRecord(_Part):
+    """What one rank measured. ``ledger`` is None for strategies outside our wire."""
+
+    rank: int
+    node: int
+    local: int
+    steps: list[Step]
+    ledger: list[LedgerRow] | None
+    memory: Memory
+
+
+class QuantisationError(_Part):
+    """Error of one codec on one real tensor of the trial, from its frames.
+
+    Attributes:
+        purpose: weights or gradients.
+        unit: the unit's name.
+        codec: text form.
+        vnmse: sum((decoded - x)^2) / sum(x^2).
+        largest: max |decoded - x| / max |x|.
+    """
+
+    purpose: str
+    unit: str
+    codec: str
+    vnmse: float
+    largest: float
+
+
+class LinkRecord(_Part):
+    """The link between nodes, as asked for and as it was.
+
+    Attributes:
+        kind: namespaces, paced, none, or real (a network that exists).
+        why: why this kind, when it was chosen by ``auto``.
+        requested_mbit: Mbit/s per node and direction; None is unshaped.
+        calibrated_mbit: achieved before the sweep, one value a repetition.
+        probed_mbit: achieved right after the trial.
+        message_bytes: size of one calibration message.
+        details: burst, queue, MTU and the like.
+    """
+
+    kind: str
+    why: str
+    requested_mbit: float | None
+    calibrated_mbit: list[float]
+    probed_mbit: list[float]
+    message_bytes: int
+    details: dict[str, Any] = {}
+
+
+class InterfaceCounters(_Part):
+    """One node's network interface over the timed steps: bytes and packets it sent."""
+
+    node: int
+    tx_bytes: int
+    tx_packets: int
+
+
+class Predicted(_Part):
+    """What ``impl.traffic`` says the timed steps send on each rank, and the exact equality."""
+
+    ledgers: list[list[LedgerRow]]  # one list a rank
+    equal: bool
+
+
+class Failure(_Part):
+    """Why there is no result. ``kind``: refused, crashed, timeout, memory, interrupted."""
+
+    kind: str
+    message: str
+    log: str | None
+
+
+class Record(_Part):
+    """One trial: what defines it, where it ran, what came out.
+
+    Attributes:
+        trial: the trial's canonical JSON; its hash is ``id``.
+        machine: facts about where it ran (``harness.machine``).
+        code: version, commit, and whether the checkout was changed.
+        pool: hash of the facts that must agree before two records are pooled.
+        ran: algorithms, transports, kernel backends and threads that really ran.
+        order: position in the sweep's interleaved order.
+        units: name, elements, padded elements of each unit.
+        reference_loss: first-step loss of a single process on the same batches.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    suite: str
+    trial: dict[str, Any]
+    started: str
+    finished: str
+    order: int
+    machine: dict[str, Any]
+    code: dict[str, Any]
+    pool: str
+    failure: Failure | None
+    ran: dict[str, Any] = {}
+    units: list[tuple[str, int, int]] = []
+    parameters: int = 0
+    link: LinkRecord | None = None
+    ranks: list[RankRecord] = []
+    interfaces: list[InterfaceCounters] | None = None
+    validations: list[Validation] = []
+    quantisation: list[QuantisationError] = []
+    predicted: Predicted | None = None
+    reference_loss: float | None = None
+    power: list[dict[str, float]] | None = None
+
+
+def path_of(results: Path, record_id: str) -> Path:
+    """Where the record of trial ``record_id`` lies."""
+    return results / f"{record_id}.json"
+
+
+def write(results: Path, record: Record) -> Path:
+    """Write ``record`` whole or not at all: temporary file, fsync, rename.
+
+    Raises:
+        RecordError: if the folder cannot be written.
+    """
+    target = path_of(results, record.id)
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=results, prefix=".", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(record.model_dump_json(indent=1))
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise RecordError(f"{target}: cannot write the record: {error.strerror or error}") from error
+    return target
+
+
+def read(path: Path) -> Record:
+    """Read one record.
+
+    Raises:
+        RecordError: naming the file: not JSON, another schema version, or a missing field.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: cannot read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path}: not a record: line {error.lineno}: {error.msg}") from error
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise RecordError(f"{path}: not a record: no schema_version")
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise RecordError(
+            f"{path}: schema version {data['schema_version']}, this program reads and writes "
+            f"{SCHEMA_VERSION}; move the folder aside or use the version that wrote it"
+        )
+    try:
+        return Record.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RecordError(f"{path}: not a record: {where}: {first['msg']}") from error
+
+
+def read_all(results: Path) -> list[Record]:
+    """All records of a folder, by order of running.
+
+    Raises:
+        RecordError: for any file that is not a record of this schema.
+    """
+    return sorted((read(path) for path in results.glob("*.json")), key=lambda r: (r.started, r.id))

@@ -1,0 +1,134 @@
+"""Where each parameter, pad and shard of a unit lies.
+
+Pure: no torch.  A unit is one flat buffer per block of the model.  Every parameter starts on the
+grain (a multiple of all codec blocks), so no quantisation block straddles two parameters and
+shards are cut on block boundaries (architecture, decision 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class GeometryError(ValueError):
+    """A unit cannot be laid out as asked; the message names it and the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter before it is laid out.
+
+    Attributes:
+        name: qualified name in the model.
+        shape: its shape.
+        group: optimizer group (weight decay, learning rate) it belongs to.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter's place: elements [offset, offset + numel) of its unit's flat buffer."""
+
+    spec: ParameterSpec
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.offset + self.spec.numel
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGeometry:
+    """A unit's layout for one world size.
+
+    Attributes:
+        name: of the block.
+        slots: parameters, ordered by optimizer group.
+        padded: elements of the flat buffer, a multiple of ``world * grain``.
+        world: ranks that share it; ``shard = padded / world`` elements each.
+        trainable: False for a unit of frozen parameters, which sends no gradients.
+    """
+
+    name: str
+    slots: tuple[Slot, ...]
+    padded: int
+    world: int
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters, without padding."""
+        return sum(slot.spec.numel for slot in self.slots)
+
+    @property
+    def shard(self) -> int:
+        """Elements of one rank's shard."""
+        return self.padded // self.world
+
+    def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """(group, start, end) of each optimizer group inside ``rank``'s shard, shard-relative.
+
+        Padding belongs to the group before it; a group that does not reach into the shard has
+        an empty span, so that all ranks have the same spans.
+        """
+        bounds: list[tuple[int, int]] = []  # (group, first element in the unit)
+        for slot in self.slots:
+            if not bounds or bounds[-1][0] != slot.spec.group:
+                bounds.append((slot.spec.group, slot.offset if bounds else 0))
+        low, high = rank * self.shard, (rank + 1) * self.shard
+        ends = [start for _, start in bounds[1:]] + [self.padded]
+        return tuple(
+            (group, min(max(start, low), high) - low, min(max(end, low), high) - low)
+            for (group, start), end in zip(bounds, ends, strict=True)
+        )
+
+
+def lay_out(
+    name: str,
+    parameters: Iterable[ParameterSpec],
+    *,
+    grain: int,
+    world: int,
+    max_padding: float,
+    trainable: bool = True,
+) -> UnitGeometry:
+    """Place parameters one after the other, ordered by group, each on the grain.
+
+    Args:
+        name: of the unit.
+        parameters: in the order of the model.
+        grain: elements on which parameters and shards start.
+        world: ranks that share the unit.
+        max_padding: largest allowed padding, as a share of the unit's elements.
+        trainable: whether the unit sends gradients.
+
+    Raises:
+        GeometryError: if padding exceeds ``max_padding``.
+    """
+    slots: list[Slot] = []
+    offset = 0
+    for spec in sorted(parameters, key=lambda spec: spec.group):
+        slots.append(Slot(spec, offset))
+        offset += -(-spec.numel // grain) * grain
+    padded = -(-offset // (grain * world)) * grain * world
+    unit = UnitGeometry(name, tuple(slots), padded, world, trainable)
+    padding = padded - unit.numel
+    if padding > max_padding * unit.numel:
+        raise GeometryError(
+            f"unit {name!r}: {padding} of {padded} elements would be padding "
+            f"({padding / max(unit.numel, 1):.1%} of {unit.numel}, allowed {max_padding:.1%}) for "
+            f"blocks of {grain} on {world} ranks; use smaller blocks or raise max_padding"
+        )
+    return unit

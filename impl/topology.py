@@ -1,0 +1,132 @@
+"""Where ranks stand: nodes, ranks inside a node, and the axes along which collectives hop.
+
+Pure: no torch.  A topology is a *value* chosen by the caller; it does not follow from the number
+of devices, so that two-node algorithms run and are tested on one machine (architecture,
+decision 9).  ``rank = node * ranks_per_node + local``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One digit of the mixed-radix rank number: the ranks that differ only in it are a group.
+
+    Attributes:
+        name: for the ledger and the process groups.
+        size: ranks in a group.
+        stride: distance between neighbouring ranks of a group.
+    """
+
+    name: str
+    size: int
+    stride: int
+
+    def digit(self, rank: int) -> int:
+        """Index of ``rank`` inside its group along this axis."""
+        return rank // self.stride % self.size
+
+    def group(self, rank: int) -> tuple[int, ...]:
+        """The ranks of ``rank``'s group, ascending."""
+        first = rank - self.digit(rank) * self.stride
+        return tuple(first + i * self.stride for i in range(self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """``nodes`` x ``ranks_per_node``.
+
+    Raises:
+        ValueError: if either count is not positive.
+    """
+
+    nodes: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.ranks_per_node < 1:
+            raise ValueError(
+                f"a topology needs at least 1 node and 1 rank per node, got "
+                f"{self.nodes}x{self.ranks_per_node}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.ranks_per_node}"
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node on which ``rank`` lives."""
+        return rank // self.ranks_per_node
+
+    @property
+    def world_axis(self) -> Axis:
+        """All ranks as one group."""
+        return Axis("world", self.world, 1)
+
+    @property
+    def node_axis(self) -> Axis:
+        """Ranks of equal local index, one on each node."""
+        return Axis("node", self.nodes, self.ranks_per_node)
+
+    @property
+    def local_axis(self) -> Axis:
+        """Ranks of one node."""
+        return Axis("local", self.ranks_per_node, 1)
+
+    def check_secondary(self, ranks: int) -> None:
+        """Refuse an hpZ group size that this topology cannot hold.
+
+        Args:
+            ranks: ranks that share one secondary copy; 0 is no hpZ and always allowed.
+
+        Raises:
+            ValueError: unless ``ranks`` divides the ranks of a node, or is a multiple of them
+                that divides the world.
+        """
+        if ranks == 0:
+            return
+        inside = 0 < ranks <= self.ranks_per_node and self.ranks_per_node % ranks == 0
+        across = ranks > 0 and ranks % self.ranks_per_node == 0 and self.world % ranks == 0
+        if not (inside or across):
+            raise ValueError(
+                f"an hpZ group of {ranks} ranks does not fit {self.nodes} nodes x "
+                f"{self.ranks_per_node} ranks: it must divide {self.ranks_per_node}, or be a "
+                f"multiple of it that divides {self.world}"
+            )
+
+    def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
+        """Hops of the hierarchical gather, first hop first, and how many come before hpZ's copy.
+
+        Hop by hop every rank comes to hold the frames of the ranks that share its remaining
+        digits.  What it holds after the returned number of hops is the secondary shard: a
+        backward gather repeats the later hops alone (architecture, decision 5).
+
+        Args:
+            secondary: ranks that share one secondary copy; 0 for none.
+
+        Returns:
+            The axes and the number of leading axes that the secondary spares.  The product of
+            the sizes is the world; a hop of size 1 sends nothing.
+
+        Raises:
+            ValueError: for a group size that does not fit, see :meth:`check_secondary`.
+        """
+        self.check_secondary(secondary)
+        per_node = self.ranks_per_node
+        if secondary == 0:
+            return (self.node_axis, self.local_axis), 0
+        if secondary < per_node:
+            outer = Axis("outer", per_node // secondary, secondary)
+            return (self.node_axis, outer, Axis("inner", secondary, 1)), 2
+        if secondary == per_node:
+            return (self.node_axis, self.local_axis), 1
+        nodes_in_group = secondary // per_node
+        outer = Axis("outer", self.world // secondary, secondary)
+        inside = Axis("node", nodes_in_group, per_node)
+        return (outer, inside, self.local_axis), 1

@@ -1,0 +1,1 @@
+"""Figures and tables from records.  Never imports torch or cupy."""
