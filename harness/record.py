@@ -90,7 +90,8 @@ class Validation(_Part):
 
 class Memory(_Part):
     """Bytes of one rank. ``engine``: what the engine owns, by name; ``formula``: the same
-    parts as ``impl.traffic.memory`` predicts; ``peak_rss``: of the process."""
+    parts as ``impl.traffic.memory`` predicts; ``peak_rss``: of the process.
+    """
 
     engine: dict[str, int]
     formula: dict[str, int]

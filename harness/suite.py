@@ -37,7 +37,8 @@ class _Frozen(BaseModel):
 
 class Model(_Frozen):
     """What is trained. ``name`` is a preset of ``harness.workload`` or ``module:function``;
-    ``arguments`` override its keyword arguments."""
+    ``arguments`` override its keyword arguments.
+    """
 
     name: str = "gpt-small"
     arguments: dict[str, int | float | str | bool] = {}

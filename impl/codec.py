@@ -177,10 +177,10 @@ class IntCodec:
         """
         absmax = max(abs(low), abs(high))
         if self.asymmetric:
-            steps = 2**self.bits - 1
+            steps: int = (1 << self.bits) - 1
             scale = max(high / steps - low / steps, SMALLEST_NORMAL)
             return scale / 2 * (1 + 2.0**-15) + 4 * _rounding(low, high, "fp32") + _rounding(low, high, out)
-        scale = max(absmax / (2 ** (self.bits - 1) - 1), SMALLEST_NORMAL)
+        scale = max(absmax / ((1 << (self.bits - 1)) - 1), SMALLEST_NORMAL)
         return scale / 2 * (1 + 2.0**-15) + _rounding(low, high, out)
 
 
