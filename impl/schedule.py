@@ -1,0 +1,75 @@
+"""What to do when: events of the model's units become actions of the engine.
+
+Pure: no torch.  The engine reports an event (a unit is about to run, has run, ...) and carries
+out the returned actions; a step-time simulator can drive the same object.  Actions name units by
+index.  ``gather`` and ``wait`` are idempotent: a unit that is gathered or on its way stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["gather", "wait", "release", "reduce"]
+
+
+class Action(NamedTuple):
+    """Start gathering a unit, wait for it, release it, or hand its gradient over for reduction."""
+
+    kind: Kind
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Order of units in a forward pass, and how far to gather ahead.
+
+    Attributes:
+        sizes: padded elements of each unit, by index.
+        order: indices of the units that run one after the other, in forward order.
+        outer: indices of the units that are in use around all others (the root's).
+        prefetch: elements that may be gathered ahead of the unit in use.
+    """
+
+    sizes: Sequence[int]
+    order: tuple[int, ...]
+    outer: tuple[int, ...]
+    prefetch: int
+
+    @property
+    def reduction_order(self) -> tuple[int, ...]:
+        """The one order in which all ranks issue gradient reductions."""
+        return (*reversed(self.order), *self.outer)
+
+    def pre_forward(self, unit: int) -> tuple[Action, ...]:
+        """``unit`` is about to run: gather it, gather ahead, wait for it."""
+        return self._arrive(unit, self.order)
+
+    def post_forward(self, unit: int) -> tuple[Action, ...]:
+        """``unit`` has run: its weights go."""
+        return (Action("release", unit),)
+
+    def pre_backward(self, unit: int) -> tuple[Action, ...]:
+        """The gradient reaches ``unit``: gather it again, gather the one before it, wait."""
+        return self._arrive(unit, tuple(reversed(self.order)))
+
+    def post_backward(self, unit: int) -> tuple[Action, ...]:
+        """All gradients of ``unit`` are there: its weights go, its gradient is sent."""
+        return Action("release", unit), Action("reduce", unit)
+
+    def _arrive(self, unit: int, order: tuple[int, ...]) -> tuple[Action, ...]:
+        ahead = [Action("gather", other) for other in self._ahead(unit, order)]
+        return (Action("gather", unit), *ahead, Action("wait", unit))
+
+    def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
+        """Units after ``unit`` in ``order`` that fit into the prefetch limit."""
+        start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
+        ahead: list[int] = []
+        left = self.prefetch
+        for other in order[start:]:
+            left -= self.sizes[other]
+            if left < 0:
+                break
+            ahead.append(other)
+        return ahead

@@ -1,0 +1,325 @@
+"""The only place where bytes leave a rank.  Every message is booked in a ledger.
+
+Two primitives on contiguous byte messages, an all-gather and an all-to-all along one axis of the
+topology, each an :class:`Exchange` in three steps: write to ``send``, :meth:`~Exchange.post`,
+:meth:`~Exchange.wait`.  Between the last two the caller computes.
+
+Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm``
+lets the ranks of a node read each other's memory (:mod:`impl.shared_memory`) and uses the backend
+between nodes.  A group of one rank sends nothing, whatever the transport.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.mesh import Group, Mesh
+from impl.shared_memory import Arena
+from impl.topology import Axis
+from impl.traffic import LedgerKey, Link, Phase, Purpose, Sent, destinations
+
+TIMEOUT_SECONDS: Final = 120.0
+Transport = Literal["backend", "shm"]
+
+# torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class WireError(RuntimeError):
+    """A message cannot be sent as asked; the message names the numbers."""
+
+
+class Pacer(Protocol):
+    """A link that is modelled: says when bytes sent to other nodes have left."""
+
+    def book(self, nbytes: int) -> float:
+        """``time.monotonic()`` at which the last of ``nbytes`` has left this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """What a message is for; the ledger adds axis and link."""
+
+    phase: Phase
+    purpose: Purpose
+    unit: str = ""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Bytes and messages that this rank has sent."""
+
+    _rows: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+
+    def book(self, key: LedgerKey, nbytes: int, messages: int) -> None:
+        """Add messages of ``nbytes`` in total."""
+        row = self._rows[key]
+        row[0] += nbytes
+        row[1] += messages
+
+    def rows(self) -> dict[LedgerKey, Sent]:
+        """A copy of everything booked."""
+        return {key: Sent(*row) for key, row in self._rows.items()}
+
+    def total(self, link: Link) -> int:
+        """Bytes over one kind of link."""
+        return sum(row[0] for key, row in self._rows.items() if key.link == link)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._rows.clear()
+
+
+class Exchange(Protocol):
+    """One collective under way.
+
+    Attributes:
+        send: where this rank's message is written before :meth:`post`: (bytes,) of an
+            all-gather; (ranks, bytes) of an all-to-all, a row per destination.
+    """
+
+    send: Tensor
+
+    def post(self) -> None:
+        """Let the message go; ``send`` belongs to the wire from here on."""
+
+    def wait(self) -> Tensor:
+        """(ranks, bytes) received, a row per source; valid until :meth:`close`."""
+
+    def close(self) -> None:
+        """Give the buffers back."""
+
+
+class Wire:
+    """Sends messages along the axes of a mesh and keeps the ledger.
+
+    Args:
+        mesh: this rank's groups.
+        transport: what carries messages inside a node.
+        pacer: models the link between nodes, where none is shaped.
+        timeout: seconds after which a missing rank is an error.
+
+    Attributes:
+        ledger: what was sent.
+        exposed_seconds: time spent waiting in :meth:`Exchange.wait`, accumulated.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        transport: Transport = "backend",
+        pacer: Pacer | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> None:
+        if transport == "shm" and mesh.device.type != "cpu":
+            raise WireError(f"transport 'shm' exchanges CPU memory, the mesh is on {mesh.device}")
+        self.mesh = mesh
+        self.transport = transport
+        self.ledger = Ledger()
+        self.exposed_seconds = 0.0
+        self._pacer = pacer
+        self._timeout = timeout
+        self._arenas: dict[Axis, Arena] = {}
+        self._buffers: dict[int, list[Tensor]] = defaultdict(list)
+        self._used: dict[str, str] = {}
+
+    def reserve(self, axis: Axis, nbytes: int) -> None:
+        """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""
+        group = self.mesh.group(axis)
+        if not self._shares_memory(group):
+            return
+        if axis not in self._arenas or self._arenas[axis].row_bytes < nbytes:
+            self._arenas[axis] = Arena(group, nbytes, self._timeout)
+
+    def all_gather(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False) -> Exchange:
+        """Every rank of the axis receives every rank's message of ``nbytes``.
+
+        Args:
+            axis: along which.
+            nbytes: size of this rank's message; the same on all ranks.
+            tag: for the ledger.
+            ring: book a ring's messages (the library's algorithm over the whole world).
+        """
+        return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring)
+
+    def all_to_all(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
+        """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it."""
+        return self._exchange("all_to_all", axis, nbytes, nbytes * axis.size, tag)
+
+    def shift(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
+        """Every rank sends ``nbytes`` to the next rank of the axis, cyclically.
+
+        ``send`` is (nbytes,), and what is received is (1, nbytes).  One step of a ring.
+        """
+        group = self.mesh.group(axis)
+        if group.size == 1:
+            return _Alone(self._buffer(nbytes), self)
+        self._book(axis, nbytes, tag, ring=True, steps=1)
+        return _Shift(self, group, nbytes, self._pace(axis, nbytes, ring=True, steps=1))
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    def describe(self) -> dict[str, str]:
+        """What carried the messages of each axis, for the record."""
+        return dict(self._used)
+
+    def close(self) -> None:
+        """Let go of shared memory and buffers."""
+        self._arenas.clear()
+        self._buffers.clear()
+
+    def _shares_memory(self, group: Group) -> bool:
+        return self.transport == "shm" and group.same_node and group.size > 1
+
+    def _exchange(
+        self, kind: _Collective, axis: Axis, nbytes: int, row: int, tag: Tag, *, ring: bool = False
+    ) -> Exchange:
+        group = self.mesh.group(axis)
+        if group.size == 1:
+            return _Alone(self._buffer(row), self)
+        self._book(axis, nbytes, tag, ring=ring)
+        if self._shares_memory(group):
+            self.reserve(axis, row)
+            self._used[axis.name] = "shm"
+            return _InMemory(self, self._arenas[axis], kind, nbytes, row)
+        self._used[axis.name] = dist.get_backend(group.process_group)
+        return _Backend(self, group, kind, nbytes, self._pace(axis, nbytes, ring=ring))
+
+    def _book(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool, steps: int | None = None) -> None:
+        counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring)
+        for link, count in counts.items():
+            messages = count if steps is None else steps
+            key = LedgerKey(tag.phase, tag.purpose, tag.unit, axis.name, link)
+            self.ledger.book(key, messages * nbytes, messages)
+
+    def _pace(self, axis: Axis, nbytes: int, *, ring: bool, steps: int | None = None) -> float:
+        """When the modelled link has carried this rank's messages to other nodes."""
+        if self._pacer is None:
+            return 0.0
+        counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring)
+        count = counts.get("inter", 0)
+        messages = count if steps is None else min(count, steps)
+        return self._pacer.book(messages * nbytes) if messages else 0.0
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8, reused: a fresh one costs a page fault every 4 KiB."""
+        free = self._buffers[nbytes]
+        return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, device=self.mesh.device)
+
+    def _give_back(self, buffer: Tensor) -> None:
+        self._buffers[buffer.numel()].append(buffer)
+
+
+_Collective = Literal["all_gather", "all_to_all"]
+
+
+class _Alone:
+    """A group of one rank: what it sends is what it receives."""
+
+    def __init__(self, buffer: Tensor, wire: Wire) -> None:
+        self.send = buffer
+        self._wire = wire
+
+    def post(self) -> None:
+        pass
+
+    def wait(self) -> Tensor:
+        return self.send.view(1, -1)
+
+    def close(self) -> None:
+        self._wire._give_back(self.send)  # noqa: SLF001  # the wire's own part
+
+
+class _InMemory:
+    """Ranks of one node read each other's rows in place."""
+
+    def __init__(self, wire: Wire, arena: Arena, kind: _Collective, nbytes: int, row: int) -> None:
+        self._wire, self._arena, self._kind, self._nbytes = wire, arena, kind, nbytes
+        begin = time.perf_counter()
+        self._sequence = arena.claim()
+        wire.exposed_seconds += time.perf_counter() - begin
+        self.send = arena.row(self._sequence)[:row]
+
+    def post(self) -> None:
+        self._arena.post(self._sequence)
+
+    def wait(self) -> Tensor:
+        begin = time.perf_counter()
+        rows = self._arena.wait(self._sequence)
+        self._wire.exposed_seconds += time.perf_counter() - begin
+        start = self._arena.group.index * self._nbytes if self._kind == "all_to_all" else 0
+        return rows[:, start : start + self._nbytes]
+
+    def close(self) -> None:
+        self._arena.done(self._sequence)
+
+
+class _Backend:
+    """A collective of torch.distributed, on buffers of the wire."""
+
+    def __init__(self, wire: Wire, group: Group, kind: _Collective, nbytes: int, ready: float) -> None:
+        self._wire, self._group, self._kind, self._ready = wire, group, kind, ready
+        rows = group.size if kind == "all_to_all" else 1
+        self.send = wire._buffer(nbytes * rows)  # noqa: SLF001  # the wire's own part
+        self._received = wire._buffer(nbytes * group.size)  # noqa: SLF001
+        self._work: dist.Work | None = None
+
+    def post(self) -> None:
+        collective = _all_gather if self._kind == "all_gather" else dist.all_to_all_single
+        self._work = collective(self._received, self.send, group=self._group.process_group, async_op=True)
+
+    def wait(self) -> Tensor:
+        begin = time.perf_counter()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if (left := self._ready - time.monotonic()) > 0:
+            time.sleep(left)
+        self._wire.exposed_seconds += time.perf_counter() - begin
+        return self._received.view(self._group.size, -1)
+
+    def close(self) -> None:
+        self._wire._give_back(self.send)  # noqa: SLF001
+        self._wire._give_back(self._received)  # noqa: SLF001
+
+
+class _Shift:
+    """One step of a ring: an uneven all-to-all in which only the next rank gets something."""
+
+    def __init__(self, wire: Wire, group: Group, nbytes: int, ready: float) -> None:
+        self._wire, self._group, self._ready, self._nbytes = wire, group, ready, nbytes
+        self.send = wire._buffer(nbytes)  # noqa: SLF001
+        self._received = wire._buffer(nbytes)  # noqa: SLF001
+        self._work: dist.Work | None = None
+
+    def post(self) -> None:
+        size, me = self._group.size, self._group.index
+        out = [self._nbytes if i == (me - 1) % size else 0 for i in range(size)]
+        into = [self._nbytes if i == (me + 1) % size else 0 for i in range(size)]
+        self._work = dist.all_to_all_single(
+            self._received, self.send, out, into, group=self._group.process_group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        begin = time.perf_counter()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if (left := self._ready - time.monotonic()) > 0:
+            time.sleep(left)
+        self._wire.exposed_seconds += time.perf_counter() - begin
+        return self._received.view(1, -1)
+
+    def close(self) -> None:
+        self._wire._give_back(self.send)  # noqa: SLF001
+        self._wire._give_back(self._received)  # noqa: SLF001
