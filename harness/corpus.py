@@ -103,14 +103,18 @@ class Corpus:
 
     def _room(self, part: NDArray[np.uint8], name: str, length: int) -> int:
         """Number of places where a window of ``length + 1`` bytes can start."""
-        room = len(part) - length
-        if room < 1:
-            raise CorpusError(
-                f"corpus {self.source!r}: its {len(part)} {name} bytes do not hold one sequence of "
-                f"{length} tokens and its last target; a text of at least "
-                f"{int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes does"
-            )
-        return room
+        _check_room(self.source, len(part), name, length)
+        return len(part) - length
+
+
+def _check_room(source: str, size: int, name: str, length: int) -> None:
+    """Refuse a part of ``size`` bytes that does not hold one window of ``length + 1``."""
+    if size <= length:
+        raise CorpusError(
+            f"corpus {source!r}: its {size} {name} bytes do not hold one sequence of {length} tokens "
+            f"and its last target; a text of at least {int((length + 1) / (1 - TRAINING_SHARE)) + 1} "
+            "bytes does"
+        )
 
 
 def _draw(key: str, room: int) -> int:
@@ -155,6 +159,21 @@ def files_of(source: str) -> list[Path]:
             f"corpus {source!r}: {size} bytes, at most {LARGEST_BYTES} are held in memory by every rank"
         )
     return files
+
+
+def check(source: str, length: int) -> None:
+    """Refuse a corpus that is missing or too small, without reading it.
+
+    Args:
+        source: as a suite names it.
+        length: tokens of a sequence.
+
+    Raises:
+        CorpusError: naming it and the numbers.
+    """
+    files = files_of(source)
+    size = sum(path.stat().st_size for path in files) + len(files) - 1
+    _check_room(source, size - int(size * TRAINING_SHARE), "validation", length)
 
 
 def load(source: str) -> Corpus:

@@ -1,0 +1,300 @@
+"""What every trial should send and hold, said before anything runs; and what cannot run, and why.
+
+The model is built on the meta device, its units are laid out, and ``impl.traffic`` counts: so
+models and clusters that do not fit here, such as 100 B parameters on 64x16, are planned in
+seconds.  By symmetry every node sends what node 0 sends.  Activations are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from harness import corpus, machine
+from harness.corpus import CorpusError
+from harness.suite import Model, Trial
+from impl import traffic
+from impl.geometry import GeometryError, UnitGeometry
+from impl.policy import Policy, PolicyError
+from impl.topology import Topology
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# What a rank's process holds before it has a model: the interpreter, torch and gloo's threads.
+PROCESS_BYTES: Final = 200 << 20
+FP32_BYTES: Final = 4
+ADAM_BYTES: Final = 8
+NOT_ELEMENTWISE: Final = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+
+
+class PlanError(ValueError):
+    """A trial cannot run; the message says why, with its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the machine that would run the trials has.
+
+    Attributes:
+        memory: bytes that processes may use.
+        gpus: bytes of each GPU.
+        namespaces: asks once whether nodes can be network namespaces: None if so, else why not.
+    """
+
+    memory: int
+    gpus: tuple[int, ...]
+    namespaces: Callable[[], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One trial's prediction.
+
+    Attributes:
+        trial: of which.
+        parameters: elements of the model, without padding.
+        padded: elements of its units, with padding; None for peers.
+        inter: bytes between nodes in one optimizer step, all ranks together; None for peers whose
+            bytes do not go through our wire.
+        intra: the same inside nodes.
+        egress: bytes that one node sends to the others in one optimizer step.
+        memory: bytes of one rank, by part, without activations.
+        wire_seconds: time that ``egress`` takes at the link's rate; None without a rate.
+        problems: why it cannot run here; empty if it can.
+    """
+
+    trial: Trial
+    parameters: int | None = None
+    padded: int | None = None
+    inter: int | None = None
+    intra: int | None = None
+    egress: int | None = None
+    memory: dict[str, int] | None = None
+    wire_seconds: float | None = None
+    problems: tuple[str, ...] = ()
+
+
+def this_host() -> Host:
+    """The machine that this process runs on."""
+    gpus = machine.facts()["gpus"]
+    return Host(
+        machine.memory_bytes(), tuple(int(gpu["memory_gib"] * 2**30) for gpu in gpus), cache(_namespaces)
+    )
+
+
+def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
+    """Predict every trial; repeats of a trial share their prediction.
+
+    Args:
+        trials: of a suite.
+        host: where they would run.
+    """
+    models: dict[str, nn.Module | PlanError] = {}
+    done: dict[str, Forecast] = {}
+    forecasts = []
+    for trial in trials:
+        first = trial.model_copy(update={"repeat": 0, "seed": 0})
+        if first.id not in done:
+            done[first.id] = _forecast(first, host, models)
+        forecasts.append(replace(done[first.id], trial=trial))
+    return forecasts
+
+
+def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]) -> Forecast:
+    found = [
+        _check_ranks(trial, host),
+        _check_corpus(trial),
+        _check_link(trial, host),
+        _check_optimizer(trial),
+    ]
+    problems = tuple(problem for problem in found if problem)
+    model = _model(trial.model, trial.sequence, models)
+    if isinstance(model, PlanError):
+        return Forecast(trial, problems=(*problems, str(model)))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    topology, policy = trial.topology(), trial.resolved_policy()
+    if policy is None:
+        memory = _peer_memory(trial.strategy, parameters, topology)
+        return Forecast(trial, parameters, memory=memory, problems=problems + _too_big(trial, host, memory))
+    try:
+        units = _units(model, topology, policy)
+    except (GeometryError, PolicyError) as error:
+        return Forecast(trial, parameters, problems=(*problems, str(error)))
+    inter, intra = per_node_bytes(policy, topology, units, trial)
+    rate = trial.cluster.rate
+    memory = traffic.memory(policy, topology, units)
+    return Forecast(
+        trial,
+        parameters,
+        sum(unit.padded for unit in units),
+        inter * topology.nodes,
+        intra * topology.nodes,
+        inter,
+        memory,
+        None if rate is None else inter * 8 / (rate * 1e6),
+        problems + _too_big(trial, host, memory),
+    )
+
+
+def per_node_bytes(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial
+) -> tuple[int, int]:
+    """Bytes that the ranks of one node send in one optimizer step, to other nodes and inside it.
+
+    All nodes send the same, so the ranks of node 0 are enough.
+    """
+    load = traffic.Load(micro_batches=trial.accumulation, steps=1, norms=1)
+    inter = intra = 0
+    for rank in range(topology.ranks_per_node):
+        for key, sent in traffic.predict(policy, topology, units, rank, load).items():
+            if key.link == "inter":
+                inter += sent.bytes
+            else:
+                intra += sent.bytes
+    return inter, intra
+
+
+def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]) -> nn.Module | PlanError:
+    """The model on the meta device, or why it cannot be built."""
+    key = f"{model.model_dump_json()}/{sequence}"
+    if key not in models:
+        import torch
+
+        from harness import workload
+
+        try:
+            with torch.device("meta"):
+                models[key] = workload.build(model, sequence)
+        except Exception as error:  # a user's own function may raise anything
+            words = " ".join(str(error).split()) or type(error).__name__
+            models[key] = PlanError(f"model {model.name!r}: {words}")
+    return models[key]
+
+
+def _units(model: nn.Module, topology: Topology, policy: Policy) -> Sequence[UnitGeometry]:
+    from impl.zero import plan_units
+
+    return plan_units(model, topology, policy)
+
+
+def _peer_memory(strategy: str, parameters: int, topology: Topology) -> dict[str, int]:
+    """Weights, gradients and Adam's moments in fp32; FSDP2 holds a share of each."""
+    share = -(-parameters // topology.world) if strategy == "fsdp2" else parameters
+    return {
+        "masters": FP32_BYTES * share,
+        "gradients": FP32_BYTES * share,
+        "optimizer": ADAM_BYTES * share,
+    }
+
+
+def _ranks_here(trial: Trial) -> int:
+    """Ranks that one machine holds: all of them, unless a launcher spreads nodes over machines."""
+    if trial.strategy == "single":
+        return 1
+    cluster = trial.cluster
+    return cluster.ranks_per_node if cluster.launcher != "local" else trial.topology().world
+
+
+def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...]:
+    """Whether the ranks fit this machine's memory, or its GPUs'."""
+    ranks, each = _ranks_here(trial), sum(memory.values())
+    if trial.cluster.device == "cuda":
+        if not host.gpus or each <= min(host.gpus):
+            return ()
+        complaint = f"a rank needs {gib(each)} without activations, a GPU here has {gib(min(host.gpus))}"
+        return (f"too big for memory: {complaint}",)
+    need = ranks * (each + PROCESS_BYTES)
+    if need <= host.memory:
+        return ()
+    complaint = f"{ranks} ranks x {gib(each + PROCESS_BYTES)} = {gib(need)} without activations"
+    return (f"too big for memory: {complaint}, this machine has {gib(host.memory)}",)
+
+
+def _check_ranks(trial: Trial, host: Host) -> str | None:
+    """More ranks than the machine can hold, whatever the model."""
+    ranks = _ranks_here(trial)
+    if trial.cluster.device == "cuda":
+        if trial.strategy != "single" and ranks > len(host.gpus):
+            return (
+                f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {len(host.gpus)}"
+            )
+        return None if host.gpus else "cluster.device = 'cuda': this machine has no GPU that NVML shows"
+    most = host.memory // PROCESS_BYTES
+    if ranks > most:
+        return (
+            f"{ranks} ranks are more than this machine can hold: {gib(PROCESS_BYTES)} each before any "
+            f"model, at most {most} in {gib(host.memory)}"
+        )
+    return None
+
+
+def _check_corpus(trial: Trial) -> str | None:
+    try:
+        corpus.check(trial.corpus, trial.sequence)
+    except CorpusError as error:
+        return str(error)
+    return None
+
+
+def _check_link(trial: Trial, host: Host) -> str | None:
+    """Links that cannot be made here, or that could not hold a peer to its rate."""
+    cluster, peer = trial.cluster, trial.strategy in ("ddp", "fsdp2")
+    if cluster.link == "real":
+        if cluster.launcher == "local" and cluster.nodes > 1:
+            return (
+                f"cluster.link = 'real': {cluster.nodes} nodes are {cluster.nodes} machines, and "
+                "cluster.launcher = 'local' starts all ranks on this one; expected 'torchrun' or 'slurm'"
+            )
+        if cluster.rate is not None:
+            return (
+                f"cluster.rate = {cluster.rate:g} Mbit/s is for predictions only: a real link is as fast "
+                "as it is; expected 'unshaped' to run"
+            )
+        return None
+    if cluster.nodes == 1 or cluster.link == "none":
+        return None
+    if cluster.link == "namespaces" and (why := host.namespaces()):
+        return f"cluster.link = 'namespaces': {why}"
+    if peer and cluster.rate is not None:
+        paced = "link 'paced' shapes our own wire only" if cluster.link == "paced" else host.namespaces()
+        if paced:
+            return (
+                f"strategy = {trial.strategy!r} at {cluster.rate:g} Mbit/s needs network namespaces: {paced}"
+            )
+    return None
+
+
+def _check_optimizer(trial: Trial) -> str | None:
+    """An optimizer that torch has and that works on 1-D shards."""
+    import torch
+
+    name = trial.optimizer.name
+    known = getattr(torch.optim, name, None)
+    if not (isinstance(known, type) and issubclass(known, torch.optim.Optimizer)):
+        return f"optimizer.name = {name!r}: torch.optim has no such optimizer"
+    if name in NOT_ELEMENTWISE and trial.resolved_policy() is not None:
+        return f"optimizer.name = {name!r} is not elementwise and would be another algorithm on shards"
+    try:
+        known([torch.zeros(1)], **cast("dict[str, Any]", trial.optimizer.arguments))
+    except (TypeError, ValueError) as error:
+        return f"optimizer.arguments of {name}: {error}"
+    return None
+
+
+def _namespaces() -> str | None:
+    """Why nodes cannot be network namespaces here; None if they can."""
+    from harness.link import LinkError, Setting, open_link
+
+    try:
+        with open_link(Setting("namespaces", 2, 100.0), "plan"):
+            return None
+    except LinkError as error:
+        return str(error)
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB or, below a tenth, MiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
