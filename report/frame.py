@@ -1,0 +1,381 @@
+"""Records become tidy tables.  The only reader of a results folder.
+
+One row is one thing measured; nothing is averaged here.  Records of different machines or code
+are not put into one table unless asked (``Frames.pools`` then has several entries).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+
+from harness.record import LedgerRow, Record, RecordError, read_all
+from harness.suite import Trial
+from report.contender import label_of, order_of, policy_of, shared_changes
+
+# What may differ between trials of one cell: who ran, and which repetition it was.
+_NOT_OF_A_CELL: Final = (
+    "strategy", "policy", "seed", "repeat", "timeout_seconds", "measure_quantisation", "validate_every",
+)  # fmt: skip
+_ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
+_NEVER_TOLD: Final = ("cluster.link", "cluster.launcher", "corpus", "threads")
+
+TRIALS: Final = (
+    "id", "suite", "order", "started", "pool", "strategy", "contender", "place", "cell", "where",
+    "seed", "repeat", "nodes", "ranks_per_node", "world", "tokens_per_rank", "sequence", "accumulation",
+    "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local", "gradients_node", "secondary",
+    "parameters", "padded", "reference_loss", "predicted_equal",
+)  # fmt: skip
+STEPS: Final = (
+    "id", "rank", "node", "local", "index", "warmup", "total", "forward", "backward", "optimizer",
+    "exposed_forward", "exposed_backward", "loss", "gradient_norm",
+)  # fmt: skip
+BYTES: Final = (
+    "id", "source", "rank", "node", "phase", "purpose", "link", "hop", "bytes", "messages",
+)  # fmt: skip
+INTERFACES: Final = ("id", "node", "tx_bytes", "tx_packets")
+MEMORY: Final = ("id", "rank", "source", "part", "bytes")
+VALIDATIONS: Final = ("id", "step", "loss", "train_seconds", "inter_bytes")
+QUANTISATION: Final = ("id", "purpose", "unit", "codec", "vnmse", "largest")
+LINKS: Final = ("id", "order", "kind", "why", "when", "requested_mbit", "achieved_mbit", "message_bytes")
+FAILURES: Final = ("id", "contender", "where", "repeat", "seed", "kind", "message", "log")
+FACTS: Final = ("pool", "records", "fact", "value")
+
+
+class ReportError(RecordError):
+    """Records are there but cannot be reported together, or there are none."""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """A results folder as tables; columns are the constants above, units in their names.
+
+    Attributes:
+        suite: name of the suite, or names joined by a comma.
+        pools: what ran on equal machines and code, by hash.
+        trials: one row per finished trial.
+        steps: one row per rank and optimizer step; seconds.
+        bytes: sent over the timed steps, by source (``ledger`` or ``predicted``), rank, phase,
+            purpose, link and hop.
+        interfaces: one row per node: what its network interface counted over the timed steps.
+        memory: bytes by part, source (``engine``, ``formula`` or ``process``) and rank.
+        validations: loss on the validation split.
+        quantisation: error of a codec on a unit.
+        links: one row per measurement of a link, ``when`` it was ``calibrated`` or ``probed``.
+        failures: one row per trial without a result.
+        facts: machine, code and what ran, one row per pool and distinct value.
+        raw_trials: trial JSON by id, for what needs the whole trial.
+        units: name, elements and padded elements of each unit, by id.
+    """
+
+    suite: str
+    pools: tuple[str, ...]
+    trials: pd.DataFrame
+    steps: pd.DataFrame
+    bytes: pd.DataFrame
+    interfaces: pd.DataFrame
+    memory: pd.DataFrame
+    validations: pd.DataFrame
+    quantisation: pd.DataFrame
+    links: pd.DataFrame
+    failures: pd.DataFrame
+    facts: pd.DataFrame
+    raw_trials: dict[str, dict[str, Any]]
+    units: dict[str, list[tuple[str, int, int]]]
+
+
+def load(results: Path, *, across_pools: bool = False) -> Frames:
+    """Read a results folder.
+
+    Args:
+        results: the folder that holds ``<id>.json``.
+        across_pools: put records of different machines or code side by side.
+
+    Raises:
+        ReportError: if there is no record, or there are several pools and that was not asked for.
+        RecordError: for a file that is not a record of this schema.
+    """
+    if not results.is_dir():
+        raise ReportError(f"{results}: no such folder; `zeropp run SUITE` makes one")
+    records = read_all(results)
+    if not records:
+        raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
+    return frames_of(records, across_pools=across_pools)
+
+
+def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
+    """Tables of ``records``; see :func:`load`."""
+    if not across_pools:
+        _check_one_pool(records)
+    shared = shared_changes([record.trial for record in records])
+    varying = _varying([_flat(_complete(record.trial)) for record in records])
+    finished = [record for record in records if record.failure is None]
+    return Frames(
+        suite=", ".join(sorted({record.suite for record in records})),
+        pools=tuple(sorted({record.pool for record in records})),
+        trials=_frame([_trial_row(r, shared, varying) for r in finished], TRIALS),
+        steps=_frame([row for r in finished for row in _step_rows(r)], STEPS),
+        bytes=_bytes_frame(finished),
+        interfaces=_frame(
+            [{"id": r.id, **c.model_dump()} for r in finished for c in r.interfaces or []], INTERFACES
+        ),
+        memory=_frame([row for r in finished for row in _memory_rows(r)], MEMORY),
+        validations=_frame(
+            [{"id": r.id, **v.model_dump()} for r in finished for v in r.validations], VALIDATIONS
+        ),
+        quantisation=_frame(
+            [{"id": r.id, **q.model_dump()} for r in finished for q in r.quantisation], QUANTISATION
+        ),
+        links=_frame([row for r in finished for row in _link_rows(r)], LINKS),
+        failures=_frame(
+            [_failure_row(r, shared, varying) for r in records if r.failure is not None], FAILURES
+        ),
+        facts=_facts_frame(records),
+        raw_trials={r.id: _complete(r.trial) for r in records},
+        units={r.id: r.units for r in finished},
+    )
+
+
+def _frame(rows: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
+    """Rows as a frame that has all its columns even when there is no row."""
+    return pd.DataFrame(rows, columns=list(columns))
+
+
+def _complete(trial: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial's JSON over the defaults of this version, so that every field is there."""
+    return _over(Trial().canonical(), trial)
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _cell_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flat.items() if key.split(".")[0] not in _NOT_OF_A_CELL}
+
+
+def _varying(trials: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Fields of a cell that differ between trials, beside those that are always told."""
+    cells = [_cell_fields(flat) for flat in trials]
+    keys = sorted({key for cell in cells for key in cell})
+    return tuple(
+        key
+        for key in keys
+        if key not in (*_ALWAYS_TOLD, *_NEVER_TOLD)
+        and len({json.dumps(cell.get(key), sort_keys=True) for cell in cells}) > 1
+    )
+
+
+def rate_text(mbit: float | None) -> str:
+    """``50 Mbit/s``, ``1.6 Gbit/s`` or ``unshaped``."""
+    if mbit is None or pd.isna(mbit):
+        return "unshaped"
+    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
+
+
+def _cell(trial: Mapping[str, Any], varying: tuple[str, ...]) -> tuple[str, str]:
+    """Hash and description of everything but who ran and which repetition it was."""
+    cell = _cell_fields(_flat(trial))
+    text = json.dumps(cell, sort_keys=True, separators=(",", ":"))
+    told = [
+        f"{cell['cluster.nodes']}x{cell['cluster.ranks_per_node']} ranks",
+        rate_text(cell["cluster.rate"]),
+        f"{cell['tokens_per_rank']} tokens/rank",
+        *(f"{key.rpartition('.')[2]} {cell.get(key)}" for key in varying),
+    ]
+    return hashlib.sha256(text.encode()).hexdigest()[:12], ", ".join(told)
+
+
+def achieved_mbit(record: Record) -> float | None:
+    """Median of the probes after the trial; of the calibration if there was no probe."""
+    if record.link is None:
+        return None
+    values = record.link.probed_mbit or record.link.calibrated_mbit
+    return statistics.median(values) if values else None
+
+
+def _trial_row(record: Record, shared: Mapping[str, Any], varying: tuple[str, ...]) -> dict[str, Any]:
+    trial = _complete(record.trial)
+    cluster = trial["cluster"]
+    policy = policy_of(trial)
+    cell, where = _cell(trial, varying)
+    secondary = policy.secondary if policy else 0
+    return {
+        "id": record.id,
+        "suite": record.suite,
+        "order": record.order,
+        "started": record.started,
+        "pool": record.pool,
+        "strategy": str(trial["strategy"]),
+        "contender": label_of(trial, shared),
+        "place": order_of(str(trial["strategy"])),
+        "cell": cell,
+        "where": where,
+        "seed": trial["seed"],
+        "repeat": trial["repeat"],
+        "nodes": cluster["nodes"],
+        "ranks_per_node": cluster["ranks_per_node"],
+        "world": cluster["nodes"] * cluster["ranks_per_node"],
+        "tokens_per_rank": trial["tokens_per_rank"],
+        "sequence": trial["sequence"],
+        "accumulation": trial["accumulation"],
+        "model": trial["model"]["name"],
+        "rate_mbit": cluster["rate"],
+        "achieved_mbit": achieved_mbit(record),
+        "weights": str(policy.weights) if policy else "",
+        "gradients_local": str(policy.gradients[0]) if policy else "",
+        "gradients_node": str(policy.gradients[1]) if policy else "",
+        "secondary": cluster["ranks_per_node"] if secondary == "node" else secondary,
+        "parameters": record.parameters,
+        "padded": sum(padded for _, _, padded in record.units),
+        "reference_loss": record.reference_loss,
+        "predicted_equal": record.predicted.equal if record.predicted else None,
+    }
+
+
+def _step_rows(record: Record) -> list[dict[str, Any]]:
+    return [
+        {"id": record.id, "rank": rank.rank, "node": rank.node, "local": rank.local, **step.model_dump()}
+        for rank in record.ranks
+        for step in rank.steps
+    ]
+
+
+def _bytes_frame(records: list[Record]) -> pd.DataFrame:
+    """Ledger and prediction, summed over units."""
+    rows: list[dict[str, Any]] = []
+    for record in records:
+        predicted: list[list[LedgerRow]] = record.predicted.ledgers if record.predicted else []
+        for place, rank in enumerate(record.ranks):
+            sources = {
+                "ledger": rank.ledger or [],
+                "predicted": predicted[place] if place < len(predicted) else [],
+            }
+            for source, ledger in sources.items():
+                where = {"id": record.id, "source": source, "rank": rank.rank, "node": rank.node}
+                rows += [where | entry.model_dump(exclude={"unit"}) for entry in ledger]
+    frame = _frame(rows, BYTES)
+    return frame.groupby(list(BYTES[:-2]), as_index=False, sort=False)[["bytes", "messages"]].sum()
+
+
+def _memory_rows(record: Record) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for rank in record.ranks:
+        memory = rank.memory
+        parts = [("engine", name, size) for name, size in memory.engine.items()]
+        parts += [("formula", name, size) for name, size in memory.formula.items()]
+        parts.append(("process", "peak_rss", memory.peak_rss))
+        if memory.peak_device is not None:
+            parts.append(("process", "peak_device", memory.peak_device))
+        rows += [
+            {"id": record.id, "rank": rank.rank, "source": source, "part": part, "bytes": size}
+            for source, part, size in parts
+        ]
+    return rows
+
+
+def _link_rows(record: Record) -> list[dict[str, Any]]:
+    link = record.link
+    if link is None:
+        return []
+    measured = [("calibrated", value) for value in link.calibrated_mbit]
+    measured += [("probed", value) for value in link.probed_mbit]
+    return [
+        {
+            "id": record.id,
+            "order": record.order,
+            "kind": link.kind,
+            "why": link.why,
+            "when": when,
+            "requested_mbit": link.requested_mbit,
+            "achieved_mbit": value,
+            "message_bytes": link.message_bytes,
+        }
+        for when, value in measured
+    ]
+
+
+def _failure_row(record: Record, shared: Mapping[str, Any], varying: tuple[str, ...]) -> dict[str, Any]:
+    trial = _complete(record.trial)
+    failure = record.failure
+    assert failure is not None  # noqa: S101 - the caller filters
+    return {
+        "id": record.id,
+        "contender": label_of(trial, shared),
+        "where": _cell(trial, varying)[1],
+        "repeat": trial["repeat"],
+        "seed": trial["seed"],
+        "kind": failure.kind,
+        "message": failure.message,
+        "log": failure.log,
+    }
+
+
+def _environment(record: Record) -> dict[str, Any]:
+    """Facts of one record under dotted names: machine, code, and what ran."""
+    facts = _flat({"machine": record.machine, "code": record.code, "ran": record.ran})
+    if record.link is not None:
+        facts |= {"link.kind": record.link.kind, "link.why": record.link.why}
+        facts |= {f"link.{key}": value for key, value in record.link.details.items()}
+    return facts
+
+
+def _facts_frame(records: list[Record]) -> pd.DataFrame:
+    """Each distinct value of each fact in each pool, with how many records have it."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for record in records:
+        for fact, value in _environment(record).items():
+            text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+            counts[record.pool, fact, text] = counts.get((record.pool, fact, text), 0) + 1
+    rows = [
+        {"pool": pool, "fact": fact, "value": value, "records": n}
+        for (pool, fact, value), n in counts.items()
+    ]
+    return _frame(rows, FACTS).sort_values(["pool", "fact", "value"], ignore_index=True)
+
+
+def _check_one_pool(records: list[Record]) -> None:
+    """Refuse records that ran on different machines or code, saying which and in what they differ.
+
+    Raises:
+        ReportError: naming each pool, its records and the facts that differ.
+    """
+    pools: dict[str, list[Record]] = {}
+    for record in records:
+        pools.setdefault(record.pool, []).append(record)
+    if len(pools) == 1:
+        return
+    told = "; ".join(
+        f"{pool}: {len(members)} records, such as {members[0].id}" for pool, members in sorted(pools.items())
+    )
+    first = [_flat({"machine": m[0].machine, "code": m[0].code}) for _, m in sorted(pools.items())]
+    differing = sorted(
+        key for key in {k for facts in first for k in facts} if len({str(f.get(key)) for f in first}) > 1
+    )
+    values = "; ".join(f"{key}: {' / '.join(str(f.get(key)) for f in first)}" for key in differing[:6])
+    raise ReportError(
+        f"records of {len(pools)} pools (other machine or code) are not drawn together: {told}. "
+        f"They differ in {values or 'facts that are not recorded'}. Move one pool to a folder of its own"
+    )

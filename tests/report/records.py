@@ -1,0 +1,352 @@
+"""Schema-valid records of suites that never ran: times from a simple model, noise from the id.
+
+Bytes and memory come from ``impl.traffic``, so predictions and ledgers agree; interfaces add 2 %
+of headers.  A step takes max(compute, wire) plus a tenth of the smaller, times a noise of 2 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+
+from harness.record import (
+    Failure,
+    InterfaceCounters,
+    LedgerRow,
+    LinkRecord,
+    Memory,
+    Predicted,
+    QuantisationError,
+    RankRecord,
+    Record,
+    Step,
+    Validation,
+)
+from harness.suite import Cluster, Model, PolicyChanges, Trial
+from impl.codec import IntCodec
+from impl.geometry import ParameterSpec, UnitGeometry, lay_out
+from impl.policy import Policy
+from impl.topology import Topology
+from impl.traffic import LedgerKey, Load, Sent, memory, predict
+from report.contender import COMBINATIONS, policy_of
+
+POOL: Final = "0123456789ab"
+MACHINE: Final = {
+    "cpu": "Example CPU",
+    "cores": 2,
+    "memory_gib": 8.0,
+    "kernel": "6.1",
+    "python": "3.12.1",
+    "packages": {"torch": "2.13.0", "numpy": "2.4.6"},
+    "gpus": [],
+}
+CODE: Final = {"version": "0.1.0", "commit": "c0ffee", "dirty": False, "source": "feedface"}
+HIDDEN: Final = 256
+LAYERS: Final = 4
+
+
+def units_of(topology: Topology, grain: int = 2048) -> list[UnitGeometry]:
+    """A small GPT's units."""
+    block = [
+        ParameterSpec("attention", (4 * HIDDEN, HIDDEN)),
+        ParameterSpec("mlp", (8 * HIDDEN, HIDDEN)),
+        ParameterSpec("norms", (4 * HIDDEN,)),
+    ]
+    outer = [ParameterSpec("embedding", (256, HIDDEN)), ParameterSpec("positions", (128, HIDDEN))]
+    made = [lay_out("root", outer, grain=grain, world=topology.world, max_padding=9)]
+    return made + [
+        lay_out(f"blocks.{i}", block, grain=grain, world=topology.world, max_padding=9) for i in range(LAYERS)
+    ]
+
+
+def record_of(
+    trial: Trial,
+    *,
+    suite: str = "quickstart",
+    order: int = 0,
+    pool: str = POOL,
+    failure: Failure | None = None,
+    change: Callable[[dict[str, Any]], None] | None = None,
+) -> Record:
+    """The record of one trial.
+
+    Args:
+        trial: what ran; peers have no ledger.
+        suite: its suite.
+        order: its place in the sweep.
+        pool: where it ran.
+        failure: makes a record without results.
+        change: edits the record's JSON-ready fields before it is validated.
+    """
+    canonical = trial.canonical()
+    topology = Topology(trial.cluster.nodes, trial.cluster.ranks_per_node)
+    fields: dict[str, Any] = {
+        "id": trial.id,
+        "suite": suite,
+        "trial": canonical,
+        "started": f"2026-01-02T03:{order // 60:02}:{order % 60:02}+00:00",
+        "finished": f"2026-01-02T03:{order // 60:02}:{order % 60:02}+00:00",
+        "order": order,
+        "machine": MACHINE,
+        "code": CODE,
+        "pool": pool,
+        "failure": failure,
+    }
+    if failure is None:
+        fields |= _results(trial, topology, policy_of(canonical), order)
+    if change is not None:
+        change(fields)
+    return Record(**fields)
+
+
+def _results(trial: Trial, topology: Topology, policy: Policy | None, order: int) -> dict[str, Any]:
+    noise = np.random.default_rng(int(trial.id, 16))
+    units = units_of(topology)
+    ledgers = _ledgers(trial, topology, policy, units)
+    egress = _egress(trial, topology, ledgers, units)
+    rate = (trial.cluster.rate or 20_000.0) * (1 + 0.01 * noise.standard_normal())
+    compute = 2e-4 * trial.tokens_per_rank * trial.accumulation
+    wire = 8 * egress / (rate * 1e6)
+    step_seconds = max(compute, wire) + 0.1 * min(compute, wire)
+    ranks = [
+        RankRecord(
+            rank=rank,
+            node=topology.node_of(rank),
+            local=rank % topology.ranks_per_node,
+            steps=_steps(trial, policy, compute, step_seconds, noise),
+            ledger=ledgers[rank] if ledgers else None,
+            memory=_memory(policy, topology, units),
+        )
+        for rank in range(topology.world)
+    ]
+    return {
+        "ran": {"transport": trial.cluster.transport, "gather": policy.gather if policy else "library"},
+        "units": [(unit.name, unit.numel, unit.padded) for unit in units],
+        "parameters": sum(unit.numel for unit in units),
+        "link": _link(trial, rate, noise),
+        "ranks": ranks,
+        "interfaces": [
+            InterfaceCounters(
+                node=node, tx_bytes=int(egress * trial.steps * 1.02), tx_packets=int(egress * trial.steps / 1448)
+            )
+            for node in range(topology.nodes)
+        ],
+        "validations": _validations(trial, policy, step_seconds, egress * topology.nodes, noise),
+        "quantisation": _quantisation(trial, policy, noise),
+        "predicted": Predicted(ledgers=ledgers, equal=True) if ledgers else None,
+        "reference_loss": 5.55,
+    }
+
+
+def _ledgers(
+    trial: Trial, topology: Topology, policy: Policy | None, units: list[UnitGeometry]
+) -> list[list[LedgerRow]]:
+    if policy is None:
+        return []
+    load = Load(micro_batches=trial.accumulation, steps=trial.steps, norms=trial.steps)
+    return [
+        [_ledger_row(key, sent) for key, sent in predict(policy, topology, units, rank, load).items()]
+        for rank in range(topology.world)
+    ]
+
+
+def _ledger_row(key: LedgerKey, sent: Sent) -> LedgerRow:
+    return LedgerRow(
+        phase=key.phase, purpose=key.purpose, unit=key.unit, hop=key.hop, link=key.link,
+        bytes=sent.bytes, messages=sent.messages,
+    )  # fmt: skip
+
+
+def _egress(
+    trial: Trial, topology: Topology, ledgers: list[list[LedgerRow]], units: list[UnitGeometry]
+) -> float:
+    """Bytes per step that one node sends to others."""
+    if topology.nodes == 1:
+        return 0.0
+    if not ledgers:  # a ring of 32-bit gradients
+        return 2 * 4 * sum(unit.padded for unit in units) * (topology.world - 1) / topology.world
+    total = sum(row.bytes for rows in ledgers for row in rows if row.link == "inter")
+    return total / topology.nodes / trial.steps
+
+
+def _steps(
+    trial: Trial, policy: Policy | None, compute: float, step: float, noise: np.random.Generator
+) -> list[Step]:
+    exposed = max(step - compute, 0.0)
+    steps = []
+    for index in range(trial.warmup + trial.steps):
+        stretch = 1 + 0.02 * abs(noise.standard_normal())
+        waits = (0.4 * exposed, 0.6 * exposed) if policy else (None, None)
+        steps.append(
+            Step(
+                index=index,
+                warmup=index < trial.warmup,
+                total=step * stretch,
+                forward=(0.3 * compute + 0.4 * exposed) * stretch,
+                backward=(0.62 * compute + 0.6 * exposed) * stretch,
+                optimizer=0.06 * compute * stretch,
+                exposed_forward=waits[0],
+                exposed_backward=waits[1],
+                loss=_loss(index + 1, policy, noise),
+                gradient_norm=1.0,
+            )
+        )
+    return steps
+
+
+def _loss(step: int, policy: Policy | None, noise: np.random.Generator) -> float:
+    bits = min(policy.gradients[1].bits, policy.weights.bits) if policy else 16
+    return 1.6 + 3.9 / (1 + 0.12 * step) + 0.4 * 4.0**-bits + 0.01 * float(noise.standard_normal())
+
+
+def _memory(policy: Policy | None, topology: Topology, units: list[UnitGeometry]) -> Memory:
+    formula = memory(policy, topology, units) if policy else {}
+    return Memory(engine=formula, formula=formula, peak_rss=400_000_000)
+
+
+def _link(trial: Trial, rate: float, noise: np.random.Generator) -> LinkRecord | None:
+    if trial.cluster.nodes == 1:
+        return None
+    achieved = [float(0.96 * rate * (1 + 0.01 * noise.standard_normal())) for _ in range(3)]
+    return LinkRecord(
+        kind="namespaces" if trial.cluster.rate else "none",
+        why="asked for",
+        requested_mbit=trial.cluster.rate,
+        calibrated_mbit=achieved,
+        probed_mbit=[float(0.96 * rate)],
+        message_bytes=1_000_000,
+        details={"mtu": 1500},
+    )
+
+
+def _validations(
+    trial: Trial, policy: Policy | None, step: float, sent: float, noise: np.random.Generator
+) -> list[Validation]:
+    if trial.validate_every is None:
+        return []
+    last = trial.warmup + trial.steps
+    every = trial.validate_every or last
+    return [
+        Validation(
+            step=at,
+            loss=_loss(at, policy, noise),
+            train_seconds=at * step,
+            inter_bytes=int(at * sent) if policy else None,
+        )
+        for at in sorted({*range(every, last + 1, every), last})
+    ]
+
+
+def _quantisation(
+    trial: Trial, policy: Policy | None, noise: np.random.Generator
+) -> list[QuantisationError]:
+    if policy is None or not trial.measure_quantisation:
+        return []
+    return [
+        QuantisationError(
+            purpose=purpose,
+            unit=unit,
+            codec=str(codec),
+            vnmse=_vnmse(codec) * (1 + 0.1 * abs(float(noise.standard_normal()))),
+            largest=0.5 / (2 ** (codec.bits - 1) - 1),
+        )
+        for purpose, codec in (("weights", policy.weights), ("gradients", policy.gradients[1]))
+        if isinstance(codec, IntCodec)
+        for unit in ("root", "blocks.0", "blocks.1")
+    ]
+
+
+def _vnmse(codec: IntCodec) -> float:
+    block = 100_000 if codec.block == "shard" else codec.block
+    return float(2 * np.log(block + 1) / (2 ** (codec.bits - 1) - 1) ** 2 / 12)
+
+
+def trials_of(suite: str, *, repeats: int = 3) -> list[Trial]:
+    """Trials as the suite of that name would run them, smaller."""
+    return list(_SUITES[suite](range(repeats)))
+
+
+def records_of(suite: str, *, repeats: int = 3) -> list[Record]:
+    """Records of :func:`trials_of`, all finished."""
+    return [
+        record_of(trial, suite=suite, order=order)
+        for order, trial in enumerate(trials_of(suite, repeats=repeats))
+    ]
+
+
+_BASE: Final = Trial(cluster=Cluster(rate="50 Mbit/s"), model=Model(name="gpt-small"), steps=4, warmup=1)
+
+
+def _with(**changes: object) -> Trial:
+    return _BASE.model_copy(update=changes)
+
+
+def _quickstart(repeats: Iterable[int]) -> Iterable[Trial]:
+    return (
+        _with(strategy=s, repeat=r, validate_every=0, measure_quantisation=True)
+        for r, s in product(repeats, ("zero3", "qwz", "hpz", "qgz", "zeropp"))
+    )
+
+
+def _ablation(repeats: Iterable[int]) -> Iterable[Trial]:
+    return (_with(strategy=s, repeat=r, validate_every=0) for r, s in product(repeats, COMBINATIONS))
+
+
+def _block_size(repeats: Iterable[int]) -> Iterable[Trial]:
+    blocks: tuple[int | str, ...] = (32, 64, 256, 1024, 2048, "shard")
+    return (
+        _with(
+            strategy="zeropp", repeat=r, validate_every=0, measure_quantisation=True,
+            policy=PolicyChanges(weights=f"int8:{block}", gradients=f"int4:{block}", align=2048),
+        )
+        for r, block in product(repeats, blocks)
+    )  # fmt: skip
+
+
+def _bits(repeats: Iterable[int]) -> Iterable[Trial]:
+    return (
+        _with(
+            strategy="qgz", repeat=r, validate_every=0, measure_quantisation=True,
+            policy=PolicyChanges(gradients=f"int{bits}:256", align=2048),
+        )
+        for r, bits in product(repeats, (2, 3, 4, 6, 8))
+    )  # fmt: skip
+
+
+def _hpz_group(repeats: Iterable[int]) -> Iterable[Trial]:
+    cluster = Cluster(nodes=2, ranks_per_node=4, rate="50 Mbit/s")
+    return (
+        _with(strategy="hpz" if group else "zero3", repeat=r, cluster=cluster, policy=changes)
+        for r, group in product(repeats, (0, 2, 4, 8))
+        for changes in [PolicyChanges(secondary=group or None)]
+    )
+
+
+def _bandwidth(repeats: Iterable[int]) -> Iterable[Trial]:
+    rates = ("12.5 Mbit/s", "50 Mbit/s", "200 Mbit/s", "800 Mbit/s", "unshaped")
+    return (
+        _with(strategy=s, repeat=r, tokens_per_rank=tokens, cluster=Cluster(rate=rate))
+        for r, s, tokens, rate in product(repeats, ("zero3", "zeropp", "fsdp2"), (512, 2048), rates)
+    )
+
+
+def _convergence(repeats: Iterable[int]) -> Iterable[Trial]:
+    return (
+        _with(strategy=s, seed=seed, steps=40, warmup=0, validate_every=5)
+        for seed, s in product(repeats, ("zero3", "qwz", "qgz", "zeropp"))
+    )
+
+
+_SUITES: Final[dict[str, Callable[[Iterable[int]], Iterable[Trial]]]] = {
+    "quickstart": _quickstart,
+    "ablation": _ablation,
+    "block_size": _block_size,
+    "bits": _bits,
+    "hpz_group": _hpz_group,
+    "bandwidth": _bandwidth,
+    "convergence": _convergence,
+}
+SUITES: Final = tuple(_SUITES)
