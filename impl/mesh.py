@@ -62,7 +62,9 @@ class Mesh:
         """
         world = dist.get_world_size()
         if world != topology.world:
-            raise MeshError(f"topology {topology} needs {topology.world} ranks, the process group has {world}")
+            raise MeshError(
+                f"topology {topology} needs {topology.world} ranks, the process group has {world}"
+            )
         return cls(topology, dist.get_rank(), device or torch.device("cpu"))
 
     @property

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
+MOST_AHEAD: Final = 4  # units gathered ahead at most: each holds a slot of the shared arena
 Kind = Literal["gather", "wait", "release", "reduce"]
 
 
@@ -67,7 +68,7 @@ class Schedule:
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
         left = self.prefetch
-        for other in order[start:]:
+        for other in order[start : start + MOST_AHEAD]:
             left -= self.sizes[other]
             if left < 0:
                 break

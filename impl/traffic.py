@@ -18,7 +18,7 @@ from impl.policy import Policy
 from impl.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]
-Purpose = Literal["weights", "gradients", "control"]
+Purpose = Literal["weights", "gradients", "control", "state"]
 Link = Literal["inter", "intra"]
 Event = Literal["forward", "backward", "evaluate", "norm", "step"]
 
@@ -137,7 +137,7 @@ def predict(
         elif event in ("forward", "backward", "evaluate"):
             hops = axes[spared:] if current else axes
             for unit in units:
-                _book_gather(book, policy, event, unit, axes, hops)
+                _book_gather(book, policy, event, unit, (axes, hops))
                 if event == "backward" and unit.trainable:
                     _book_reduce(book, policy, unit)
             current = spared > 0
@@ -149,9 +149,9 @@ def _book_gather(
     policy: Policy,
     phase: Phase,
     unit: UnitGeometry,
-    axes: tuple[Axis, ...],
-    hops: tuple[Axis, ...],
+    route: tuple[tuple[Axis, ...], tuple[Axis, ...]],
 ) -> None:
+    axes, hops = route  # all hops, and those that are sent
     held = policy.weights.frame_bytes(unit.shard)
     for axis in axes:
         if axis in hops:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
@@ -162,8 +163,18 @@ class Wire:
         group = self.mesh.group(axis)
         if group.size == 1:
             return _Alone(self._buffer(nbytes), self)
-        self._book(axis, nbytes, tag, ring=True, steps=1)
-        return _Shift(self, group, nbytes, self._pace(axis, nbytes, ring=True, steps=1))
+        after = [nbytes if i == (group.index + 1) % group.size else 0 for i in range(group.size)]
+        before = [nbytes if i == (group.index - 1) % group.size else 0 for i in range(group.size)]
+
+        def start(received: Tensor, send: Tensor) -> dist.Work:
+            work: dist.Work = dist.all_to_all_single(
+                received, send, before, after, group=group.process_group, async_op=True
+            )
+            return work
+
+        inter = self._book(axis, nbytes, tag, ring=True, steps=1)
+        self._used[axis.name] = dist.get_backend(group.process_group)
+        return _Backend(self, start, sent=nbytes, received=nbytes, rows=1, inter_bytes=inter)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -187,29 +198,31 @@ class Wire:
         group = self.mesh.group(axis)
         if group.size == 1:
             return _Alone(self._buffer(row), self)
-        self._book(axis, nbytes, tag, ring=ring)
+        inter = self._book(axis, nbytes, tag, ring=ring)
         if self._shares_memory(group):
             self.reserve(axis, row)
             self._used[axis.name] = "shm"
             return _InMemory(self, self._arenas[axis], kind, nbytes, row)
+
+        def start(received: Tensor, send: Tensor) -> dist.Work:
+            collective = _all_gather if kind == "all_gather" else dist.all_to_all_single
+            work: dist.Work = collective(received, send, group=group.process_group, async_op=True)
+            return work
+
         self._used[axis.name] = dist.get_backend(group.process_group)
-        return _Backend(self, group, kind, nbytes, self._pace(axis, nbytes, ring=ring))
+        size = nbytes * group.size
+        return _Backend(self, start, sent=row, received=size, rows=group.size, inter_bytes=inter)
 
-    def _book(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool, steps: int | None = None) -> None:
+    def _book(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool, steps: int | None = None) -> int:
+        """Enter one exchange in the ledger; returns its bytes to other nodes."""
         counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring)
+        if steps is not None:
+            counts = {link: min(count, steps) for link, count in counts.items()}
         for link, count in counts.items():
-            messages = count if steps is None else steps
-            key = LedgerKey(tag.phase, tag.purpose, tag.unit, axis.name, link)
-            self.ledger.book(key, messages * nbytes, messages)
-
-    def _pace(self, axis: Axis, nbytes: int, *, ring: bool, steps: int | None = None) -> float:
-        """When the modelled link has carried this rank's messages to other nodes."""
-        if self._pacer is None:
-            return 0.0
-        counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring)
-        count = counts.get("inter", 0)
-        messages = count if steps is None else min(count, steps)
-        return self._pacer.book(messages * nbytes) if messages else 0.0
+            self.ledger.book(
+                LedgerKey(tag.phase, tag.purpose, tag.unit, axis.name, link), count * nbytes, count
+            )
+        return counts.get("inter", 0) * nbytes
 
     def _buffer(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8, reused: a fresh one costs a page fault every 4 KiB."""
@@ -221,6 +234,7 @@ class Wire:
 
 
 _Collective = Literal["all_gather", "all_to_all"]
+_Start = Callable[[Tensor, Tensor], dist.Work]
 
 
 class _Alone:
@@ -265,60 +279,35 @@ class _InMemory:
 
 
 class _Backend:
-    """A collective of torch.distributed, on buffers of the wire."""
+    """A collective of torch.distributed, on buffers of the wire.
 
-    def __init__(self, wire: Wire, group: Group, kind: _Collective, nbytes: int, ready: float) -> None:
-        self._wire, self._group, self._kind, self._ready = wire, group, kind, ready
-        rows = group.size if kind == "all_to_all" else 1
-        self.send = wire._buffer(nbytes * rows)  # noqa: SLF001  # the wire's own part
-        self._received = wire._buffer(nbytes * group.size)  # noqa: SLF001
+    ``inter_bytes`` is what a modelled link must carry before the exchange may complete.
+    """
+
+    def __init__(
+        self, wire: Wire, start: _Start, *, sent: int, received: int, rows: int, inter_bytes: int
+    ) -> None:
+        self._wire, self._start, self._rows, self._inter_bytes = wire, start, rows, inter_bytes
+        self.send = wire._buffer(sent)  # noqa: SLF001  # the wire's own part
+        self._received = wire._buffer(received)  # noqa: SLF001
         self._work: dist.Work | None = None
+        self._carried = 0.0
 
     def post(self) -> None:
-        collective = _all_gather if self._kind == "all_gather" else dist.all_to_all_single
-        self._work = collective(self._received, self.send, group=self._group.process_group, async_op=True)
+        pacer = self._wire._pacer  # noqa: SLF001
+        if pacer is not None and self._inter_bytes:
+            self._carried = pacer.book(self._inter_bytes)
+        self._work = self._start(self._received, self.send)
 
     def wait(self) -> Tensor:
         begin = time.perf_counter()
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if (left := self._ready - time.monotonic()) > 0:
+        if (left := self._carried - time.monotonic()) > 0:
             time.sleep(left)
         self._wire.exposed_seconds += time.perf_counter() - begin
-        return self._received.view(self._group.size, -1)
-
-    def close(self) -> None:
-        self._wire._give_back(self.send)  # noqa: SLF001
-        self._wire._give_back(self._received)  # noqa: SLF001
-
-
-class _Shift:
-    """One step of a ring: an uneven all-to-all in which only the next rank gets something."""
-
-    def __init__(self, wire: Wire, group: Group, nbytes: int, ready: float) -> None:
-        self._wire, self._group, self._ready, self._nbytes = wire, group, ready, nbytes
-        self.send = wire._buffer(nbytes)  # noqa: SLF001
-        self._received = wire._buffer(nbytes)  # noqa: SLF001
-        self._work: dist.Work | None = None
-
-    def post(self) -> None:
-        size, me = self._group.size, self._group.index
-        out = [self._nbytes if i == (me - 1) % size else 0 for i in range(size)]
-        into = [self._nbytes if i == (me + 1) % size else 0 for i in range(size)]
-        self._work = dist.all_to_all_single(
-            self._received, self.send, out, into, group=self._group.process_group, async_op=True
-        )
-
-    def wait(self) -> Tensor:
-        begin = time.perf_counter()
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if (left := self._ready - time.monotonic()) > 0:
-            time.sleep(left)
-        self._wire.exposed_seconds += time.perf_counter() - begin
-        return self._received.view(1, -1)
+        return self._received.view(self._rows, -1)
 
     def close(self) -> None:
         self._wire._give_back(self.send)  # noqa: SLF001
