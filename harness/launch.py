@@ -1,0 +1,377 @@
+"""Starting ranks: fresh processes per trial, with torch already imported, watched until they end.
+
+A fork server that has imported torch once forks four ranks in a tenth of a second.  Every rank
+enters its node's namespaces while it still has one thread, sends its output to a log, and dies
+with the fork server, which dies with the sweep.  The first rank that fails ends the others; a
+trial that exceeds its time is asked for the stacks of all its threads and then killed.  The log
+is kept when something failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+from harness import keeper
+from harness.link import LinkError, Pacer, Port, join
+from harness.rank import Progress, Rank, Refusal
+from impl.codec import CodecError
+from impl.geometry import GeometryError
+from impl.policy import PolicyError
+from impl.topology import Topology
+
+Kind = Literal["refused", "crashed", "timeout", "memory", "interrupted"]
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+PRELOAD: Final = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "harness.launch",
+    "harness.trial",
+)
+REFUSALS: Final = (LinkError, Refusal, PolicyError, GeometryError, CodecError)
+_GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
+_STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
+_LOG_BYTES: Final = 1_000_000  # kept of each rank's log
+# What a rank says when it lost a peer: an effect, not a cause.
+_LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket Timeout")
+
+
+class LaunchError(Exception):
+    """Ranks did not all end well.
+
+    Attributes:
+        kind: of :class:`harness.record.Failure`.
+        log: what all ranks wrote, kept; None if there is none.
+    """
+
+    def __init__(self, kind: Kind, message: str, log: Path | None) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+        self.log = log
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How ranks are started.
+
+    Attributes:
+        topology: where they stand.
+        ports: one a node.
+        paced_mbit: rate of the in-process pacer, or None.
+        threads: of torch in each rank.
+        timeout_seconds: for everything.
+        log: where the log goes if something fails.
+        backend: of the process group.
+    """
+
+    topology: Topology
+    ports: tuple[Port, ...]
+    paced_mbit: float | None
+    threads: int
+    timeout_seconds: float
+    log: Path
+    backend: str = "gloo"
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What a rank sends before it ends badly."""
+
+    kind: Kind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What a rank sends when its target returned."""
+
+    result: Any
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A rank process as its parent sees it; ``gone`` once its end of the pipe is closed."""
+
+    rank: int
+    process: Any
+    pipe: Connection
+    fault: _Fault | None = None
+    done: _Done | None = None
+    gone: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.fault is not None or (self.gone and self.done is None)
+
+    def describe(self) -> tuple[Kind, str]:
+        if self.fault is not None:
+            return self.fault.kind, f"rank {self.rank}: {self.fault.message}"
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return "crashed", f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
+        return "crashed", f"rank {self.rank} ended with status {code} and without a result"
+
+
+def run_ranks(
+    target: Callable[[Rank, Argument], Result],
+    argument: Argument,
+    launch: Launch,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> list[Result]:
+    """Run ``target(rank, argument)`` in one fresh process per rank.
+
+    Args:
+        target: a function of a module; it finds the default process group ready.
+        argument: pickled to every rank.
+        launch: how.
+        on_progress: called here with what rank 0 reports.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        LaunchError: the first failure; all ranks have ended, the log is kept.
+        KeyboardInterrupt: after all ranks have ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
+        if launch.paced_mbit is not None:
+            Pacer.create(scratch / "pacer", launch.topology.nodes)
+        killed_before = _out_of_memory_kills()
+        ranks = _start(target, argument, launch, scratch)
+        try:
+            failure = _watch(ranks, launch.timeout_seconds, on_progress)
+        finally:
+            for watched in ranks:
+                watched.process.kill()
+            for watched in ranks:
+                watched.process.join()
+                watched.pipe.close()
+        if failure is not None:
+            kind, message = failure
+            if kind == "crashed" and _out_of_memory_kills() > killed_before:
+                kind, message = "memory", f"{message}; the kernel was out of memory"
+            raise LaunchError(kind, message, _keep_logs(scratch, launch))
+        return [watched.done.result for watched in ranks if watched.done is not None]
+
+
+@contextlib.contextmanager
+def _torch_environment() -> Iterator[None]:
+    """Huge pages for every contender alike; torch reads the switch once, in the fork server."""
+    before = os.environ.get("THP_MEM_ALLOC_ENABLE")
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["THP_MEM_ALLOC_ENABLE"]
+        else:
+            os.environ["THP_MEM_ALLOC_ENABLE"] = before
+
+
+def start_server() -> None:
+    """Start the fork server, or do nothing if it runs; the first rank would otherwise wait for it."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    with _torch_environment():
+        forkserver.ensure_running()
+
+
+def _start(target: Any, argument: Any, launch: Launch, scratch: Path) -> list[_Watched]:
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    ranks: list[_Watched] = []
+    for rank in range(launch.topology.world):
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main,
+            args=(_Seat(rank, launch, scratch), target, argument, sending),
+            daemon=True,
+            name=f"rank {rank}",
+        )
+        process.start()
+        sending.close()
+        ranks.append(_Watched(rank, process, receiving))
+    return ranks
+
+
+def _watch(
+    ranks: list[_Watched], timeout_seconds: float, on_progress: Callable[[Progress], None]
+) -> tuple[Kind, str] | None:
+    """Read from all ranks until all are done (None) or one failed (why)."""
+    deadline = time.monotonic() + timeout_seconds
+    while any(watched.done is None for watched in ranks):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            _dump_stacks(ranks)
+            waiting = ", ".join(str(w.rank) for w in ranks if w.done is None)
+            return (
+                "timeout",
+                f"no result from rank {waiting} after {timeout_seconds:g} s; stacks are in the log",
+            )
+        _collect(ranks, left, on_progress)
+        if any(watched.failed for watched in ranks):
+            end = time.monotonic() + _GRACE_SECONDS
+            while (left := end - time.monotonic()) > 0 and not all(w.failed or w.done for w in ranks):
+                _collect(ranks, left, on_progress)
+            return _cause(ranks)
+    return None
+
+
+def _collect(ranks: list[_Watched], seconds: float, on_progress: Callable[[Progress], None]) -> None:
+    """Wait until some rank says something or ends, and take it in."""
+    speaking = {w.pipe: w for w in ranks if not (w.gone or w.done or w.fault)}
+    for ready in connection.wait(list(speaking), timeout=seconds):
+        watched = speaking[ready]  # type: ignore[index]  # only connections were waited for
+        try:
+            message = watched.pipe.recv()
+        except (EOFError, OSError):
+            watched.gone = True
+            watched.process.join(timeout=_GRACE_SECONDS)  # for its exit status
+            continue
+        if isinstance(message, Progress):
+            on_progress(message)
+        elif isinstance(message, _Done):
+            watched.done = message
+        else:
+            watched.fault = message
+
+
+def _cause(ranks: list[_Watched]) -> tuple[Kind, str]:
+    """Of all that failed, what most likely came first: ranks that lost a peer only saw an effect."""
+
+    def order(watched: _Watched) -> tuple[bool, bool]:
+        effect = watched.fault is not None and any(text in watched.fault.message for text in _LOST_PEER)
+        return effect, watched.fault is not None and watched.fault.kind == "crashed"
+
+    return min((watched for watched in ranks if watched.failed), key=order).describe()
+
+
+def _dump_stacks(ranks: list[_Watched]) -> None:
+    for watched in ranks:
+        if watched.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(watched.process.pid, signal.SIGUSR1)
+    time.sleep(_STACKS_SECONDS)
+
+
+def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
+    """One file with the end of every rank's log; None if it cannot be written."""
+    try:
+        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with launch.log.open("wb") as whole:
+            for rank in range(launch.topology.world):
+                whole.write(f"== rank {rank} ==\n".encode())
+                log = _log_of(scratch, rank)
+                if log.exists():
+                    with log.open("rb") as part:
+                        part.seek(max(0, log.stat().st_size - _LOG_BYTES))
+                        shutil.copyfileobj(part, whole)
+    except OSError:
+        return None
+    return launch.log
+
+
+def _log_of(scratch: Path, rank: int) -> Path:
+    return scratch / f"rank{rank}.log"
+
+
+def _out_of_memory_kills() -> int:
+    """How many processes the kernel has killed for want of memory, on the machine or in our group."""
+    count = 0
+    for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
+        with contextlib.suppress(OSError):
+            for line in path.read_text(encoding="ascii").splitlines():
+                name, _, number = line.partition(" ")
+                count += int(number) if name == "oom_kill" else 0
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """Where a new process finds itself: pickled to it."""
+
+    rank: int
+    launch: Launch
+    scratch: Path
+
+
+def _rank_main(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> None:
+    """A rank process from its first line to its last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which ends us
+    log = os.open(_log_of(seat.scratch, seat.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.enable(file=log, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    try:
+        result = _run(seat, target, argument, pipe)
+    except BaseException as error:  # the process boundary: whatever it was goes on the record
+        traceback.print_exc()
+        pipe.send(_Fault(_kind_of(error), f"{type(error).__name__}: {error}"))
+        sys.stderr.flush()
+        os._exit(1)  # without waiting for peers that no longer answer
+    pipe.send(_Done(result))
+
+
+def _run(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    launch = seat.launch
+    node = launch.topology.node_of(seat.rank)
+    port = launch.ports[node]
+    join(port)
+    keeper.die_with_parent(os.getppid())
+    if port.interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # gloo asks the environment, and nothing else
+    torch.set_num_threads(launch.threads)
+    dist.init_process_group(
+        launch.backend,
+        # A file: it needs no port, crosses namespaces, and sends nothing over the link.
+        store=dist.FileStore(str(seat.scratch / "store"), launch.topology.world),  # type: ignore[attr-defined]
+        rank=seat.rank,
+        world_size=launch.topology.world,
+        timeout=timedelta(seconds=launch.timeout_seconds),
+    )
+    pacer = None
+    if launch.paced_mbit is not None:
+        pacer = Pacer(seat.scratch / "pacer", node, launch.paced_mbit)
+
+    def report(progress: Progress) -> None:
+        if seat.rank == 0:
+            pipe.send(progress)
+
+    result = target(Rank(seat.rank, launch.topology, port, pacer, report, launch.threads), argument)
+    dist.destroy_process_group()
+    return result
+
+
+def _kind_of(error: BaseException) -> Kind:
+    if isinstance(error, REFUSALS):
+        return "refused"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "memory"
+    if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's CPU allocator
+        return "memory"
+    return "crashed"
