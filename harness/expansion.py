@@ -200,6 +200,7 @@ class _Expansion:
         taken: list[str] = []
         for path, values in _flatten(self.file.matrix):
             axes.append(self._points(path, values, "[matrix]", taken))
+            self._check_different(values, f"[matrix] {path}")
         for number, table in enumerate(self.file.zip, 1):
             name = f"[[zip]] #{number}"
             columns = {path: self._points(path, values, name, taken) for path, values in _flatten(table)}
@@ -207,9 +208,16 @@ class _Expansion:
             if len(set(lengths.values())) > 1:
                 counts = ", ".join(f"{path} has {length}" for path, length in lengths.items())
                 self._refuse(f"{name}: {counts} values; expected equal numbers")
+            self._check_different(list(zip(*dict(_flatten(table)).values(), strict=True)), name)
             rows = zip(*columns.values(), strict=True)
             axes.append([{k: v for point in row for k, v in point.items()} for row in rows])
         return axes
+
+    def _check_different(self, points: list[Any], axis: str) -> None:
+        texts = [_text(point) for point in points]
+        for text in texts:
+            if texts.count(text) > 1:
+                self._refuse(f"{axis}: {text} stands twice; expected different values")
 
     def _points(self, path: str, values: Any, table: str, taken: list[str]) -> list[_Settings]:
         """The settings of each value of one axis."""
@@ -220,10 +228,6 @@ class _Expansion:
             if path == other or path.startswith(other + ".") or other.startswith(path + "."):
                 self._refuse(f"{table} {path}: {other!r} is an axis already; expected each field once")
         taken.append(path)
-        texts = [_text(value) for value in values]
-        for text in texts:
-            if texts.count(text) > 1:
-                self._refuse(f"{table} {path}: {text} stands twice; expected different values")
         if not isinstance(values[0], dict):
             self._check_path(path, table, values[0])
         return [self._settings({path: value}, table) for value in values]

@@ -7,6 +7,7 @@ seconds.  By symmetry every node sends what node 0 sends.  Activations are not c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 PROCESS_BYTES: Final = 200 << 20
 FP32_BYTES: Final = 4
 ADAM_BYTES: Final = 8
-NOT_ELEMENTWISE: Final = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 class PlanError(ValueError):
@@ -119,9 +119,11 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     if policy is None:
         memory = _peer_memory(trial.strategy, parameters, topology)
         return Forecast(trial, parameters, memory=memory, problems=problems + _too_big(trial, host, memory))
+    from impl.zero import ZeroError, plan_units
+
     try:
-        units = _units(model, topology, policy)
-    except (GeometryError, PolicyError) as error:
+        units = plan_units(model, topology, policy)
+    except (GeometryError, PolicyError, ZeroError) as error:
         return Forecast(trial, parameters, problems=(*problems, str(error)))
     inter, intra = per_node_bytes(policy, topology, units, trial)
     rate = trial.cluster.rate
@@ -172,12 +174,6 @@ def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]
             words = " ".join(str(error).split()) or type(error).__name__
             models[key] = PlanError(f"model {model.name!r}: {words}")
     return models[key]
-
-
-def _units(model: nn.Module, topology: Topology, policy: Policy) -> Sequence[UnitGeometry]:
-    from impl.zero import plan_units
-
-    return plan_units(model, topology, policy)
 
 
 def _peer_memory(strategy: str, parameters: int, topology: Topology) -> dict[str, int]:
@@ -271,6 +267,8 @@ def _check_optimizer(trial: Trial) -> str | None:
     """An optimizer that torch has and that works on 1-D shards."""
     import torch
 
+    from impl.zero import NOT_ELEMENTWISE
+
     name = trial.optimizer.name
     known = getattr(torch.optim, name, None)
     if not (isinstance(known, type) and issubclass(known, torch.optim.Optimizer)):
@@ -289,7 +287,7 @@ def _namespaces() -> str | None:
     from harness.link import LinkError, Setting, open_link
 
     try:
-        with open_link(Setting("namespaces", 2, 100.0), "plan"):
+        with open_link(Setting("namespaces", 2, 100.0), f"{os.getpid():x}"[-6:]):
             return None
     except LinkError as error:
         return str(error)

@@ -1,0 +1,214 @@
+"""``zeropp``: plan, run, show, report, doctor.
+
+A suite file says what happens; there is no option that it could state.  What cannot be done is
+one line on standard error and exit status 2, and nothing is touched.  torch is imported only by
+the commands that need it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from harness import terminal
+from harness.expansion import SuiteError, differing, load, look_up
+from harness.plan import Forecast, PlanError, forecast, this_host
+from harness.record import Record, RecordError, path_of, read, read_all
+
+OK: Final = 0
+SOME_FAILED: Final = 1
+REFUSED: Final = 2
+INTERRUPTED: Final = 130
+
+app = typer.Typer(
+    name="zeropp",
+    help="ZeRO-3 against ZeRO++: a suite file in, a report out.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+SuiteFile = Annotated[Path, typer.Argument(help="Suite file in TOML.", metavar="SUITE.toml")]
+ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
+Question = Annotated[
+    str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
+]
+RESULTS: Final = Path("results")
+
+
+class RefusalError(Exception):
+    """The command cannot do what it is asked; one line."""
+
+
+@app.callback(invoke_without_command=True, no_args_is_help=True)
+def _entry(
+    *,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if show_version:
+        print(version("zeropp-bench"))
+        raise typer.Exit(OK)
+
+
+@app.command()
+def plan(file: SuiteFile) -> None:
+    """Predict every trial's bytes per link and memory per rank; say which cannot run, and why."""
+    suite = load(file)
+    terminal.forecasts(suite, forecast(suite.trials, this_host()), terminal.console())
+
+
+@app.command()
+def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
+    """Run a suite's missing trials, then build its report and print the report's path."""
+    suite = load(file)
+    folder = results / suite.name
+    _check_folder(folder)
+    _check_feasible(file, forecast(suite.trials, this_host()))
+    progress = terminal.console(stderr=True)
+    progress.print(f"{suite.name}: {suite.question}", markup=False)
+    progress.print(f"{len(suite.trials)} trials into {folder}. Stated time: {suite.time}.", markup=False)
+
+    from harness.sweep import run_sweep
+
+    outcome = run_sweep(suite.name, list(suite.trials), folder, progress)
+    _build_report(folder)
+    if outcome.failed:
+        raise typer.Exit(SOME_FAILED)
+
+
+@app.command()
+def show(what: Question, results: ResultsFolder = RESULTS) -> None:
+    """Print one record, or all records of a suite as a table."""
+    out = terminal.console()
+    folder = _folder(what, results)
+    if folder is not None:
+        found = read_all(folder)
+        if not found:
+            raise RefusalError(f"{folder}: no records in it; `zeropp run` writes them")
+        terminal.records(found, out)
+    else:
+        terminal.record(_record(what, results), out)
+
+
+@app.command()
+def report(what: Question, results: ResultsFolder = RESULTS) -> None:
+    """Build a suite's report from its records and print its path."""
+    folder = _folder(what, results)
+    if folder is None:
+        raise RefusalError(_unknown(what, results))
+    _build_report(folder)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is there, what is missing, and what it would add."""
+    from harness.doctor import examine
+
+    terminal.findings(examine(), terminal.console())
+
+
+def _build_report(folder: Path) -> None:
+    from report.build import build
+
+    print(build(folder))
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a results folder that cannot be written or holds records of another schema."""
+    if folder.is_dir():
+        read_all(folder)
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise RefusalError(f"{folder}: results folder not writable: {place}: {error.strerror}") from None
+
+
+def _check_feasible(file: Path, found: Sequence[Forecast]) -> None:
+    """Refuse a suite with a trial that cannot run here; ``plan`` shows them all."""
+    impossible = [one for one in found if one.problems]
+    if not impossible:
+        return
+    first = impossible[0].trial.canonical()
+    cell = ", ".join(
+        f"{path} = {look_up(first, path)}" for path in differing([one.trial.canonical() for one in found])
+    )
+    raise RefusalError(
+        f"{file}: {len(impossible)} of {len(found)} trials cannot run here; the first"
+        f"{f' ({cell})' if cell else ''}: {impossible[0].problems[0]}"
+    )
+
+
+def _folder(what: str, results: Path) -> Path | None:
+    """The results folder of a suite's name or file, or the folder itself; None if it is neither."""
+    if what.endswith(".toml"):
+        return _existing(results / load(Path(what)).name)
+    if Path(what).is_dir():
+        return Path(what)
+    return results / what if what not in ("", ".", "..") and (results / what).is_dir() else None
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise RefusalError(f"{folder}: no such results folder; `zeropp run` makes it")
+    return folder
+
+
+def _record(trial_id: str, results: Path) -> Record:
+    """The record whose id starts with ``trial_id``."""
+    if not re.fullmatch(r"[0-9a-f]{4,12}", trial_id):
+        raise RefusalError(_unknown(trial_id, results))
+    found = sorted(results.glob(f"*/{trial_id}*.json"))
+    if not found:
+        raise RefusalError(_unknown(trial_id, results))
+    if len({path.stem for path in found}) > 1:
+        raise RefusalError(f"id {trial_id!r} is not unique: {', '.join(path.stem for path in found)}")
+    return read(path_of(found[0].parent, found[0].stem))
+
+
+def _unknown(what: str, results: Path) -> str:
+    there = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
+    return (
+        f"unknown suite or id {what!r}: {results} holds {', '.join(there) or 'no suites'}; "
+        "an id is at least 4 of its 12 hex digits"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; None takes the process's.
+
+    Returns:
+        The exit status: 0, 1 if trials failed, 2 for what cannot be done, 130 after Ctrl-C.
+    """
+    try:
+        status = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", INTERRUPTED)
+    except (SuiteError, PlanError, RecordError, RefusalError) as error:
+        return _complain(str(error), REFUSED)
+    except OSError as error:
+        return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a usage error; its class has moved between versions
+            raise
+        return _complain(f"{error.format_message()} (zeropp --help lists what there is)", REFUSED)
+    return status if isinstance(status, int) else OK
+
+
+def _complain(words: str, status: int) -> int:
+    print(f"zeropp: {' '.join(words.split())}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""What the command line prints: forecasts, records and findings as tables.  Decides nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from harness.doctor import Finding
+from harness.expansion import Suite, differing, look_up
+from harness.plan import Forecast, gib
+from harness.record import Record
+
+PIPE_WIDTH: Final = 200  # columns where the output is no terminal
+NONE: Final = "-"
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that does not cut tables when it is piped."""
+    plain = Console(stderr=stderr, highlight=False)
+    return plain if plain.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+
+
+def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
+    """Print a suite's plan: one row for all repeats of a trial, then why some cannot run."""
+    once = {one.trial.model_copy(update={"repeat": 0}).id: one for one in found}
+    rows = sorted(once.values(), key=lambda one: _cell(one, [r.trial.canonical() for r in once.values()]))
+    varying = differing([one.trial.canonical() for one in rows])
+    repeats = 1 + max(one.trial.repeat for one in found)
+    out.print(f"[bold]{escape(suite.name)}[/]: {escape(suite.question)}")
+    merged = f", {suite.merged} cells were the same run as another" if suite.merged else ""
+    out.print(
+        f"{len(found)} trials: {len(rows)} cells x {repeats} repeats{merged}. Stated time: {suite.time}."
+    )
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    for name in varying or ["strategy"]:
+        table.add_column(name, overflow="fold")
+    for name in (
+        "parameters", "between nodes MB/step", "inside MB/step", "out of a node MB/step",
+        "on the wire s/step", "memory/rank", "runs here",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for one in rows:
+        trial = one.trial.canonical()
+        table.add_row(
+            *(_value(look_up(trial, path)) for path in varying or ["strategy"]),
+            NONE if one.parameters is None else f"{one.parameters / 1e6:,.2f} M",
+            _megabytes(one.inter),
+            _megabytes(one.intra),
+            _megabytes(one.egress),
+            NONE if one.wire_seconds is None else f"{one.wire_seconds:.3f}",
+            NONE if one.memory is None else gib(sum(one.memory.values())),
+            "no" if one.problems else "yes",
+        )
+    out.print(table)
+    problems: dict[str, int] = {}
+    for one in rows:
+        for problem in one.problems:
+            problems[problem] = problems.get(problem, 0) + 1
+    for problem, count in problems.items():
+        out.print(f"cannot run here ({count} of {len(rows)} cells): {escape(problem)}")
+
+
+def records(found: Sequence[Record], out: Console) -> None:
+    """Print a results folder, one row a record."""
+    trials = [record.trial for record in found]
+    varying = [path for path in differing(trials) if path != "strategy"]
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("id", "strategy", *varying, "repeat"):
+        table.add_column(name, overflow="fold")
+    for name in ("s/step", "exposed s", "between nodes MB/step", "Mbit/s", "loss", "outcome"):
+        table.add_column(name, justify="right")
+    for record in found:
+        table.add_row(
+            record.id,
+            _value(record.trial.get("strategy")),
+            *(_value(look_up(record.trial, path)) for path in varying),
+            _value(record.trial.get("repeat")),
+            *_measured(record),
+            "ok" if record.failure is None else record.failure.kind,
+        )
+    out.print(table)
+    for record in found:
+        if record.failure is not None:
+            log = f"; log {record.failure.log}" if record.failure.log else ""
+            out.print(f"{record.id} {record.failure.kind}: {escape(record.failure.message)}{escape(log)}")
+
+
+def record(one: Record, out: Console) -> None:
+    """Print one record: what defines it, where it ran, what came out."""
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    lines: list[tuple[str, Any]] = [
+        ("id", one.id),
+        ("suite", one.suite),
+        ("started", one.started),
+        ("finished", one.finished),
+        *((path, value) for path, value in _leaves(one.trial)),
+        *((f"machine {name}", value) for name, value in one.machine.items()),
+        *((f"code {name}", value) for name, value in one.code.items()),
+        ("pool", one.pool),
+        *((f"ran {name}", value) for name, value in one.ran.items()),
+        ("parameters", one.parameters),
+    ]
+    if one.link is not None:
+        lines += [(f"link {name}", value) for name, value in one.link.model_dump().items()]
+    seconds, exposed, sent, rate, loss = _measured(one)
+    lines += [
+        ("median step, s", seconds),
+        ("exposed communication, s", exposed),
+        ("between nodes, MB/step", sent),
+        ("achieved rate, Mbit/s", rate),
+        ("last loss", loss),
+        ("reference loss of step 1", one.reference_loss),
+        ("validations", ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in one.validations)),
+        ("ledger equals prediction", None if one.predicted is None else one.predicted.equal),
+        ("outcome", "ok" if one.failure is None else f"{one.failure.kind}: {one.failure.message}"),
+        ("log", None if one.failure is None else one.failure.log),
+    ]
+    for name, value in lines:
+        table.add_row(name, escape(_value(value)))
+    out.print(table)
+
+
+def findings(found: Iterable[Finding], out: Console) -> None:
+    """Print what the doctor found."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("", "what", "found", "what it adds, and what to do"):
+        table.add_column(name, overflow="fold")
+    for one in found:
+        table.add_row("ok" if one.there else "--", one.what, escape(one.found), escape(one.adds))
+    out.print(table)
+
+
+def _measured(one: Record) -> tuple[str, str, str, str, str]:
+    """Median step, exposed communication, bytes between nodes per step, rate and last loss."""
+    steps = [step for step in one.ranks[0].steps if not step.warmup] if one.ranks else []
+    if not steps:
+        return NONE, NONE, NONE, NONE, NONE
+    exposed = [(step.exposed_forward or 0.0) + (step.exposed_backward or 0.0) for step in steps]
+    ledgers = [rank.ledger for rank in one.ranks if rank.ledger is not None]
+    sent = sum(row.bytes for ledger in ledgers for row in ledger if row.link == "inter")
+    achieved = [] if one.link is None else one.link.probed_mbit or one.link.calibrated_mbit
+    return (
+        f"{statistics.median(step.total for step in steps):.4f}",
+        NONE if steps[0].exposed_forward is None else f"{statistics.median(exposed):.4f}",
+        _megabytes(sent / len(steps)) if ledgers else NONE,
+        f"{statistics.median(achieved):.4g}" if achieved else NONE,
+        f"{steps[-1].loss:.4f}",
+    )
+
+
+def _cell(one: Forecast, trials: Sequence[dict[str, Any]]) -> list[int]:
+    """Where the cell stands: by what varies, in the order in which the values first came."""
+    trial = one.trial.canonical()
+    return [
+        list(dict.fromkeys(_value(look_up(t, path)) for t in trials)).index(_value(look_up(trial, path)))
+        for path in reversed(differing(trials))
+    ]
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", value
+
+
+def _value(value: Any) -> str:
+    if value is None or value == "":
+        return NONE
+    if isinstance(value, list):
+        return ", ".join(_value(item) for item in value) or NONE
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_value(item)}" for key, item in value.items() if item is not None) or NONE
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _megabytes(size: float | None) -> str:
+    return NONE if size is None else f"{size / 1e6:,.3f}"
