@@ -15,7 +15,6 @@ from torch import Tensor
 from impl import reference
 from impl.codec import Codec
 
-
 _BACKENDS: Final[dict[str, ModuleType]] = {"cpu": reference, "cuda": reference}
 
 

@@ -100,7 +100,8 @@ class Unit:
 
     Attributes:
         master: (S,) fp32, this rank's shard of the weights: the truth.
-        masters: leaf views of it, one per optimizer group with elements here: (group, view).
+        masters: leaf views of it, one per optimizer group, empty where the group has no elements
+            here, so that all ranks have as many: (group, view).
         missing: parameters whose gradient has not arrived in this backward pass.
     """
 
@@ -128,9 +129,9 @@ class Unit:
         self.masters = [
             (group, nn.Parameter(self.master[start:end], requires_grad=True))
             for group, start, end in geometry.spans(rank)
-            if geometry.trainable and end > start
+            if geometry.trainable
         ]
-        self._spans = [(start, end) for _, start, end in geometry.spans(rank) if end > start]
+        self._spans = [(start, end) for _, start, end in geometry.spans(rank)]
         self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
 
         self._flat = torch.zeros(geometry.padded, dtype=dtype, device=device)
@@ -138,6 +139,8 @@ class Unit:
         # like an in-place change of what autograd saved.
         self._storage = self._flat.data
         self._gradient = torch.zeros(geometry.padded if geometry.trainable else 0, dtype=dtype, device=device)
+        self.meter.add("gathered", self._flat.nbytes)
+        self.meter.add("local_gradients", self._gradient.nbytes)
         self.members = [
             self._member(slot.offset, original, where)
             for slot, original, where in zip(geometry.slots, originals, holders, strict=True)
@@ -175,11 +178,10 @@ class Unit:
         part = "gathered" if tensor is self._flat else "local_gradients"
         nbytes = tensor.numel() * tensor.element_size()
         storage = tensor.untyped_storage()
-        if full == (storage.nbytes() == nbytes):
-            return
-        if (storage.nbytes() == 0) == full:
-            self.meter.add(part, nbytes if full else -nbytes)
-        storage.resize_(nbytes if full else 0)
+        wanted = nbytes if full else 0
+        if storage.nbytes() != wanted:
+            self.meter.add(part, wanted - storage.nbytes())
+            storage.resize_(wanted)
 
     def _show(self, *, gathered: bool) -> None:
         for member in self.members:

@@ -1,0 +1,576 @@
+"""ZeRO stage 3 over any torch module: ``shard(model, ...)`` changes it in place.
+
+Hooks report events of the model's units to the :class:`~impl.schedule.Schedule` and carry out its
+actions.  Nothing here knows ZeRO++'s techniques by name: they are values of the policy.
+
+The training loop gains one line::
+
+    zero = shard(model, mesh=mesh, policy=preset("zeropp"))
+    optimizer = torch.optim.AdamW(zero.param_groups())
+    ...
+    loss.backward()
+    zero.finish_backward()
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from impl import ops
+from impl.collectives import Transfer
+from impl.geometry import ParameterSpec, UnitGeometry, lay_out
+from impl.mesh import Mesh
+from impl.policy import Policy
+from impl.schedule import Action, Schedule
+from impl.topology import Topology
+from impl.traffic import NORM_BYTES, Phase
+from impl.unit import Holder, Meter, Unit
+from impl.wire import Tag, Wire
+
+NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+GroupOf = Callable[[str, nn.Parameter], int]
+
+
+class ZeroError(RuntimeError):
+    """The engine is used in a way that would train something else; the message says how."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A unit before it is laid out: a module, and the parameters that travel with it."""
+
+    name: str
+    module: nn.Module
+    trainable: bool
+    specs: list[ParameterSpec]
+    parameters: list[nn.Parameter]
+    holders: list[list[Holder]]
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Children of the outermost ``ModuleList`` and ``Sequential`` containers, in model order."""
+    blocks: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(module, nn.ModuleList | nn.Sequential) and any(True for _ in child.parameters()):
+                blocks.append(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return list(dict.fromkeys(blocks))
+
+
+def _drafts(model: nn.Module, blocks: Sequence[nn.Module], group_of: GroupOf | None) -> list[_Draft]:
+    """Every parameter in exactly one draft; shared between blocks, or outside them: the root's.
+
+    Raises:
+        ZeroError: for a block outside the model or inside another, or a non-float parameter.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    owner: dict[nn.Module, nn.Module] = {}
+    for block in blocks:
+        if block not in names or block is model:
+            raise ZeroError(f"block {type(block).__name__} is not a submodule of the model")
+        for module in block.modules():
+            if module in owner:
+                raise ZeroError(f"blocks {names[owner[module]]!r} and {names[block]!r} overlap")
+            owner[module] = block
+    found: dict[nn.Parameter, tuple[str, list[Holder], set[nn.Module]]] = {}
+    for module, name in names.items():
+        for key, parameter in module._parameters.items():  # noqa: SLF001  # holders are needed, tied ones too
+            if parameter is None:
+                continue
+            full = f"{name}.{key}" if name else key
+            _, holders, homes = found.setdefault(parameter, (full, [], set()))
+            holders.append(Holder(module, key))
+            homes.add(owner.get(module, model))
+    drafts: dict[tuple[nn.Module, bool], _Draft] = {}
+    for module in (model, *blocks):
+        for trainable in (True, False):
+            name = names[module] or "root"
+            draft = _Draft(name if trainable else f"{name}.frozen", module, trainable, [], [], [])
+            drafts[module, trainable] = draft
+    for parameter, (full, holders, homes) in found.items():
+        if not parameter.is_floating_point():
+            raise ZeroError(f"parameter {full!r} is {parameter.dtype}; only floating-point ones are sharded")
+        home = next(iter(homes)) if len(homes) == 1 else model
+        draft = drafts[home, parameter.requires_grad]
+        group = group_of(full, parameter) if group_of is not None else 0
+        draft.specs.append(ParameterSpec(full, tuple(parameter.shape), group))
+        draft.parameters.append(parameter)
+        draft.holders.append(holders)
+    for draft in drafts.values():  # slot order: geometry sorts by group, stably
+        order = sorted(range(len(draft.specs)), key=lambda i: draft.specs[i].group)
+        draft.specs = [draft.specs[i] for i in order]
+        draft.parameters = [draft.parameters[i] for i in order]
+        draft.holders = [draft.holders[i] for i in order]
+    return [draft for draft in drafts.values() if sum(spec.numel for spec in draft.specs)]
+
+
+def _geometry(draft: _Draft, topology: Topology, policy: Policy) -> UnitGeometry:
+    return lay_out(
+        draft.name,
+        draft.specs,
+        grain=policy.grain,
+        world=topology.world,
+        max_padding=policy.memory.max_padding,
+        trainable=draft.trainable,
+    )
+
+
+def plan_units(
+    model: nn.Module,
+    topology: Topology,
+    policy: Policy,
+    *,
+    blocks: Sequence[nn.Module] | None = None,
+    group_of: GroupOf | None = None,
+) -> list[UnitGeometry]:
+    """The units that :func:`shard` would make; the root's come first.
+
+    ``model`` may be on the meta device and larger than any machine at hand.
+
+    Raises:
+        PolicyError: if the policy does not fit the topology.
+        GeometryError: if a unit would be padded too much.
+        ZeroError: for blocks that overlap or are not in the model.
+    """
+    policy.check(topology)
+    drafts = _drafts(model, find_blocks(model) if blocks is None else blocks, group_of)
+    return [_geometry(draft, topology, policy) for draft in drafts]
+
+
+def shard(
+    model: nn.Module,
+    *,
+    mesh: Mesh,
+    policy: Policy,
+    wire: Wire | None = None,
+    blocks: Sequence[nn.Module] | None = None,
+    group_of: GroupOf | None = None,
+) -> Zero:
+    """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
+
+    Args:
+        model: with the same architecture on every rank; each rank's own slice of its values is
+            what training starts from.
+        mesh: the ranks.
+        policy: what is sent, held and computed.
+        wire: what sends; a plain one by default.
+        blocks: modules that are gathered and released as a whole; by default the children of the
+            outermost ``ModuleList`` and ``Sequential``.
+        group_of: optimizer group of a parameter by name (weight decay, learning rate).
+
+    Raises:
+        PolicyError: if the policy does not fit the topology.
+        GeometryError: if a unit would be padded too much.
+        ZeroError: for blocks that overlap or are not in the model, or parameters that cannot be
+            sharded.
+    """
+    policy.check(mesh.topology)
+    wire = wire if wire is not None else Wire(mesh)
+    drafts = _drafts(model, find_blocks(model) if blocks is None else blocks, group_of)
+    geometries = [_geometry(draft, mesh.topology, policy) for draft in drafts]
+    meter = Meter()
+    units = [
+        Unit(geometry, draft.parameters, draft.holders, wire=wire, policy=policy, meter=meter)
+        for draft, geometry in zip(drafts, geometries, strict=True)
+    ]
+    for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
+        unit.reserve()  # the largest first, so that each arena is made once
+    return Zero(model, units, [draft.module for draft in drafts], wire=wire, policy=policy, meter=meter)
+
+
+class Zero:
+    """The engine of one sharded model on one rank; made by :func:`shard`.
+
+    Attributes:
+        units: the root's first, then in model order.
+        wire: with the ledger.
+        policy: what is sent, held and computed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        modules: Sequence[nn.Module],
+        *,
+        wire: Wire,
+        policy: Policy,
+        meter: Meter,
+    ) -> None:
+        self.model, self.units, self.wire, self.policy = model, list(units), wire, policy
+        self._meter = meter
+        self._of_module: dict[nn.Module, list[int]] = {}
+        for index, module in enumerate(modules):
+            self._of_module.setdefault(module, []).append(index)
+        outer = tuple(self._of_module.get(model, ()))
+        inner = tuple(i for i in range(len(units)) if i not in outer)
+        self._schedule = self._scheduled(inner, outer)
+        self._seen: list[int] | None = []  # units in the order they ran; None once it is known
+        self._in_backward = False
+        self._reduced: set[int] = set()  # of this backward pass
+        self._ready: set[int] = set()
+        self._transfers: list[Transfer] = []
+        self._unfinished = False
+        for module in {model: None, **dict.fromkeys(modules)}:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
+        for index, unit in enumerate(self.units):
+            if unit.geometry.trainable:
+                for number, member in enumerate(unit.members):
+                    hook = self._collector(index, number)
+                    member.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        _watch_optimizers(self)
+
+    # Training
+
+    def param_groups(self, options: Mapping[int, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+        """The fp32 masters of this rank, for any elementwise ``torch.optim`` optimizer.
+
+        Args:
+            options: optimizer options of each group, by the number that ``group_of`` gave.
+
+        Returns:
+            One dict per group with elements on any rank: ``params``, 1-D fp32 tensors (possibly
+            none here), and the group's options.
+        """
+        numbers = sorted({slot.spec.group for unit in self.units for slot in unit.geometry.slots})
+        groups = []
+        for number in numbers:
+            masters = [master for unit in self.units for group, master in unit.masters if group == number]
+            groups.append({"params": masters, **(options or {}).get(number, {})})
+        return groups
+
+    def finish_backward(self) -> None:
+        """Send what has not been sent, wait for all reductions, release all weights.
+
+        After it the masters' gradients hold the mean over ranks, added to what they held.
+
+        Raises:
+            ZeroError: without a backward pass before.
+        """
+        if not self._unfinished:
+            raise ZeroError("finish_backward() without a backward pass before it")
+        for index in self._schedule.reduction_order:
+            if self.units[index].geometry.trainable and index not in self._reduced:
+                self._start_reduction(index)
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers.clear()
+        for unit in self.units:
+            unit.release()
+        self._reduced.clear()
+        self._ready.clear()
+        self._in_backward = self._unfinished = False
+
+    def grad_norm(self) -> Tensor:
+        """() fp64 global 2-norm of the mean gradient; NaN and infinity included.
+
+        All ranks must call it: each sends its sum of squares, summed in rank order, so that all
+        have the same bits.
+
+        Raises:
+            ZeroError: before :meth:`finish_backward`.
+        """
+        self._check_finished("grad_norm()")
+        total = torch.zeros((), dtype=torch.float64, device=self.wire.mesh.device)
+        for unit in self.units:
+            mean = unit.mean_gradient()
+            if mean is not None:
+                total += mean.double().square().sum()
+        world = self.wire.mesh.topology.world_axis
+        exchange = self.wire.all_gather(world, NORM_BYTES, Tag("step", "control"))
+        exchange.send.copy_(total.view(1).view(torch.uint8))
+        exchange.post()
+        squares = exchange.wait().contiguous().view(torch.float64).view(-1)
+        exchange.close()
+        norm = torch.zeros_like(total)
+        for square in squares:
+            norm = norm + square
+        return norm.sqrt()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global 2-norm is at most ``max_norm``.
+
+        Returns:
+            () fp64 norm before scaling.  A norm that is not finite makes the gradients NaN, as
+            ``torch.nn.utils.clip_grad_norm_`` does.
+        """
+        norm = self.grad_norm()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        for unit in self.units:
+            mean = unit.mean_gradient()
+            if mean is not None:
+                mean.mul_(factor)
+        return norm
+
+    def overflowed(self) -> bool:
+        """Whether any rank's gradient holds a NaN or an infinity; the same answer on all ranks."""
+        return not bool(torch.isfinite(self.grad_norm()))
+
+    # State
+
+    def weights_changed(self) -> None:
+        """Call after writing masters by hand: hpZ's secondaries are no longer true.
+
+        Optimizer steps and :meth:`load_full_state_dict` do it themselves.
+        """
+        for unit in self.units:
+            unit.secondary.end()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The unsharded model's state: fp32 parameters and buffers by their original names.
+
+        All ranks must call it, and all get it.
+        """
+        state = dict(self.model.state_dict(keep_vars=True))
+        for unit in self.units:
+            values = unit.full_master()
+            for member, value in zip(unit.members, values, strict=True):
+                visible = member.parameter if unit.gathered else member.stand_in
+                for name, held in state.items():
+                    if held is visible:
+                        state[name] = value
+        return {name: value.detach().clone() for name, value in state.items()}
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Overwrite weights and buffers with those of the unsharded model.
+
+        Raises:
+            ZeroError: for missing, unexpected or misshapen entries, naming the first.
+        """
+        for unit in self.units:
+            unit.release()
+        own = dict(self.model.state_dict(keep_vars=True))
+        if own.keys() != state.keys():
+            odd = sorted(own.keys() ^ state.keys())
+            raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
+        for name, value in own.items():
+            if value.shape != state[name].shape:
+                raise ZeroError(
+                    f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(value.shape)}"
+                )
+        names = {id(value): name for name, value in own.items()}
+        with torch.no_grad():
+            for unit in self.units:
+                unit.load_master([state[names[id(member.stand_in)]] for member in unit.members])
+            for name, value in own.items():
+                if not isinstance(value, nn.Parameter):
+                    value.copy_(state[name])
+
+    def memory(self) -> dict[str, int]:
+        """Most bytes that this rank's engine has held, by part (keys of ``traffic.memory``)."""
+        return dict(self._meter.peak)
+
+    def describe(self) -> dict[str, Any]:
+        """Algorithms, transports and kernels that ran, for the record."""
+        return {
+            "gather": self.policy.gather,
+            "reduce": self.policy.reduce,
+            "transports": self.wire.describe(),
+            "kernels": ops.backend_of(self.wire.mesh.device),
+        }
+
+    # Events
+
+    def _scheduled(self, order: Iterable[int], outer: tuple[int, ...]) -> Schedule:
+        sizes = [unit.geometry.padded for unit in self.units]
+        return Schedule(sizes, tuple(order), outer, self.policy.memory.prefetch)
+
+    def _phase(self) -> Phase:
+        if self._in_backward:
+            return "backward"
+        return "forward" if torch.is_grad_enabled() else "evaluate"
+
+    def _carry_out(self, actions: Iterable[Action], phase: Phase) -> None:
+        for action in actions:
+            unit = self.units[action.unit]
+            match action.kind:
+                case "gather":
+                    unit.gather(phase)
+                case "wait":
+                    unit.wait()
+                case "release":
+                    unit.release()
+                case "reduce":
+                    self._ready.add(action.unit)
+                    self._start_ready()
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is self.model:
+            self._in_backward = False  # the root is never recomputed
+            if self._seen is not None:
+                self._seen = []
+        for index in self._of_module.get(module, ()):
+            if self._in_backward:  # a recomputed forward: gather what was released
+                self._carry_out((Action("gather", index), Action("wait", index)), "backward")
+                continue
+            if self._seen is not None and index not in self._schedule.outer and index not in self._seen:
+                self._seen.append(index)
+            self._carry_out(self._schedule.pre_forward(index), self._phase())
+        if self._of_module.get(module) and not self._in_backward and torch.is_grad_enabled():
+            self._after_backward_of(module, (args, kwargs))
+
+    def _after_backward_of(self, module: nn.Module, inputs: Any) -> None:
+        """Once the gradients of a block's inputs are there, nothing needs its weights any more.
+
+        Units that count gradients are released before; this is for frozen and unused parameters.
+        """
+        tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+        if tensors and module is not self.model:
+            indices = self._of_module[module]
+
+            def passed(_: Any) -> None:
+                for index in indices:
+                    self.units[index].release()
+
+            register_multi_grad_hook(tensors, passed, mode="all")
+
+    def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._in_backward:
+            return
+        for index in self._of_module.get(module, ()):
+            self._carry_out(self._schedule.post_forward(index), self._phase())
+        if module is self.model:
+            self._forward_done()
+        if torch.is_grad_enabled() and self._of_module.get(module):
+            tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+            if tensors:
+                register_multi_grad_hook(tensors, self._arrival(module), mode="any")
+
+    def _forward_done(self) -> None:
+        if self._seen is not None:
+            rest = [i for i in self._schedule.order if i not in self._seen]
+            self._schedule = self._scheduled((*self._seen, *rest), self._schedule.outer)
+            self._seen = None
+        for index in self._schedule.order:  # gathered ahead, but never used
+            self.units[index].release()
+
+    def _arrival(self, module: nn.Module) -> Callable[[Tensor], None]:
+        def arrive(_: Tensor) -> None:
+            if not self._in_backward:
+                self._in_backward = self._unfinished = True
+            for index in self._of_module[module]:
+                self._carry_out(self._schedule.pre_backward(index), "backward")
+                unit = self.units[index]
+                if unit.geometry.trainable and not unit.armed and index not in self._reduced:
+                    unit.arm()
+
+        return arrive
+
+    def _collector(self, index: int, number: int) -> Callable[[Tensor], None]:
+        def collect(_: Tensor) -> None:
+            self._in_backward = self._unfinished = True
+            if index in self._reduced:
+                self._next_pass()
+            if self.units[index].collect(number):
+                self._carry_out(self._schedule.post_backward(index), "backward")
+
+        return collect
+
+    def _next_pass(self) -> None:
+        """A second backward pass began without finish_backward() in between."""
+        raise ZeroError(
+            "a gradient arrived for a unit that was already reduced: call finish_backward() after "
+            "each backward pass"
+        )
+
+    def _start_ready(self) -> None:
+        """Start reductions in the one order that all ranks share; an early one waits its turn."""
+        for index in self._schedule.reduction_order:
+            if index in self._reduced or not self.units[index].geometry.trainable:
+                continue
+            if index not in self._ready:
+                return
+            self._start_reduction(index)
+
+    def _start_reduction(self, index: int) -> None:
+        for transfer in self._transfers:
+            transfer.advance()
+        self._transfers = [transfer for transfer in self._transfers if not transfer.complete]
+        self._transfers.append(self.units[index].reduce())
+        self._reduced.add(index)
+
+    def _check_finished(self, what: str) -> None:
+        if self._unfinished:
+            raise ZeroError(f"{what} after a backward pass: call finish_backward() first")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+# Optimizers change weights behind the engine's back, and a version counter does not show it (fused
+# AdamW leaves it alone).  So every optimizer's step is watched; masters tell whose it is.
+# Keyed by identity: tensors compare elementwise.
+_owners: MutableMapping[Tensor, weakref.ref[Zero]] = WeakTensorKeyDictionary()
+_lock = threading.Lock()
+_watching: list[object] = []
+
+
+def _watch_optimizers(zero: Zero) -> None:
+    with _lock:
+        for unit in zero.units:
+            for _, master in unit.masters:
+                _owners[master] = weakref.ref(zero)
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_before_step))
+            _watching.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _owners_of(optimizer: Optimizer) -> set[Zero]:
+    found = set()
+    with _lock:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                reference = _owners.get(parameter)
+                zero = reference() if reference is not None else None
+                if zero is not None:
+                    found.add(zero)
+    return found
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    owners = _owners_of(optimizer)
+    if owners and type(optimizer).__name__ in NOT_ELEMENTWISE:
+        raise ZeroError(
+            f"{type(optimizer).__name__} is not elementwise: on shards it would be another algorithm"
+        )
+    for zero in owners:
+        zero._check_finished("optimizer.step()")  # noqa: SLF001  # its own hook
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for zero in _owners_of(optimizer):
+        zero.weights_changed()
