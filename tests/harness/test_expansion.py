@@ -1,0 +1,238 @@
+"""Suite files become trials, and complaints about them are one line."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from harness.expansion import MOST_TRIALS, Suite, SuiteError, differing, load
+from harness.suite import STRATEGIES, Trial
+
+HEAD = 'name = "q"\nquestion = "?"\n'
+SUITES = Path(__file__).parents[2] / "suites"
+
+
+def suite(tmp_path: Path, body: str, head: str = HEAD) -> Suite:
+    file = tmp_path / "q.toml"
+    file.write_text(head + body, encoding="utf-8")
+    return load(file)
+
+
+def refusal(tmp_path: Path, body: str, head: str = HEAD) -> str:
+    with pytest.raises(SuiteError) as caught:
+        suite(tmp_path, body, head)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith(str(tmp_path / "q.toml"))
+    return text
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    policies=st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=5, unique=True),
+    steps=st.lists(st.integers(1, 9), min_size=1, max_size=4, unique=True),
+    zipped=st.integers(1, 4),
+    repeats=st.integers(1, 4),
+)
+def test_product(tmp_path: Path, policies: list[str], steps: list[int], zipped: int, repeats: int) -> None:
+    """Matrix and zips multiply, repeats come outermost, and ids are unique."""
+    found = suite(
+        tmp_path,
+        f"repeats = {repeats}\n[matrix]\nstrategy = {policies}\nsteps = {steps}\n"
+        f"[[zip]]\nsequence = {[64 * (i + 1) for i in range(zipped)]}\n"
+        f"tokens_per_rank = {[128 * (i + 1) for i in range(zipped)]}\n",
+    )
+    cells = len(policies) * len(steps) * zipped
+    assert len(found.trials) == cells * repeats
+    assert len({trial.id for trial in found.trials}) == len(found.trials)
+    assert [trial.repeat for trial in found.trials] == [r for r in range(repeats) for _ in range(cells)]
+    assert all(trial.tokens_per_rank == 2 * trial.sequence for trial in found.trials)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(STRATEGIES), min_size=2, max_size=6, unique=True), st.integers(2, 4))
+def test_interleaving(tmp_path: Path, policies: list[str], repeats: int) -> None:
+    """Compared trials stand together in every repeat, and none of them always runs first."""
+    found = suite(
+        tmp_path, f"repeats = {repeats}\n[matrix]\ncluster.nodes = [1, 2, 3]\nstrategy = {policies}\n"
+    )
+    blocks = [found.trials[i : i + len(policies)] for i in range(0, len(found.trials), len(policies))]
+    for block in blocks:
+        assert len({(trial.repeat, trial.cluster.nodes) for trial in block}) == 1
+        assert Counter(trial.strategy for trial in block) == Counter(policies)
+    assert len({block[0].strategy for block in blocks}) > 1
+
+
+def test_one_geometry(tmp_path: Path) -> None:
+    """All policies of a suite start on the least common multiple of all their grains."""
+    found = suite(
+        tmp_path, '[matrix]\nstrategy = ["zero3", "zeropp"]\npolicy.weights = ["int8:96", "bf16"]\n'
+    )
+    grains = {policy.grain for trial in found.trials if (policy := trial.resolved_policy())}
+    assert grains == {math.lcm(96, 256)}
+
+
+def test_peers_run_once(tmp_path: Path) -> None:
+    """A peer's cells that differ in policy alone are one run, and that is said."""
+    found = suite(tmp_path, '[matrix]\nstrategy = ["zero3", "ddp"]\npolicy.weights = ["int8:64", "bf16"]\n')
+    assert Counter(trial.strategy for trial in found.trials) == {"zero3": 2, "ddp": 1}
+    assert found.merged == 1
+
+
+def test_exclude_and_override(tmp_path: Path) -> None:
+    """Excludes and overrides match by value, and a list of a match is any of its members."""
+    found = suite(
+        tmp_path,
+        '[matrix]\nstrategy = ["zero3", "hpz", "qgz"]\ncluster.rate = ["1 Gbit/s", "50 Mbit/s"]\n'
+        '[[exclude]]\nstrategy = ["hpz", "qgz"]\ncluster.rate = "1000 Mbit/s"\n'
+        '[[override]]\nmatch = { strategy = "zero3" }\nset = { steps = 3, cluster.link = "paced" }\n',
+    )
+    assert {(t.strategy, t.cluster.rate) for t in found.trials} == {
+        ("zero3", 1000.0), ("zero3", 50.0), ("hpz", 50.0), ("qgz", 50.0),
+    }  # fmt: skip
+    assert all((t.steps == 3) == (t.strategy == "zero3") for t in found.trials)
+    assert all((t.cluster.link == "paced") == (t.strategy == "zero3") for t in found.trials)
+
+
+def test_quoted_and_nested_axes(tmp_path: Path) -> None:
+    """An axis may be a quoted path, a dotted key or a list of tables; free keys reach the model."""
+    found = suite(
+        tmp_path,
+        '[matrix]\n"model.arguments.layers" = [1, 2]\ncluster = [{ nodes = 1 }, { nodes = 4 }]\n',
+    )
+    assert {(t.model.arguments["layers"], t.cluster.nodes) for t in found.trials} == {
+        (1, 1), (1, 4), (2, 1), (2, 4),
+    }  # fmt: skip
+
+
+def test_differing() -> None:
+    """What differs between trials is named by path, repeats left out."""
+    trials = [Trial(seed=seed, repeat=seed).canonical() for seed in (0, 1)]
+    assert differing(trials) == ["seed"]
+
+
+@pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_suites(path: Path) -> None:
+    """Every shipped suite expands, is named like its file, and states its time at its top."""
+    found = load(path)
+    assert found.name == path.stem
+    assert found.trials
+    assert path.read_text(encoding="utf-8").startswith("# Time: ")
+    assert found.time != "not stated"
+
+
+CASES = {
+    "unknown key at the top": ("matrx = 1\n", "unknown key 'matrx'", "did you mean 'matrix'?"),
+    "unknown field": (
+        "[defaults]\nclustr.rate = 1\n",
+        "[defaults] clustr.rate",
+        "did you mean 'cluster.rate'?",
+    ),
+    "unknown field by last name": (
+        "[defaults]\ntoken_per_rank = 1\n",
+        "token_per_rank",
+        "'tokens_per_rank'?",
+    ),
+    "axis that names no field": ("[matrix]\nbandwidth = [1]\n", "[matrix] bandwidth", "no such field"),
+    "misspelt strategy": ('[matrix]\nstrategy = ["zero3", "zerop"]\n', '"zerop"', "'zeropp'?"),
+    "misspelt literal": (
+        '[defaults]\ncluster.link = "namespace"\n',
+        '"namespace"',
+        "did you mean 'namespaces'?",
+    ),
+    "block size 0": ('[defaults]\npolicy.weights = "int8:0"\n', '"int8:0"', "at least 1 element"),
+    "bits 9": ('[matrix]\npolicy.gradients = ["int9:256"]\n', '"int9:256"', "2 to 8 bits"),
+    "bits 9 in one hop": ('[defaults]\npolicy.gradients = ["int9:256", "bf16"]\n', "int9", "2 to 8 bits"),
+    "one hop of two": (
+        '[defaults]\npolicy.gradients = ["bf16"]\n',
+        '["bf16"]',
+        "expected text or a list of two",
+    ),
+    "hpZ group": ("[matrix]\npolicy.secondary = [2, 3]\n", "policy.secondary = 3", "2 nodes x 2 ranks"),
+    "hpZ word": ('[defaults]\npolicy.secondary = "nod"\n', '"nod"', "a whole number or 'node'"),
+    "part of a sequence": ("[defaults]\ntokens_per_rank = 100\n", "tokens_per_rank = 100", "sequence = 128"),
+    "rate without unit": ("[matrix]\ncluster.rate = [50]\n", "[matrix] cluster.rate = 50", "kbit/s, Mbit/s"),
+    "rate of unknown unit": ('[defaults]\ncluster.rate = "50 Mb"\n', '"50 Mb"', "Gbit/s"),
+    "unequal zip": ("[[zip]]\nseed = [1, 2]\nsteps = [1]\n", "seed has 2, steps has 1", "equal numbers"),
+    "axis twice": ("[matrix]\nseed = [1, 2]\n[[zip]]\nseed = [1, 2]\n", "seed", "each field once"),
+    "value twice": ("[matrix]\nseed = [1, 1]\n", "seed: 1", "twice"),
+    "axis without list": ("[matrix]\nseed = 1\n", "seed = 1", "a list of at least one value"),
+    "empty axis": ("[matrix]\nseed = []\n", "seed = []", "a list of at least one value"),
+    "text for a number": ('[defaults]\nsteps = "8"\n', '"8"', "expected a whole number"),
+    "fraction for a whole number": ("[defaults]\nsteps = 1.5\n", "1.5", "expected a whole number"),
+    "truth for a number": ("[defaults]\nsteps = true\n", "true", "expected a whole number"),
+    "no steps": ("[defaults]\nsteps = 0\n", "steps = 0", "expected at least 1"),
+    "infinite": ("[defaults]\ntimeout_seconds = inf\n", "timeout_seconds", "finite"),
+    "table for a value": ("[defaults]\nsteps = { a = 1 }\n", "steps.a", "no such field"),
+    "value for a table": ("[defaults]\ncluster = 5\n", "cluster = 5", "expected a table"),
+    "repeat as a field": ("[matrix]\nrepeat = [0, 1]\n", "repeat", "`repeats`"),
+    "no repeats": ("repeats = 0\n", "repeats = 0", "at least 1"),
+    "too many": (
+        f"repeats = 3\n[matrix]\nseed = {list(range(MOST_TRIALS))}\n",
+        "6000 trials",
+        "at most 2000",
+    ),
+    "match of nothing": ('[[exclude]]\nstrategy = "ddp"\n', "ddp", "matches no trial"),
+    "match of no field": ("[[exclude]]\nstrateg = 1\n", "strateg", "'strategy'?"),
+    "override of no field": ("[[override]]\nmatch = {}\nset = { stepz = 1 }\n", "stepz", "'steps'?"),
+    "override without set": ("[[override]]\nmatch = {}\n", "override.0.set", "missing"),
+    "nothing left": ("[[exclude]]\nseed = 0\n", "[[exclude]]", "no trial"),
+    "syntax error": ("[defaults\n", "not TOML", "line 3"),
+    "nesting": (f"x = {'[' * 5000}\n", "not TOML", "recursion"),
+    "huge number": (f"repeats = {'9' * 5000}\n", "not TOML", "digits"),
+}
+
+
+@pytest.mark.parametrize(("body", "found", "allowed"), CASES.values(), ids=CASES)
+def test_refusals(tmp_path: Path, body: str, found: str, allowed: str) -> None:
+    """What cannot be used is one line with file, key, value and what is allowed."""
+    text = refusal(tmp_path, body)
+    assert found in text
+    assert allowed in text
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ('question = "?"\n', "'name' is missing"),
+        ('name = "q"\n', "'question' is missing"),
+        ('name = "../q"\nquestion = "?"\n', "expected letters, digits"),
+        ('name = ".q"\nquestion = "?"\n', "expected letters, digits"),
+        ('name = 3\nquestion = "?"\n', "expected text"),
+    ],
+)
+def test_refused_heads(tmp_path: Path, head: str, words: str) -> None:
+    """A suite has a question and a name that can name a folder."""
+    assert words in refusal(tmp_path, "", head)
+
+
+def test_binary_file(tmp_path: Path) -> None:
+    """A binary file is refused as such."""
+    file = tmp_path / "q.toml"
+    file.write_bytes(b"\x7fELF\xff\x00")
+    with pytest.raises(SuiteError, match="not a text file: byte 4"):
+        load(file)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    """A missing file, or a folder, is refused with the system's reason."""
+    with pytest.raises(SuiteError, match="No such file"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(SuiteError, match="Is a directory"):
+        load(tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_no_traceback(tmp_path: Path, junk: bytes) -> None:
+    """Any file is a suite or a refusal of one line."""
+    file = tmp_path / "q.toml"
+    file.write_bytes(junk)
+    with pytest.raises(SuiteError) as caught:
+        load(file)
+    assert "\n" not in str(caught.value)
