@@ -150,7 +150,7 @@ def open_link(setting: Setting, run_id: str) -> Link:
 
     Args:
         setting: what is asked for.
-        run_id: at most 6 characters without an "n"; interface names bear it.
+        run_id: at most 6 characters; interface names bear it.
 
     Raises:
         LinkError: for what is not possible here, or not at all.
@@ -222,6 +222,7 @@ def _open_namespaces(setting: Setting, run_id: str) -> Link:
         "mode": answer["mode"],
         "joint": "veth" if setting.nodes == 2 else "bridge",
         "mtu": keeper.MTU,
+        "congestion": keeper.CONGESTION,
         "header_bytes": HEADER_BYTES,
     }
     if form is not None:
