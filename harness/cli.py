@@ -18,7 +18,7 @@ from typing import Annotated, Final
 import typer
 
 from harness import terminal
-from harness.expansion import SuiteError, differing, load, look_up
+from harness.expansion import SuiteError, load
 from harness.plan import Forecast, PlanError, forecast, this_host
 from harness.record import Record, RecordError, path_of, read, read_all
 
@@ -138,7 +138,8 @@ def _check_feasible(file: Path, found: Sequence[Forecast]) -> None:
         return
     first = impossible[0].trial.canonical()
     cell = ", ".join(
-        f"{path} = {look_up(first, path)}" for path in differing([one.trial.canonical() for one in found])
+        f"{path} = {terminal.at(first, path)}"
+        for path in terminal.told([one.trial.canonical() for one in found])
     )
     raise RefusalError(
         f"{file}: {len(impossible)} of {len(found)} trials cannot run here; the first"

@@ -170,9 +170,11 @@ def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]
         try:
             with torch.device("meta"):
                 models[key] = workload.build(model, sequence)
+        except workload.WorkloadError as error:
+            models[key] = PlanError(str(error))
         except Exception as error:  # a user's own function may raise anything
-            words = " ".join(str(error).split()) or type(error).__name__
-            models[key] = PlanError(f"model {model.name!r}: {words}")
+            words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            models[key] = PlanError(f"model {model.name!r} cannot be built: {words}")
     return models[key]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
@@ -30,7 +30,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     """Print a suite's plan: one row for all repeats of a trial, then why some cannot run."""
     once = {one.trial.model_copy(update={"repeat": 0}).id: one for one in found}
     rows = sorted(once.values(), key=lambda one: _cell(one, [r.trial.canonical() for r in once.values()]))
-    varying = differing([one.trial.canonical() for one in rows])
+    varying = told([one.trial.canonical() for one in rows])
     repeats = 1 + max(one.trial.repeat for one in found)
     out.print(f"[bold]{escape(suite.name)}[/]: {escape(suite.question)}")
     merged = f", {suite.merged} cells were the same run as another" if suite.merged else ""
@@ -41,18 +41,18 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     for name in varying or ["strategy"]:
         table.add_column(name, overflow="fold")
     for name in (
-        "parameters", "between nodes MB/step", "inside MB/step", "out of a node MB/step",
+        "parameters", "between nodes/step", "inside nodes/step", "out of a node/step",
         "on the wire s/step", "memory/rank", "runs here",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for one in rows:
         trial = one.trial.canonical()
         table.add_row(
-            *(_value(look_up(trial, path)) for path in varying or ["strategy"]),
+            *(at(trial, path) for path in varying or ["strategy"]),
             NONE if one.parameters is None else f"{one.parameters / 1e6:,.2f} M",
-            _megabytes(one.inter),
-            _megabytes(one.intra),
-            _megabytes(one.egress),
+            _size(one.inter),
+            _size(one.intra),
+            _size(one.egress),
             NONE if one.wire_seconds is None else f"{one.wire_seconds:.3f}",
             NONE if one.memory is None else gib(sum(one.memory.values())),
             "no" if one.problems else "yes",
@@ -69,17 +69,17 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
 def records(found: Sequence[Record], out: Console) -> None:
     """Print a results folder, one row a record."""
     trials = [record.trial for record in found]
-    varying = [path for path in differing(trials) if path != "strategy"]
+    varying = [path for path in told(trials) if path != "strategy"]
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("id", "strategy", *varying, "repeat"):
         table.add_column(name, overflow="fold")
-    for name in ("s/step", "exposed s", "between nodes MB/step", "Mbit/s", "loss", "outcome"):
+    for name in ("s/step", "exposed s", "between nodes/step", "Mbit/s", "loss", "outcome"):
         table.add_column(name, justify="right")
     for record in found:
         table.add_row(
             record.id,
             _value(record.trial.get("strategy")),
-            *(_value(look_up(record.trial, path)) for path in varying),
+            *(at(record.trial, path) for path in varying),
             _value(record.trial.get("repeat")),
             *_measured(record),
             "ok" if record.failure is None else record.failure.kind,
@@ -114,7 +114,7 @@ def record(one: Record, out: Console) -> None:
     lines += [
         ("median step, s", seconds),
         ("exposed communication, s", exposed),
-        ("between nodes, MB/step", sent),
+        ("between nodes, a step", sent),
         ("achieved rate, Mbit/s", rate),
         ("last loss", loss),
         ("reference loss of step 1", one.reference_loss),
@@ -138,6 +138,17 @@ def findings(found: Iterable[Finding], out: Console) -> None:
     out.print(table)
 
 
+def told(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Paths in which trials differ, without the alignment, which follows from the suite."""
+    return [path for path in differing(trials) if path != "policy.align"]
+
+
+def at(trial: Mapping[str, Any], path: str) -> str:
+    """The value at a dotted path of a canonical trial, as a suite would write it."""
+    value = look_up(trial, path)
+    return _rate(value) if path == "cluster.rate" else _value(value)
+
+
 def _measured(one: Record) -> tuple[str, str, str, str, str]:
     """Median step, exposed communication, bytes between nodes per step, rate and last loss."""
     steps = [step for step in one.ranks[0].steps if not step.warmup] if one.ranks else []
@@ -150,7 +161,7 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
     return (
         f"{statistics.median(step.total for step in steps):.4f}",
         NONE if steps[0].exposed_forward is None else f"{statistics.median(exposed):.4f}",
-        _megabytes(sent / len(steps)) if ledgers else NONE,
+        _size(sent / len(steps)) if ledgers else NONE,
         f"{statistics.median(achieved):.4g}" if achieved else NONE,
         f"{steps[-1].loss:.4f}",
     )
@@ -160,8 +171,8 @@ def _cell(one: Forecast, trials: Sequence[dict[str, Any]]) -> list[int]:
     """Where the cell stands: by what varies, in the order in which the values first came."""
     trial = one.trial.canonical()
     return [
-        list(dict.fromkeys(_value(look_up(t, path)) for t in trials)).index(_value(look_up(trial, path)))
-        for path in reversed(differing(trials))
+        list(dict.fromkeys(at(other, path) for other in trials)).index(at(trial, path))
+        for path in reversed(told(trials))
     ]
 
 
@@ -183,5 +194,19 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _megabytes(size: float | None) -> str:
-    return NONE if size is None else f"{size / 1e6:,.3f}"
+def _size(size: float | None) -> str:
+    """Bytes with a decimal unit, four digits."""
+    if size is None:
+        return NONE
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:,.4g} TB"
+
+
+def _rate(mbit: float | None) -> str:
+    """Mbit/s as a suite writes it."""
+    if mbit is None:
+        return "unshaped"
+    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"

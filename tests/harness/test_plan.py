@@ -1,0 +1,177 @@
+"""Predictions add up, scale to what does not fit here, and say what cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.plan import Forecast, Host, forecast, per_node_bytes
+from harness.suite import Cluster, Model, Optimizer, PolicyChanges, Trial
+from impl import traffic
+from impl.geometry import ParameterSpec, lay_out
+from impl.policy import PRESETS, PolicyError, preset
+from impl.topology import Topology
+
+GIB = 2**30
+HERE = Host(memory=24 * GIB, gpus=(), namespaces=lambda: None)
+SHAPED = Cluster(rate="50 Mbit/s")  # type: ignore[arg-type]
+
+
+def one(host: Host = HERE, **fields: Any) -> Forecast:
+    (found,) = forecast([Trial(**{"model": Model(name="gpt-small")} | fields)], host)
+    return found
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(list(PRESETS)),
+    gather=st.sampled_from(["flat", "hierarchical"]),
+    reduce=st.sampled_from(["flat", "one_hop", "two_hop"]),
+    topology=st.builds(Topology, st.integers(1, 4), st.integers(1, 4)),
+    accumulation=st.integers(1, 3),
+)
+def test_nodes_send_alike(name: str, gather: str, reduce: str, topology: Topology, accumulation: int) -> None:
+    """What all ranks send is what node 0 sends times the nodes, for every policy and topology."""
+    try:
+        policy = preset(name, gather=gather, reduce=reduce)
+        policy.check(topology)
+    except PolicyError:
+        return
+    units = [
+        lay_out(
+            f"u{i}", [ParameterSpec("w", (size,))], grain=policy.grain, world=topology.world, max_padding=9e9
+        )
+        for i, size in enumerate((70_000, 3, 150_000))
+    ]
+    load = traffic.Load(micro_batches=accumulation, steps=1, norms=1)
+    total = {"inter": 0, "intra": 0}
+    for rank in range(topology.world):
+        for key, sent in traffic.predict(policy, topology, units, rank, load).items():
+            total[key.link] += sent.bytes
+    inter, intra = per_node_bytes(policy, topology, units, Trial(accumulation=accumulation))
+    assert (inter * topology.nodes, intra * topology.nodes) == (total["inter"], total["intra"])
+
+
+def test_quickstart_ratio() -> None:
+    """ZeRO++ is predicted to send at most 0.26 of ZeRO-3's bytes between two nodes of two ranks."""
+    zero3, zeropp = (one(strategy=name, cluster=SHAPED) for name in ("zero3", "zeropp"))
+    assert zeropp.inter is not None
+    assert zero3.inter is not None
+    assert 0.25 < zeropp.inter / zero3.inter < 0.26
+    assert not zero3.problems
+    assert not zeropp.problems
+
+
+def test_wire_seconds() -> None:
+    """The time on the wire is a node's bytes over the rate, and unknown without a rate."""
+    found = one(strategy="zero3", cluster=SHAPED)
+    assert found.egress is not None
+    assert found.inter == 2 * found.egress
+    assert found.wire_seconds == pytest.approx(found.egress * 8 / 50e6)
+    assert one(strategy="zero3").wire_seconds is None
+
+
+def test_repeats_share() -> None:
+    """Repeats and seeds of a trial share its prediction."""
+    trials = [Trial(seed=seed, repeat=repeat) for seed in (0, 1) for repeat in (0, 1)]
+    found = forecast(trials, HERE)
+    assert [each.trial for each in found] == trials
+    assert len({each.inter for each in found}) == 1
+
+
+def test_peers() -> None:
+    """A peer has memory and parameters but no predicted bytes: they do not go through our wire."""
+    found = {name: one(strategy=name) for name in ("single", "ddp", "fsdp2")}
+    assert all(each.inter is None and each.padded is None for each in found.values())
+    sizes = {name: sum((each.memory or {}).values()) for name, each in found.items()}
+    assert sizes["single"] == sizes["ddp"] == 16 * (found["ddp"].parameters or 0)
+    assert sizes["fsdp2"] == sizes["ddp"] // 4
+
+
+def test_hundred_billion() -> None:
+    """100 B parameters on 64 nodes of 16 are planned, with hpZ's copy as large as the paper's."""
+    cluster = Cluster(nodes=64, ranks_per_node=16)
+    plain = one(strategy="zero3", cluster=cluster, model=Model(name="gpt-100b"))
+    hpz = one(strategy="hpz", cluster=cluster, model=Model(name="gpt-100b"))
+    assert plain.parameters == pytest.approx(100e9, rel=0.02)
+    assert plain.memory is not None
+    assert hpz.memory is not None
+    copy = hpz.memory["secondary"] - plain.memory["secondary"]
+    assert copy == pytest.approx(2 * 64 * plain.parameters / 1024, rel=0.01)  # 2 alpha M / P, facts A4
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model": Model(name="gpt-18b")}, "too big for memory: 4 ranks x"),
+        ({"model": Model(name="gpt-18b"), "strategy": "ddp"}, "too big for memory: 4 ranks x"),
+        ({"cluster": Cluster(nodes=64, ranks_per_node=2)}, "128 ranks are more than this machine can hold"),
+        ({"corpus": "/no/such/corpus"}, "no such file or folder"),
+        ({"policy": PolicyChanges(align=100_000)}, "would be padding"),
+        ({"model": Model(name="gpt-smal")}, "did you mean 'gpt-small'?"),
+        ({"model": Model(name="gpt-tiny", arguments={"layer": 1})}, "did you mean 'layers'?"),
+        ({"model": Model(name="no_such_module_at_all:model")}, "cannot import 'no_such_module_at_all'"),
+        ({"model": Model(name="tests.harness.test_plan:broken")}, "RuntimeError: two lines"),
+        ({"optimizer": Optimizer(name="Adamw")}, "torch.optim has no such optimizer"),
+        ({"optimizer": Optimizer(name="LBFGS")}, "not elementwise"),
+        ({"optimizer": Optimizer(arguments={"momentum": 0.9})}, "unexpected keyword argument 'momentum'"),
+        ({"optimizer": Optimizer(arguments={"lr": -1.0})}, "Invalid learning rate"),
+        ({"cluster": Cluster(link="real")}, "2 nodes are 2 machines"),
+        ({"cluster": Cluster(device="cuda")}, "4 ranks need a GPU each, this machine has 0"),
+        ({"cluster": Cluster(device="cuda"), "strategy": "single"}, "no GPU"),
+        ({"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})}, "our own wire only"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_problems(fields: dict[str, Any], words: str) -> None:
+    """What cannot run is explained in one line with its numbers."""
+    problems = one(**fields).problems
+    assert any(words in problem for problem in problems), problems
+    assert all("\n" not in problem for problem in problems)
+
+
+def broken(sequence: int) -> None:
+    """A user's model that cannot be built."""
+    raise RuntimeError("two\nlines")
+
+
+def test_no_namespaces() -> None:
+    """Without namespaces, what needs them is refused with the reason, and the rest is not."""
+    host = Host(memory=24 * GIB, gpus=(), namespaces=lambda: "forbidden here")
+    asked = SHAPED.model_copy(update={"link": "namespaces"})
+    assert one(host, strategy="zero3", cluster=asked).problems == (
+        "cluster.link = 'namespaces': forbidden here",
+    )
+    assert "forbidden here" in one(host, strategy="fsdp2", cluster=SHAPED).problems[0]
+    assert one(host, strategy="zero3", cluster=SHAPED).problems == ()
+    assert one(host, strategy="single", cluster=SHAPED).problems == ()
+    assert one(host, strategy="ddp").problems == ()
+
+
+def test_gpus() -> None:
+    """On GPUs a rank must fit its device, and every rank needs one."""
+    host = Host(memory=24 * GIB, gpus=(16 * GIB,) * 4, namespaces=lambda: None)
+    cluster = Cluster(device="cuda")
+    assert one(host, cluster=cluster).problems == ()
+    (problem,) = one(host, cluster=cluster, model=Model(name="gpt-18b")).problems
+    assert "a GPU here has 16.00 GiB" in problem
+
+
+def test_standalone(tmp_path: Path) -> None:
+    """A model may come from any function that takes the sequence."""
+    found = one(
+        model=Model(name="tests.harness.test_plan:tiny"), strategy="zero3", policy=PolicyChanges(align=32)
+    )
+    assert found.parameters == 64 * 128
+    assert found.problems == ()
+
+
+def tiny(sequence: int) -> Any:
+    """A user's model."""
+    from torch import nn
+
+    return nn.Linear(64, sequence, bias=False)
