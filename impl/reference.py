@@ -179,9 +179,12 @@ def _decode_int(codec: IntCodec, frames: Tensor, numel: int, largest: float) -> 
     scale = _floats(frames, scales_at, blocks)
     values = torch.zeros((*lead, blocks * block), dtype=torch.float32, device=frames.device)
     values[..., :numel] = codes
-    values = values.view(*lead, blocks, block).mul_(scale)
-    if codec.asymmetric:
-        values.add_(_floats(frames, scales_at + SCALE_BYTES * blocks, blocks))
+    values = values.view(*lead, blocks, block)
+    if codec.asymmetric:  # in halves: q * scale alone may exceed the largest fp32
+        low = _floats(frames, scales_at + SCALE_BYTES * blocks, blocks)
+        values.mul_(scale * 0.5).add_(low * 0.5).mul_(2.0)
+    else:
+        values.mul_(scale)
     return values.clamp_(-largest, largest).view(*lead, -1)[..., :numel]
 
 

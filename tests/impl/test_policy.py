@@ -1,0 +1,53 @@
+"""Policies as values, and which combinations are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from impl.codec import BF16, FP32, parse
+from impl.policy import PRESETS, Policy, PolicyError, preset
+from impl.topology import Topology
+
+
+def test_presets_are_the_eight_combinations_and_exact() -> None:
+    """The presets are ZeRO-3, each technique, every pair, all three, and the unquantised exact one."""
+    combinations = {
+        (policy.weights != BF16, policy.secondary != 0, policy.gradients != (BF16, BF16))
+        for name, policy in PRESETS.items()
+        if name != "exact"
+    }
+    assert len(combinations) == len(PRESETS) - 1 == 8
+    assert PRESETS["exact"].weights == FP32
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"gather": "flat", "secondary": 2}, "a flat gather has no such hop"),
+        ({"reduce": "one_hop", "gradients": (BF16, FP32)}, "has one hop"),
+        ({"reduce": "flat", "gradients": (parse("int4:64"),) * 2}, "cannot carry int4:64"),
+        ({"align": 0}, "at least 1"),
+    ],
+)
+def test_impossible_combinations_are_refused(fields: dict[str, Any], words: str) -> None:
+    """What no topology could run raises at construction and says why."""
+    with pytest.raises(PolicyError, match=words):
+        Policy(**fields)
+
+
+def test_unknown_names_are_refused() -> None:
+    """An unknown preset or field raises, listing what there is."""
+    with pytest.raises(PolicyError, match="unknown policy 'zero4': expected one of exact, zero3"):
+        preset("zero4")
+    with pytest.raises(PolicyError, match="unknown policy field 'bits'"):
+        preset("zero3", bits=4)
+
+
+def test_group_size_is_checked_against_the_topology() -> None:
+    """A group size that does not fit a topology is a policy error there, not before."""
+    policy = preset("hpz", secondary=3)
+    policy.check(Topology(2, 3))
+    with pytest.raises(PolicyError, match="3 ranks does not fit 2 nodes x 2 ranks"):
+        policy.check(Topology(2, 2))

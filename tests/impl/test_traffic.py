@@ -1,0 +1,73 @@
+"""Predicted bytes and memory, against the paper's formulas."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from impl.geometry import ParameterSpec, lay_out
+from impl.policy import PRESETS, Policy, preset
+from impl.topology import Topology
+from impl.traffic import Load, memory, predict
+
+PUBLISHED = Path(__file__).parents[2] / "report" / "published"
+
+
+def inter_bytes(policy: Policy, topology: Topology, load: Load) -> int:
+    """Bytes that all ranks send between nodes for one unit of 2^22 elements."""
+    unit = lay_out("u", [ParameterSpec("w", (1 << 22,))], grain=2048, world=topology.world, max_padding=0)
+    return sum(
+        sent.bytes
+        for rank in range(topology.world)
+        for key, sent in predict(policy, topology, [unit], rank, load).items()
+        if key.link == "inter"
+    )
+
+
+def test_volumes_are_the_published_ones_plus_scales() -> None:
+    """Each technique's traffic between nodes is the published multiple of M, plus its scales."""
+    topology = Topology(2, 2)
+    unit_m = inter_bytes(PRESETS["zero3"], topology, Load()) / 3
+    with (PUBLISHED / "zeropp_volume.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["method"] for row in rows} == set(PRESETS) - {"exact"}
+    for row in rows:
+        measured = inter_bytes(PRESETS[row["method"]], topology, Load()) / unit_m
+        assert float(row["total_m"]) <= measured <= float(row["total_m"]) * 1.014
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_one_hop_sends_a_nodes_ranks_times_more_between_nodes(ranks: int) -> None:
+    """One-hop all-to-all crosses nodes with N times the two-hop traffic, N ranks a node (facts A2)."""
+    topology = Topology(2, ranks)
+    two = preset("zero3", weights=preset("zero3").weights)
+    one = preset("zero3", reduce="one_hop")
+    gathers = 2 * inter_bytes(two, topology, Load()) / 3
+    assert inter_bytes(one, topology, Load()) - gathers == ranks * (
+        inter_bytes(two, topology, Load()) - gathers
+    )
+
+
+def test_accumulation_and_evaluation_reuse_the_secondary() -> None:
+    """With hpZ one gather between nodes serves all passes on the same weights."""
+    topology = Topology(2, 2)
+    policy = PRESETS["hpz"]
+    once = inter_bytes(policy, topology, Load(micro_batches=1))
+    gather = once / 2  # one gather and one reduction, the same size in 16 bits
+    assert inter_bytes(policy, topology, Load(micro_batches=3)) == gather + 3 * gather
+    with_evaluation = inter_bytes(policy, topology, Load(micro_batches=1, evaluations=5))
+    assert with_evaluation == once + gather
+    assert inter_bytes(policy, topology, ["evaluate", "forward", "backward"]) == once  # type: ignore[arg-type]
+
+
+def test_memory_reduces_to_the_papers_formula() -> None:
+    """Masters, gradients and Adam states are 16 bytes per parameter over the ranks (facts A10)."""
+    topology = Topology(2, 4)
+    unit = lay_out("u", [ParameterSpec("w", (1 << 20,))], grain=32, world=8, max_padding=0)
+    parts = memory(PRESETS["zero3"], topology, [unit])
+    assert parts["masters"] + parts["gradients"] + parts["optimizer"] == 16 * (1 << 20) // 8
+    secondary = memory(PRESETS["hpz"], topology, [unit])["secondary"]
+    assert secondary == 2 * (1 << 20) // 4  # alpha M / P at 16 bits: M over the group (facts A4)
+    assert memory(preset("zeropp"), topology, [unit])["secondary"] == pytest.approx(secondary / 2, rel=0.002)

@@ -1,0 +1,94 @@
+"""Hypothesis strategies shared by the tests: codecs, hostile blocks, topologies, policies."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impl.codec import BF16, FP16, FP32, Codec, IntCodec
+from impl.policy import MemoryLimits, Policy
+from impl.topology import Topology
+
+ROOMY = MemoryLimits(max_padding=1e9)  # tiny test models are mostly padding
+
+raw_codecs = st.sampled_from([FP32, BF16, FP16])
+
+
+def int_codecs(blocks: st.SearchStrategy[int | str] | None = None) -> st.SearchStrategy[IntCodec]:
+    """Integer codecs of any width, block and scheme."""
+    any_block = st.one_of(st.integers(1, 70), st.just("shard"))
+    return st.builds(IntCodec, st.integers(2, 8), any_block if blocks is None else blocks, st.booleans())
+
+
+codecs: st.SearchStrategy[Codec] = st.one_of(raw_codecs, int_codecs())
+
+_HOSTILE = np.array(
+    [0.0, -0.0, 1e-45, -1e-45, 1.17e-38, 3.4028234e38, -3.4028234e38, 1.0, -1.0, 65504.0, 1e-20],
+    dtype=np.float32,
+)
+
+
+@st.composite
+def blocks_of_values(draw: st.DrawFn, *, most: int = 150, finite: bool = True) -> Tensor:
+    """(n,) fp32: one scale of normals, with spikes, denormals, zeros and extremes put in."""
+    numel = draw(st.integers(1, most))
+    seed = draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    values = random.standard_normal(numel).astype(np.float32) * np.float32(10.0 ** draw(st.integers(-37, 37)))
+    shape = draw(st.sampled_from(["normal", "equal", "alternating", "zero", "spike"]))
+    if shape == "equal":
+        values[:] = values[0]
+    elif shape == "alternating":
+        values = np.abs(values) * np.where(np.arange(numel) % 2, -1, 1).astype(np.float32)
+    elif shape == "zero":
+        values[:] = 0.0
+    elif shape == "spike":
+        at = random.integers(numel)
+        values[at] = np.clip(np.float64(values[at]) * 1000, -3.4e38, 3.4e38)
+    for position in draw(st.lists(st.integers(0, numel - 1), max_size=4)):
+        values[position] = draw(st.sampled_from(list(_HOSTILE)))
+    if not finite:
+        broken = draw(st.lists(st.integers(0, numel - 1), min_size=1, max_size=2))
+        for position in broken:
+            values[position] = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    else:
+        values = np.clip(np.nan_to_num(values), -3.4028234e38, 3.4028234e38).astype(np.float32)
+    return torch.from_numpy(values)
+
+
+def topologies(most: int = 6) -> st.SearchStrategy[Topology]:
+    """Topologies of at most ``most`` ranks, odd counts included."""
+    pairs = [(n, r) for n in range(1, most + 1) for r in range(1, most + 1) if n * r <= most]
+    return st.builds(lambda pair: Topology(*pair), st.sampled_from(pairs))
+
+
+def secondaries(topology: Topology) -> list[int]:
+    """All hpZ group sizes that fit, 0 first."""
+    fits = []
+    for ranks in range(topology.world + 1):
+        try:
+            topology.check_secondary(ranks)
+        except ValueError:
+            continue
+        fits.append(ranks)
+    return fits
+
+
+@st.composite
+def policies(draw: st.DrawFn, topology: Topology) -> Policy:
+    """Policies that fit ``topology``, with small blocks."""
+    small = int_codecs(st.sampled_from([1, 8, 32, "shard"]))
+    codec = st.one_of(raw_codecs, small)
+    reduce = draw(st.sampled_from(["two_hop", "two_hop", "one_hop", "flat"]))
+    first = draw(raw_codecs if reduce == "flat" else codec)
+    gather = draw(st.sampled_from(["hierarchical", "hierarchical", "flat"]))
+    return Policy(
+        weights=draw(codec),
+        gradients=(first, draw(codec) if reduce == "two_hop" else first),
+        gather=gather,
+        reduce=reduce,
+        secondary=0 if gather == "flat" else draw(st.sampled_from(secondaries(topology))),
+        memory=MemoryLimits(max_padding=1e9, prefetch=draw(st.sampled_from([0, 200, 10**6]))),
+    )
