@@ -151,9 +151,8 @@ def _folder(what: str, results: Path) -> Path | None:
     """The results folder of a suite's name or file, or the folder itself; None if it is neither."""
     if what.endswith(".toml"):
         return _existing(results / load(Path(what)).name)
-    if Path(what).is_dir():
-        return Path(what)
-    return results / what if what not in ("", ".", "..") and (results / what).is_dir() else None
+    places = (Path(what), results / what) if what else ()
+    return next((place for place in places if place.is_dir()), None)
 
 
 def _existing(folder: Path) -> Path:
@@ -203,6 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not hasattr(error, "format_message"):  # a usage error; its class has moved between versions
             raise
         return _complain(f"{error.format_message()} (zeropp --help lists what there is)", REFUSED)
+    if status == INTERRUPTED:  # what typer makes of Ctrl-C
+        return _complain("interrupted", INTERRUPTED)
     return status if isinstance(status, int) else OK
 
 

@@ -1,0 +1,299 @@
+"""The command line does what it says, or refuses in one line with exit status 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli, machine
+from harness.record import SCHEMA_VERSION, Failure, LedgerRow, Memory, RankRecord, Record, Step, write
+from harness.suite import Trial
+
+HEAD = (
+    'name = "q"\nquestion = "?"\n[defaults]\nmodel.name = "gpt-tiny"\nsequence = 32\ntokens_per_rank = 64\n'
+)
+SMALL = 'policy.weights = "int8:64"\npolicy.gradients = "int4:64"\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Everything in a folder, with its content."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must refuse: status 2, one line on standard error, nothing touched."""
+    before = tree(folder)
+    assert cli.main(arguments) == cli.REFUSED
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("zeropp: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    assert tree(folder) == before
+    return err
+
+
+def suite(folder: Path, body: str = SMALL, head: str = HEAD) -> str:
+    (folder / "q.toml").write_text(head + body, encoding="utf-8")
+    return "q.toml"
+
+
+def record(results: Path, *, failure: Failure | None = None, **fields: Any) -> Record:
+    """A small record, written."""
+    trial = Trial(strategy="zero3", **fields)
+    step = Step(
+        index=1, warmup=False, total=0.5, forward=0.2, backward=0.2, optimizer=0.1,
+        exposed_forward=0.1, exposed_backward=0.1, loss=5.5,
+    )  # fmt: skip
+    row = LedgerRow(
+        phase="forward", purpose="weights", unit="u", hop="node", link="inter", bytes=2_000_000, messages=1
+    )
+    rank = RankRecord(
+        rank=0, node=0, local=0, steps=[step], ledger=[row], memory=Memory(engine={}, formula={}, peak_rss=1)
+    )
+    made = Record(
+        id=trial.id, suite="q", trial=trial.canonical(), started="1", finished="2", order=0,
+        machine={}, code={}, pool="p", failure=failure, ranks=[] if failure else [rank],
+    )  # fmt: skip
+    write(results / "q", made)
+    return made
+
+
+BAD_SUITES = {
+    "unknown key": ("polcy.weights = 1\n", "polcy.weights"),
+    "misspelt policy": ('strategy = "zerop"\n', "did you mean 'zeropp'?"),
+    "syntax error": ("steps = = 3\n", "line 7"),
+    "block size 0": ('policy.weights = "int8:0"\n', "int8:0"),
+    "bits 9": ('policy.weights = "int9:64"\n', "2 to 8 bits"),
+    "hpZ group": ("policy.secondary = 3\n", "an hpZ group of 3 ranks does not fit 2 nodes x 2 ranks"),
+    "rate without unit": ("cluster.rate = 50\n", "a number above 0 with a unit"),
+    "too big": (SMALL + 'model.name = "gpt-100b"\n', "too big for memory"),
+    "too many ranks": (SMALL + "cluster.nodes = 4096\n", "more than this machine can hold"),
+    "missing corpus": (SMALL + 'corpus = "no/such/corpus"\n', "no/such/corpus"),
+    "padding": ('policy.weights = "int8:65536"\n', "would be padding"),
+}
+
+
+@pytest.mark.parametrize(("body", "words"), BAD_SUITES.values(), ids=BAD_SUITES)
+def test_bad_suites(folder: Path, capsys: pytest.CaptureFixture[str], body: str, words: str) -> None:
+    """Running a bad suite is refused in one line and touches nothing."""
+    head = HEAD.replace('model.name = "gpt-tiny"\n', "") if "model.name" in body else HEAD
+    error = refused(folder, capsys, "run", suite(folder, body, head))
+    assert "q.toml" in error
+    assert words in error
+
+
+def test_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A binary, missing or unreadable suite file is refused."""
+    (folder / "binary.toml").write_bytes(b"\x00\xff\xfe")
+    (folder / "folder.toml").mkdir()
+    for command in ("run", "plan", "show", "report"):
+        assert "not a text file" in refused(folder, capsys, command, "binary.toml")
+        assert "No such file" in refused(folder, capsys, command, "missing.toml")
+        assert "Is a directory" in refused(folder, capsys, command, "folder.toml")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("rn",), ("run",), ("run", "a", "b"), ("plan", "--resluts", "x", "q.toml"), ("show",), ("--no-such",)],
+)
+def test_usage(folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    """An unknown command or option, or a missing argument, is one line."""
+    assert "zeropp --help" in refused(folder, capsys, *arguments)
+
+
+@pytest.mark.parametrize("what", ["nothing", "abcdef012345", "../..", "*", "..", ""])
+@pytest.mark.parametrize("command", ["show", "report"])
+def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: str, what: str) -> None:
+    """An unknown suite or id is refused, naming what is there."""
+    if what in ("../..", ".."):
+        what = f"{what}/no-such-folder"
+    record(Path("results"))
+    assert "unknown suite or id" in (text := refused(folder, capsys, command, what))
+    assert "results holds q" in text
+
+
+def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A results folder that cannot be written is refused before anything runs."""
+    (folder / "file").write_text("")
+    error = refused(folder, capsys, "run", suite(folder), "--results", "file/results")
+    assert "results folder not writable" in error
+    assert "results folder not writable" in refused(
+        folder, capsys, "run", "q.toml", "--results", "/proc/none"
+    )
+
+
+def test_other_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records of another schema version are left alone, by every command."""
+    (folder / "results" / "q").mkdir(parents=True)
+    (folder / "results" / "q" / "0123456789ab.json").write_text('{"schema_version": 99}')
+    for arguments in (("run", suite(folder)), ("show", "q"), ("show", "0123"), ("report", "q")):
+        error = refused(folder, capsys, *arguments)
+        assert f"schema version 99, this program reads and writes {SCHEMA_VERSION}" in error
+
+
+def test_show_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A results folder is shown as a table, failures with their message and log."""
+    good = record(Path("results"))
+    bad = record(
+        Path("results"), repeat=1, failure=Failure(kind="crashed", message="it [broke]", log="logs/x.log")
+    )
+    for what in ("q", "results/q"):
+        assert cli.main(["show", what]) == cli.OK
+        text = capsys.readouterr().out
+        assert good.id in text
+        assert "2 MB" in text
+        assert f"{bad.id} crashed: it [broke]; log logs/x.log" in text
+
+
+def test_show_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One record is shown by its id or the start of it."""
+    made = record(Path("results"))
+    for what in (made.id, made.id[:5]):
+        assert cli.main(["show", what]) == cli.OK
+        text = capsys.readouterr().out
+        assert made.id in text
+        assert "5.5" in text
+        assert "zero3" in text
+
+
+def test_show_without_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without records says how to get some."""
+    (folder / "results" / "q").mkdir(parents=True)
+    assert "no records" in refused(folder, capsys, "show", "q")
+
+
+def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan names the question, every cell and what cannot run, and writes nothing."""
+    suite(folder, SMALL + '[matrix]\nstrategy = ["zero3", "zeropp"]\ncluster.nodes = [2, 4096]\n')
+    before = tree(folder)
+    assert cli.main(["plan", "q.toml"]) == cli.OK
+    text = capsys.readouterr().out
+    assert "4 trials" in text
+    assert "more than this machine can hold" in text
+    assert tree(folder) == before
+
+
+def test_plan_of_paper_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    """Models and clusters of the paper are planned here, and running them is refused with numbers."""
+    path = str(machine.ROOT / "suites" / "paper_scale.toml")
+    assert cli.main(["plan", path]) == cli.OK
+    assert "gpt-100b" in capsys.readouterr().out
+    assert cli.main(["run", path]) == cli.REFUSED
+    assert "20 of 20 trials cannot run here" in capsys.readouterr().err
+
+
+@pytest.fixture
+def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A sweep and a report that only note how they were called."""
+    calls: list[tuple[Any, ...]] = []
+
+    def run_sweep(name: str, trials: list[Trial], results: Path, console: object) -> object:
+        calls.append(("sweep", name, len(trials), results))
+        return types.SimpleNamespace(ok=1, failed=name.count("bad"), skipped=0, interrupted=False)
+
+    def build(results: Path) -> Path:
+        calls.append(("report", results))
+        return results / "report.html"
+
+    for module, function in (("harness.sweep", run_sweep), ("report.build", build)):
+        fake = types.ModuleType(module)
+        setattr(fake, function.__name__, function)
+        monkeypatch.setitem(sys.modules, module, fake)
+    return calls
+
+
+def test_run(folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]) -> None:
+    """A run sweeps, then builds the report and prints nothing but its path on standard output."""
+    assert cli.main(["run", suite(folder), "--results", "there"]) == cli.OK
+    assert capsys.readouterr().out == "there/q/report.html\n"
+    assert machinery == [("sweep", "q", 1, Path("there/q")), ("report", Path("there/q"))]
+
+
+def test_run_with_failures(
+    folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]
+) -> None:
+    """Failed trials leave a report and exit status 1."""
+    assert cli.main(["run", suite(folder, head=HEAD.replace('"q"', '"bad"'))]) == cli.SOME_FAILED
+    assert capsys.readouterr().out == "results/bad/report.html\n"
+
+
+def test_report(folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]) -> None:
+    """A report is built from a suite's name, file or folder."""
+    record(Path("results"))
+    suite(folder)
+    for what in ("q", "q.toml", "results/q"):
+        assert cli.main(["report", what]) == cli.OK
+        assert capsys.readouterr().out == "results/q/report.html\n"
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    """The doctor names everything a trial may use, and leaves with status 0."""
+    assert cli.main(["doctor"]) == cli.OK
+    text = capsys.readouterr().out
+    for word in (
+        "torch",
+        "CuPy",
+        "NVML",
+        "network namespaces",
+        "tbf",
+        "/dev/shm",  # noqa: S108 - a name that is printed
+        "compiler",
+        "cores",
+        "memory",
+    ):
+        assert word in text
+
+
+def test_module_and_lazy_torch() -> None:
+    """``python -m harness.cli`` works, and help does not import torch."""
+    code = (
+        "import sys; from harness.cli import main; status = main(['plan', '--help']); "
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=machine.ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "SUITE.toml" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.cli", "rn"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=machine.ROOT,
+    )
+    assert done.returncode == cli.REFUSED
+    assert done.stderr.count("\n") == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """The version is printed and nothing else."""
+    assert cli.main(["--version"]) == cli.OK
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_interrupt(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends in one line."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load", interrupt)
+    assert cli.main(["plan", "q.toml"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "zeropp: interrupted\n"
