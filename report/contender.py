@@ -7,12 +7,11 @@ of a results folder shares say nothing in a comparison and are left out of the n
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from impl.codec import CodecError, parse
-from impl.policy import PRESETS, Policy, PolicyError
+from harness.suite import Trial
+from impl.policy import PRESETS
 
 BASELINE: Final = "zero3"
 PROPOSED: Final = "zeropp"
@@ -35,6 +34,7 @@ NAMES: Final = {
 """Printed names, in the order in which figures and tables list strategies."""
 
 _SILENT: Final = ("align", "max_padding")  # change the layout, not what is compared
+_SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
 _LABEL_CHARACTERS: Final = 48
 
 
@@ -51,51 +51,31 @@ def order_of(strategy: str) -> int:
     return names.index(strategy) if strategy in names else len(names)
 
 
-def changes_of(trial: Mapping[str, Any]) -> dict[str, Any]:
+def changes_of(trial: Trial) -> dict[str, Any]:
     """Policy fields that the trial replaced, without those that only change the layout."""
-    changes = trial.get("policy") or {}
-    return {key: value for key, value in changes.items() if value is not None and key not in _SILENT}
+    changes = trial.policy.model_dump(exclude_none=True, exclude=set(_SILENT))
+    return changes if trial.strategy in PRESETS else {}
 
 
-def shared_changes(trials: list[Mapping[str, Any]]) -> dict[str, Any]:
+def shared_changes(trials: Sequence[Trial]) -> dict[str, Any]:
     """Changes with the same value in every trial of a policy."""
-    of_policies = [changes_of(trial) for trial in trials if trial.get("strategy") in PRESETS]
+    of_policies = [changes_of(trial) for trial in trials if trial.strategy in PRESETS]
     if not of_policies:
         return {}
     first, *others = of_policies
     return {key: value for key, value in first.items() if all(o.get(key) == value for o in others)}
 
 
-def label_of(trial: Mapping[str, Any], shared: Mapping[str, Any]) -> str:
-    """``ZeRO++``, or ``ZeRO++ (weights int8:64)`` where a change distinguishes it."""
-    strategy = str(trial.get("strategy"))
-    name = NAMES.get(strategy) or plain(strategy)
-    changes = {k: v for k, v in changes_of(trial).items() if k not in shared}
+def label_of(trial: Trial, shared: Mapping[str, Any]) -> str:
+    """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it.
+
+    ``w`` and ``g`` are the codecs of weights and gradients.
+    """
+    name = NAMES.get(trial.strategy, trial.strategy)
+    changes = {key: value for key, value in changes_of(trial).items() if key not in shared}
     if not changes:
         return name
-    told = ", ".join(f"{key} {_told(value)}" for key, value in sorted(changes.items()))
-    return plain(f"{name} ({told})", 2 * _LABEL_CHARACTERS)
-
-
-def policy_of(trial: Mapping[str, Any]) -> Policy | None:
-    """The policy that a trial ran; None for peers, and for what this version does not know."""
-    strategy = trial.get("strategy")
-    if strategy not in PRESETS:
-        return None
-    known = {field.name for field in fields(Policy)}
-    try:
-        changes: dict[str, Any] = {}
-        for key, value in changes_of(trial).items():
-            if key == "weights":
-                changes[key] = parse(value)
-            elif key == "gradients":
-                first, second = (value, value) if isinstance(value, str) else value
-                changes[key] = (parse(first), parse(second))
-            elif key in known:
-                changes[key] = value
-        return replace(PRESETS[strategy], **changes)
-    except (CodecError, PolicyError, TypeError, ValueError):
-        return None
+    return f"{name} ({', '.join(f'{_SHORT.get(key, key)} {_told(changes[key])}' for key in changes)})"
 
 
 def _told(value: object) -> str:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
+from pydantic import ValidationError
 
 from harness.record import LedgerRow, Record, RecordError, read_all
 from harness.suite import Trial
-from report.contender import label_of, order_of, policy_of, shared_changes
+from report.contender import label_of, order_of, plain, shared_changes
 
 # What may differ between trials of one cell: who ran, and which repetition it was.
 _NOT_OF_A_CELL: Final = (
@@ -71,7 +72,7 @@ class Frames:
         links: one row per measurement of a link, ``when`` it was ``calibrated`` or ``probed``.
         failures: one row per trial without a result.
         facts: machine, code and what ran, one row per pool and distinct value.
-        raw_trials: trial JSON by id, for what needs the whole trial.
+        ran: the whole trial by id.
         units: name, elements and padded elements of each unit, by id.
     """
 
@@ -87,7 +88,7 @@ class Frames:
     links: pd.DataFrame
     failures: pd.DataFrame
     facts: pd.DataFrame
-    raw_trials: dict[str, dict[str, Any]]
+    ran: dict[str, Trial]
     units: dict[str, list[tuple[str, int, int]]]
 
 
@@ -114,13 +115,14 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
     """Tables of ``records``; see :func:`load`."""
     if not across_pools:
         _check_one_pool(records)
-    shared = shared_changes([record.trial for record in records])
-    varying = _varying([_flat(_complete(record.trial)) for record in records])
+    trials = {record.id: _trial(record) for record in records}
+    shared = shared_changes(list(trials.values()))
+    naming = _Naming(shared, _varying([_flat(trial.canonical()) for trial in trials.values()]))
     finished = [record for record in records if record.failure is None]
     return Frames(
         suite=", ".join(sorted({record.suite for record in records})),
         pools=tuple(sorted({record.pool for record in records})),
-        trials=_frame([_trial_row(r, shared, varying) for r in finished], TRIALS),
+        trials=_frame([_trial_row(r, trials[r.id], naming) for r in finished], TRIALS),
         steps=_frame([row for r in finished for row in _step_rows(r)], STEPS),
         bytes=_bytes_frame(finished),
         interfaces=_frame(
@@ -135,10 +137,10 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         ),
         links=_frame([row for r in finished for row in _link_rows(r)], LINKS),
         failures=_frame(
-            [_failure_row(r, shared, varying) for r in records if r.failure is not None], FAILURES
+            [_failure_row(r, trials[r.id], naming) for r in records if r.failure is not None], FAILURES
         ),
         facts=_facts_frame(records),
-        raw_trials={r.id: _complete(r.trial) for r in records},
+        ran=trials,
         units={r.id: r.units for r in finished},
     )
 
@@ -148,17 +150,20 @@ def _frame(rows: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(columns))
 
 
-def _complete(trial: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial's JSON over the defaults of this version, so that every field is there."""
-    return _over(Trial().canonical(), trial)
+def _trial(record: Record) -> Trial:
+    """The trial of a record.
 
-
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        merged[key] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
+    Raises:
+        ReportError: if this version does not know such trials.
+    """
+    try:
+        return Trial.from_canonical(record.trial)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ReportError(
+            f"record {record.id}: trial.{where}: {first['msg']}; use the version that wrote it"
+        ) from error
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -195,17 +200,32 @@ def rate_text(mbit: float | None) -> str:
     return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
 
 
-def _cell(trial: Mapping[str, Any], varying: tuple[str, ...]) -> tuple[str, str]:
-    """Hash and description of everything but who ran and which repetition it was."""
-    cell = _cell_fields(_flat(trial))
-    text = json.dumps(cell, sort_keys=True, separators=(",", ":"))
-    told = [
-        f"{cell['cluster.nodes']}x{cell['cluster.ranks_per_node']} ranks",
-        rate_text(cell["cluster.rate"]),
-        f"{cell['tokens_per_rank']} tokens/rank",
-        *(f"{key.rpartition('.')[2]} {cell.get(key)}" for key in varying),
-    ]
-    return hashlib.sha256(text.encode()).hexdigest()[:12], ", ".join(told)
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """How trials of one folder are told apart.
+
+    Attributes:
+        shared: policy changes that all have.
+        varying: fields of cells that differ, beside those that are always told.
+    """
+
+    shared: Mapping[str, Any]
+    varying: tuple[str, ...]
+
+    def contender(self, trial: Trial) -> str:
+        return label_of(trial, self.shared)
+
+    def cell(self, trial: Trial) -> tuple[str, str]:
+        """Hash and description of everything but who ran and which repetition it was."""
+        cell = _cell_fields(_flat(trial.canonical()))
+        text = json.dumps(cell, sort_keys=True, separators=(",", ":"))
+        told = [
+            f"{trial.topology()} ranks",
+            rate_text(trial.cluster.rate),
+            f"{trial.tokens_per_rank} tokens/rank",
+            *(f"{key.rpartition('.')[2]} {plain(cell.get(key))}" for key in self.varying),
+        ]
+        return hashlib.sha256(text.encode()).hexdigest()[:12], ", ".join(told)
 
 
 def achieved_mbit(record: Record) -> float | None:
@@ -216,38 +236,36 @@ def achieved_mbit(record: Record) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _trial_row(record: Record, shared: Mapping[str, Any], varying: tuple[str, ...]) -> dict[str, Any]:
-    trial = _complete(record.trial)
-    cluster = trial["cluster"]
-    policy = policy_of(trial)
-    cell, where = _cell(trial, varying)
-    secondary = policy.secondary if policy else 0
+def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
+    topology = trial.topology()
+    policy = trial.resolved_policy()
+    cell, where = naming.cell(trial)
     return {
         "id": record.id,
         "suite": record.suite,
         "order": record.order,
         "started": record.started,
         "pool": record.pool,
-        "strategy": str(trial["strategy"]),
-        "contender": label_of(trial, shared),
-        "place": order_of(str(trial["strategy"])),
+        "strategy": trial.strategy,
+        "contender": naming.contender(trial),
+        "place": order_of(trial.strategy),
         "cell": cell,
         "where": where,
-        "seed": trial["seed"],
-        "repeat": trial["repeat"],
-        "nodes": cluster["nodes"],
-        "ranks_per_node": cluster["ranks_per_node"],
-        "world": cluster["nodes"] * cluster["ranks_per_node"],
-        "tokens_per_rank": trial["tokens_per_rank"],
-        "sequence": trial["sequence"],
-        "accumulation": trial["accumulation"],
-        "model": trial["model"]["name"],
-        "rate_mbit": cluster["rate"],
+        "seed": trial.seed,
+        "repeat": trial.repeat,
+        "nodes": topology.nodes,
+        "ranks_per_node": topology.ranks_per_node,
+        "world": len(record.ranks) or topology.world,
+        "tokens_per_rank": trial.tokens_per_rank,
+        "sequence": trial.sequence,
+        "accumulation": trial.accumulation,
+        "model": trial.model.name,
+        "rate_mbit": trial.cluster.rate,
         "achieved_mbit": achieved_mbit(record),
         "weights": str(policy.weights) if policy else "",
         "gradients_local": str(policy.gradients[0]) if policy else "",
         "gradients_node": str(policy.gradients[1]) if policy else "",
-        "secondary": cluster["ranks_per_node"] if secondary == "node" else secondary,
+        "secondary": policy.secondary_ranks(topology) if policy else 0,
         "parameters": record.parameters,
         "padded": sum(padded for _, _, padded in record.units),
         "reference_loss": record.reference_loss,
@@ -317,20 +335,10 @@ def _link_rows(record: Record) -> list[dict[str, Any]]:
     ]
 
 
-def _failure_row(record: Record, shared: Mapping[str, Any], varying: tuple[str, ...]) -> dict[str, Any]:
-    trial = _complete(record.trial)
-    failure = record.failure
-    assert failure is not None  # noqa: S101 - the caller filters
-    return {
-        "id": record.id,
-        "contender": label_of(trial, shared),
-        "where": _cell(trial, varying)[1],
-        "repeat": trial["repeat"],
-        "seed": trial["seed"],
-        "kind": failure.kind,
-        "message": failure.message,
-        "log": failure.log,
-    }
+def _failure_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
+    named = {"contender": naming.contender(trial), "where": naming.cell(trial)[1]}
+    repetition = {"id": record.id, "seed": trial.seed, "repeat": trial.repeat}
+    return repetition | named | (record.failure.model_dump() if record.failure else {})
 
 
 def _environment(record: Record) -> dict[str, Any]:

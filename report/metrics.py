@@ -6,19 +6,20 @@ that every printed number can be traced to record ids.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
 from harness.statistics import Interval, paired_ratio_interval
+from harness.suite import PolicyChanges
 from impl.codec import BF16, CodecError, IntCodec, parse
 from impl.geometry import UnitGeometry
 from impl.policy import Policy
 from impl.topology import Topology
 from impl.traffic import Load, predict
-from report.contender import BASELINE, NAMES, PROPOSED, policy_of
+from report.contender import BASELINE, NAMES, PROPOSED
 from report.frame import Frames
 
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
@@ -55,7 +56,9 @@ def trials(frames: Frames) -> pd.DataFrame:
     best = table[["compute_seconds", "wire_seconds"]].max(axis=1, skipna=False)
     table["best_seconds"] = best
     table["share"] = best / table["step_seconds"]
-    table["m_bytes"] = 2.0 * table["padded"] * (table["nodes"] - 1)
+    model = ["nodes", "ranks_per_node", "model", "accumulation"]  # peers have no units of their own
+    table["padded"] = table.groupby(model)["padded"].transform("max")
+    table["m_bytes"] = (2.0 * table["padded"] * (table["nodes"] - 1)).replace(0.0, np.nan)
     table["first"] = table.groupby("contender")["order"].transform("min")
     table["rate_mbit"] = pd.to_numeric(table["rate_mbit"]).astype(float)
     table["achieved_mbit"] = pd.to_numeric(table["achieved_mbit"]).astype(float)
@@ -194,11 +197,10 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cell_without_rate(frames: Frames, identity: str) -> str:
-    trial = frames.raw_trials[identity]
-    cluster = {k: v for k, v in trial["cluster"].items() if k != "rate"}
-    skipped = ("strategy", "policy", "seed", "repeat", "timeout_seconds", "measure_quantisation")
-    rest = {k: v for k, v in trial.items() if k not in skipped}
-    return repr(sorted((rest | {"cluster": sorted(cluster.items())}).items(), key=lambda item: item[0]))
+    trial = frames.ran[identity]
+    everywhere = {"strategy": BASELINE, "policy": PolicyChanges(), "seed": 0, "repeat": 0}
+    unshaped = trial.cluster.model_copy(update={"rate": None})
+    return trial.model_copy(update=everywhere | {"cluster": unshaped, "measure_quantisation": False}).id
 
 
 def split(frames: Frames) -> pd.DataFrame:
@@ -270,11 +272,11 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """
     rows: list[dict[str, object]] = []
     for trial in table[table["nodes"] > 1].itertuples():
-        raw = frames.raw_trials[str(trial.id)]
-        policy = policy_of(raw)
+        ran = frames.ran[str(trial.id)]
+        policy = ran.resolved_policy()
         if policy is None:
             continue
-        topology = Topology(raw["cluster"]["nodes"], raw["cluster"]["ranks_per_node"])
+        topology = ran.topology()
         units = [UnitGeometry(n, (), padded, topology.world) for n, _, padded in frames.units[str(trial.id)]]
         raw_codecs = {"weights": BF16, "gradients": (BF16, BF16)}
         ladder = (
@@ -283,7 +285,7 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
             replace(policy, **raw_codecs),  # type: ignore[arg-type]
             policy,
         )
-        sent = [_sent_between(p, topology, units, raw["accumulation"]) for p in ladder]
+        sent = [_sent_between(p, topology, units, ran.accumulation) for p in ladder]
         parts = {
             "sent": sent[3],
             "quantising": sent[2] - sent[3],
@@ -378,7 +380,7 @@ def _with_codec(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     parsed = [
         parse(text) if isinstance(text, str) and text.startswith("int") else None for text in rows[column]
     ]
-    kept = rows[[codec is not None for codec in parsed]].copy()
+    kept = rows.loc[np.array([codec is not None for codec in parsed], dtype=bool)].copy()
     found = [codec for codec in parsed if isinstance(codec, IntCodec)]
     kept["bits"] = [codec.bits for codec in found]
     kept["block"] = [str(codec.block) for codec in found]
@@ -392,3 +394,26 @@ def _integer(text: object) -> IntCodec | None:
     except CodecError:
         return None
     return codec if isinstance(codec, IntCodec) else None
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Raw tables and what every figure needs of them, computed once.
+
+    Attributes:
+        frames: raw tables.
+        trials: from :func:`trials`.
+        pairs: from :func:`pairs`.
+        differing: from :func:`rates_differ`.
+    """
+
+    frames: Frames
+    trials: pd.DataFrame
+    pairs: pd.DataFrame
+    differing: dict[str, float]
+
+
+def derive(frames: Frames) -> Derived:
+    """Everything that figures and tables start from."""
+    table = trials(frames)
+    return Derived(frames, table, pairs(table), rates_differ(table))

@@ -31,7 +31,7 @@ from impl.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.policy import Policy
 from impl.topology import Topology
 from impl.traffic import LedgerKey, Load, Sent, memory, predict
-from report.contender import COMBINATIONS, policy_of
+from report.contender import COMBINATIONS
 
 POOL: Final = "0123456789ab"
 MACHINE: Final = {
@@ -96,13 +96,13 @@ def record_of(
         "failure": failure,
     }
     if failure is None:
-        fields |= _results(trial, topology, policy_of(canonical), order)
+        fields |= _results(trial, topology, trial.resolved_policy())
     if change is not None:
         change(fields)
     return Record(**fields)
 
 
-def _results(trial: Trial, topology: Topology, policy: Policy | None, order: int) -> dict[str, Any]:
+def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[str, Any]:
     noise = np.random.default_rng(int(trial.id, 16))
     units = units_of(topology)
     ledgers = _ledgers(trial, topology, policy, units)
@@ -130,7 +130,9 @@ def _results(trial: Trial, topology: Topology, policy: Policy | None, order: int
         "ranks": ranks,
         "interfaces": [
             InterfaceCounters(
-                node=node, tx_bytes=int(egress * trial.steps * 1.02), tx_packets=int(egress * trial.steps / 1448)
+                node=node,
+                tx_bytes=int(egress * trial.steps * 1.02),
+                tx_packets=int(egress * trial.steps / 1448),
             )
             for node in range(topology.nodes)
         ],
@@ -240,9 +242,7 @@ def _validations(
     ]
 
 
-def _quantisation(
-    trial: Trial, policy: Policy | None, noise: np.random.Generator
-) -> list[QuantisationError]:
+def _quantisation(trial: Trial, policy: Policy | None, noise: np.random.Generator) -> list[QuantisationError]:
     if policy is None or not trial.measure_quantisation:
         return []
     return [

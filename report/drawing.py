@@ -1,0 +1,205 @@
+"""Pieces that several figures share: panels, plain log axes, intervals, labels beside lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from harness.statistics import Interval
+from report import theme
+
+LINE_POINTS: Final = 10.5  # height of a label, with its air
+ROW_INCHES: Final = 0.3  # height of a bar with its air
+
+
+def panels(
+    columns: int, rows: int = 1, *, height: float, width: float = theme.WIDTH, **options: Any
+) -> tuple[Figure, list[list[Axes]]]:
+    """A figure of ``rows`` x ``columns`` axes; sizes in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, [list(row) for row in axes]
+
+
+def bars_height(rows: int, *, room: float = 0.95) -> float:
+    """Inches of a figure with that many horizontal bars."""
+    return room + ROW_INCHES * max(rows, 2)
+
+
+def log_ticks(ax: Axes, values: Sequence[float], *, axis: str = "x", unit: str = "") -> None:
+    """A log axis whose ticks stand at ``values``, printed plainly."""
+    kept = sorted({float(v) for v in values if v > 0})
+    getattr(ax, f"set_{axis}scale")("log")
+    part = ax.xaxis if axis == "x" else ax.yaxis
+    part.set_major_locator(FixedLocator(_thinned(kept)))
+    part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
+    part.set_minor_locator(NullLocator())
+    part.set_minor_formatter(NullFormatter())
+
+
+def _thinned(values: list[float], ratio: float = 1.35) -> list[float]:
+    """Values that are far enough apart on a log axis to be read."""
+    kept: list[float] = []
+    for value in values:
+        if not kept or value / kept[-1] >= ratio:
+            kept.append(value)
+    return kept
+
+
+def decades(ax: Axes, axis: str = "y") -> None:
+    """A log axis with plain labels at 1, 2 and 5 of each decade that is in view."""
+    getattr(ax, f"set_{axis}scale")("log")
+    part = ax.xaxis if axis == "x" else ax.yaxis
+    low, high = ax.get_xlim() if axis == "x" else ax.get_ylim()
+    steps = (1, 2, 5) if high / max(low, 1e-300) < 200 else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    part.set_major_locator(FixedLocator([s * 10.0**p for p in powers for s in steps]))
+    part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    part.set_minor_locator(NullLocator())
+    (ax.set_xlim if axis == "x" else ax.set_ylim)(low, high)
+
+
+def error_bar(ax: Axes, at: float, found: Interval, colour: str, *, across: bool) -> None:
+    """An interval; ``across`` draws it horizontally at height ``at``.  NaN ends draw nothing."""
+    if math.isnan(found.low):
+        return
+    line = [found.low, found.high]
+    place = [at, at]
+    ax.plot(
+        *((line, place) if across else (place, line)), color=colour, lw=1.4, solid_capstyle="butt", zorder=3
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A label at the right end of a line: where the line ends, and what it is called."""
+
+    x: float
+    y: float
+    text: str
+    colour: str
+
+
+def label_ends(ax: Axes, endings: Sequence[Ending], height_inches: float) -> None:
+    """Names at the right of an axes, beside the ends of their lines, pushed apart to be read.
+
+    Args:
+        ax: with its final limits and scales.
+        endings: one per line.
+        height_inches: about the height of the axes.
+    """
+    if not endings:
+        return
+    ax.autoscale_view()  # limits are worked out late otherwise
+    to_axes = ax.transScale + ax.transLimits
+    gap = LINE_POINTS / 72 / height_inches
+    ends = sorted(
+        ((*to_axes.transform((e.x, e.y)), e) for e in endings), key=lambda found: (found[1], found[2].text)
+    )
+    heights = _spread([float(end[1]) for end in ends], gap)
+    for (x, y, ending), height in zip(ends, heights, strict=True):
+        ax.annotate(
+            wrapped(ending.text, 20),
+            xy=(x, y),
+            xytext=(1.035, height),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            color=ending.colour,
+            va="center",
+            ha="left",
+            fontsize=8,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": ending.colour, "lw": 0.5, "shrinkA": 1, "shrinkB": 3},
+        )
+
+
+def _spread(values: list[float], gap: float) -> list[float]:
+    """Sorted values moved as little as needed to lie ``gap`` apart (pool adjacent violators)."""
+    groups: list[list[float]] = []  # [sum of wished starts, members]
+    for index, value in enumerate(values):
+        groups.append([value - index * gap, 1])
+        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
+            last = groups.pop()
+            groups[-1][0] += last[0]
+            groups[-1][1] += last[1]
+    starts = [group[0] / group[1] for group in groups for _ in range(int(group[1]))]
+    return [start + index * gap for index, start in enumerate(starts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Stacked horizontal bars: one row per name, one colour per part.
+
+    Attributes:
+        rows: names, top first.
+        values: parts as columns, rows as above.
+        colours: by part.
+        labels: printed names of the parts; a part's own name where it has none.
+    """
+
+    rows: Sequence[str]
+    values: pd.DataFrame
+    colours: dict[str, str]
+    labels: dict[str, str]
+
+    def draw(self, ax: Axes, *, height: float = 0.62) -> None:
+        """Draw the bars and their legend entries; the axes' rows run from top to bottom."""
+        places = np.arange(len(self.rows))
+        left = np.zeros(len(self.rows))
+        for part in self.values.columns:
+            sizes = self.values[part].to_numpy(dtype=float)
+            ax.barh(
+                places, sizes, height, left=left, color=self.colours.get(part, theme.OTHER),
+                label=self.labels.get(part, part), edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            left += np.nan_to_num(sizes)
+        row_names(ax, self.rows)
+
+
+def wrapped(name: str, limit: int = 24) -> str:
+    """A long name in two lines, broken before its parenthesis or after a comma."""
+    if len(name) <= limit:
+        return name
+    for mark, kept in ((" (", "\n("), (", ", ",\n")):
+        if mark in name:
+            return name.replace(mark, kept, 1)
+    return name
+
+
+def row_names(ax: Axes, names: Sequence[str]) -> None:
+    """Names at the left of horizontal bars, the first on top; only vertical grid lines."""
+    ax.set_yticks(range(len(names)), [wrapped(name) for name in names])
+    ax.set_ylim(len(names) - 0.45, -0.55)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False, axis="y")
+
+
+def same_rows(ax: Axes) -> None:
+    """An axes whose rows are named by its left neighbour."""
+    ax.tick_params(axis="y", length=0, labelleft=False)
+    ax.grid(visible=False, axis="y")
+
+
+def legend_above(figure: Figure, ax: Axes, *, columns: int) -> None:
+    """One legend above all panels, from the handles of ``ax``."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.3
+    )
+
+
+def beside(ax: Axes, x: float, y: float, text: str, *, colour: str = theme.INK, points: float = 4) -> None:
+    """A small label right of a bar's end or a point."""
+    if math.isnan(x):
+        return
+    ax.annotate(
+        text, (x, y), (points, 0), textcoords="offset points", va="center", fontsize=7.5, color=colour
+    )

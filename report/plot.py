@@ -1,0 +1,66 @@
+"""What a figure is: data that records hold, a drawing of it, words, and the suite that gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from report.metrics import Derived
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One figure of the report.
+
+    Attributes:
+        name: file name without suffix, and anchor on the page.
+        title: heading on the page.
+        suite: the suite to run when there is no data.
+        data: one tidy table of raw values with a column ``id`` (records) and sometimes
+            ``baseline``; empty when the records hold nothing to draw.
+        draw: the table as a figure, or None for an empty table.
+        caption: what is shown, with its formula.
+        alt: what a reader who cannot see the figure should know, with its main numbers.
+    """
+
+    name: str
+    title: str
+    suite: str
+    data: Callable[[Derived], pd.DataFrame]
+    draw: Callable[[pd.DataFrame], Figure | None]
+    caption: Callable[[pd.DataFrame], str]
+    alt: Callable[[pd.DataFrame], str]
+
+
+def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
+    """Ids of the records that a figure's data came from, sorted."""
+    columns = [column for column in ("id", "baseline") if column in data.columns]
+    return tuple(sorted({str(value) for column in columns for value in data[column].dropna()}))
+
+
+def titles_of(data: pd.DataFrame) -> dict[str, str]:
+    """Short title of each cell: what distinguishes it from the figure's other cells."""
+    where = data.drop_duplicates("cell").set_index("cell")["where"]
+    told = {str(cell): str(text).split(", ") for cell, text in where.items()}
+    common = set.intersection(*(set(parts) for parts in told.values())) if told else set()
+    return {cell: ", ".join(part for part in parts if part not in common) for cell, parts in told.items()}
+
+
+def common_to(data: pd.DataFrame) -> str:
+    """What all cells of a figure have in common, for its caption: ``2x2 ranks, 512 tokens/rank``."""
+    told = [str(text).split(", ") for text in data["where"].unique()]
+    return ", ".join(part for part in told[0] if all(part in parts for parts in told)) if told else ""
+
+
+def listed(words: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
+
+
+def contenders(data: pd.DataFrame) -> list[tuple[str, str]]:
+    """(strategy, contender) in the order of lists."""
+    found = data.drop_duplicates("contender").sort_values(["place", "first"], kind="stable")
+    return list(zip(found["strategy"], found["contender"], strict=True))

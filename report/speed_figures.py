@@ -1,0 +1,527 @@
+"""Figures of time: throughput, speed-up, parity with published numbers, ablation, a step's parts."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from report import drawing, metrics, published, theme
+from report.contender import BASELINE, COMBINATIONS, NAMES, PROPOSED, TECHNIQUES
+from report.metrics import Derived
+from report.plot import Plot, common_to, contenders, listed, titles_of
+
+_PANEL_INCHES: Final = 2.35
+_KEPT: Final = [
+    "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "nodes",
+    "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit",
+]  # fmt: skip
+
+
+def _several_rates(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of sizes and topologies that ran at two or more rates."""
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
+    rates = table.assign(told=table["rate_mbit"].fillna(-1.0)).groupby(keys)["told"].transform("nunique")
+    return table[(rates >= 2) & table["achieved_mbit"].notna()]
+
+
+def _sizes(data: pd.DataFrame) -> list[tuple[tuple[int, int, int], str]]:
+    """(nodes, ranks per node, tokens per rank) of each panel with its title."""
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
+    found = [
+        (int(a), int(b), int(c)) for a, b, c in data[keys].drop_duplicates().sort_values(keys).to_numpy()
+    ]
+    one_place = len({(nodes, ranks) for nodes, ranks, _ in found}) == 1
+    return [
+        (size, f"{size[2]} tokens per rank" + ("" if one_place else f", {size[0]}x{size[1]} ranks"))
+        for size in found
+    ]
+
+
+def _of_size(data: pd.DataFrame, size: tuple[int, int, int]) -> pd.DataFrame:
+    nodes, ranks, tokens = size
+    return data[
+        (data["nodes"] == nodes) & (data["ranks_per_node"] == ranks) & (data["tokens_per_rank"] == tokens)
+    ]
+
+
+def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[drawing.Ending]:
+    """One line per contender through the medians over repeats, raw values as dots; the ends."""
+    endings = []
+    for strategy, contender in contenders(data):
+        mine = data[data["contender"] == contender]
+        middle = mine.groupby("cell")[["achieved_mbit", value]].median().sort_values("achieved_mbit")
+        colour = theme.colour(strategy)
+        ax.plot(
+            middle["achieved_mbit"], middle[value], color=colour, marker=theme.marker(strategy), mec="white",
+            mew=0.6, zorder=3,
+        )  # fmt: skip
+        ax.plot(mine["achieved_mbit"], mine[value], ".", color=colour, ms=2.5, alpha=0.45, zorder=2)
+        last = middle.iloc[-1]
+        endings.append(drawing.Ending(last["achieved_mbit"], last[value], contender, colour))
+    return endings
+
+
+def _rate_axis(ax: Axes, data: pd.DataFrame) -> None:
+    rates = data.groupby("cell")["achieved_mbit"].median()
+    drawing.log_ticks(ax, [float(f"{rate:.3g}") for rate in rates])
+
+
+def _throughput_data(derived: Derived) -> pd.DataFrame:
+    rows = _several_rates(derived.trials)
+    rows = rows.assign(rates_differ=rows["cell"].isin(list(derived.differing)))
+    return rows[[*_KEPT, "step_seconds", "tokens_per_second", "rates_differ"]]
+
+
+def _draw_throughput(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    sizes = _sizes(data)
+    columns = min(len(sizes), 2)
+    rows = -(-len(sizes) // columns)
+    figure, grid = drawing.panels(columns, rows, height=0.5 + _PANEL_INCHES * rows)
+    places = [ax for row in grid for ax in row]
+    for ax, (size, title) in zip(places, sizes, strict=False):
+        mine = _of_size(data, size)
+        _rate_axis(ax, mine)
+        endings = _lines(ax, mine, "tokens_per_second")
+        ax.set_ylim(0, mine["tokens_per_second"].max() * 1.08)
+        for _, cell in mine[mine["rates_differ"]].groupby("cell"):
+            tops = cell["tokens_per_second"].max()
+            ax.annotate(
+                "†", (cell["achieved_mbit"].median(), tops), (0, 4), textcoords="offset points", ha="center"
+            )
+        ax.set_title(title)
+        ax.set_ylabel("tokens/s")
+        ax.set_xlabel("achieved rate of a node's link, Mbit/s")
+        drawing.label_ends(ax, endings, _PANEL_INCHES * 0.72)
+    for ax in places[len(sizes) :]:
+        ax.set_axis_off()
+    return figure
+
+
+def _throughput_caption(data: pd.DataFrame) -> str:
+    text = (
+        "Tokens per second of all ranks over the rate that the link between nodes achieved (log scale). "
+        f"Markers: median of the repeats; small dots: each repeat. {common_to(data)}."
+    )
+    if data["rates_differ"].any():
+        text += " †: the rates that the contenders of this cell achieved differ by more than 10 %."
+    return text
+
+
+def _throughput_alt(data: pd.DataFrame) -> str:
+    rates = data["achieved_mbit"]
+    told = []
+    for rate in (rates.min(), rates.max()):
+        near = data[data["cell"] == data.loc[(rates - rate).abs().idxmin(), "cell"]]
+        values = near.groupby("contender", sort=False)["tokens_per_second"].median()
+        told.append(
+            f"near {rate:.3g} Mbit/s " + listed([f"{name} {value:.0f}" for name, value in values.items()])
+        )
+    return f"Lines of throughput over link rate; tokens per second: {'; '.join(told)}."
+
+
+def _speedup_data(derived: Derived) -> pd.DataFrame:
+    rows = derived.pairs[derived.pairs["nodes"] > 1]
+    if not (rows["contender"] != NAMES[BASELINE]).any():
+        return rows.iloc[:0]
+    kept = [
+        *_KEPT,
+        "baseline",
+        "baseline_seconds",
+        "step_seconds",
+        "best_seconds",
+        "speedup",
+        "allowed",
+        "share",
+    ]
+    return rows[kept]
+
+
+def _draw_speedup(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    over_rates = _several_rates(data)
+    return _speedup_lines(over_rates) if len(over_rates) else _speedup_dots(data)
+
+
+def _speedup_lines(data: pd.DataFrame) -> Figure:
+    sizes = _sizes(data)
+    rows = 2 if data["share"].notna().any() else 1
+    figure, grid = drawing.panels(
+        len(sizes),
+        rows,
+        height=0.4 + 2.1 * rows,
+        width=max(theme.WIDTH, 3.2 * len(sizes)),
+        sharex="col",
+        sharey="row",
+    )
+    for column, (size, title) in enumerate(sizes):
+        mine = _of_size(data, size)
+        for row, value in enumerate(["speedup", "share"][:rows]):
+            ax = grid[row][column]
+            _rate_axis(ax, mine)
+            endings = _lines(ax, mine.dropna(subset=[value]), value)
+            if row == 0:
+                ax.set_title(title)
+                ax.set_ylim(0, data["speedup"].max() * 1.08)
+                ax.axhline(1, color=theme.FAINT, lw=0.8, zorder=1)
+            else:
+                ax.set_ylim(0, max(1.1, data["share"].max() * 1.05))
+                ax.axhline(1, color=theme.FAINT, lw=0.8, zorder=1)
+            if column == len(sizes) - 1:
+                drawing.label_ends(ax, endings, 1.6)
+        grid[-1][column].set_xlabel("achieved rate of a node's link, Mbit/s")
+    grid[0][0].set_ylabel("speed-up over ZeRO-3")
+    if rows == 2:
+        grid[1][0].set_ylabel("share of what bytes\nand overlap allow")
+    return figure
+
+
+def _speedup_dots(data: pd.DataFrame) -> Figure:
+    titles = titles_of(data)
+    names: list[str] = []
+    groups = []
+    for cell, title in titles.items():
+        for strategy, contender in contenders(data[data["cell"] == cell]):
+            names.append(f"{contender}, {title}" if title else contender)
+            groups.append((strategy, data[(data["cell"] == cell) & (data["contender"] == contender)]))
+    figure, ((left, right),) = drawing.panels(2, height=drawing.bars_height(len(names)), sharey=True)
+    drawing.row_names(left, names)
+    for place, (strategy, group) in enumerate(groups):
+        colour = theme.colour(strategy)
+        found = metrics.speedup(group)
+        drawing.error_bar(left, place, found, colour, across=True)
+        left.plot(group["speedup"], [place] * len(group), ".", color=colour, ms=3, alpha=0.5, zorder=2)
+        left.plot(found.estimate, place, theme.marker(strategy), color=colour, mec="white", mew=0.6, zorder=4)
+        left.annotate(
+            f"{found.estimate:.2f}", (found.estimate, place), (0, 6), textcoords="offset points", ha="center",
+            fontsize=7.5, color=colour,
+        )  # fmt: skip
+        left.plot(group["allowed"].median(), place, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
+        share = group["share"].median()
+        right.barh(place, share, 0.6, color=colour)
+        drawing.beside(right, share, place, f"{share:.0%}")
+    top = np.nanmax([data["speedup"].max(), data["allowed"].max()])
+    left.set_xlim(0, top * 1.08)
+    left.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
+    right.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
+    right.set_xlim(0, max(1.2, float(np.nan_to_num(data["share"].max())) * 1.15))
+    drawing.same_rows(right)
+    left.set_xlabel("speed-up over ZeRO-3 ( | : allowed)")
+    right.set_xlabel("share of what bytes and overlap allow")
+    return figure
+
+
+def _speedup_caption(data: pd.DataFrame) -> str:
+    return (
+        "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; geometric "
+        "mean with its 95 % interval, dots are single pairs. What bytes and overlap allow: the best step is "
+        "max(compute, wire), where compute is the slowest rank's step less its exposed communication, and "
+        "wire is 8 times the bytes that the busiest node sent to others in a step over the achieved rate; the "
+        f"share is that best step over the measured one. {common_to(data)}."
+    )
+
+
+def _speedup_alt(data: pd.DataFrame) -> str:
+    told = []
+    for (_, contender), group in data.groupby(["cell", "contender"], sort=False):
+        if contender != NAMES[BASELINE]:
+            told.append(f"{contender} ({group['where'].iloc[0]}) {metrics.speedup(group).estimate:.2f}")
+    return f"Speed-up over ZeRO-3: {listed(told[:12])}{', and others' if len(told) > 12 else ''}."
+
+
+def _beside_data(derived: Derived) -> pd.DataFrame:
+    rows = _several_rates(derived.pairs)
+    rows = rows[rows["contender"] == NAMES[PROPOSED]]
+    return rows[[*_KEPT, "baseline", "speedup"]]
+
+
+def _draw_beside(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    theirs = published.throughput()
+    figure, ((left, right),) = drawing.panels(2, height=2.9, sharey=True)
+    _rate_axis(left, data)
+    endings = []
+    for place, (size, title) in enumerate(_sizes(data)):
+        mine = _of_size(data, size)
+        colour = theme.SEQUENCE[place % len(theme.SEQUENCE)]
+        middle = mine.groupby("cell")[["achieved_mbit", "speedup"]].median().sort_values("achieved_mbit")
+        left.plot(middle["achieved_mbit"], middle["speedup"], "D-", color=colour, mec="white", mew=0.6)
+        left.plot(mine["achieved_mbit"], mine["speedup"], ".", color=colour, ms=2.5, alpha=0.45)
+        last = middle.iloc[-1]
+        name = title.replace(" tokens per rank", " tok.")
+        endings.append(drawing.Ending(last["achieved_mbit"], last["speedup"], name, colour))
+    drawing.log_ticks(right, list(theirs["inter_node_gbps"]))
+    published_ends = []
+    for place, (tokens, group) in enumerate(theirs.groupby("tokens_per_gpu")):
+        colour = (theme.PUBLISHED, theme.FAINT)[place % 2]
+        medians = group.groupby("inter_node_gbps", as_index=False)["speedup"].median()
+        right.plot(medians["inter_node_gbps"], medians["speedup"], "o-", color=colour, mfc="white")
+        right.plot(group["inter_node_gbps"], group["speedup"], ".", color=colour, ms=3)
+        last = medians.iloc[-1]
+        end = drawing.Ending(last["inter_node_gbps"], last["speedup"], f"{tokens} tok.", colour)
+        published_ends.append(end)
+    top = max(data["speedup"].max(), theirs["speedup"].max()) * 1.08
+    for ax in (left, right):
+        ax.set_ylim(0, top)
+        ax.axhline(1, color=theme.FAINT, lw=0.8, zorder=1)
+    left.set_title("here")
+    right.set_title("published (384 V100)")
+    left.set_ylabel("speed-up of ZeRO++ over ZeRO-3")
+    left.set_xlabel("achieved rate, Mbit/s")
+    right.set_xlabel("InfiniBand of a node, Gbit/s")
+    drawing.label_ends(left, endings, 2.2)
+    drawing.label_ends(right, published_ends, 2.2)
+    return figure
+
+
+def _beside_caption(data: pd.DataFrame) -> str:
+    return (
+        "Speed-up of ZeRO++ over ZeRO-3 by link rate and tokens per rank, beside the numbers printed in the "
+        "ZeRO++ blog's figures (June 2023: 18 to 138 B parameters on 24 nodes of 16 V100; TFLOPs per GPU, "
+        "rounded to integers there; dots are models, lines their medians). Rates and hardware differ by "
+        f"orders of magnitude: compare shapes, not positions. {common_to(data)}."
+    )
+
+
+def _beside_alt(data: pd.DataFrame) -> str:
+    ours, theirs = data["speedup"], published.throughput()["speedup"]
+    return (
+        f"Our speed-ups lie between {ours.min():.2f} and {ours.max():.2f}, the published between "
+        f"{theirs.min():.2f} and {theirs.max():.2f}."
+    )
+
+
+def _parity_data(derived: Derived) -> pd.DataFrame:
+    found = metrics.parity(derived.frames, derived.trials)
+    kept = [*_KEPT, "full_rate", "baseline", "achieved_mbit_baseline", "tokens_per_second"]
+    return found[[*kept, "tokens_per_second_baseline", "parity"]]
+
+
+def _draw_parity(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    theirs = published.parity()
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"]
+    groups = [group for _, group in data.groupby(keys)]
+    names = [_parity_name(group.iloc[0]) for group in groups]
+    names += [
+        f"published {row.model}, {row.low_gbps:g} over {row.high_gbps:g} Gbit/s"
+        for row in theirs.itertuples()
+    ]
+    figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(names)))
+    drawing.row_names(ax, names)
+    for place, group in enumerate(groups):
+        middle = float(np.exp(np.log(group["parity"]).mean()))
+        ax.plot(group["parity"], [place] * len(group), ".", color=theme.colour(PROPOSED), ms=3, alpha=0.5)
+        ax.plot(middle, place, theme.marker(PROPOSED), color=theme.colour(PROPOSED), mec="white")
+        drawing.beside(ax, float(group["parity"].max()), place, f"{middle:.2f}", points=8)
+    for place, row in enumerate(theirs.itertuples(), start=len(groups)):
+        ax.plot(float(str(row.parity)), place, "o", color=theme.PUBLISHED, mfc="white")
+        drawing.beside(ax, float(str(row.parity)), place, f"{row.zeropp:g}/{row.zero3:g}", points=8)
+    ax.axvline(1, color=theme.FAINT, lw=0.9, zorder=1)
+    ax.set_xlim(0, max(1.3, data["parity"].max() * 1.12))
+    ax.set_xlabel("throughput of ZeRO++ at B/4 over ZeRO-3 at B")
+    return figure
+
+
+def _parity_name(first: pd.Series[Any]) -> str:
+    return (
+        f"{first['tokens_per_rank']} tokens/rank, {first['rate_mbit']:g} over {first['full_rate']:g} Mbit/s"
+    )
+
+
+def _parity_caption(data: pd.DataFrame) -> str:
+    return (
+        "Parity: tokens per second of ZeRO++ on a link of a quarter of the rate over ZeRO-3 on the full one, "
+        "paired by repeat (geometric mean, dots are pairs); at 1, ZeRO++ makes up for a four times slower "
+        f"link. Published: TFLOPs per GPU printed in the blog's figure 'bandwidth parity'. {common_to(data)}."
+    )
+
+
+def _parity_alt(data: pd.DataFrame) -> str:
+    told = [
+        f"{tokens} tokens at {rate:g} Mbit/s {group.median():.2f}"
+        for (tokens, rate), group in data.groupby(["tokens_per_rank", "full_rate"])["parity"]
+    ]
+    return f"Parity: {listed(told)}; published 1.06 and 1.00."
+
+
+def _ablation_data(derived: Derived) -> pd.DataFrame:
+    rows = derived.pairs[
+        derived.pairs["strategy"].isin(COMBINATIONS)
+        & (derived.pairs["contender"] == derived.pairs["strategy"].map(NAMES))
+        & (derived.pairs["nodes"] > 1)
+    ]
+    ran = rows.groupby("cell")["strategy"].transform(lambda names: len(set(names) & set(COMBINATIONS)))
+    kept = [*_KEPT, "baseline", "baseline_seconds", "step_seconds", "speedup", "bytes_ratio", "sent_bytes"]
+    return rows[ran == len(COMBINATIONS)][kept]
+
+
+def _draw_ablation(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    titles = titles_of(data)
+    figure, grid = drawing.panels(2, len(titles), height=drawing.bars_height(8) * len(titles), sharey=True)
+    for (left, right), (cell, title) in zip(grid, titles.items(), strict=True):
+        mine = data[data["cell"] == cell]
+        shown = contenders(mine)
+        drawing.row_names(left, [contender for _, contender in shown])
+        for place, (strategy, contender) in enumerate(shown):
+            group = mine[mine["contender"] == contender]
+            found = metrics.speedup(group)
+            left.barh(place, found.estimate, 0.66, color=theme.colour(strategy))
+            drawing.error_bar(left, place, found, theme.INK, across=True)
+            high = found.estimate if np.isnan(found.high) else found.high
+            drawing.beside(left, max(high, found.estimate), place, f"{found.estimate:.2f}")
+            ratio = group["bytes_ratio"].median()
+            right.barh(place, ratio, 0.66, color=theme.colour(strategy))
+            drawing.beside(right, ratio, place, f"{ratio:.3f}")
+        left.set_xlim(0, mine["speedup"].max() * 1.18)
+        left.axvline(1, color="white", lw=0.8)
+        right.set_xlim(0, mine["bytes_ratio"].max() * 1.18)
+        drawing.same_rows(right)
+        left.set_title(title)
+    grid[-1][0].set_xlabel("speed-up over ZeRO-3")
+    grid[-1][1].set_xlabel("bytes between nodes over ZeRO-3's")
+    return figure
+
+
+def _ablation_caption(data: pd.DataFrame) -> str:
+    told = []
+    for cell, title in titles_of(data).items():
+        mine = data[data["cell"] == cell]
+        found = {s: metrics.speedup(g).estimate for s, g in mine.groupby("strategy")}
+        product = float(np.prod([found[name] for name in TECHNIQUES]))
+        where = f" ({title})" if title else ""
+        told.append(f"{product:.2f} against {found[PROPOSED]:.2f}{where}")
+    return (
+        "All eight combinations of quantised weight gathers (qwZ), the weight copy inside a node (hpZ) and "
+        "quantised two-hop gradient reductions (qgZ). Speed-up: geometric mean over repeats with its 95 % "
+        "interval; bytes: ledger, all ranks. Product of the three single speed-ups against all three "
+        f"measured together: {'; '.join(told)}. {common_to(data)}."
+    )
+
+
+def _ablation_alt(data: pd.DataFrame) -> str:
+    told = [
+        f"{contender} {metrics.speedup(group).estimate:.2f} with {group['bytes_ratio'].median():.3f} of the bytes"
+        for (_, contender), group in data.groupby(["cell", "contender"], sort=False)
+    ]
+    return f"Bars of speed-up and bytes: {listed(told[:8])}."
+
+
+def _split_data(derived: Derived) -> pd.DataFrame:
+    parts = metrics.split(derived.frames)
+    return derived.trials[[*_KEPT, "step_seconds"]].merge(parts, on="id")
+
+
+def _draw_split(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    titles = titles_of(data)
+    columns = 1 if len(titles) == 1 else 2
+    rows = -(-len(titles) // columns)
+    cells = list(titles)
+    shown = {cell: contenders(data[data["cell"] == cell]) for cell in cells}
+    most = max(len(names) for names in shown.values())
+    height = 0.35 + rows * (0.55 + 0.26 * max(most, 2))
+    figure, grid = drawing.panels(columns, rows, height=height)
+    places = [ax for row in grid for ax in row]
+    for ax, cell in zip(places, cells, strict=False):
+        mine = data[data["cell"] == cell]
+        table = mine.pivot_table(index="contender", columns="part", values="seconds", aggfunc="mean")
+        names = [contender for _, contender in shown[cell]]
+        parts = [part for part in theme.PARTS if part in table.columns]
+        values = table.reindex(index=names, columns=parts)
+        drawing.Stack(names, values, theme.PARTS, {}).draw(ax)
+        for place, total in enumerate(values.sum(axis=1)):
+            drawing.beside(ax, float(total), place, f"{total:.3g}")
+        ax.set_xlim(0, values.sum(axis=1).max() * 1.12)
+        ax.set_title(titles[cell])
+    for ax in places[len(cells) :]:
+        ax.set_axis_off()
+    for ax in places[max(0, len(cells) - columns) : len(cells)]:
+        ax.set_xlabel("seconds per step")
+    drawing.legend_above(figure, places[0], columns=6)
+    return figure
+
+
+def _split_caption(data: pd.DataFrame) -> str:
+    return (
+        "Where a step's time goes, on the slowest rank of each step, mean over timed steps and repeats (means, "
+        "so that parts add up; elsewhere steps are summarised by their median). Pale parts are exposed "
+        "communication: time in which the rank only waited. Peers that are not wired through the ledger do "
+        f"not report it: theirs is inside forward and backward. {common_to(data)}."
+    )
+
+
+def _split_alt(data: pd.DataFrame) -> str:
+    exposed = data[data["part"].str.startswith("exposed")].groupby(["where", "contender", "id"], sort=False)
+    shares = exposed["seconds"].sum().groupby(["where", "contender"], sort=False).mean()
+    told = [f"{key[1]} ({key[0]}) {v:.3g} s" for key, v in zip(shares.index.to_list(), shares, strict=True)]
+    return f"Stacked bars of a step's time; exposed communication: {listed(told[:10]) or 'not measured'}."
+
+
+PLOTS: Final = (
+    Plot(
+        name="speedup",
+        title="Speed-up over ZeRO-3",
+        suite="quickstart",
+        data=_speedup_data,
+        draw=_draw_speedup,
+        caption=_speedup_caption,
+        alt=_speedup_alt,
+    ),
+    Plot(
+        name="throughput",
+        title="Throughput against bandwidth",
+        suite="bandwidth",
+        data=_throughput_data,
+        draw=_draw_throughput,
+        caption=_throughput_caption,
+        alt=_throughput_alt,
+    ),
+    Plot(
+        name="beside_published",
+        title="Speed-up beside the published",
+        suite="bandwidth",
+        data=_beside_data,
+        draw=_draw_beside,
+        caption=_beside_caption,
+        alt=_beside_alt,
+    ),
+    Plot(
+        name="parity",
+        title="Parity at a quarter of the bandwidth",
+        suite="bandwidth",
+        data=_parity_data,
+        draw=_draw_parity,
+        caption=_parity_caption,
+        alt=_parity_alt,
+    ),
+    Plot(
+        name="ablation",
+        title="Ablation",
+        suite="ablation",
+        data=_ablation_data,
+        draw=_draw_ablation,
+        caption=_ablation_caption,
+        alt=_ablation_alt,
+    ),
+    Plot(
+        name="step_split",
+        title="Where a step's time goes",
+        suite="quickstart",
+        data=_split_data,
+        draw=_draw_split,
+        caption=_split_caption,
+        alt=_split_alt,
+    ),
+)

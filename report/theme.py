@@ -1,0 +1,124 @@
+"""How figures look: one fixed colour and marker per policy, safe for colour-blind readers.
+
+Colours are Okabe and Ito's for the techniques and Tol's for peers; pairs lie between their two
+techniques.  Every line also has its marker and its name beside it, so no figure needs colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import matplotlib as mpl
+import seaborn as sns
+
+WIDTH: Final = 7.2  # inches; a text column of the page, and of a journal's two columns
+INK: Final = "#222222"
+FAINT: Final = "#8a8a8a"
+GRID: Final = "#e4e4e4"
+PUBLISHED: Final = "#666666"  # numbers printed by the papers
+
+COLOURS: Final = {
+    "zero3": "#4d4d4d",
+    "zeropp": "#d55e00",
+    "qwz": "#0072b2",
+    "hpz": "#009e73",
+    "qgz": "#cc79a7",
+    "qwz+hpz": "#35a3c4",
+    "qwz+qgz": "#7a6bb8",
+    "hpz+qgz": "#b59b00",
+    "exact": "#332288",
+    "fsdp2": "#882255",
+    "ddp": "#999933",
+    "single": "#aaaaaa",
+}
+MARKERS: Final = {
+    "zero3": "o", "zeropp": "D", "qwz": "s", "hpz": "^", "qgz": "v", "qwz+hpz": "P", "qwz+qgz": "X",
+    "hpz+qgz": "p", "exact": "h", "fsdp2": "<", "ddp": ">", "single": "*",
+}  # fmt: skip
+PARTS: Final = {  # of a step's time
+    "forward": "#0072b2",
+    "exposed in forward": "#a9cfe6",
+    "backward": "#009e73",
+    "exposed in backward": "#a6dccb",
+    "optimizer": "#e69f00",
+    "other": "#cccccc",
+}
+VOLUME: Final = {
+    "gather in forward": "#0072b2",
+    "gather in backward": "#56b4e9",
+    "gradients": "#e69f00",
+    "control": "#999999",
+}
+SPARED: Final = {
+    "sent": "#4d4d4d",
+    "quantising": "#e69f00",
+    "copy": "#009e73",
+    "hops": "#cfe8df",
+}
+MEMORY: Final = {
+    "masters": "#0072b2",
+    "gradients": "#56b4e9",
+    "optimizer": "#332288",
+    "secondary": "#009e73",
+    "gathered": "#e69f00",
+    "local_gradients": "#cc79a7",
+}
+OTHER: Final = "#bbbbbb"
+SEQUENCE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59b00", "#332288", "#56b4e9", "#882255")
+
+
+def colour(strategy: str) -> str:
+    """The colour of a strategy, the same in every figure."""
+    return COLOURS.get(strategy, OTHER)
+
+
+def marker(strategy: str) -> str:
+    """The marker of a strategy, the same in every figure."""
+    return MARKERS.get(strategy, "o")
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Fonts, lines and deterministic output for figures drawn and saved inside."""
+    base = sns.axes_style("ticks") | sns.plotting_context("paper")
+    own = {
+        "axes.edgecolor": "#9a9a9a",
+        "axes.formatter.use_mathtext": False,
+        "axes.grid": True,
+        "axes.labelcolor": INK,
+        "axes.labelsize": 9,
+        "axes.linewidth": 0.8,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 9.5,
+        "axes.titleweight": "bold",
+        "figure.constrained_layout.use": True,
+        "figure.dpi": 100,
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
+        "font.size": 8.5,
+        "grid.color": GRID,
+        "grid.linewidth": 0.6,
+        "axes.axisbelow": True,
+        "legend.fontsize": 8,
+        "legend.frameon": False,
+        "lines.linewidth": 1.6,
+        "lines.markersize": 5,
+        "pdf.fonttype": 42,
+        "savefig.dpi": 160,
+        "svg.fonttype": "path",
+        "svg.hashsalt": "zeropp-bench",
+        "text.color": INK,
+        "text.parse_math": False,  # names come from records and may hold a dollar sign
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "xtick.labelsize": 8,
+        "ytick.labelsize": 8,
+        "xtick.major.width": 0.8,
+        "ytick.major.width": 0.8,
+    }
+    with mpl.rc_context(base | own):
+        yield
