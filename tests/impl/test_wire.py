@@ -1,0 +1,133 @@
+"""What leaves a rank is booked, and arrives; what does not arrive is an error that names who."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from impl.mesh import Mesh, MeshError
+from impl.shared_memory import SLOTS, SharedMemoryError
+from impl.topology import Topology
+from impl.wire import Tag, Wire, WireError
+from tests.ranks import on_processes, on_threads
+
+TAG = Tag("forward", "weights", "u")
+
+
+def _rounds(mesh: Mesh, transport: str, rounds: int) -> bool:
+    """Exchange changing messages of changing size many times; True if all arrived intact."""
+    wire = Wire(mesh, transport=transport)
+    axis = mesh.topology.local_axis
+    intact = True
+    for number in range(rounds):
+        size = 16 * (1 + number % 5)
+        gather = wire.all_gather(axis, size, TAG)
+        gather.send.fill_((7 * number + mesh.local) % 251)
+        gather.post()
+        scatter = wire.all_to_all(axis, size, TAG)
+        for target in range(axis.size):
+            scatter.send.view(axis.size, size)[target] = (number + 16 * mesh.local + target) % 251
+        scatter.post()
+        for source, row in enumerate(gather.wait()):
+            intact &= bool((row == (7 * number + source) % 251).all()) and row.numel() == size
+        for source, row in enumerate(scatter.wait()):
+            intact &= bool((row == (number + 16 * source + mesh.local) % 251).all())
+        gather.close()
+        scatter.close()
+    return intact
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+def test_many_exchanges_arrive_intact(transport: str) -> None:
+    """Hundreds of interleaved exchanges of changing sizes arrive unmixed, slots reused many times."""
+    assert all(on_processes(Topology(1, 3), _rounds, transport, 40 * SLOTS))
+
+
+def _late(mesh: Mesh) -> str:
+    wire = Wire(mesh, transport="shm", timeout=0.3)
+    axis = mesh.topology.local_axis
+    wire.reserve(axis, 64)
+    if mesh.rank == 1:
+        time.sleep(1)
+        return ""
+    exchange = wire.all_gather(axis, 64, TAG)
+    exchange.post()
+    try:
+        exchange.wait()
+    except SharedMemoryError as error:
+        return str(error)
+    return "arrived"
+
+
+def test_a_missing_rank_is_named() -> None:
+    """Waiting for a rank that does not come ends in an error that names it."""
+    assert "rank(s) 1 did not send" in on_processes(Topology(1, 2), _late)[0]
+
+
+def _alone(mesh: Mesh) -> int:
+    wire = Wire(mesh)
+    exchange = wire.all_gather(mesh.topology.node_axis, 32, TAG)
+    exchange.send.fill_(5)
+    exchange.post()
+    assert exchange.wait().tolist() == [[5] * 32]
+    return len(wire.ledger.rows())
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    """An exchange of one rank gives back what was written and books nothing."""
+    assert on_threads(Topology(1, 2), _alone) == [0, 0]
+
+
+class _Slow:
+    """A link that carries everything 0.2 s after it was booked."""
+
+    def __init__(self) -> None:
+        self.booked: list[int] = []
+
+    def book(self, nbytes: int) -> float:
+        self.booked.append(nbytes)
+        return time.monotonic() + 0.2
+
+
+def _paced(mesh: Mesh) -> tuple[list[int], bool, float]:
+    pacer = _Slow()
+    wire = Wire(mesh, pacer=pacer)
+    for axis in (mesh.topology.local_axis, mesh.topology.node_axis):
+        begin = time.monotonic()
+        exchange = wire.all_gather(axis, 48, TAG)
+        exchange.send.zero_()
+        exchange.post()
+        exchange.wait()
+        waited = time.monotonic() - begin
+        exchange.close()
+    return pacer.booked, waited >= 0.2, wire.exposed_seconds
+
+
+def test_a_modelled_link_carries_only_what_crosses_nodes() -> None:
+    """The pacer is asked for bytes to other nodes alone, and messages do not complete before it says."""
+    for booked, held_back, exposed in on_threads(Topology(3, 2), _paced):
+        assert booked == [96]
+        assert held_back
+        assert exposed >= 0.19
+
+
+def _wrong_world(mesh: Mesh) -> str:
+    with pytest.raises(MeshError) as caught:
+        Mesh.create(Topology(3, 5))
+    return str(caught.value)
+
+
+def test_a_topology_of_another_size_is_refused() -> None:
+    """A mesh over a process group of another size is refused, naming both sizes."""
+    assert on_threads(Topology(1, 2), _wrong_world)[0] == (
+        "topology 3x5 needs 15 ranks, the process group has 2"
+    )
+
+
+def test_shared_memory_is_for_cpus() -> None:
+    """Transport shm is refused for a mesh on another device."""
+    mesh = Mesh(Topology(1, 1), 0, torch.device("cuda"))
+    with pytest.raises(WireError, match="exchanges CPU memory"):
+        Wire(mesh, transport="shm")
