@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from impl import reference
@@ -92,7 +92,6 @@ def hop_error(codec: Codec, x: torch.Tensor) -> float:
     return codec.error_bound(-top, top)
 
 
-@settings(max_examples=25)
 @given(st.data(), st.integers(0, 1000))
 def test_every_reduction_is_the_mean_within_the_bound_of_its_hops(data: st.DataObject, seed: int) -> None:
     """Flat, one-hop and two-hop reductions of any codecs stay within the bound composed from their hops."""
@@ -140,7 +139,6 @@ def _gathered(mesh: Mesh, policy: Policy) -> torch.Tensor:
     return flat
 
 
-@settings(max_examples=25)
 @given(st.data())
 def test_gathered_weights_are_every_ranks_shard_bit_equal_everywhere(data: st.DataObject) -> None:
     """Any gather gives all ranks the same bits: each shard encoded and decoded once, in rank order."""

@@ -1,0 +1,572 @@
+"""Training with shards is training: equal to a single process, and every byte is foreseen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from impl.codec import IntCodec
+from impl.geometry import GeometryError
+from impl.mesh import Mesh
+from impl.policy import PRESETS, Policy, preset
+from impl.topology import Topology
+from impl.traffic import Event, Load, memory, predict
+from impl.unit import Life
+from impl.wire import Wire
+from impl.zero import Zero, ZeroError, find_blocks, plan_units, shard
+from tests.models import Net, Odd
+from tests.ranks import on_processes, on_threads
+from tests.strategies import ROOMY, policies, topologies
+
+EXACT = preset("exact", memory=ROOMY)
+SMALL = {"memory": ROOMY, "weights": IntCodec(8, 32), "gradients": (IntCodec(8, 32), IntCodec(8, 32))}
+FIVE = [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(4, 1)]
+
+
+def batch(step: int, rank: int, width: int = 16) -> Tensor:
+    """(4, width) data of one rank in one micro-batch."""
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def model(factory: Callable[..., nn.Module] = Net, **options: Any) -> nn.Module:
+    """A model with fixed values."""
+    torch.manual_seed(0)
+    return factory(**options)
+
+
+def single(net: nn.Module, world: int, steps: int, accumulation: int = 1, width: int = 16) -> list[float]:
+    """Train ``net`` in one process on all ranks' batches; the mean loss of each step."""
+    net = net.train()
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(accumulation):
+            for rank in range(world):
+                loss = net(batch(step * accumulation + micro, rank, width))
+                (loss / world).backward()
+                total += loss.item() / world / accumulation
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def train(
+    mesh: Mesh,
+    net: nn.Module,
+    policy: Policy,
+    steps: int,
+    accumulation: int = 1,
+    width: int = 16,
+    **options: Any,
+) -> tuple[list[float], dict[str, Tensor], Zero]:
+    """The same with shards; this rank's losses, the final state, the engine."""
+    net = copy.deepcopy(net)
+    zero = shard(net, mesh=mesh, policy=policy, **options)
+    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(accumulation):
+            loss = net(batch(step * accumulation + micro, mesh.rank, width))
+            loss.backward()
+            zero.finish_backward()
+            total += loss.item() / accumulation
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, zero.full_state_dict(), zero
+
+
+def mean_losses(results: list[Any]) -> list[float]:
+    """Over ranks, step by step."""
+    return [sum(values) / len(values) for values in zip(*(result[0] for result in results), strict=True)]
+
+
+def close(state: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> bool:
+    """Whether every entry is within ``relative`` of its largest value."""
+    assert state.keys() == wanted.keys()
+    return all(
+        (state[name] - value).abs().max().item() <= relative * max(1e-3, value.abs().max().item())
+        for name, value in wanted.items()
+        if value.numel()
+    )
+
+
+def _gradients(mesh: Mesh, net: nn.Module, policy: Policy) -> dict[str, Tensor]:
+    """Mean gradients by parameter name, put together from all ranks' shards."""
+    net = copy.deepcopy(net)
+    zero = shard(net, mesh=mesh, policy=policy)
+    net(batch(0, mesh.rank)).backward()
+    zero.finish_backward()
+    found = {}
+    for unit in zero.units:
+        mean = unit.mean_gradient()
+        assert mean is not None
+        unit.master.copy_(mean)  # let full_master() gather gradients instead of weights
+        for slot, value in zip(unit.geometry.slots, unit.full_master(), strict=True):
+            found[slot.spec.name] = value
+    return found
+
+
+@pytest.mark.parametrize("topology", [*FIVE, Topology(1, 1), Topology(5, 1)], ids=str)
+@pytest.mark.parametrize("gather", ["hierarchical", "flat"])
+@pytest.mark.parametrize("reduce", ["two_hop", "one_hop", "flat"])
+def test_exact_gradients_are_those_of_one_process(topology: Topology, gather: Any, reduce: Any) -> None:
+    """With policy exact the reduced gradient is the mean over ranks, within 1e-5, on any topology."""
+    net = model()
+    policy = replace(EXACT, gather=gather, reduce=reduce)
+    found = on_threads(topology, _gradients, net, policy)
+    for rank in range(topology.world):
+        (net(batch(0, rank)) / topology.world).backward()
+    for gradients in found:
+        wanted = {name: parameter.grad for name, parameter in net.named_parameters()}
+        assert close(gradients, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("topology", FIVE, ids=str)
+@pytest.mark.parametrize("name", ["exact", "zero3", "zeropp"])
+def test_training_follows_a_single_process(topology: Topology, name: str) -> None:
+    """Losses over 5 steps follow one process: exact within 1e-5, 16-bit and 8-bit within 2 %."""
+    policy = preset(name, **(SMALL if name == "zeropp" else {"memory": ROOMY}))
+    results = on_threads(topology, train, model(), policy, 5)
+    wanted = single(model(), topology.world, 5)
+    tolerance = 1e-5 if name == "exact" else 0.02
+    for got, want in zip(mean_losses(results), wanted, strict=True):
+        assert got == pytest.approx(want, rel=tolerance)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("secondary", [0, 1, 2, 4])
+def test_exact_is_exact_with_accumulation_and_any_secondary(accumulation: int, secondary: int) -> None:
+    """Accumulation and hpZ of any group size change nothing about what is learned."""
+    topology = Topology(2, 2)
+    policy = replace(EXACT, secondary=secondary)
+    results = on_threads(topology, train, model(), policy, 4, accumulation)
+    net = model()
+    wanted = single(net, 4, 4, accumulation)
+    assert mean_losses(results) == pytest.approx(wanted, rel=1e-5)
+    assert close(results[0][1], net.state_dict(), 1e-4)
+
+
+@pytest.mark.parametrize("options", [{"tied": True}, {"recompute": True}, {"depth": 1}], ids=str)
+def test_models_as_people_write_them(options: dict[str, Any]) -> None:
+    """Tied weights, recomputed blocks and single blocks train as in one process."""
+    results = on_threads(Topology(2, 2), train, model(**options), EXACT, 4)
+    net = model(**options)
+    assert mean_losses(results) == pytest.approx(single(net, 4, 4), rel=1e-5)
+    assert close(results[0][1], net.state_dict(), 1e-4)
+
+
+def test_odd_parameters_train_too() -> None:
+    """Scalar, empty, tiny, unused, frozen and twice-used parameters, and dicts, train as in one process."""
+    results = on_threads(Topology(3, 2), train, model(Odd), EXACT, 4, 1, 7)
+    net = model(Odd)
+    assert mean_losses(results) == pytest.approx(single(net, 6, 4, 1, 7), rel=1e-5)
+    frozen = results[0][1]["frozen"]
+    assert torch.equal(frozen, net.frozen)
+    assert results[0][1].keys() == net.state_dict().keys()
+
+
+def _replicas(mesh: Mesh, policy: Policy, steps: int) -> list[Tensor]:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=policy)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    seen = []
+    for step in range(steps):
+        net(batch(step, mesh.rank)).backward()
+        zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for unit in zero.units:
+            unit.gather("evaluate")
+            unit.wait()
+            seen += [member.parameter.detach().clone() for member in unit.members]
+            unit.release()
+    return seen
+
+
+MODEL = model()
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_replicas_are_bit_equal_after_every_step(name: str) -> None:
+    """After every step all ranks gather the same bits, whatever the codec."""
+    policy = preset(name, memory=ROOMY)
+    first, *others = on_threads(Topology(2, 2), _replicas, policy, 3)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+PASSES = st.lists(
+    st.sampled_from(["train", "train", "accumulate", "evaluate", "norm"]), min_size=1, max_size=5
+)
+
+
+def _ledger(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width: int) -> bool:
+    net = copy.deepcopy(net)
+    zero = shard(net, mesh=mesh, policy=policy)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.01)
+    events: list[Event] = []
+    for number, kind in enumerate(passes):
+        x = batch(number, mesh.rank, width)
+        if kind == "evaluate":
+            with torch.no_grad():
+                net(x)
+            events.append("evaluate")
+        elif kind == "norm":
+            zero.grad_norm()
+            events.append("norm")
+        else:
+            net(x).backward()
+            zero.finish_backward()
+            events += ["forward", "backward"]
+            if kind == "train":
+                optimizer.step()
+                optimizer.zero_grad()
+                events.append("step")
+    units = [unit.geometry for unit in zero.units]
+    wanted = predict(policy, mesh.topology, units, mesh.rank, events)
+    got = zero.wire.ledger.rows()
+    assert got == wanted, got.items() ^ wanted.items()
+    return True
+
+
+@given(st.data(), PASSES)
+def test_the_ledger_equals_the_prediction_to_the_byte(data: st.DataObject, passes: list[str]) -> None:
+    """For any policy, topology, model shape and sequence of passes, bytes sent are bytes foreseen."""
+    topology = data.draw(topologies(6))
+    policy = data.draw(policies(topology))
+    if data.draw(st.booleans()):
+        net, width = model(Odd), 7
+    else:
+        width = data.draw(st.integers(1, 12))
+        net = model(
+            width=width,
+            hidden=data.draw(st.integers(1, 30)),
+            depth=data.draw(st.integers(0, 4)),
+            tied=data.draw(st.booleans()),
+            recompute=data.draw(st.booleans()),
+        )
+    assert all(on_threads(topology, _ledger, net, policy, passes, width))
+
+
+def test_plan_equals_what_is_sharded() -> None:
+    """Units planned from a model on the meta device are those that sharding makes."""
+    topology = Topology(2, 3)
+    policy = preset("zeropp", **SMALL)
+    with torch.device("meta"):
+        planned = plan_units(Odd(), topology, policy)
+    zero = on_threads(topology, train, model(Odd), policy, 1, 1, 7)[0][2]
+    assert planned == [unit.geometry for unit in zero.units]
+
+
+# hpZ: the secondary's life
+
+
+def _phases(mesh: Mesh, policy: Policy) -> dict[str, int]:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=policy)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    for step in range(2):
+        for micro in range(2):
+            net(batch(2 * step + micro, mesh.rank)).backward()
+            zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    crossing: dict[str, int] = {}
+    for key, sent in zero.wire.ledger.rows().items():
+        if key.link == "inter" and key.purpose == "weights":
+            crossing[key.phase] = crossing.get(key.phase, 0) + sent.bytes
+    return crossing
+
+
+@pytest.mark.parametrize("secondary", [1, 2, 4, "node"])
+def test_hpz_inside_a_node_sends_nothing_between_nodes_in_backward(secondary: Any) -> None:
+    """With a group inside a node, backward gathers cross no node border, and forward ones once a step."""
+    topology = Topology(2, 4)
+    for crossing, plain in zip(
+        on_threads(topology, _phases, replace(EXACT, secondary=secondary)),
+        on_threads(topology, _phases, EXACT),
+        strict=True,
+    ):
+        assert "backward" not in crossing
+        assert crossing["forward"] * 2 == plain["forward"] == plain["backward"]
+
+
+def _lives(mesh: Mesh, change: str) -> list[tuple[set[Life], float]]:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=replace(EXACT, secondary="node"))
+    optimizer = torch.optim.AdamW(zero.param_groups(), lr=0.05, fused=True)
+    x = batch(0, 0)
+    seen = []
+
+    def look() -> None:
+        with torch.no_grad():
+            seen.append(({unit.secondary.life for unit in zero.units}, net(x).item()))
+
+    look()
+    look()
+    if change == "step":
+        net(x).backward()
+        zero.finish_backward()
+        optimizer.step()
+    elif change == "load":
+        state = {name: value * 0.5 for name, value in zero.full_state_dict().items()}
+        zero.load_full_state_dict(state)
+    else:
+        with torch.no_grad():
+            for unit in zero.units:
+                unit.master.mul_(0.5)
+        zero.weights_changed()
+    look()
+    state = zero.full_state_dict()
+    plain = copy.deepcopy(MODEL)
+    plain.load_state_dict(state)
+    seen.append((set(), plain(x).item()))
+    return seen
+
+
+@pytest.mark.parametrize("change", ["step", "load", "by hand"])
+def test_a_stale_secondary_is_never_used(change: str) -> None:
+    """A step (fused too), a load or a declared write ends the secondary's life: the next pass sees it."""
+    for seen in on_threads(Topology(2, 2), _lives, change):
+        (_, before), (current, again), (stale, after), (_, wanted) = seen
+        assert current == {Life.CURRENT}
+        assert again == before
+        assert stale == {Life.STALE}
+        assert after == pytest.approx(wanted, rel=1e-5)
+        assert after != before
+
+
+# NaN and infinity
+
+
+def _broken(mesh: Mesh, policy: Policy, value: float, where: str) -> tuple[float, bool]:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=policy)
+    if where == "weight" and mesh.rank == 1:
+        zero.units[1].master[0] = value
+    x = batch(0, mesh.rank)
+    if where == "gradient" and mesh.rank == 2:
+        x[0, 0] = value
+    net(x).backward()
+    zero.finish_backward()
+    return zero.grad_norm().item(), zero.overflowed()
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("where", ["gradient", "weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nonfinite_values_reach_the_norm_on_all_ranks(name: str, where: str, value: float) -> None:
+    """A NaN or an infinity on one rank makes the norm non-finite on every rank, for every preset."""
+    for norm, overflowed in on_threads(Topology(2, 2), _broken, preset(name, memory=ROOMY), value, where):
+        assert not torch.isfinite(torch.tensor(norm))
+        assert overflowed
+
+
+# Norms, groups, memory, misuse
+
+
+def _clipped(mesh: Mesh) -> tuple[float, float]:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    net(batch(0, mesh.rank)).backward()
+    zero.finish_backward()
+    before = zero.clip_grad_norm_(0.01).item()
+    return before, zero.grad_norm().item()
+
+
+def test_clipping_uses_the_global_norm() -> None:
+    """The norm is that of the whole mean gradient, bit-equal on all ranks, and clipping reaches it."""
+    results = on_threads(Topology(2, 2), _clipped)
+    net = model()
+    for rank in range(4):
+        (net(batch(0, rank)) / 4).backward()
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
+    assert len(set(results)) == 1
+    assert results[0][0] == pytest.approx(wanted, rel=1e-5)
+    assert results[0][1] == pytest.approx(0.01, rel=1e-3)
+
+
+def _decayed(mesh: Mesh) -> dict[str, Tensor]:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=EXACT, group_of=lambda name, p: int(p.ndim < 2))
+    groups = zero.param_groups({0: {"weight_decay": 0.3}, 1: {"weight_decay": 0.0, "lr": 0.02}})
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    for step in range(3):
+        net(batch(step, mesh.rank)).backward()
+        zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zero.full_state_dict()
+
+
+def test_optimizer_groups_keep_their_options() -> None:
+    """Weight decay and learning rate by group do what they do in one process."""
+    got = on_threads(Topology(2, 2), _decayed)[0]
+    net = model()
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim >= 2], "weight_decay": 0.3},
+        {"params": [p for p in net.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    for step in range(3):
+        for rank in range(4):
+            (net(batch(step, rank)) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert close(got, net.state_dict(), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["zero3", "zeropp", "hpz"])
+def test_memory_is_the_formulas(name: str) -> None:
+    """What the engine held at most, by part, is what the formula says, to the byte."""
+    policy = preset(name, memory=ROOMY)
+    zero = on_threads(Topology(2, 2), train, model(depth=4), policy, 2)[0][2]
+    formula = memory(policy, Topology(2, 2), [unit.geometry for unit in zero.units])
+    measured = zero.memory()
+    for part in ("masters", "gradients", "secondary", "gathered", "local_gradients"):
+        assert measured.get(part, 0) == formula[part], part
+
+
+def _misuse(mesh: Mesh, how: str) -> str:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    name = "Adafactor" if how == "adafactor" else "AdamW"
+    optimizer = getattr(torch.optim, name)(zero.param_groups())
+    try:
+        if how == "finish first":
+            zero.finish_backward()
+        net(batch(0, mesh.rank)).backward()
+        if how == "forgotten":
+            optimizer.step()
+        if how == "norm":
+            zero.grad_norm()
+        if how == "twice":
+            zero.finish_backward  # noqa: B018  # forgotten
+            net(batch(1, mesh.rank)).backward()
+        zero.finish_backward()
+        optimizer.step()
+        if how == "outside":
+            net.head.weight + 1
+            return str((net.head.weight + 1).device)
+    except ZeroError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("forgotten", "optimizer.step() after a backward pass: call finish_backward() first"),
+        ("norm", "grad_norm() after a backward pass: call finish_backward() first"),
+        ("finish first", "finish_backward() without a backward pass before it"),
+        ("twice", "call finish_backward() after each backward pass"),
+        ("adafactor", "Adafactor is not elementwise"),
+        ("outside", "meta"),
+    ],
+)
+def test_misuse_is_a_clear_error(how: str, words: str) -> None:
+    """Using the engine so that it would train something else raises, and never crashes the process."""
+    assert all(words in said for said in on_threads(Topology(1, 2), _misuse, how))
+
+
+def test_blocks_are_the_children_of_containers() -> None:
+    """Children of ModuleList and Sequential are blocks; a container inside a block is not searched."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ReLU())
+    assert find_blocks(net) == [net[0], net[1]]
+    assert find_blocks(nn.Linear(2, 2)) == []
+
+
+def test_padding_of_tiny_units_is_refused_by_default() -> None:
+    """Blocks far larger than a unit are refused, naming the unit."""
+    with pytest.raises(GeometryError, match="unit 'root'"):
+        plan_units(Net(), Topology(2, 2), preset("zeropp"))
+
+
+def test_overlapping_blocks_are_refused() -> None:
+    """A block inside another, or foreign to the model, is refused."""
+    net = Net()
+    with pytest.raises(ZeroError, match="overlap"):
+        plan_units(net, Topology(1, 1), EXACT, blocks=[net.blocks, net.blocks[0]])
+    with pytest.raises(ZeroError, match="not a submodule"):
+        plan_units(net, Topology(1, 1), EXACT, blocks=[nn.Linear(2, 2)])
+
+
+# Peers
+
+
+def _with_ddp(mesh: Mesh, steps: int) -> list[float]:
+    net = DistributedDataParallel(copy.deepcopy(MODEL))
+    return _peer(mesh, net, net.parameters(), steps)
+
+
+def _with_fsdp2(mesh: Mesh, steps: int) -> list[float]:
+    from torch.distributed.fsdp import fully_shard
+
+    net = copy.deepcopy(MODEL)
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    return _peer(mesh, net, net.parameters(), steps)
+
+
+def _peer(mesh: Mesh, net: nn.Module, parameters: Any, steps: int) -> list[float]:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    losses = []
+    for step in range(steps):
+        loss = net(batch(step, mesh.rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    dist.barrier()
+    return losses
+
+
+def _with_shards(mesh: Mesh, steps: int) -> list[float]:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=EXACT, wire=Wire(mesh, transport="shm"))
+    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        loss = net(batch(step, mesh.rank))
+        loss.backward()
+        zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_exact_follows_ddp_and_fsdp2_over_20_steps() -> None:
+    """On four processes, exact's losses are within 1e-4 of DDP's and of FSDP2's for 20 steps."""
+    topology = Topology(2, 2)
+    ours = on_processes(topology, _with_shards, 20)
+    for peer in (_with_ddp, _with_fsdp2):
+        for mine, theirs in zip(ours, on_processes(topology, peer, 20), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_regular_load_is_its_events() -> None:
+    """A load's events hold its passes, norms and evaluations, and nothing else."""
+    events = Load(micro_batches=2, steps=3, evaluations=4, norms=3).events()
+    assert [events.count(kind) for kind in ("forward", "backward", "norm", "step", "evaluate")] == [
+        6,
+        6,
+        3,
+        3,
+        4,
+    ]
