@@ -1,0 +1,1 @@
+"""Tests mirror the tree; each docstring is the test's claim."""

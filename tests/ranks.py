@@ -97,7 +97,9 @@ def on_processes(topology: Topology, body: Callable[..., Any], *args: Any) -> li
     return [results[rank] for rank in range(topology.world)]
 
 
-def _process_rank(topology: Topology, rank: int, folder: str, queue: Any, body: Any, args: Any) -> None:
+def _process_rank(  # noqa: PLR0917  # multiprocessing passes by position
+    topology: Topology, rank: int, folder: str, queue: Any, body: Any, args: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # this process is an entry point
     try:

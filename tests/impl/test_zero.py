@@ -402,7 +402,7 @@ def test_clipping_uses_the_global_norm() -> None:
 
 def _decayed(mesh: Mesh) -> dict[str, Tensor]:
     net = copy.deepcopy(MODEL)
-    zero = shard(net, mesh=mesh, policy=EXACT, group_of=lambda name, p: int(p.ndim < 2))
+    zero = shard(net, mesh=mesh, policy=EXACT, group_of=lambda _, p: int(p.ndim < 2))
     groups = zero.param_groups({0: {"weight_decay": 0.3}, 1: {"weight_decay": 0.0, "lr": 0.02}})
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     for step in range(3):
