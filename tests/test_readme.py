@@ -1,0 +1,89 @@
+"""The texts say what is so: two lines do everything, and examples are what the code does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.cli import app
+from harness.expansion import load
+from impl.codec import parse
+from impl.reference import encode
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def shell_blocks(heading: str) -> list[str]:
+    """Fenced shell blocks under a heading of the README."""
+    section = re.split(r"^## ", README, flags=re.MULTILINE)
+    (body,) = [part for part in section if part.startswith(f"{heading}\n")]
+    return re.findall(r"^```sh\n(.*?)^```$", body, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("heading", "words"), [("Quickstart", "zeropp run suites/quickstart.toml"), ("Tests", "tox")]
+)
+def test_one_line_each(heading: str, words: str) -> None:
+    """Quickstart and Tests are each followed by exactly one fenced shell block of one line."""
+    (block,) = shell_blocks(heading)
+    assert block.count("\n") == 1
+    assert words in block
+    assert "-c constraints.txt" in block
+
+
+def test_no_other_shell_block() -> None:
+    """There is no third line to type."""
+    assert len(re.findall(r"^```sh$", README, flags=re.MULTILINE)) == 2
+
+
+def test_links() -> None:
+    """Every link of every text leads to a file that is there."""
+    texts = [ROOT / "README.md", ROOT / "results" / "README.md", *(ROOT / "docs").glob("*.md")]
+    for text in texts:
+        for target in re.findall(r"\]\(([^)#]+)", text.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (text.parent / target).exists(), f"{text.name}: {target}"
+
+
+def test_every_suite_is_listed() -> None:
+    """The README lists every shipped suite."""
+    for suite in (ROOT / "suites").glob("*.toml"):
+        assert f"](suites/{suite.name})" in README
+
+
+def test_example_suite(tmp_path: Path) -> None:
+    """The README's suite is one."""
+    (block,) = re.findall(r"^```toml\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.toml").write_text(block, encoding="utf-8")
+    assert len(load(tmp_path / "mine.toml").trials) == 3 * 5
+
+
+def test_commands_are_named() -> None:
+    """The README names every command."""
+    for command in app.registered_commands:
+        assert command.callback is not None
+        assert f"`zeropp {command.callback.__name__}" in README
+
+
+def test_ci_runs_the_tests_line() -> None:
+    """Continuous integration runs exactly the line under Tests."""
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (extract,) = re.findall(r"^line=\$\((.*)\)$", script, flags=re.MULTILINE)
+    done = subprocess.run(["bash", "-c", extract], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [done.stdout] == shell_blocks("Tests")
+
+
+def test_frame_example() -> None:
+    """The frame of docs/frame.md is what the reference writes."""
+    text = (ROOT / "docs" / "frame.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    stated = [byte for line in block.splitlines() for byte in line.split("   ")[0].split()]
+    codec = parse("int4:4")
+    frame = torch.empty(codec.frame_bytes(8), dtype=torch.uint8)
+    encode(codec, torch.tensor([7, -7, 3.4, 0.5, 1.5, -0.5, 0, 2]), frame)
+    assert " ".join(stated) == bytes(frame.tolist()).hex(" ")
