@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from harness import keeper
+from harness.corpus import CorpusError
 from harness.link import LinkError, Pacer, Port, join
 from harness.rank import Progress, Rank, Refusal
 from impl.codec import CodecError
@@ -47,7 +48,7 @@ PRELOAD: Final = (
     "harness.launch",
     "harness.trial",
 )
-REFUSALS: Final = (LinkError, Refusal, PolicyError, GeometryError, CodecError)
+REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
 _GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
 _STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
 _LOG_BYTES: Final = 1_000_000  # kept of each rank's log

@@ -81,6 +81,9 @@ class Counters:
     tx_bytes: int
     tx_packets: int
 
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(self.tx_bytes + other.tx_bytes, self.tx_packets + other.tx_packets)
+
     def __sub__(self, other: Counters) -> Counters:
         return Counters(self.tx_bytes - other.tx_bytes, self.tx_packets - other.tx_packets)
 

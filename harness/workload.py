@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.flops import PRESETS, GPTShape
+from harness.rank import Refusal
 from harness.suite import Model, suggestion
 
 _INIT_STD: Final = 0.02
 
 
-class WorkloadError(ValueError):
+class WorkloadError(Refusal):
     """A model cannot be built as asked; the message names it and what is allowed."""
 
 

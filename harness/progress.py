@@ -1,0 +1,106 @@
+"""What a sweep shows while it runs: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from harness.rank import Progress
+from harness.record import Record
+from harness.suite import Trial
+from impl.policy import PRESETS
+
+
+class Display:
+    """Progress of a sweep over ``trials`` trials, of which ``skipped`` have a record already."""
+
+    def __init__(self, console: Console, trials: int, skipped: int) -> None:
+        self._console, self._trials, self._done = console, trials, skipped
+        self._durations: list[float] = []
+        self._began = time.monotonic()
+        self._trial: Trial | None = None
+        self._progress = Progress("set-up")
+        self._live: Live | None = None
+        if skipped:
+            console.print(f"{skipped} of {trials} trials have a record and are skipped", markup=False)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console, get_renderable=self._line, refresh_per_second=4, transient=True
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def began(self, trial: Trial) -> None:
+        """A trial begins."""
+        self._trial, self._began, self._progress = trial, time.monotonic(), Progress("set-up")
+
+    def progress(self, progress: Progress) -> None:
+        """The trial under way got this far."""
+        self._progress = progress
+
+    def finished(self, record: Record) -> None:
+        """The trial under way left this record."""
+        self._done += 1
+        seconds = time.monotonic() - self._began
+        self._durations.append(seconds)
+        place = f"[{self._done}/{self._trials}]"
+        if record.failure is not None:
+            log = f"; log: {record.failure.log}" if record.failure.log else ""
+            end = f"{record.failure.kind}: {record.failure.message}{log}"
+        else:
+            timed = [step.total for step in record.ranks[0].steps if not step.warmup]
+            end = f"{statistics.median(timed):.3f} s a step"
+            if record.link is not None and record.link.probed_mbit:
+                end += f", link {statistics.median(record.link.probed_mbit):.0f} Mbit/s"
+        name = self._name()
+        left = "" if self._done == self._trials else f", {self._eta()} left"
+        self._console.print(f"{place} {name}: {end} ({seconds:.1f} s{left})", markup=False, highlight=False)
+        self._trial = None
+
+    def interrupted(self) -> None:
+        """Ctrl-C."""
+        self._console.print(
+            f"interrupted; {self._done} of {self._trials} trials have a record, the same command goes on",
+            markup=False,
+        )
+
+    def _name(self) -> str:
+        if self._trial is None:
+            return ""
+        cluster = self._trial.cluster
+        rate = "unshaped" if cluster.rate is None else f"{cluster.rate:g} Mbit/s"
+        words = [self._trial.strategy, f"{self._trial.topology()}", rate]
+        changes = (
+            self._trial.policy.model_dump(exclude_defaults=True) if self._trial.strategy in PRESETS else {}
+        )
+        words += [f"{key}={value}" for key, value in changes.items()]
+        words.append(f"{self._trial.tokens_per_rank} tokens/rank")
+        return f"{self._trial.id} {', '.join(words)}, repeat {self._trial.repeat}"
+
+    def _eta(self) -> str:
+        seconds = statistics.fmean(self._durations) * (self._trials - self._done) if self._durations else 0.0
+        return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+    def _line(self) -> Text:
+        if self._trial is None:
+            return Text("")
+        stage = self._progress.stage
+        if self._progress.steps:
+            stage += f" {self._progress.step}/{self._progress.steps}"
+        seconds = time.monotonic() - self._began
+        left = f", about {self._eta()} left" if self._durations else ""
+        place = f"[{self._done + 1}/{self._trials}]"
+        return Text(
+            f"{place} {self._name()}: {stage} ({seconds:.0f} s{left})", overflow="ellipsis", no_wrap=True
+        )

@@ -1,0 +1,273 @@
+"""What trains a model: peers by name, and every policy of ``impl``, behind one small protocol.
+
+``single`` is one process that averages over the batches of all ranks, and so the reference;
+``ddp`` and ``fsdp2`` are torch's own, in fp32, on the same model, data and link.  Peers send past
+our wire: they have no ledger, and only a shaped network holds them to a rate.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.rank import Rank, Refusal
+from harness.suite import Optimizer, Trial
+from impl.geometry import UnitGeometry
+from impl.mesh import Mesh
+from impl.policy import Policy
+from impl.traffic import LedgerKey, Sent, memory
+from impl.wire import Transport, Wire
+from impl.zero import Zero, find_blocks, shard
+
+TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "nccl": "backend"}
+
+
+class Strategy(Protocol):
+    """A model that is ready to be trained.
+
+    Attributes:
+        model: call it as the workload's model.
+    """
+
+    model: nn.Module
+
+    @property
+    def zero(self) -> Zero | None:
+        """The engine of a policy; None for peers."""
+
+    def parameters(self) -> Iterable[Any]:
+        """What the optimizer takes."""
+
+    def begin(self, *, last: bool) -> None:
+        """A micro-batch begins; the ``last`` one of its step or not."""
+
+    def finish_backward(self) -> None:
+        """A micro-batch's backward pass is over: wait until its gradients are reduced."""
+
+    def clip(self, largest: float) -> float:
+        """Scale gradients to a global 2-norm of at most ``largest``; returns the norm before."""
+
+    def ledger(self) -> dict[LedgerKey, Sent] | None:
+        """Everything this rank has sent so far; None if it went past our wire."""
+
+    def exposed_seconds(self) -> float | None:
+        """Time this rank has waited for communication so far; None if it cannot be told."""
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """Bytes this rank's engine holds at most, by part."""
+
+    def formula(self) -> dict[str, int]:
+        """The same parts as ``impl.traffic`` predicts them; empty for peers."""
+
+    def units(self) -> Sequence[UnitGeometry]:
+        """Geometries of the units; empty for peers."""
+
+    def describe(self) -> dict[str, Any]:
+        """Algorithms and transports that ran."""
+
+    def close(self) -> None:
+        """Let go of buffers."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """A strategy of torch's own, or none at all.
+
+    Attributes:
+        model: wrapped as it is trained.
+        algorithms: what the record says ran.
+    """
+
+    model: nn.Module
+    algorithms: dict[str, Any]
+
+    @property
+    def zero(self) -> None:
+        """None."""
+        return
+
+    def parameters(self) -> Iterable[Any]:
+        """The model's parameters."""
+        return self.model.parameters()
+
+    def begin(self, *, last: bool) -> None:
+        """Let DDP reduce in the last micro-batch only; FSDP2 reduces in each, holding only shards."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            self.model.require_backward_grad_sync = last  # what its no_sync() sets
+
+    def finish_backward(self) -> None:
+        """Nothing: torch's own are done when ``backward()`` returns."""
+
+    def clip(self, largest: float) -> float:
+        """See :meth:`Strategy.clip`."""
+        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def ledger(self) -> None:
+        """None."""
+        return
+
+    def exposed_seconds(self) -> None:
+        """None."""
+        return
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """Weights, gradients and optimizer state that stay on this rank."""
+        parameters = [_local(parameter) for parameter in self.model.parameters()]
+        held = sum(parameter.nbytes for parameter in parameters)
+        return {"masters": held, "gradients": held, "optimizer": _state_bytes(optimizer)}
+
+    def formula(self) -> dict[str, int]:
+        """Empty."""
+        return {}
+
+    def units(self) -> Sequence[UnitGeometry]:
+        """Empty."""
+        return ()
+
+    def describe(self) -> dict[str, Any]:
+        """See :meth:`Strategy.describe`."""
+        return self.algorithms
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+@dataclass(slots=True)
+class Sharded:
+    """A policy, carried out by ``impl.zero``."""
+
+    model: nn.Module
+    engine: Zero
+    policy: Policy
+
+    @property
+    def zero(self) -> Zero:
+        """The engine."""
+        return self.engine
+
+    def parameters(self) -> Iterable[Any]:
+        """This rank's masters."""
+        return self.engine.param_groups()
+
+    def begin(self, *, last: bool) -> None:
+        """Nothing: every micro-batch is reduced, so that only shards of gradients are held."""
+
+    def finish_backward(self) -> None:
+        """Wait for all reductions."""
+        self.engine.finish_backward()
+
+    def clip(self, largest: float) -> float:
+        """See :meth:`Strategy.clip`."""
+        return float(self.engine.clip_grad_norm_(largest))
+
+    def ledger(self) -> dict[LedgerKey, Sent]:
+        """What the wire booked."""
+        return self.engine.wire.ledger.rows()
+
+    def exposed_seconds(self) -> float:
+        """Time spent in the wire's waits."""
+        return self.engine.wire.exposed_seconds
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """What the engine metered, and the optimizer's state."""
+        return {**self.engine.memory(), "optimizer": _state_bytes(optimizer)}
+
+    def formula(self) -> dict[str, int]:
+        """See :meth:`Strategy.formula`."""
+        return memory(self.policy, self.engine.wire.mesh.topology, self.units())
+
+    def units(self) -> Sequence[UnitGeometry]:
+        """The engine's."""
+        return [unit.geometry for unit in self.engine.units]
+
+    def describe(self) -> dict[str, Any]:
+        """See :meth:`Strategy.describe`."""
+        return self.engine.describe()
+
+    def close(self) -> None:
+        """Let go of shared memory."""
+        self.engine.wire.close()
+
+
+def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
+    """Make ``model`` trainable as the trial asks; all ranks must call it.
+
+    Args:
+        trial: what is asked.
+        model: unsharded, on ``device``, the same on every rank; it is changed.
+        rank: whose process this is.
+        device: where tensors live.
+
+    Raises:
+        Refusal: for a combination that is not possible.
+        PolicyError, GeometryError: for a policy that does not fit model or topology.
+    """
+    policy = trial.resolved_policy()
+    if policy is None:
+        return _peer(trial.strategy, model, device)
+    wire = Wire(
+        Mesh.create(rank.topology, device),
+        transport=TRANSPORTS[trial.cluster.transport],
+        pacer=rank.pacer,
+        timeout=trial.timeout_seconds,
+    )
+    return Sharded(model, shard(model, mesh=wire.mesh, policy=policy, wire=wire), policy)
+
+
+def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:
+    if name == "single":
+        return Peer(model, {"gather": "none", "reduce": "none"})
+    backend = dist.get_backend()
+    if name == "ddp":
+        devices = [device.index] if device.type == "cuda" else None
+        wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        return Peer(wrapped, {"gather": "none", "reduce": f"all_reduce of {backend}, fp32, by bucket"})
+    if name == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        # torch 2.13 renames two collectives that its own FSDP2 still calls by their old names.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in find_blocks(model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        names = {"gather": f"all_gather of {backend}, fp32", "reduce": f"reduce_scatter of {backend}, fp32"}
+        return Peer(model, names)
+    raise Refusal(f"unknown strategy {name!r}")
+
+
+def build_optimizer(optimizer: Optimizer, strategy: Strategy) -> torch.optim.Optimizer:
+    """The optimizer that the trial names, over what the strategy lets it change.
+
+    Raises:
+        Refusal: if torch has none of that name, or its arguments do not fit.
+    """
+    kind = getattr(torch.optim, optimizer.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise Refusal(f"optimizer {optimizer.name!r}: torch.optim has none of that name")
+    try:
+        return kind(strategy.parameters(), **cast("dict[str, Any]", optimizer.arguments))
+    except (TypeError, ValueError) as error:
+        raise Refusal(f"optimizer {optimizer.name}: {error}") from error
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return cast("Tensor", tensor.to_local()) if hasattr(tensor, "to_local") else tensor
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the optimizer's per-element state; its step counters are not counted."""
+    return sum(
+        _local(value).nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() > 0
+    )

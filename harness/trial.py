@@ -1,0 +1,469 @@
+"""One trial as each of its ranks runs it, and the record that their outcomes make.
+
+Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the
+link, and quantisation errors on a backward pass of its own after everything timed.  A rank returns
+raw values only; :func:`assemble` puts all ranks' together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness import corpus, workload
+from harness.corpus import Corpus, Tokens
+from harness.link import PROBES, Counters, Exchange, counters, slowest
+from harness.meter import PowerSampler, StepClock, forget_peak, peak_device, peak_rss
+from harness.quantisation import Squares, errors_of, measure
+from harness.rank import Progress, Rank, Refusal
+from harness.record import (
+    InterfaceCounters,
+    LedgerRow,
+    Memory,
+    Predicted,
+    QuantisationError,
+    RankRecord,
+    Validation,
+)
+from harness.strategies import Strategy, build_optimizer, prepare
+from harness.suite import Trial
+from impl.codec import Raw
+from impl.traffic import Event, LedgerKey, Sent, predict
+
+# How far the first step's loss may lie from a single process's: rounding of sums for fp32 frames,
+# of weights for 16 bits.  Quantised weights are what is being studied and are not held to it.
+_FIRST_LOSS: Final = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
+
+
+class TrialError(RuntimeError):
+    """A trial ran and its result cannot be trusted; the message names the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What every rank of a trial is given.
+
+    Attributes:
+        trial: what to run.
+        probe_bytes: size of a probe's message; None for no probe.
+        count: whether the node's interface counts what leaves the node, and nothing else.
+    """
+
+    trial: Trial
+    probe_bytes: int | None
+    count: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankValidation:
+    """One rank's share of a :class:`~harness.record.Validation`."""
+
+    step: int
+    loss: float
+    train_seconds: float
+    inter_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank brings back.
+
+    Attributes:
+        record: steps, ledger, memory.
+        validations: its share of each.
+        predicted: what ``impl.traffic`` says it sent over the timed steps; None for peers.
+        sent: what its node's interface sent over the timed steps, evaluations left out; from the
+            first rank of a node.
+        probed: Mbit/s into its node.
+        errors: sums for quantisation errors.
+        reference_loss: of the first step on its batches, unsharded.
+        ran: algorithms, transports, threads.
+        units: name, elements, padded elements.
+        parameters: elements of the model.
+        power: samples of its GPU.
+    """
+
+    record: RankRecord
+    validations: list[RankValidation]
+    predicted: list[LedgerRow] | None
+    sent: Counters | None
+    probed: list[float]
+    errors: dict[tuple[str, str, str], Squares]
+    reference_loss: float
+    ran: dict[str, Any]
+    units: list[tuple[str, int, int]]
+    parameters: int
+    power: list[dict[str, float]] | None
+
+
+def run(rank: Rank, assignment: Assignment) -> Outcome:
+    """Run a trial on this rank; the default process group is there.
+
+    Raises:
+        Refusal, PolicyError, GeometryError, CorpusError, WorkloadError: it cannot be run as asked.
+        TrialError: it ran and cannot be trusted.
+    """
+    return _Run(rank, assignment).run()
+
+
+class _Run:
+    """One rank's trial under way."""
+
+    def __init__(self, rank: Rank, assignment: Assignment) -> None:
+        trial = assignment.trial
+        self.rank, self.assignment, self.trial = rank, assignment, trial
+        self.device = _device(trial, rank)
+        self.data = _Data(trial, rank, corpus.load(trial.corpus), self.device)
+        torch.manual_seed(trial.seed)
+        with self.device:
+            model = workload.build(trial.model, trial.sequence)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.reference_loss = self._reference_loss(model)
+        self.strategy: Strategy = prepare(trial, model, rank, self.device)
+        self.optimizer = build_optimizer(trial.optimizer, self.strategy)
+        self.clock = StepClock(self.strategy.exposed_seconds, self.device)
+        self.events: list[Event] = []
+        self.validations: list[RankValidation] = []
+        self.train_seconds = 0.0
+        self.evaluated = Counters(0, 0)  # sent by evaluations so far; they belong to no step
+        self.before_training = self._count()
+
+    def run(self) -> Outcome:
+        trial, total = self.trial, self.trial.warmup + self.trial.steps
+        forget_peak(self.device)
+        for index in range(trial.warmup):
+            self.rank.report(Progress("warm-up", index, trial.warmup))
+            self._step(index)
+        dist.barrier()
+        skipped, ledger_before = len(self.events), self.strategy.ledger()
+        counted_before = self._trained()
+        with PowerSampler(self.device) as power:
+            for index in range(trial.warmup, total):
+                self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
+                self._step(index)
+        dist.barrier()
+        counted = self._trained()
+        if trial.validate_every is not None and not self._validated(total):
+            self._validate(total)
+        ledger = self.strategy.ledger()
+        memory = Memory(
+            engine=self.strategy.memory(self.optimizer),
+            formula=self.strategy.formula(),
+            peak_rss=peak_rss(),
+            peak_device=peak_device(self.device),
+        )
+        probed = self._probe()
+        errors = self._quantisation()
+        ran = self._ran()
+        self.strategy.close()
+        sent = None if counted is None or counted_before is None else counted - counted_before
+        return Outcome(
+            record=RankRecord(
+                rank=self.rank.rank,
+                node=self.rank.node,
+                local=self.rank.local,
+                steps=self.clock.steps,
+                ledger=None if ledger is None else _rows(_less(ledger, ledger_before or {})),
+                memory=memory,
+            ),
+            validations=self.validations,
+            predicted=self._predicted(skipped),
+            sent=sent,
+            probed=probed,
+            errors=errors,
+            reference_loss=self.reference_loss,
+            ran=ran,
+            units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
+            parameters=self.parameters,
+            power=power.samples if self.rank.speaks else None,
+        )
+
+    def _reference_loss(self, model: nn.Module) -> float:
+        """Loss of the unsharded model on this rank's batches of the first step."""
+        with torch.no_grad():
+            losses = [float(model(*batch)) for micro in self.data.step(0) for batch in micro]
+        return math.fsum(losses) / len(losses)
+
+    def _step(self, index: int) -> None:
+        trial, clock, strategy = self.trial, self.clock, self.strategy
+        clock.begin()
+        losses: list[Tensor] = []
+        for number, micro in enumerate(self.data.step(index)):
+            strategy.begin(last=number == trial.accumulation - 1)
+            for batch in micro:
+                with clock.part("forward"):
+                    loss = strategy.model(*batch)
+                with clock.part("backward"):
+                    (loss / (trial.accumulation * self.data.parts)).backward()
+                losses.append(loss.detach())
+            with clock.part("backward"):
+                strategy.finish_backward()
+            self.events += ["forward", "backward"]
+        with clock.part("optimizer"):
+            norm = None if trial.clip is None else strategy.clip(trial.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.events += ["step"] if trial.clip is None else ["norm", "step"]
+        mean = math.fsum(float(loss) for loss in losses) / len(losses)
+        clock.end(index=index, warmup=index < trial.warmup, loss=mean, norm=norm)
+        self.train_seconds += clock.steps[-1].total
+        if trial.validate_every and (index + 1) % trial.validate_every == 0:
+            self._validate(index + 1)
+
+    def _validated(self, step: int) -> bool:
+        return bool(self.validations) and self.validations[-1].step == step
+
+    def _validate(self, step: int) -> None:
+        """Loss on the validation split after ``step`` steps."""
+        self.rank.report(Progress("validation", step, self.trial.warmup + self.trial.steps))
+        dist.barrier()
+        inter, before = self._inter_bytes(), self._count()
+        self.strategy.model.eval()
+        losses = []
+        with torch.no_grad():
+            for batch in self.data.validation:
+                losses.append(float(self.strategy.model(*batch)))
+                self.events.append("evaluate")
+        self.strategy.model.train()
+        dist.barrier()
+        after = self._count()
+        if before is not None and after is not None:
+            self.evaluated += after - before
+        loss = math.fsum(losses) / len(losses)
+        self.validations.append(RankValidation(step, loss, self.train_seconds, inter))
+
+    def _count(self) -> Counters | None:
+        """What the node's interface has sent; by the node's first rank."""
+        if not (self.assignment.count and self.rank.speaks) or self.rank.port.interface is None:
+            return None
+        return counters(self.rank.port.interface)
+
+    def _trained(self) -> Counters | None:
+        """What the node's interface has sent in training so far, evaluations left out."""
+        counted = self._count()
+        if counted is None or self.before_training is None:
+            return None
+        return counted - self.before_training - self.evaluated
+
+    def _inter_bytes(self) -> int | None:
+        """Bytes sent between nodes in training so far: by this rank, or by its node if only the
+        interface knows (then 0 for its other ranks).
+        """
+        ledger = self.strategy.ledger()
+        if ledger is not None:
+            return sum(
+                s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate"
+            )
+        if not self.assignment.count:
+            return 0 if self.rank.topology.nodes == 1 or self.trial.strategy == "single" else None
+        counted = self._trained()
+        return 0 if counted is None else counted.tx_bytes
+
+    def _probe(self) -> list[float]:
+        if self.assignment.probe_bytes is None:
+            return []
+        self.rank.report(Progress("probe"))
+        per_node = self.rank.topology.ranks_per_node
+        speakers = tuple(range(0, self.rank.topology.world, per_node))
+        exchange = Exchange(self.assignment.probe_bytes, PROBES, speakers)
+        return exchange.run(self.rank.pacer, str(self.device))
+
+    def _quantisation(self) -> dict[tuple[str, str, str], Squares]:
+        """Errors of codecs on this rank's weights and on the gradients of one more backward pass."""
+        zero = self.strategy.zero
+        if zero is None or not self.trial.measure_quantisation:
+            return {}
+        self.rank.report(Progress("quantisation"))
+        for micro in self.data.step(self.trial.warmup + self.trial.steps):
+            for batch in micro:
+                (self.strategy.model(*batch) / self.trial.accumulation).backward()
+            self.strategy.finish_backward()
+        return measure(zero)
+
+    def _ran(self) -> dict[str, Any]:
+        return {
+            **self.strategy.describe(),
+            "backend": dist.get_backend(),
+            "device": self.device.type,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "optimizer": type(self.optimizer).__name__,
+            "corpus_sha256": self.data.corpus.sha256,
+        }
+
+    def _predicted(self, skipped: int) -> list[LedgerRow] | None:
+        """What the passes after the first ``skipped`` should have sent."""
+        zero = self.strategy.zero
+        if zero is None:
+            return None
+        units, topology, rank = self.strategy.units(), self.rank.topology, self.rank.rank
+        whole = predict(zero.policy, topology, units, rank, self.events)
+        before = predict(zero.policy, topology, units, rank, self.events[:skipped])
+        return _rows(_less(whole, before))
+
+
+class _Data:
+    """The batches of one rank; of ``single``, those of all ranks.
+
+    Attributes:
+        corpus: where they come from.
+        parts: how many ranks' batches.
+        validation: (tokens, targets) of the fixed split.
+    """
+
+    def __init__(self, trial: Trial, rank: Rank, text: Corpus, device: torch.device) -> None:
+        self.corpus, self._trial, self._device = text, trial, device
+        world = trial.topology().world
+        self._ranks = range(world) if trial.strategy == "single" else (rank.rank,)
+        self.parts = len(self._ranks)
+        self._sequences = trial.tokens_per_rank // trial.sequence
+        self.validation: list[tuple[Tensor, Tensor]] = []
+        if trial.validate_every is not None:
+            self.validation = [
+                self._pair(windows)
+                for part in self._ranks
+                for windows in text.validation_batches(
+                    batches=trial.validation_batches,
+                    rank=part,
+                    world=world,
+                    sequences=self._sequences,
+                    length=trial.sequence,
+                )
+            ]
+
+    def step(self, index: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """For each micro-batch of a step, (tokens, targets) of each part: (sequences, T) int64."""
+        for micro_batch in range(self._trial.accumulation):
+            yield [
+                self._pair(
+                    self.corpus.batch(
+                        seed=self._trial.seed,
+                        step=index,
+                        micro_batch=micro_batch,
+                        rank=part,
+                        sequences=self._sequences,
+                        length=self._trial.sequence,
+                    )
+                )
+                for part in self._ranks
+            ]
+
+    def _pair(self, windows: Tokens) -> tuple[Tensor, Tensor]:
+        whole = torch.from_numpy(windows).to(self._device)
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+
+def _device(trial: Trial, rank: Rank) -> torch.device:
+    if trial.cluster.device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = rank.rank if trial.cluster.launcher == "local" else rank.local
+    if index >= count:
+        raise Refusal(f"rank {rank.rank} needs GPU {index}, this machine has {count}")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _less(whole: Mapping[LedgerKey, Sent], before: Mapping[LedgerKey, Sent]) -> dict[LedgerKey, Sent]:
+    """What ``whole`` holds beyond ``before``."""
+    rest = {}
+    for key, sent in whole.items():
+        earlier = before.get(key, Sent(0, 0))
+        left = Sent(sent.bytes - earlier.bytes, sent.messages - earlier.messages)
+        if left != Sent(0, 0):
+            rest[key] = left
+    return rest
+
+
+def _rows(sent: Mapping[LedgerKey, Sent]) -> list[LedgerRow]:
+    return [
+        LedgerRow(**key._asdict(), bytes=total.bytes, messages=total.messages)
+        for key, total in sorted(sent.items())
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All ranks' outcomes as the fields of a :class:`~harness.record.Record`."""
+
+    ranks: list[RankRecord]
+    interfaces: list[InterfaceCounters] | None
+    validations: list[Validation]
+    quantisation: list[QuantisationError]
+    predicted: Predicted | None
+    reference_loss: float
+    probed_mbit: list[float]
+    ran: dict[str, Any]
+    units: list[tuple[str, int, int]]
+    parameters: int
+    power: list[dict[str, float]] | None
+
+
+def assemble(trial: Trial, outcomes: Sequence[Outcome]) -> Result:
+    """Put together what all ranks brought back, in rank order.
+
+    Raises:
+        TrialError: for a loss that is not finite, or a first one that is not a single process's.
+    """
+    _check_losses(trial, outcomes)
+    first = outcomes[0]
+    predicted = None
+    if first.predicted is not None:
+        ledgers = [outcome.predicted or [] for outcome in outcomes]
+        equal = all(ledger == o.record.ledger for ledger, o in zip(ledgers, outcomes, strict=True))
+        predicted = Predicted(ledgers=ledgers, equal=equal)
+    interfaces = [
+        InterfaceCounters(node=o.record.node, tx_bytes=o.sent.tx_bytes, tx_packets=o.sent.tx_packets)
+        for o in outcomes
+        if o.sent is not None
+    ]
+    return Result(
+        ranks=[outcome.record for outcome in outcomes],
+        interfaces=interfaces or None,
+        validations=[_validation(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)],
+        quantisation=errors_of([outcome.errors for outcome in outcomes]),
+        predicted=predicted,
+        reference_loss=math.fsum(o.reference_loss for o in outcomes) / len(outcomes),
+        probed_mbit=slowest([o.probed for o in outcomes if o.probed]),
+        ran=first.ran,
+        units=first.units,
+        parameters=first.parameters,
+        power=first.power,
+    )
+
+
+def _validation(shares: Sequence[RankValidation]) -> Validation:
+    known = [share.inter_bytes for share in shares if share.inter_bytes is not None]
+    return Validation(
+        step=shares[0].step,
+        loss=math.fsum(share.loss for share in shares) / len(shares),
+        train_seconds=max(share.train_seconds for share in shares),
+        inter_bytes=sum(known) if len(known) == len(shares) else None,
+    )
+
+
+def _check_losses(trial: Trial, outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        for step in outcome.record.steps:
+            if not math.isfinite(step.loss):
+                raise TrialError(
+                    f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
+                )
+    policy = trial.resolved_policy()
+    codec = Raw("fp32") if policy is None else policy.weights
+    if not isinstance(codec, Raw):
+        return
+    first = math.fsum(o.record.steps[0].loss for o in outcomes) / len(outcomes)
+    reference = math.fsum(o.reference_loss for o in outcomes) / len(outcomes)
+    allowed = _FIRST_LOSS[codec.dtype]
+    if abs(first - reference) > allowed:
+        raise TrialError(
+            f"the loss of the first step is {first:.6f}, of a single process on the same batches "
+            f"{reference:.6f}: they differ by more than {allowed:g}"
+        )
