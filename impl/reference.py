@@ -130,26 +130,28 @@ def _encode_int(codec: IntCodec, x: Tensor, frames: Tensor) -> None:
     if numel == 0:
         return
     values = _blocked(codec, x)  # (..., blocks, block)
+    low, high = values.aminmax(dim=-1, keepdim=True)  # both propagate NaN
     if codec.asymmetric:
-        steps = (1 << codec.bits) - 1
-        low, high = values.aminmax(dim=-1, keepdim=True)
+        first, last = 0, (1 << codec.bits) - 1
         # high / n - low / n, not (high - low) / n: the difference may overflow.
-        n = torch.full_like(low, steps)
-        scale = torch.clamp(high / n - low / n, min=SMALLEST_NORMAL)
+        steps = torch.full_like(low, last)
+        scale = torch.clamp(high / steps - low / steps, min=SMALLEST_NORMAL)
         codes = _offset(values, low, scale)
-        codes = codes.round_().clamp_(0, steps)
-        # A NaN or an infinity anywhere in the block must not decode to something finite.
         broken = ~(torch.isfinite(low) & torch.isfinite(high))
-        low = low.masked_fill(broken, 0.0)
     else:
-        top = (1 << (codec.bits - 1)) - 1
-        absmax = values.abs().amax(dim=-1, keepdim=True)  # propagates NaN
-        scale = torch.clamp(absmax / torch.full_like(absmax, top), min=SMALLEST_NORMAL)
-        codes = values.div_(scale).round_().clamp_(-top, top)
+        last = (1 << (codec.bits - 1)) - 1
+        first = -last
+        absmax = torch.maximum(-low, high)
+        scale = torch.clamp(absmax / torch.full_like(absmax, last), min=SMALLEST_NORMAL)
+        codes = values.div_(scale)
         broken = ~torch.isfinite(absmax)
-    scale = scale.masked_fill(broken, math.nan)
-    codes = codes.masked_fill_(broken, 0.0).view(*x.shape[:-1], -1)[..., :numel]
-    _pack(codes.to(torch.int32) & ((1 << codec.bits) - 1), codec.bits, frames[..., :codes_end])
+    codes.round_().clamp_(first, last)
+    if broken.any():  # a NaN or an infinity must not decode to something finite: scale NaN, codes 0
+        low = low.masked_fill(broken, 0.0)
+        scale = scale.masked_fill(broken, math.nan)
+        codes.masked_fill_(broken, 0.0)
+    integers = codes.to(torch.uint8) if codec.asymmetric else codes.to(torch.int8).view(torch.uint8)
+    _pack(integers.view(*x.shape[:-1], -1)[..., :numel], codec.bits, frames[..., :codes_end])
     _zero_padding(frames, codes_end, scales_at)
     ends = scales_at + SCALE_BYTES * blocks
     frames[..., scales_at:ends] = scale.squeeze(-1).contiguous().view(torch.uint8)
@@ -175,7 +177,7 @@ def _decode_int(codec: IntCodec, frames: Tensor, numel: int, largest: float) -> 
     codes = _unpack(frames[..., :codes_end], codec.bits, numel)
     if not codec.asymmetric:
         half = 1 << (codec.bits - 1)
-        codes = (codes ^ half) - half  # sign extension
+        codes = (codes.bitwise_xor_(half) - half).view(torch.int8)  # sign extension
     scale = _floats(frames, scales_at, blocks)
     values = torch.zeros((*lead, blocks * block), dtype=torch.float32, device=frames.device)
     values[..., :numel] = codes
@@ -194,34 +196,45 @@ def _floats(frames: Tensor, start: int, count: int) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int, out: Tensor) -> None:
-    """Write (..., S) int32 codes below 2^bits as a little-endian bit stream of (..., bytes)."""
+    """Write the low ``bits`` of (..., S) uint8 codes as a little-endian bit stream of (..., bytes)."""
     if bits == 8:
         out.copy_(codes)
         return
-    numel = codes.shape[-1]
-    group = 8 // math.gcd(8, bits)  # codes that fill whole bytes: 8, 4, 2 or 1
+    numel, width = codes.shape[-1], math.gcd(8, bits)
+    group = 8 // width  # codes that fill whole bytes, bits * group / 8 of them
     groups = -(-numel // group)
     padded = codes.new_zeros((*codes.shape[:-1], groups * group))
-    padded[..., :numel] = codes
-    padded = padded.view(*codes.shape[:-1], groups, group).long()
-    shifts = torch.arange(0, group * bits, bits, device=codes.device)
-    words = (padded << shifts).sum(dim=-1)  # at most 8 * 7 = 56 bits
-    byte_shifts = torch.arange(0, group * bits, 8, device=codes.device)
-    stream = (words.unsqueeze(-1) >> byte_shifts) & 0xFF
-    out.copy_(stream.view(*codes.shape[:-1], -1)[..., : out.shape[-1]])
+    torch.bitwise_and(codes, (1 << bits) - 1, out=padded[..., :numel])
+    padded = padded.view(*codes.shape[:-1], groups, group)
+    if bits == width:  # 2 and 4: a byte holds whole codes
+        stream = padded[..., 0].clone()
+        for index in range(1, group):
+            stream |= padded[..., index] << (bits * index)
+    else:
+        shifts = torch.arange(0, group * bits, bits, device=codes.device)
+        words = (padded.long() << shifts).sum(dim=-1, keepdim=True)  # at most 8 * 7 = 56 bits
+        byte_shifts = torch.arange(0, group * bits, 8, device=codes.device)
+        stream = ((words >> byte_shifts) & 0xFF).view(*codes.shape[:-1], -1)
+    out.copy_(stream[..., : out.shape[-1]])
 
 
 def _unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """(..., S) int32 codes below 2^bits from a bit stream."""
+    """(..., S) uint8 codes below 2^bits, a copy, from a bit stream."""
     if bits == 8:
-        return packed.to(torch.int32)
-    group = 8 // math.gcd(8, bits)
-    width = group * bits // 8  # bytes of a group
-    groups = -(-numel // group)
-    stream = packed.new_zeros((*packed.shape[:-1], groups * width), dtype=torch.int64)
-    stream[..., : packed.shape[-1]] = packed
-    byte_shifts = torch.arange(0, width * 8, 8, device=packed.device)
-    words = (stream.view(*packed.shape[:-1], groups, width) << byte_shifts).sum(dim=-1, keepdim=True)
-    shifts = torch.arange(0, group * bits, bits, device=packed.device)
-    codes = (words >> shifts) & ((1 << bits) - 1)
-    return codes.view(*packed.shape[:-1], -1)[..., :numel].to(torch.int32)
+        return packed.clone()
+    width = math.gcd(8, bits)
+    group = 8 // width
+    groups, lead = -(-numel // group), packed.shape[:-1]
+    codes = packed.new_empty((*lead, groups, group))
+    if bits == width:
+        for index in range(group):
+            codes[..., index] = (packed >> (bits * index)) & ((1 << bits) - 1)
+    else:
+        size = group * bits // 8  # bytes of a group
+        stream = packed.new_zeros((*lead, groups * size), dtype=torch.int64)
+        stream[..., : packed.shape[-1]] = packed
+        byte_shifts = torch.arange(0, size * 8, 8, device=packed.device)
+        words = (stream.view(*lead, groups, size) << byte_shifts).sum(dim=-1, keepdim=True)
+        shifts = torch.arange(0, group * bits, bits, device=packed.device)
+        codes.copy_((words >> shifts) & ((1 << bits) - 1))
+    return codes.view(*lead, -1)[..., :numel]

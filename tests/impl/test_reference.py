@@ -102,9 +102,9 @@ def test_packing_is_exact_for_every_byte(bits: int) -> None:
     """Every sequence of codes unpacks to itself, exhaustively where the space is small."""
     top = 1 << bits
     if bits <= 4:
-        sequences = torch.tensor(list(itertools.product(range(top), repeat=3)), dtype=torch.int32)
+        sequences = torch.tensor(list(itertools.product(range(top), repeat=3)), dtype=torch.uint8)
     else:
-        values = torch.arange(top, dtype=torch.int32)
+        values = torch.arange(top, dtype=torch.int32).to(torch.uint8)
         sequences = torch.stack([values, values.flip(0), values.roll(7), values ^ 1, values], dim=-1)
     packed = torch.zeros((len(sequences), -(-sequences.shape[1] * bits // 8)), dtype=torch.uint8)
     reference._pack(sequences, bits, packed)
