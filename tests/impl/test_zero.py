@@ -62,7 +62,7 @@ def single(net: nn.Module, world: int, steps: int, accumulation: int = 1, width:
     return losses
 
 
-def train(
+def train(  # noqa: PLR0917  # thread ranks pass by position
     mesh: Mesh,
     net: nn.Module,
     policy: Policy,
