@@ -75,9 +75,7 @@ def _wide(group: pd.DataFrame, kind: str, names: list[str], parts: list[str]) ->
     return table.reindex(index=names, columns=[part for part in parts if part in table.columns])
 
 
-def _volume_bars(
-    ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]], printed: pd.DataFrame
-) -> None:
+def _volume_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]], printed: pd.DataFrame) -> None:
     names = [contender for _, contender in shown]
     values = _wide(group, "ledger", names, list(metrics.VOLUME_PARTS))
     drawing.Stack(names, values, theme.VOLUME, {}).draw(ax)
@@ -115,13 +113,13 @@ def _volume_caption(data: pd.DataFrame) -> str:
     first = data.iloc[0]
     places = [", ".join(_told(group)) for _, group in data.groupby(_PLACE, sort=True)]
     return (
-        "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x padded "
-        f"elements x (nodes - 1), here {first['m_bytes'] / 1e6:.2f} MB. Left: the ledger by purpose (bars and "
-        "numbers), what impl.traffic predicts ( | ), what the network interfaces counted, headers included "
-        "( o ), and the rule printed in the ZeRO++ blog, 3M for ZeRO-3 and 0.75M for ZeRO++, applied to each "
-        "technique ( x; only the two totals were printed there); the rule leaves out scales and control. "
-        "Right: computed from the same units, what is spared against flat (ring) collectives in 16 bits, first "
-        "by hopping by node, then by hpZ's copy, then by quantising. Median over repeats. "
+        "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
+        f"padded elements x (nodes - 1), here {first['m_bytes'] / 1e6:.2f} MB. Left: the ledger by purpose "
+        "(bars and numbers), what impl.traffic predicts ( | ), what the network interfaces counted, headers "
+        "included ( o ), and the rule printed in the ZeRO++ blog, 3M for ZeRO-3 and 0.75M for ZeRO++, "
+        "applied to each technique ( x; only the two totals were printed there); the rule leaves out scales "
+        "and control. Right: computed from the same units, what is spared against flat (ring) collectives in "
+        "16 bits, first by hopping by node, then by hpZ's copy, then by quantising. Median over repeats. "
         f"{'; '.join(places)}."
     )
 
@@ -172,8 +170,8 @@ def _link_caption(data: pd.DataFrame) -> str:
     told = "; ".join(f"{row.kind} ({row.why})" for row in kinds.itertuples())
     return (
         "The link between nodes: rate achieved by messages of at least "
-        f"{data['message_bytes'].min() / 1e6:.3g} MB before the sweep (calibrated) and right after each trial "
-        f"(probed), as a share of the rate asked for. Kind of link: {told}."
+        f"{data['message_bytes'].min() / 1e6:.3g} MB before the sweep (calibrated) and right after each "
+        f"trial (probed), as a share of the rate asked for. Kind of link: {told}."
     )
 
 

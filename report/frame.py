@@ -193,6 +193,12 @@ def _varying(trials: list[dict[str, Any]]) -> tuple[str, ...]:
     )
 
 
+def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
+    """Rows by equal ``keys``, in the order of first appearance, with the keys' values."""
+    found = data.groupby(keys, sort=False, dropna=False)
+    return [(key if isinstance(key, tuple) else (key,), group) for key, group in found]
+
+
 def rate_text(mbit: float | None) -> str:
     """``50 Mbit/s``, ``1.6 Gbit/s`` or ``unshaped``."""
     if mbit is None or pd.isna(mbit):

@@ -222,8 +222,8 @@ def _speedup_caption(data: pd.DataFrame) -> str:
         "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; geometric "
         "mean with its 95 % interval, dots are single pairs. What bytes and overlap allow: the best step is "
         "max(compute, wire), where compute is the slowest rank's step less its exposed communication, and "
-        "wire is 8 times the bytes that the busiest node sent to others in a step over the achieved rate; the "
-        f"share is that best step over the measured one. {common_to(data)}."
+        "wire is 8 times the bytes that the busiest node sent to others in a step over the achieved rate; "
+        f"the share is that best step over the measured one. {common_to(data)}."
     )
 
 
@@ -411,7 +411,8 @@ def _ablation_caption(data: pd.DataFrame) -> str:
 
 def _ablation_alt(data: pd.DataFrame) -> str:
     told = [
-        f"{contender} {metrics.speedup(group).estimate:.2f} with {group['bytes_ratio'].median():.3f} of the bytes"
+        f"{contender} {metrics.speedup(group).estimate:.2f} with {group['bytes_ratio'].median():.3f} of the "
+        "bytes"
         for (_, contender), group in data.groupby(["cell", "contender"], sort=False)
     ]
     return f"Bars of speed-up and bytes: {listed(told[:8])}."
@@ -455,10 +456,10 @@ def _draw_split(data: pd.DataFrame) -> Figure | None:
 
 def _split_caption(data: pd.DataFrame) -> str:
     return (
-        "Where a step's time goes, on the slowest rank of each step, mean over timed steps and repeats (means, "
-        "so that parts add up; elsewhere steps are summarised by their median). Pale parts are exposed "
-        "communication: time in which the rank only waited. Peers that are not wired through the ledger do "
-        f"not report it: theirs is inside forward and backward. {common_to(data)}."
+        "Where a step's time goes, on the slowest rank of each step, mean over timed steps and repeats "
+        "(means, so that parts add up; elsewhere steps are summarised by their median). Pale parts are "
+        "exposed communication: time in which the rank only waited. Peers that are not wired through the "
+        f"ledger do not report it: theirs is inside forward and backward. {common_to(data)}."
     )
 
 

@@ -112,8 +112,8 @@ def _draw_final(data: pd.DataFrame) -> Figure | None:
 def _final_caption(data: pd.DataFrame) -> str:
     return (
         "Loss of the last validation: each run (dots), their mean (marker and number) and spread. "
-        f"{data['seed'].nunique()} seed(s), {data['repeat'].nunique()} repeat(s). The axis does not start at 0. "
-        f"{common_to(data)}."
+        f"{data['seed'].nunique()} seed(s), {data['repeat'].nunique()} repeat(s). The axis does not start at "
+        f"0. {common_to(data)}."
     )
 
 
@@ -179,10 +179,10 @@ def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series[float]]:
 
 def _memory_caption(data: pd.DataFrame) -> str:
     return (
-        "Bytes that the engine owns on the fullest rank, by part, at their worst moment (bars), against the total "
-        "of the formulas of impl.traffic.memory ( | ), ordered by the number of ranks that share one hpZ copy of "
-        "the weights: the smaller the group, the more memory, the fewer hops in backward. Median over repeats. "
-        f"{common_to(data)}."
+        "Bytes that the engine owns on the fullest rank, by part, at their worst moment (bars), against the "
+        "total of the formulas of impl.traffic.memory ( | ), ordered by the number of ranks that share one "
+        "hpZ copy of the weights: the smaller the group, the more memory, the fewer hops in backward. Median "
+        f"over repeats. {common_to(data)}."
     )
 
 
@@ -262,9 +262,9 @@ def _draw_error(data: pd.DataFrame) -> Figure | None:
 def _error_caption(data: pd.DataFrame) -> str:
     return (
         "Error of integer codecs on tensors of the trials, from the frames that were sent: vNMSE = "
-        "sum((decoded - x)^2) / sum(x^2), and the largest |decoded - x| over the largest |x|. Markers: median "
-        f"over {data['unit'].nunique()} unit(s) and repeats; dots: each. 'shard': one scale for a whole shard, the "
-        "paper's non-blocked baseline."
+        "sum((decoded - x)^2) / sum(x^2), and the largest |decoded - x| over the largest |x|. Markers: "
+        f"median over {data['unit'].nunique()} unit(s) and repeats; dots: each. 'shard': one scale for a "
+        "whole shard, the paper's non-blocked baseline."
     )
 
 
@@ -350,9 +350,9 @@ def _draw_bits(data: pd.DataFrame) -> Figure | None:
 
 def _sweep_caption(data: pd.DataFrame) -> str:
     return (
-        "What changes when only the named codec does: median step seconds, bytes between nodes per step (ledger, "
-        "in units of M, see 'Bytes between nodes') and loss of the last validation (its axis does not start at "
-        f"0). Markers: median over repeats; dots: each. {common_to(data)}."
+        "What changes when only the named codec does: median step seconds, bytes between nodes per step "
+        "(ledger, in units of M, see 'Bytes between nodes') and loss of the last validation (its axis does "
+        f"not start at 0). Markers: median over repeats; dots: each. {common_to(data)}."
     )
 
 

@@ -1,0 +1,236 @@
+"""The report as one self-contained page: figures inside, raw values and other forms beside it."""
+
+from __future__ import annotations
+
+import base64
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from report import metrics, published
+from report.contender import BASELINE, NAMES, PROPOSED
+from report.figures import Drawn
+from report.metrics import Derived
+from report.plot import Plot, listed, records_behind
+from report.tables import Table, number
+
+_HERE: Final = Path(__file__).parent
+_TEMPLATE: Final = "page.html"
+_STYLE: Final = "page.css"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A file beside the page: its form and its address relative to the page."""
+
+    form: str
+    address: str
+
+
+@dataclass(frozen=True)
+class FigureOnPage:
+    """A figure as the template needs it."""
+
+    name: str
+    title: str
+    image: str  # data URI
+    caption: str
+    alt: str
+    links: list[Link]
+    records: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TableOnPage:
+    """A table as the template needs it: cells as text, not yet escaped."""
+
+    name: str
+    title: str
+    caption: str
+    heads: list[tuple[str, bool]]  # title, numeric
+    rows: list[list[str]]
+    links: list[Link]
+
+
+@dataclass(frozen=True)
+class Content:
+    """Everything on the page.
+
+    Attributes:
+        derived: the records.
+        drawn: figures that had data.
+        missing: figures that had none.
+        tables: with the files of each, by suffix.
+        failures: of failed trials, or None.
+        folder: the page's own, to which links are relative.
+    """
+
+    derived: Derived
+    drawn: list[Drawn]
+    missing: list[Plot]
+    tables: list[tuple[Table, dict[str, Path]]]
+    failures: tuple[Table, dict[str, Path]] | None
+    folder: Path
+
+
+def render(content: Content) -> str:
+    """The page as HTML."""
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    frames = content.derived.frames
+    tables = [_table(table, files, content.folder) for table, files in content.tables]
+    page: str = environment.get_template(_TEMPLATE).render(
+        style=(_HERE / _STYLE).read_text(encoding="utf-8"),
+        suite=frames.suite,
+        headline=headline(content.derived),
+        facts=facts(content.derived),
+        warnings=warnings(content.derived),
+        figures=[_figure(drawn, content.folder) for drawn in content.drawn],
+        missing=content.missing,
+        summary=[table for table in tables if table.name == "summary"],
+        tables=[table for table in tables if table.name not in ("summary", "environment")],
+        environment=[table for table in tables if table.name == "environment"],
+        failures=_table(*content.failures, content.folder) if content.failures else None,
+        pools=frames.pools,
+    )
+    return page
+
+
+def _links(files: dict[str, Path], folder: Path) -> list[Link]:
+    return [Link(suffix.upper(), path.relative_to(folder).as_posix()) for suffix, path in files.items()]
+
+
+def _figure(drawn: Drawn, folder: Path) -> FigureOnPage:
+    plot, data = drawn.plot, drawn.data
+    image = base64.b64encode(drawn.svg.encode()).decode("ascii")
+    return FigureOnPage(
+        name=plot.name,
+        title=plot.title,
+        image=f"data:image/svg+xml;base64,{image}",
+        caption=plot.caption(data),
+        alt=plot.alt(data),
+        links=_links(drawn.files, folder),
+        records=records_behind(data),
+    )
+
+
+def _table(table: Table, files: dict[str, Path], folder: Path) -> TableOnPage:
+    heads = [(column.title, column.numeric) for column in table.columns]
+    return TableOnPage(table.name, table.title, table.caption, heads, table.rows(), _links(files, folder))
+
+
+def headline(derived: Derived) -> list[str]:
+    """Sentences with the main numbers, computed from the records: speed-up and bytes."""
+    pairs = derived.pairs
+    ours = pairs[(pairs["contender"] == NAMES[PROPOSED]) & (pairs["nodes"] > 1)]
+    if ours.empty:
+        return [
+            f"{len(derived.trials)} finished trials. No cell holds both {NAMES[BASELINE]} and "
+            f"{NAMES[PROPOSED]} between nodes in the same repeat, so no speed-up is stated."
+        ]
+    speedups = {str(cell): metrics.speedup(group) for cell, group in ours.groupby("cell", sort=False)}
+    best = max(speedups, key=lambda cell: speedups[cell].estimate)
+    sentences = [*_speed_sentences(ours[ours["cell"] == best], len(speedups) > 1)]
+    if len(speedups) > 1:
+        estimates = [found.estimate for found in speedups.values()]
+        sentences.append(
+            f"Over the {len(speedups)} settings of this folder, the speed-up lies between "
+            f"{min(estimates):.2f} and {max(estimates):.2f}."
+        )
+    return sentences + _bytes_sentences(ours)
+
+
+def _speed_sentences(group: pd.DataFrame, several: bool) -> list[str]:
+    found = metrics.speedup(group)
+    told = number(3)
+    interval = (
+        "one pair, so no interval"
+        if math.isnan(found.low)
+        else f"95 % interval {found.low:.2f} to {found.high:.2f}, {found.n} pairs"
+    )
+    rate = group["achieved_mbit"].median()
+    achieved = f"; the link achieved {rate:.3g} Mbit/s" if not math.isnan(rate) else ""
+    place = f"{'At its best, on' if several else 'On'} {group['where'].iloc[0]}{achieved}"
+    return [
+        f"{place}: a step of {NAMES[PROPOSED]} takes {told(group['step_seconds'].median())} s where "
+        f"{NAMES[BASELINE]}'s takes {told(group['baseline_seconds'].median())} s, a speed-up of "
+        f"{found.estimate:.2f} ({interval})."
+    ]
+
+
+def _bytes_sentences(ours: pd.DataFrame) -> list[str]:
+    ledger, interface = ours["bytes_ratio"].dropna(), ours["interface_ratio"].dropna()
+    if ledger.empty:
+        return []
+    m = (ours["sent_bytes"] / ours["m_bytes"]).median()
+    base = (ours["baseline_sent_bytes"] / ours["m_bytes"]).median()
+    printed = published.volume().set_index("method")["total_m"]
+    counted = f", {interface.median():.3f} by the counters of the interfaces" if len(interface) else ""
+    return [
+        f"Between nodes it sends {ledger.median():.3f} of {NAMES[BASELINE]}'s bytes by the ledger{counted}: "
+        f"{m:.3f} M against {base:.3f} M, where the paper counts {printed[PROPOSED]:g} M against "
+        f"{printed[BASELINE]:g} M (M: one gather of the 16-bit model between nodes)."
+    ]
+
+
+def facts(derived: Derived) -> list[tuple[str, str]]:
+    """Where and when it ran, in a few words."""
+    frames = derived.frames
+    known = frames.facts.groupby("fact")["value"].agg(lambda values: listed(sorted(set(values))))
+    ran = derived.trials
+    found = [
+        ("suite", frames.suite),
+        ("trials", f"{len(ran)} finished, {len(frames.failures)} failed"),
+        ("ran", _when(ran)),
+    ]
+    names = {
+        "machine.cpu": "processor",
+        "machine.cores": "cores",
+        "machine.gpus": "GPUs",
+        "machine.kernel": "kernel",
+        "machine.packages.torch": "torch",
+        "link.kind": "link",
+        "code.version": "version",
+        "code.commit": "commit",
+    }
+    return found + [
+        (told, str(known[fact]))
+        for fact, told in names.items()
+        if known.get(fact) not in (None, "[]", "null")
+    ]
+
+
+def _when(ran: pd.DataFrame) -> str:
+    if ran.empty:
+        return "–"  # noqa: RUF001 - an en dash stands for no value
+    first, last = str(ran["started"].min())[:16], str(ran["started"].max())[:16]
+    return first if first == last else f"{first} to {last}"
+
+
+def warnings(derived: Derived) -> list[str]:
+    """What a reader must know before believing a number."""
+    frames, ran = derived.frames, derived.trials
+    found = []
+    if len(frames.pools) > 1:
+        found.append(f"Records of {len(frames.pools)} pools (other machine or code) stand side by side.")
+    unequal = ran[ran["predicted_equal"].eq(other=False)]
+    if len(unequal):
+        found.append(
+            f"The ledger differs from the prediction in {len(unequal)} trial(s): "
+            f"{listed(sorted(unequal['id'])[:6])}."
+        )
+    where = ran.drop_duplicates("cell").set_index("cell")["where"]
+    for cell, spread in derived.differing.items():
+        found.append(
+            f"{where[cell]}: the rates that the contenders' links achieved differ by {spread:.0%}; their "
+            "comparison is marked (†)."
+        )
+    if len(frames.failures):
+        found.append(f"{len(frames.failures)} trial(s) failed; they are listed below.")
+    return found

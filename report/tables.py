@@ -1,0 +1,466 @@
+"""Tables of the report, as CSV (raw values), Markdown, LaTeX and rows for the page.
+
+Text in records may hold anything; Markdown and LaTeX are escaped here, HTML by the page's
+template.  LaTeX needs ``booktabs``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from harness.statistics import median_interval
+from report import metrics, published
+from report.contender import BASELINE, NAMES
+from report.frame import groups
+from report.metrics import Derived
+from report.plot import contenders
+
+NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
+_LATEX: Final = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
+    "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}",
+    "–": "--", "…": r"\ldots{}", "-": "{-}", "[": "{[}", "]": "{]}",  # noqa: RUF001 - as above
+}  # fmt: skip
+_MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$:@/])")
+
+
+def number(digits: int = 3) -> Callable[[Any], str]:
+    """Formatter: so many significant digits, plain notation where that is short."""
+
+    def told(value: Any) -> str:
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return NOTHING
+        if value != 0 and not 1e-3 <= abs(value) < 1e6:
+            return f"{value:.{digits - 1}e}"
+        decimals = digits - 1 - math.floor(math.log10(abs(value))) if value != 0 else 0
+        return f"{value:.{max(decimals, 0)}f}"
+
+    return told
+
+
+def text(value: Any) -> str:
+    """Formatter: one line of text."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return NOTHING
+    return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column as people read it.
+
+    Attributes:
+        key: of the data.
+        title: printed.
+        format: a value as text; numbers are set flush right.
+    """
+
+    key: str
+    title: str
+    format: Callable[[Any], str] = text
+
+    @property
+    def numeric(self) -> bool:
+        """Whether it is set flush right."""
+        return self.format is not text
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table.
+
+    Attributes:
+        name: file name without suffix, and anchor on the page.
+        title: heading.
+        caption: what the columns are.
+        data: raw values; all its columns go into the CSV.
+        columns: those that are printed, in order.
+    """
+
+    name: str
+    title: str
+    caption: str
+    data: pd.DataFrame
+    columns: tuple[Column, ...]
+
+    def rows(self) -> list[list[str]]:
+        """Printed cells, row by row, not escaped."""
+        return [
+            [column.format(value) for column, value in zip(self.columns, row, strict=True)]
+            for row in self.data[[column.key for column in self.columns]].astype(object).to_numpy()
+        ]
+
+    def csv(self) -> str:
+        """Raw values."""
+        return self.data.to_csv(index=False, lineterminator="\n")
+
+    def markdown(self) -> str:
+        """A GitHub-flavoured pipe table under its title."""
+        head = [markdown(column.title) for column in self.columns]
+        rule = ["---:" if column.numeric else ":---" for column in self.columns]
+        body = [[markdown(cell) for cell in row] for row in self.rows()]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (head, rule, *body)]
+        return f"**{markdown(self.title)}.** {markdown(self.caption)}\n\n" + "\n".join(lines) + "\n"
+
+    def latex(self) -> str:
+        """A ``table`` float with a ``tabular`` in booktabs' rules."""
+        head = [latex(column.title) for column in self.columns]
+        body = [[latex(cell) for cell in row] for row in self.rows()]
+        lines = [" & ".join(cells) + r" \\" for cells in body]
+        align = "".join("r" if column.numeric else "l" for column in self.columns)
+        return "\n".join(
+            [
+                r"\begin{table}",
+                r"\centering",
+                rf"\caption{{{latex(self.title)}. {latex(self.caption)}}}",
+                rf"\label{{tab:{self.name}}}",
+                rf"\begin{{tabular}}{{{align}}}",
+                r"\toprule",
+                " & ".join(head) + r" \\",
+                r"\midrule",
+                *lines,
+                r"\bottomrule",
+                r"\end{tabular}",
+                r"\end{table}",
+                "",
+            ]
+        )
+
+    def write(self, folder: Path) -> dict[str, Path]:
+        """Write all forms; returns where, by suffix."""
+        forms = {"csv": self.csv(), "md": self.markdown(), "tex": self.latex()}
+        files = {suffix: folder / f"{self.name}.{suffix}" for suffix in forms}
+        for suffix, path in files.items():
+            path.write_text(forms[suffix], encoding="utf-8", newline="\n")
+        return files
+
+
+def latex(value: str) -> str:
+    """Text as LaTeX that prints it."""
+    return "".join(_LATEX.get(character, character) for character in text(value))
+
+
+def markdown(value: str) -> str:
+    """Text as Markdown that prints it; no HTML either."""
+    escaped = _MARKDOWN.sub(r"\\\1", text(value).replace("&", "&amp;"))
+    return escaped.replace("<", "&lt;").replace(">", "&gt;")
+
+
+def all_tables(derived: Derived) -> list[Table]:
+    """Every table that has a row, in the order of the page."""
+    made = [maker(derived) for maker in _MAKERS]
+    return [table for table in made if not table.data.empty]
+
+
+def summary(derived: Derived) -> Table:
+    """One row per cell and contender: times, speed-up, bytes, loss."""
+    rows: list[dict[str, Any]] = []
+    for (cell,), of_cell in groups(derived.trials, ["cell"]):
+        for _, contender in contenders(of_cell):
+            mine = of_cell[of_cell["contender"] == contender]
+            paired = derived.pairs[
+                (derived.pairs["cell"] == cell) & (derived.pairs["contender"] == contender)
+            ]
+            rows.append(_summary_row(mine, paired))
+    columns = (
+        Column("where", "Where"),
+        Column("contender", "Contender"),
+        Column("trials", "n", str),
+        Column("step_seconds", "Step, s", number(3)),
+        Column("tokens_per_second", "Tokens/s", number(3)),
+        Column("speedup_told", "Speed-up", str),
+        Column("share", "Share allowed", number(2)),
+        Column("exposed_seconds", "Exposed, s", number(2)),
+        Column("sent_mb", "Sent, MB/step", number(3)),
+        Column("bytes_ratio", "of ZeRO-3's", number(3)),
+        Column("interface_ratio", "on interfaces", number(3)),
+        Column("validation_loss", "Loss", number(4)),
+    )
+    caption = (
+        "Medians over repeats and seeds; speed-up is the geometric mean of pairs with its 95 % interval. "
+        "Share allowed: the best step that bytes and overlap allow over the measured one. Exposed: "
+        "communication that was waited for. Sent: by all ranks between nodes in training (ledger). Loss: "
+        "last validation."
+    )
+    return Table("summary", "Summary", caption, pd.DataFrame(rows), columns)
+
+
+def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
+    first = mine.iloc[0]
+    step = median_interval(list(mine["step_seconds"]))
+    row: dict[str, Any] = {
+        "where": first["where"],
+        "contender": first["contender"],
+        "trials": len(mine),
+        "step_seconds": step.estimate,
+        "step_seconds_low": step.low,
+        "step_seconds_high": step.high,
+        "sent_mb": mine["sent_bytes"].median() / 1e6,
+        "speedup": math.nan,
+        "speedup_low": math.nan,
+        "speedup_high": math.nan,
+        "speedup_told": NOTHING,
+    }
+    for key in ("tokens_per_second", "compute_seconds", "wire_seconds", "share", "exposed_seconds"):
+        row[key] = mine[key].median()
+    for key in ("achieved_mbit", "validation_loss", "m_bytes"):
+        row[key] = mine[key].median()
+    for key in ("bytes_ratio", "interface_ratio"):
+        row[key] = paired[key].median() if len(paired) else math.nan
+    if len(paired):
+        found = metrics.speedup(paired)
+        row |= {"speedup": found.estimate, "speedup_low": found.low, "speedup_high": found.high}
+        row["speedup_told"] = f"{found.estimate:.2f}"
+        if not math.isnan(found.low) and first["contender"] != NAMES[BASELINE]:
+            row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
+    return row
+
+
+def volume(derived: Derived) -> Table:
+    """Bytes between nodes in units of M, and whether prediction, ledger and interface agree."""
+    parts = metrics.volume(derived.frames, derived.trials)
+    printed = published.volume().set_index("method")
+    rows: list[dict[str, Any]] = []
+    between = derived.trials[derived.trials["nodes"] > 1]
+    keys = ["nodes", "ranks_per_node", "model", "accumulation"]
+    for (nodes, ranks, model, _), of_place in groups(between.sort_values(keys, kind="stable"), keys):
+        for strategy, contender in contenders(of_place):
+            mine = of_place[of_place["contender"] == contender]
+            m = (
+                parts[parts["id"].isin(mine["id"])]
+                .groupby(["id", "part"])["m"]
+                .sum()
+                .groupby("part")
+                .median()
+            )
+            equal = mine["predicted_equal"].dropna().astype(bool)
+            row = {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender}
+            row |= {part: float(m.get(part, 0.0 if len(m) else math.nan)) for part in metrics.VOLUME_PARTS}
+            row |= {
+                "predicted": (mine["predicted_bytes"] / mine["m_bytes"]).median(),
+                "ledger": (mine["sent_bytes"] / mine["m_bytes"]).median(),
+                "interface": (mine["interface_bytes"] / mine["m_bytes"]).median(),
+                "interface_over_ledger": (mine["interface_bytes"] / mine["sent_bytes"]).median(),
+                "equal": f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING,
+                "published": printed["total_m"].get(strategy, math.nan) if "(" not in contender else math.nan,
+                "m_bytes": mine["m_bytes"].median(),
+            }
+            rows.append(row)
+    columns = (
+        Column("where", "Where"),
+        Column("contender", "Contender"),
+        Column(metrics.VOLUME_PARTS[0], "Forward gather", number(3)),
+        Column(metrics.VOLUME_PARTS[1], "Backward gather", number(3)),
+        Column(metrics.VOLUME_PARTS[2], "Gradients", number(3)),
+        Column("predicted", "Predicted", number(4)),
+        Column("ledger", "Ledger", number(4)),
+        Column("interface", "Interface", number(4)),
+        Column("interface_over_ledger", "Interface/ledger", number(4)),
+        Column("equal", "Ledger as predicted", str),
+        Column("published", "Published rule", number(3)),
+    )
+    caption = (
+        "Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model. 'Ledger as "
+        "predicted' counts trials whose ledger equals the prediction to the byte, row by row. Interfaces "
+        "count headers too."
+    )
+    return Table("volume", "Volume between nodes", caption, pd.DataFrame(rows), columns)
+
+
+def parity(derived: Derived) -> Table:
+    """ZeRO++ at B/4 over ZeRO-3 at B, ours and the published."""
+    ours = metrics.parity(derived.frames, derived.trials)
+    if ours.empty:
+        return Table("parity", "Parity", "", pd.DataFrame(), ())
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
+    rows = [
+        {
+            "setting": f"{key[0]}x{key[1]} ranks, {key[2]} tokens/rank",
+            "low": f"{key[3]:g} Mbit/s",
+            "high": f"{key[4]:g} Mbit/s",
+            "zeropp": group["tokens_per_second"].median(),
+            "zero3": group["tokens_per_second_baseline"].median(),
+            "unit": "tokens/s",
+            "parity": float(np.exp(np.log(group["parity"]).mean())),
+            "pairs": len(group),
+        }
+        for key, group in groups(ours, keys)
+    ]
+    rows += [
+        {
+            "setting": f"published, {row['model']} on {row['gpus']} {row['gpu']}",
+            "low": f"{row['low_gbps']:g} Gbit/s",
+            "high": f"{row['high_gbps']:g} Gbit/s",
+            "zeropp": float(row["zeropp"]),
+            "zero3": float(row["zero3"]),
+            "unit": "TFLOPs/GPU",
+            "parity": row["parity"],
+            "pairs": 1,
+        }
+        for row in published.parity().to_dict("records")
+    ]
+    columns = (
+        Column("setting", "Setting"),
+        Column("low", "ZeRO++ at"),
+        Column("high", "ZeRO-3 at"),
+        Column("zeropp", "ZeRO++", number(3)),
+        Column("zero3", "ZeRO-3", number(3)),
+        Column("unit", "Unit"),
+        Column("parity", "Parity", number(3)),
+    )
+    caption = "Throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate."
+    return Table("parity", "Parity", caption, pd.DataFrame(rows), columns)
+
+
+def memory(derived: Derived) -> Table:
+    """Bytes of the fullest rank: engine beside formula, by part, and the process."""
+    found = metrics.memory(derived.frames, derived.trials)
+    found = found.merge(derived.trials[["id", "first", "nodes", "ranks_per_node", "model"]], on="id")
+    rows: list[dict[str, Any]] = []
+    places = ["nodes", "ranks_per_node", "model"]
+    for key, group in groups(found.sort_values(places, kind="stable"), places):
+        for _, contender in contenders(group):
+            mine = group[group["contender"] == contender]
+            sizes = mine.groupby(["source", "part"])["bytes"].median() / 2**20
+            row: dict[str, Any] = {"where": f"{key[0]}x{key[1]} ranks, {key[2]}", "contender": contender}
+            row |= {
+                f"{pair[0]}_{pair[1]}_mib": size
+                for pair, size in zip(sizes.index.to_list(), sizes, strict=True)
+            }
+            for source in ("engine", "formula"):
+                known = [size for name, size in row.items() if name.startswith(f"{source}_")]
+                row[f"{source}_mib"] = sum(known) if known else math.nan
+            rows.append(row)
+    data = pd.DataFrame(rows)
+    parts = [c for c in data.columns if c.startswith("engine_") and c != "engine_mib"] if len(data) else []
+    columns = (
+        Column("where", "Where"),
+        Column("contender", "Contender"),
+        *(
+            Column(c, c.removeprefix("engine_").removesuffix("_mib").replace("_", " "), number(3))
+            for c in parts
+        ),
+        Column("engine_mib", "Sum", number(4)),
+        Column("formula_mib", "Formula", number(4)),
+        Column("process_peak_rss_mib", "Process peak", number(3)),
+    )
+    caption = "MiB of the fullest rank: what the engine owns, by part, the formula's sum, and the process."
+    return Table("memory", "Memory per rank", caption, data, columns)
+
+
+def quantisation(derived: Derived) -> Table:
+    """Error of each codec over units and trials."""
+    found = derived.frames.quantisation
+    rows = [
+        {
+            "purpose": key[0],
+            "codec": key[1],
+            "units": group["unit"].nunique(),
+            "samples": len(group),
+            "vnmse": group["vnmse"].median(),
+            "vnmse_largest": group["vnmse"].max(),
+            "largest": group["largest"].max(),
+        }
+        for key, group in groups(found.sort_values(["purpose", "codec"]), ["purpose", "codec"])
+    ]
+    columns = (
+        Column("purpose", "Of"),
+        Column("codec", "Codec"),
+        Column("units", "Units", str),
+        Column("samples", "Tensors", str),
+        Column("vnmse", "vNMSE, median", number(3)),
+        Column("vnmse_largest", "vNMSE, worst", number(3)),
+        Column("largest", "Largest error / largest value", number(3)),
+    )
+    caption = "vNMSE = sum((decoded - x)^2) / sum(x^2), on tensors of the trials."
+    return Table("quantisation", "Quantisation error", caption, pd.DataFrame(rows), columns)
+
+
+def links(derived: Derived) -> Table:
+    """Requested against achieved rate."""
+    found = derived.frames.links
+    shaped = found.assign(requested=pd.to_numeric(found["requested_mbit"]).astype(float).fillna(np.inf))
+    keys = ["kind", "requested", "when"]
+    rows = [
+        {
+            "kind": key[0],
+            "requested_mbit": key[1] if np.isfinite(key[1]) else math.nan,
+            "when": key[2],
+            "measurements": len(group),
+            "median_mbit": group["achieved_mbit"].median(),
+            "lowest_mbit": group["achieved_mbit"].min(),
+            "highest_mbit": group["achieved_mbit"].max(),
+            "share": group["achieved_mbit"].median() / key[1] if np.isfinite(key[1]) else math.nan,
+        }
+        for key, group in groups(shaped.sort_values(keys), keys)
+    ]
+    columns = (
+        Column("kind", "Kind"),
+        Column("requested_mbit", "Requested, Mbit/s", number(3)),
+        Column("when", "When"),
+        Column("measurements", "n", str),
+        Column("median_mbit", "Median, Mbit/s", number(4)),
+        Column("lowest_mbit", "Lowest", number(4)),
+        Column("highest_mbit", "Highest", number(4)),
+        Column("share", "of requested", number(3)),
+    )
+    caption = "Rate of a node's link: calibrated before the sweep, probed after each trial."
+    return Table("links", "Links", caption, pd.DataFrame(rows), columns)
+
+
+def published_throughput(_: Derived) -> Table:
+    """The blog's throughput table."""
+    columns = (
+        Column("model", "Model"),
+        Column("inter_node_gbps", "Gbit/s a node", number(3)),
+        Column("tokens_per_gpu", "Tokens/GPU", str),
+        Column("zero3", "ZeRO-3", number(3)),
+        Column("zeropp", "ZeRO++", number(3)),
+        Column("speedup", "Speed-up", number(3)),
+        Column("source", "Source"),
+    )
+    caption = "TFLOPs per GPU on 24 nodes of 16 V100, as printed (rounded) on the bars of the ZeRO++ blog."
+    return Table("published_throughput", "Published throughput", caption, published.throughput(), columns)
+
+
+def failures(derived: Derived) -> Table:
+    """Trials without a result."""
+    columns = (
+        Column("id", "Record"),
+        Column("contender", "Contender"),
+        Column("where", "Where"),
+        Column("repeat", "Repeat", str),
+        Column("kind", "Kind"),
+        Column("message", "Message"),
+        Column("log", "Log"),
+    )
+    caption = "Trials that left a record without a result; nothing of them is in a figure."
+    return Table("failures", "Failed trials", caption, derived.frames.failures, columns)
+
+
+def environment(derived: Derived) -> Table:
+    """Machine, code and what ran; a fact with several values has a row for each."""
+    facts = derived.frames.facts
+    columns = [Column("fact", "Fact"), Column("value", "Value"), Column("records", "Records", str)]
+    if len(derived.frames.pools) > 1:
+        columns.insert(0, Column("pool", "Pool"))
+    caption = "Facts on the records: machine, code, link, and the algorithms and transports that really ran."
+    return Table("environment", "Environment", caption, facts, tuple(columns))
+
+
+_MAKERS: Final[Sequence[Callable[[Derived], Table]]] = (
+    summary, volume, parity, memory, quantisation, links, published_throughput, environment,
+)  # fmt: skip
+NAMES_OF_FILES: Final = (
+    "summary", "volume", "parity", "memory", "quantisation", "links", "published_throughput", "environment",
+    "failures",
+)  # fmt: skip
