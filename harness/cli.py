@@ -17,7 +17,7 @@ from typing import Annotated, Final
 
 import typer
 
-from harness import terminal
+from harness import machine, terminal
 from harness.expansion import SuiteError, load
 from harness.plan import Forecast, PlanError, forecast, this_host
 from harness.record import Record, RecordError, path_of, read, read_all
@@ -77,6 +77,8 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
     from harness.sweep import run_sweep
 
     outcome = run_sweep(suite.name, list(suite.trials), folder, progress)
+    if outcome.interrupted:
+        raise typer.Exit(INTERRUPTED)
     _build_report(folder)
     if outcome.failed:
         raise typer.Exit(SOME_FAILED)
@@ -120,9 +122,14 @@ def _build_report(folder: Path) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a results folder that cannot be written or holds records of another schema."""
-    if folder.is_dir():
-        read_all(folder)
+    """Refuse a results folder that cannot be written, or whose records this run's cannot join."""
+    pool = machine.pool_key(machine.facts(), machine.code())
+    strange = [record for record in read_all(folder) if record.pool != pool] if folder.is_dir() else []
+    if strange:
+        raise RefusalError(
+            f"{folder}: holds {len(strange)} records of another machine or code (pool {strange[0].pool}, "
+            f"here {pool}), which are not put together; move the folder aside or choose other --results"
+        )
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=place):

@@ -108,6 +108,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         _check_ranks(trial, host),
         _check_corpus(trial),
         _check_link(trial, host),
+        _check_launcher(trial),
         _check_optimizer(trial),
     ]
     problems = tuple(problem for problem in found if problem)
@@ -263,6 +264,11 @@ def _check_link(trial: Trial, host: Host) -> str | None:
                 f"strategy = {trial.strategy!r} at {cluster.rate:g} Mbit/s needs network namespaces: {paced}"
             )
     return None
+
+
+def _check_launcher(trial: Trial) -> str | None:
+    launcher = trial.cluster.launcher
+    return None if launcher == "local" else f"cluster.launcher = {launcher!r}: not yet; expected 'local'"
 
 
 def _check_optimizer(trial: Trial) -> str | None:

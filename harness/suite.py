@@ -87,10 +87,13 @@ class Cluster(_Frozen):
 
 
 class Optimizer(_Frozen):
-    """Any elementwise ``torch.optim`` optimizer, by its class name."""
+    """Any elementwise ``torch.optim`` optimizer, by its class name.
+
+    The default rate is one at which a small GPT does not overshoot without a warm-up.
+    """
 
     name: str = "AdamW"
-    arguments: dict[str, float | bool | list[float]] = {"lr": 1e-3}
+    arguments: dict[str, float | bool | list[float]] = {"lr": 3e-4}
 
 
 class PolicyChanges(_Frozen):

@@ -156,7 +156,12 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
         return NONE, NONE, NONE, NONE, NONE
     exposed = [(step.exposed_forward or 0.0) + (step.exposed_backward or 0.0) for step in steps]
     ledgers = [rank.ledger for rank in one.ranks if rank.ledger is not None]
-    sent = sum(row.bytes for ledger in ledgers for row in ledger if row.link == "inter")
+    sent = sum(
+        row.bytes
+        for ledger in ledgers
+        for row in ledger
+        if row.link == "inter" and row.phase in ("forward", "backward", "step")
+    )
     achieved = [] if one.link is None else one.link.probed_mbit or one.link.calibrated_mbit
     return (
         f"{statistics.median(step.total for step in steps):.4f}",

@@ -147,6 +147,13 @@ def test_other_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"schema version 99, this program reads and writes {SCHEMA_VERSION}" in error
 
 
+def test_other_pool(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records of another machine or code are left alone, before anything runs."""
+    made = record(Path("results"))
+    error = refused(folder, capsys, "run", suite(folder))
+    assert f"holds 1 records of another machine or code (pool {made.pool}" in error
+
+
 def test_show_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A results folder is shown as a table, failures with their message and log."""
     good = record(Path("results"))
