@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from report import drawing, metrics, published, theme
+from report import drawing, holdings, published, theme
 from report.metrics import Derived
 from report.plot import Plot, contenders, listed
 
@@ -25,10 +25,10 @@ _SPARED: Final = {
 def _volume_data(derived: Derived) -> pd.DataFrame:
     """Ledger by part, and under ``part`` also predicted, interface and what is spared."""
     table = derived.trials[derived.trials["nodes"] > 1]
-    sent = metrics.volume(derived.frames, table).assign(kind="ledger")
+    sent = holdings.volume(derived.frames, table).assign(kind="ledger")
     if sent.empty:
         return sent.assign(first=0)
-    spared = metrics.spared(derived.frames, table).assign(kind="split")
+    spared = holdings.spared(derived.frames, table).assign(kind="split")
     totals = []
     for kind in ("predicted", "interface"):
         rows = table.assign(kind=kind, part="total", bytes=table[f"{kind}_bytes"])
@@ -77,7 +77,7 @@ def _wide(group: pd.DataFrame, kind: str, names: list[str], parts: list[str]) ->
 
 def _volume_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]], printed: pd.DataFrame) -> None:
     names = [contender for _, contender in shown]
-    values = _wide(group, "ledger", names, list(metrics.VOLUME_PARTS))
+    values = _wide(group, "ledger", names, list(holdings.VOLUME_PARTS))
     drawing.Stack(names, values, theme.VOLUME, {}).draw(ax)
     totals = {
         kind: group[group["kind"] == kind].groupby("contender")["m"].median().reindex(names)
@@ -91,7 +91,8 @@ def _volume_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]], pr
         float(str(printed["total_m"].get(strategy, np.nan))) if _plain(strategy, contender) else np.nan
         for strategy, contender in shown
     ]
-    ax.plot(theirs, places, "x", color="#d40000", ms=6, mew=1.5, label="published rule")
+    if not np.isnan(theirs).all():
+        ax.plot(theirs, places, "x", color=theme.RULE, ms=6, mew=1.5, label="published rule")
     for place, total in enumerate(values.sum(axis=1)):
         most = np.nanmax([total, *(series.iloc[place] for series in totals.values()), theirs[place]])
         drawing.beside(ax, float(most), place, f"{total or most:.3f}", points=7)
@@ -149,12 +150,20 @@ def _draw_link(data: pd.DataFrame) -> Figure | None:
         ax.set_xlabel("requested rate, Mbit/s")
     else:
         ax.set_xlabel(f"trial, in order of running (requested: {requested.iloc[0]:g} Mbit/s)")
-    looks = {"calibrated": ("o", theme.SEQUENCE[0], 0.96), "probed": ("D", theme.SEQUENCE[1], 1.04)}
-    for when, (marker, colour, shift) in looks.items():
+    looks = {"calibrated": ("o", 0.96), "probed": ("D", 1.04)}
+    for when, (marker, shift) in looks.items():
         mine = data[data["when"] == when]
         at = requested[mine.index] * shift if several else mine["order"]
         ax.plot(
-            at, 100 * mine["share"], marker, color=colour, ms=4, alpha=0.6, mec="white", mew=0.4, label=when
+            at,
+            100 * mine["share"],
+            marker,
+            color=theme.MEASURED[when],
+            ms=4,
+            alpha=0.6,
+            mec="white",
+            mew=0.4,
+            label=when,
         )
     ax.axhline(100, color=theme.FAINT, lw=0.9, zorder=1)
     low, high = 100 * data["share"].min(), 100 * data["share"].max()

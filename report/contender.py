@@ -1,17 +1,19 @@
-"""Who ran: strategies and policies by the names that figures print, and what they resolve to.
+"""Who ran: strategies and policies by the names that figures print.
 
-A contender is a strategy with the policy fields that a trial replaced.  Changes that every policy
-of a results folder shares say nothing in a comparison and are left out of the name.
+A contender is a strategy with the policy fields in which a trial differs from the preset.  How a
+folder's policies all move their data (prefetch, gather, reduce) says nothing in a comparison and
+is left out of the names; codecs and hpZ groups are always told.
 """
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from harness.suite import Trial
-from impl.policy import PRESETS
+from impl.policy import PRESETS, Policy
+from impl.topology import Topology
 
 BASELINE: Final = "zero3"
 PROPOSED: Final = "zeropp"
@@ -33,8 +35,8 @@ NAMES: Final = {
 }
 """Printed names, in the order in which figures and tables list strategies."""
 
-_SILENT: Final = ("align", "max_padding")  # change the layout, not what is compared
 _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
+_MAY_BE_SHARED: Final = ("gather", "reduce", "prefetch")
 _LABEL_CHARACTERS: Final = 48
 
 
@@ -51,32 +53,54 @@ def order_of(strategy: str) -> int:
     return names.index(strategy) if strategy in names else len(names)
 
 
-def changes_of(trial: Trial) -> dict[str, Any]:
-    """Policy fields that the trial replaced, without those that only change the layout."""
-    changes = trial.policy.model_dump(exclude_none=True, exclude=set(_SILENT))
-    return changes if trial.strategy in PRESETS else {}
+def changes_of(trial: Trial) -> dict[str, str]:
+    """Fields of the policy that differ from the strategy's preset on this topology, as text.
+
+    ``align`` and ``max_padding`` change the layout, not what is compared, and are left out.
+    """
+    policy = trial.resolved_policy()
+    if policy is None:
+        return {}
+    topology = trial.topology()
+    fields, usual = _fields(policy, topology), _fields(PRESETS[trial.strategy], topology)
+    return {name: value for name, value in fields.items() if value != usual[name]}
 
 
-def shared_changes(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Changes with the same value in every trial of a policy."""
+def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
+    hops = [str(codec) for codec in policy.gradients]
+    return {
+        "weights": str(policy.weights),
+        "gradients": hops[0] if hops[0] == hops[1] else "/".join(hops),
+        "secondary": str(policy.secondary_ranks(topology)),
+        "gather": policy.gather,
+        "reduce": policy.reduce,
+        "prefetch": str(policy.memory.prefetch),
+    }
+
+
+def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
+    """How all policies of a folder move their data, where that differs from their presets."""
     of_policies = [changes_of(trial) for trial in trials if trial.strategy in PRESETS]
     if not of_policies:
         return {}
-    first, *others = of_policies
-    return {key: value for key, value in first.items() if all(o.get(key) == value for o in others)}
+    return {
+        name: value
+        for name, value in of_policies[0].items()
+        if name in _MAY_BE_SHARED and all(other.get(name) == value for other in of_policies)
+    }
 
 
-def label_of(trial: Trial, shared: Mapping[str, Any]) -> str:
+def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it.
 
     ``w`` and ``g`` are the codecs of weights and gradients.
     """
     name = NAMES.get(trial.strategy, trial.strategy)
-    changes = {key: value for key, value in changes_of(trial).items() if key not in shared}
-    if not changes:
-        return name
-    return f"{name} ({', '.join(f'{_SHORT.get(key, key)} {_told(changes[key])}' for key in changes)})"
+    told = [_told(key, value) for key, value in changes_of(trial).items() if key not in shared]
+    return f"{name} ({', '.join(told)})" if told else name
 
 
-def _told(value: object) -> str:
-    return "/".join(str(v) for v in value) if isinstance(value, list | tuple) else str(value)
+def _told(field: str, value: str) -> str:
+    if field == "secondary" and value == "0":
+        return "no hpZ copy"
+    return f"{_SHORT.get(field, field)} {value}"

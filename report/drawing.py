@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
@@ -59,12 +60,39 @@ def decades(ax: Axes, axis: str = "y") -> None:
     getattr(ax, f"set_{axis}scale")("log")
     part = ax.xaxis if axis == "x" else ax.yaxis
     low, high = ax.get_xlim() if axis == "x" else ax.get_ylim()
-    steps = (1, 2, 5) if high / max(low, 1e-300) < 200 else (1,)
+    spread = high / max(low, 1e-300)
+    steps = tuple(range(1, 10)) if spread < 5 else (1, 2, 5) if spread < 200 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     part.set_major_locator(FixedLocator([s * 10.0**p for p in powers for s in steps]))
     part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     part.set_minor_locator(NullLocator())
     (ax.set_xlim if axis == "x" else ax.set_ylim)(low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How one contender's line is drawn: its strategy's colour and marker, its own dashes."""
+
+    colour: str
+    marker: str
+    line: str
+
+
+def looks_of(contenders: Sequence[tuple[str, str]]) -> dict[str, Look]:
+    """Looks by contender, from (strategy, contender): variants of one strategy differ in dashes."""
+    dashes = ("-", "--", ":", "-.")
+    seen: dict[str, int] = {}
+    looks: dict[str, Look] = {}
+    for strategy, contender in contenders:
+        turn = seen.setdefault(strategy, 0)
+        seen[strategy] += 1
+        looks[contender] = Look(theme.colour(strategy), theme.marker(strategy), dashes[turn % len(dashes)])
+    return looks
+
+
+def shades(count: int) -> list[str]:
+    """Ordered colours for lines that are no policies, readable on white."""
+    return list(sns.color_palette("viridis", count + 1).as_hex())[:count]  # the last is too pale
 
 
 def error_bar(ax: Axes, at: float, found: Interval, colour: str, *, across: bool) -> None:

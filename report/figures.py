@@ -14,12 +14,14 @@ from typing import Any, Final
 import pandas as pd
 from matplotlib.figure import Figure
 
-from report import bytes_figures, speed_figures, state_figures, theme
+from report import bytes_figures, codec_figures, loss_figures, memory_figures, speed_figures, theme
 from report.metrics import Derived
 from report.plot import Plot
 
 _BY_NAME: Final = {
-    plot.name: plot for plot in (*speed_figures.PLOTS, *bytes_figures.PLOTS, *state_figures.PLOTS)
+    plot.name: plot
+    for module in (speed_figures, bytes_figures, loss_figures, memory_figures, codec_figures)
+    for plot in module.PLOTS
 }
 _ORDER: Final = (
     "speedup", "ablation", "throughput", "beside_published", "parity", "step_split", "volume", "loss",

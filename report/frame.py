@@ -26,7 +26,6 @@ _NOT_OF_A_CELL: Final = (
     "strategy", "policy", "seed", "repeat", "timeout_seconds", "measure_quantisation", "validate_every",
 )  # fmt: skip
 _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
-_NEVER_TOLD: Final = ("cluster.link", "cluster.launcher", "corpus", "threads")
 
 TRIALS: Final = (
     "id", "suite", "order", "started", "pool", "strategy", "contender", "place", "cell", "where",
@@ -73,6 +72,7 @@ class Frames:
         failures: one row per trial without a result.
         facts: machine, code and what ran, one row per pool and distinct value.
         ran: the whole trial by id.
+        shared: policy fields that all policies changed alike and that no name tells.
         units: name, elements and padded elements of each unit, by id.
     """
 
@@ -89,6 +89,7 @@ class Frames:
     failures: pd.DataFrame
     facts: pd.DataFrame
     ran: dict[str, Trial]
+    shared: dict[str, str]
     units: dict[str, list[tuple[str, int, int]]]
 
 
@@ -141,6 +142,7 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         ),
         facts=_facts_frame(records),
         ran=trials,
+        shared=shared,
         units={r.id: r.units for r in finished},
     )
 
@@ -188,15 +190,15 @@ def _varying(trials: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(
         key
         for key in keys
-        if key not in (*_ALWAYS_TOLD, *_NEVER_TOLD)
-        and len({json.dumps(cell.get(key), sort_keys=True) for cell in cells}) > 1
+        if key not in _ALWAYS_TOLD and len({json.dumps(cell.get(key), sort_keys=True) for cell in cells}) > 1
     )
 
 
 def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
     """Rows by equal ``keys``, in the order of first appearance, with the keys' values."""
-    found = data.groupby(keys, sort=False, dropna=False)
-    return [(key if isinstance(key, tuple) else (key,), group) for key, group in found]
+    first = data.drop_duplicates(keys)[keys].astype(object)
+    number = data.groupby(keys, sort=False, dropna=False).ngroup()
+    return [(tuple(key), data[number == place]) for place, key in enumerate(first.to_numpy())]
 
 
 def rate_text(mbit: float | None) -> str:
@@ -215,7 +217,7 @@ class _Naming:
         varying: fields of cells that differ, beside those that are always told.
     """
 
-    shared: Mapping[str, Any]
+    shared: Mapping[str, str]
     varying: tuple[str, ...]
 
     def contender(self, trial: Trial) -> str:

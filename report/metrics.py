@@ -6,21 +6,19 @@ that every printed number can be traced to record ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
+from harness.flops import PRESETS, GPTShape, tflops_per_rank
 from harness.statistics import Interval, paired_ratio_interval
-from harness.suite import PolicyChanges
-from impl.codec import BF16, CodecError, IntCodec, parse
-from impl.geometry import UnitGeometry
-from impl.policy import Policy
-from impl.topology import Topology
-from impl.traffic import Load, predict
+from harness.suite import PolicyChanges, Trial
 from report.contender import BASELINE, NAMES, PROPOSED
-from report.frame import Frames
+from report.frame import Frames, groups
 
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
 BITS_PER_MBIT: Final = 1e6
@@ -42,8 +40,9 @@ def trials(frames: Frames) -> pd.DataFrame:
         wire_seconds: 8 egress_bytes / achieved rate.
         best_seconds: max(compute_seconds, wire_seconds): all communication hidden that can be.
         share: best_seconds / step_seconds.
-        m_bytes: M, bytes of all units in 16 bits that cross between nodes in one hierarchical
-            gather: 2 * padded * (nodes - 1), summed over ranks.
+        m_bytes: M times the micro-batches of a step; M is what crosses between nodes in one
+            hierarchical gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
+        tflops: model TFLOP/s of a rank, for GPT presets.
         validation_loss: of the last validation.
     """
     table = frames.trials.copy()
@@ -59,11 +58,33 @@ def trials(frames: Frames) -> pd.DataFrame:
     model = ["nodes", "ranks_per_node", "model", "accumulation"]  # peers have no units of their own
     table["padded"] = table.groupby(model)["padded"].transform("max")
     table["m_bytes"] = (2.0 * table["padded"] * (table["nodes"] - 1)).replace(0.0, np.nan)
+    table["m_bytes"] *= table["accumulation"]
+    table["tflops"] = [
+        _tflops(frames.ran[identity], seconds, ranks)
+        for identity, seconds, ranks in zip(table["id"], table["step_seconds"], table["world"], strict=True)
+    ]
     table["first"] = table.groupby("contender")["order"].transform("min")
     table["rate_mbit"] = pd.to_numeric(table["rate_mbit"]).astype(float)
     table["achieved_mbit"] = pd.to_numeric(table["achieved_mbit"]).astype(float)
     cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "where"]
     return table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
+
+
+def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
+    """Model TFLOP/s of each rank; NaN for models whose sizes this package does not know."""
+    model = trial.model
+    known = {field.name for field in fields(GPTShape)}
+    if model.name not in PRESETS or not set(model.arguments) <= known:
+        return math.nan
+    shape = GPTShape(**(asdict(PRESETS[model.name]) | model.arguments))
+    return tflops_per_rank(
+        shape,
+        sequences=trial.tokens_per_rank // trial.sequence * trial.accumulation * ranks,
+        length=trial.sequence,
+        recompute=False,
+        seconds=seconds,
+        ranks=ranks,
+    )
 
 
 def _timed(frames: Frames) -> pd.DataFrame:
@@ -168,6 +189,43 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
     return {str(cell): float(value) for cell, value in spread.items() if value > RATES_AGREE_WITHIN}
 
 
+def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
+    """The rate at which a contender and ZeRO-3 are equally fast, per size of cluster and batch.
+
+    Between two neighbouring measured rates whose speed-ups lie on both sides of 1, on the straight
+    line over the logarithm of the rate; NaN where none is crossed.
+
+    Args:
+        pairs: from :func:`pairs`.
+
+    Returns:
+        One row per size and contender that ran at two or more rates: ``break_even_mbit`` (the
+        highest crossing), ``low_mbit`` and ``high_mbit`` (the range measured), ``low_speedup``
+        and ``high_speedup`` at its ends.
+    """
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
+    rows: list[dict[str, object]] = []
+    measured = pairs[pairs["achieved_mbit"].notna() & (pairs["contender"] != NAMES[BASELINE])]
+    for key, group in groups(measured, keys):
+        cells = [of_cell for _, of_cell in groups(group, ["cell"])]
+        points = sorted(
+            (float(of_cell["achieved_mbit"].median()), speedup(of_cell).estimate) for of_cell in cells
+        )
+        if len(points) < 2:
+            continue
+        crossings = [
+            math.exp(math.log(r0) + (math.log(r1) - math.log(r0)) * (s0 - 1) / (s0 - s1))
+            for (r0, s0), (r1, s1) in pairwise(points)
+            if (s0 - 1) * (s1 - 1) < 0
+        ]
+        row: dict[str, object] = dict(zip(keys, key, strict=True))
+        row |= {"low_mbit": points[0][0], "high_mbit": points[-1][0]}
+        row |= {"low_speedup": points[0][1], "high_speedup": points[-1][1]}
+        rows.append(row | {"break_even_mbit": max(crossings, default=math.nan)})
+    names = ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "break_even_mbit"]
+    return pd.DataFrame(rows, columns=[*keys, *names])
+
+
 def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """ZeRO++ at a quarter of the rate over ZeRO-3 at the full rate, paired by seed and repeat.
 
@@ -227,173 +285,6 @@ def split(frames: Frames) -> pd.DataFrame:
     means["other"] = means["other"].clip(lower=0)
     long = means.reset_index().melt(id_vars="id", var_name="part", value_name="seconds")
     return long.dropna(subset=["seconds"])
-
-
-VOLUME_PARTS: Final = ("gather in forward", "gather in backward", "gradients", "control")
-
-
-def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Bytes between nodes per step by part, ledger, all ranks: one row per trial and part."""
-    steps = timed_steps(frames)
-    between = frames.bytes[
-        (frames.bytes["link"] == "inter")
-        & frames.bytes["phase"].isin(TRAINING)
-        & (frames.bytes["source"] == "ledger")
-    ]
-    part = np.select(
-        [
-            (between["purpose"] == "weights") & (between["phase"] == "forward"),
-            between["purpose"] == "weights",
-            between["purpose"] == "gradients",
-        ],
-        VOLUME_PARTS[:3],
-        default=VOLUME_PARTS[3],
-    )
-    sums = between.assign(part=part).groupby(["id", "part"], as_index=False)["bytes"].sum()
-    sums["bytes"] = sums["bytes"] / sums["id"].map(steps)
-    kept = ["id", "strategy", "contender", "place", "nodes", "ranks_per_node", "model", "accumulation"]
-    kept += ["m_bytes", "predicted_bytes", "interface_bytes", "sent_bytes", "where", "cell"]
-    found = table[kept].merge(sums, on="id", how="inner")
-    return found.assign(m=found["bytes"] / found["m_bytes"])
-
-
-def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """What each technique spares against flat collectives in 16 bits, in bytes per step.
-
-    From ``impl.traffic`` on the record's own units; every policy in turn is changed from flat
-    (ring) collectives in 16 bits to hops by node, then given its hpZ copy, then its codecs:
-
-        ``hops``        flat - hierarchical in 16 bits
-        ``copy``        hierarchical - with the hpZ copy, in 16 bits
-        ``quantising``  with the hpZ copy in 16 bits - the policy itself
-        ``sent``        what is left
-
-    One row per trial and part; trials of peers and trials on one node are left out.
-    """
-    rows: list[dict[str, object]] = []
-    for trial in table[table["nodes"] > 1].itertuples():
-        ran = frames.ran[str(trial.id)]
-        policy = ran.resolved_policy()
-        if policy is None:
-            continue
-        topology = ran.topology()
-        units = [UnitGeometry(n, (), padded, topology.world) for n, _, padded in frames.units[str(trial.id)]]
-        raw_codecs = {"weights": BF16, "gradients": (BF16, BF16)}
-        ladder = (
-            replace(policy, **raw_codecs, secondary=0, gather="flat", reduce="flat"),  # type: ignore[arg-type]
-            replace(policy, **raw_codecs, secondary=0),  # type: ignore[arg-type]
-            replace(policy, **raw_codecs),  # type: ignore[arg-type]
-            policy,
-        )
-        sent = [_sent_between(p, topology, units, ran.accumulation) for p in ladder]
-        parts = {
-            "sent": sent[3],
-            "quantising": sent[2] - sent[3],
-            "copy": sent[1] - sent[2],
-            "hops": sent[0] - sent[1],
-        }
-        rows += [{"id": trial.id, "part": part, "bytes": size} for part, size in parts.items()]
-    found = pd.DataFrame(rows, columns=["id", "part", "bytes"])
-    kept = table[
-        ["id", "strategy", "contender", "place", "nodes", "ranks_per_node", "model", "m_bytes", "cell"]
-    ]
-    merged = kept.merge(found, on="id", how="inner")
-    return merged.assign(m=pd.to_numeric(merged["bytes"]) / merged["m_bytes"])
-
-
-def _sent_between(policy: Policy, topology: Topology, units: list[UnitGeometry], micro_batches: int) -> int:
-    load = Load(micro_batches=micro_batches)
-    return sum(
-        sent.bytes
-        for rank in range(topology.world)
-        for key, sent in predict(policy, topology, units, rank, load).items()
-        if key.link == "inter"
-    )
-
-
-def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Bytes per rank by part, engine beside formula: the largest rank of each trial."""
-    largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
-    kept = ["id", "strategy", "contender", "place", "where", "cell", "secondary", "seed", "repeat"]
-    return table[kept].merge(largest, on="id", how="inner")
-
-
-def codecs(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Error of integer codecs by bits and block: one row per trial, purpose, unit and codec."""
-    found = frames.quantisation.merge(table[["id", "contender", "strategy", "seed", "repeat"]], on="id")
-    return _with_codec(found, "codec")
-
-
-SWEPT: Final = ("weights", "gradients", "gradients inside a node", "gradients between nodes", "both")
-_CODECS: Final = ("weights", "gradients_local", "gradients_node")
-
-
-def sweeps(table: pd.DataFrame, axis: str) -> pd.DataFrame:
-    """Trials between which the ``bits`` or the ``block`` of a codec changes and all else stays.
-
-    Args:
-        table: from :func:`trials`.
-        axis: ``bits`` or ``block``.
-
-    Returns:
-        ``table`` with ``swept`` (one of :data:`SWEPT`), ``line`` (what is held fixed, told),
-        ``bits`` and ``block`` of the swept codec.
-    """
-    fixed = "block" if axis == "bits" else "bits"
-    parsed = {column: [_integer(text) for text in table[column]] for column in _CODECS}
-    told: dict[str, tuple[str, ...]] = {
-        "both": _CODECS,
-        "weights": ("weights",),
-        "gradients": ("gradients_local", "gradients_node"),
-        "gradients inside a node": ("gradients_local",),
-        "gradients between nodes": ("gradients_node",),
-    }
-    parts: list[pd.DataFrame] = []
-    taken: set[str] = set()  # trials whose changes a wider sweep explains
-    for swept, columns in told.items():
-        rows = []
-        for place, identity in enumerate(table["id"]):
-            codecs = [parsed[column][place] for column in columns]
-            values = {getattr(codec, axis, None) for codec in codecs}
-            if None in values or len(values) > 1 or identity in taken:
-                continue
-            lead = codecs[0]
-            held = [str(getattr(codec, fixed)) for codec in codecs]
-            held += [str(table[column].iloc[place]) for column in _CODECS if column not in columns]
-            rows.append({"at": place, "bits": lead.bits, "block": str(lead.block), "held": "|".join(held)})  # type: ignore[union-attr]  # None is not in values
-        if not rows:
-            continue
-        found = pd.DataFrame(rows)
-        found = table.iloc[found["at"].tolist()].reset_index(drop=True).join(found)
-        keys = ["cell", "strategy", "secondary", "held"]
-        found = found[found.groupby(keys)[axis].transform("nunique") >= 2]
-        line = found[fixed].map(lambda value: f"{value} bits" if fixed == "bits" else f"blocks of {value}")
-        parts.append(found.assign(swept=swept, line=line))
-        taken |= set(found["id"])
-    if not parts:
-        return table.iloc[:0].assign(swept="", line="", bits=0, block="")
-    return pd.concat(parts, ignore_index=True)
-
-
-def _with_codec(rows: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Rows whose ``column`` names a symmetric or asymmetric integer codec, with bits and block."""
-    parsed = [
-        parse(text) if isinstance(text, str) and text.startswith("int") else None for text in rows[column]
-    ]
-    kept = rows.loc[np.array([codec is not None for codec in parsed], dtype=bool)].copy()
-    found = [codec for codec in parsed if isinstance(codec, IntCodec)]
-    kept["bits"] = [codec.bits for codec in found]
-    kept["block"] = [str(codec.block) for codec in found]
-    kept["asymmetric"] = [codec.asymmetric for codec in found]
-    return kept
-
-
-def _integer(text: object) -> IntCodec | None:
-    try:
-        codec = parse(str(text))
-    except CodecError:
-        return None
-    return codec if isinstance(codec, IntCodec) else None
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,14 @@ def _of_size(data: pd.DataFrame, size: tuple[int, int, int]) -> pd.DataFrame:
 def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[drawing.Ending]:
     """One line per contender through the medians over repeats, raw values as dots; the ends."""
     endings = []
+    looks = drawing.looks_of(contenders(data))
     for strategy, contender in contenders(data):
         mine = data[data["contender"] == contender]
         middle = mine.groupby("cell")[["achieved_mbit", value]].median().sort_values("achieved_mbit")
         colour = theme.colour(strategy)
         ax.plot(
-            middle["achieved_mbit"], middle[value], color=colour, marker=theme.marker(strategy), mec="white",
-            mew=0.6, zorder=3,
+            middle["achieved_mbit"], middle[value], looks[contender].line, color=colour,
+            marker=theme.marker(strategy), mec="white", mew=0.6, zorder=3,
         )  # fmt: skip
         ax.plot(mine["achieved_mbit"], mine[value], ".", color=colour, ms=2.5, alpha=0.45, zorder=2)
         last = middle.iloc[-1]
@@ -250,7 +251,7 @@ def _draw_beside(data: pd.DataFrame) -> Figure | None:
     endings = []
     for place, (size, title) in enumerate(_sizes(data)):
         mine = _of_size(data, size)
-        colour = theme.SEQUENCE[place % len(theme.SEQUENCE)]
+        colour = theme.BATCHES[place % len(theme.BATCHES)]
         middle = mine.groupby("cell")[["achieved_mbit", "speedup"]].median().sort_values("achieved_mbit")
         left.plot(middle["achieved_mbit"], middle["speedup"], "D-", color=colour, mec="white", mew=0.6)
         left.plot(mine["achieved_mbit"], mine["speedup"], ".", color=colour, ms=2.5, alpha=0.45)
@@ -326,7 +327,8 @@ def _draw_parity(data: pd.DataFrame) -> Figure | None:
         ax.plot(float(str(row.parity)), place, "o", color=theme.PUBLISHED, mfc="white")
         drawing.beside(ax, float(str(row.parity)), place, f"{row.zeropp:g}/{row.zero3:g}", points=8)
     ax.axvline(1, color=theme.FAINT, lw=0.9, zorder=1)
-    ax.set_xlim(0, max(1.3, data["parity"].max() * 1.12))
+    low, high = data["parity"].min(), data["parity"].max()
+    ax.set_xlim(min(0.8, 0.92 * low), max(1.2, 1.12 * high))
     ax.set_xlabel("throughput of ZeRO++ at B/4 over ZeRO-3 at B")
     return figure
 
@@ -384,7 +386,6 @@ def _draw_ablation(data: pd.DataFrame) -> Figure | None:
             right.barh(place, ratio, 0.66, color=theme.colour(strategy))
             drawing.beside(right, ratio, place, f"{ratio:.3f}")
         left.set_xlim(0, mine["speedup"].max() * 1.18)
-        left.axvline(1, color="white", lw=0.8)
         right.set_xlim(0, mine["bytes_ratio"].max() * 1.18)
         drawing.same_rows(right)
         left.set_title(title)

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from harness.statistics import median_interval
-from report import metrics, published
+from report import holdings, metrics, published
 from report.contender import BASELINE, NAMES
 from report.frame import groups
 from report.metrics import Derived
@@ -101,7 +101,8 @@ class Table:
 
     def csv(self) -> str:
         """Raw values."""
-        return self.data.to_csv(index=False, lineterminator="\n")
+        told = [name for name in self.data.columns if str(name).endswith("_told")]
+        return self.data.drop(columns=told).to_csv(index=False, lineterminator="\n")
 
     def markdown(self) -> str:
         """A GitHub-flavoured pipe table under its title."""
@@ -155,6 +156,20 @@ def markdown(value: str) -> str:
     return escaped.replace("<", "&lt;").replace(">", "&gt;")
 
 
+def _placed(name: str, title: str, caption: str, rows: list[dict[str, Any]], *columns: Column) -> Table:
+    """A table of rows that each have a ``where``: what all share goes into the caption."""
+    data = pd.DataFrame(rows)
+    told = [str(row["where"]).split(", ") for row in rows]
+    common = [part for part in told[0] if all(part in parts for parts in told)] if told else []
+    short = [", ".join(part for part in parts if part not in common) for parts in told]
+    if common:
+        caption = f"{caption} All: {', '.join(common)}."
+    if any(short):
+        data["where_told"] = short
+        columns = (Column("where_told", "Where"), *columns)
+    return Table(name, title, caption, data, columns)
+
+
 def all_tables(derived: Derived) -> list[Table]:
     """Every table that has a row, in the order of the page."""
     made = [maker(derived) for maker in _MAKERS]
@@ -172,11 +187,11 @@ def summary(derived: Derived) -> Table:
             ]
             rows.append(_summary_row(mine, paired))
     columns = (
-        Column("where", "Where"),
         Column("contender", "Contender"),
         Column("trials", "n", str),
         Column("step_seconds", "Step, s", number(3)),
         Column("tokens_per_second", "Tokens/s", number(3)),
+        Column("tflops", "TFLOPs", number(2)),
         Column("speedup_told", "Speed-up", str),
         Column("share", "Share allowed", number(2)),
         Column("exposed_seconds", "Exposed, s", number(2)),
@@ -191,7 +206,7 @@ def summary(derived: Derived) -> Table:
         "communication that was waited for. Sent: by all ranks between nodes in training (ledger). Loss: "
         "last validation."
     )
-    return Table("summary", "Summary", caption, pd.DataFrame(rows), columns)
+    return _placed("summary", "Summary", caption, rows, *columns)
 
 
 def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
@@ -212,7 +227,7 @@ def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
     }
     for key in ("tokens_per_second", "compute_seconds", "wire_seconds", "share", "exposed_seconds"):
         row[key] = mine[key].median()
-    for key in ("achieved_mbit", "validation_loss", "m_bytes"):
+    for key in ("achieved_mbit", "validation_loss", "m_bytes", "tflops"):
         row[key] = mine[key].median()
     for key in ("bytes_ratio", "interface_ratio"):
         row[key] = paired[key].median() if len(paired) else math.nan
@@ -227,7 +242,7 @@ def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
 
 def volume(derived: Derived) -> Table:
     """Bytes between nodes in units of M, and whether prediction, ledger and interface agree."""
-    parts = metrics.volume(derived.frames, derived.trials)
+    parts = holdings.volume(derived.frames, derived.trials)
     printed = published.volume().set_index("method")
     rows: list[dict[str, Any]] = []
     between = derived.trials[derived.trials["nodes"] > 1]
@@ -243,8 +258,8 @@ def volume(derived: Derived) -> Table:
                 .median()
             )
             equal = mine["predicted_equal"].dropna().astype(bool)
-            row = {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender}
-            row |= {part: float(m.get(part, 0.0 if len(m) else math.nan)) for part in metrics.VOLUME_PARTS}
+            row: dict[str, Any] = {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender}
+            row |= {part: float(m.get(part, 0.0 if len(m) else math.nan)) for part in holdings.VOLUME_PARTS}
             row |= {
                 "predicted": (mine["predicted_bytes"] / mine["m_bytes"]).median(),
                 "ledger": (mine["sent_bytes"] / mine["m_bytes"]).median(),
@@ -256,11 +271,10 @@ def volume(derived: Derived) -> Table:
             }
             rows.append(row)
     columns = (
-        Column("where", "Where"),
         Column("contender", "Contender"),
-        Column(metrics.VOLUME_PARTS[0], "Forward gather", number(3)),
-        Column(metrics.VOLUME_PARTS[1], "Backward gather", number(3)),
-        Column(metrics.VOLUME_PARTS[2], "Gradients", number(3)),
+        Column(holdings.VOLUME_PARTS[0], "Forward gather", number(3)),
+        Column(holdings.VOLUME_PARTS[1], "Backward gather", number(3)),
+        Column(holdings.VOLUME_PARTS[2], "Gradients", number(3)),
         Column("predicted", "Predicted", number(4)),
         Column("ledger", "Ledger", number(4)),
         Column("interface", "Interface", number(4)),
@@ -273,7 +287,7 @@ def volume(derived: Derived) -> Table:
         "predicted' counts trials whose ledger equals the prediction to the byte, row by row. Interfaces "
         "count headers too."
     )
-    return Table("volume", "Volume between nodes", caption, pd.DataFrame(rows), columns)
+    return _placed("volume", "Volume between nodes", caption, rows, *columns)
 
 
 def parity(derived: Derived) -> Table:
@@ -321,9 +335,30 @@ def parity(derived: Derived) -> Table:
     return Table("parity", "Parity", caption, pd.DataFrame(rows), columns)
 
 
+def break_even(derived: Derived) -> Table:
+    """The rate at which a contender stops being faster than ZeRO-3."""
+    columns = (
+        Column("nodes", "Nodes", str),
+        Column("ranks_per_node", "Ranks a node", str),
+        Column("tokens_per_rank", "Tokens/rank", str),
+        Column("contender", "Contender"),
+        Column("break_even_mbit", "Break-even, Mbit/s", number(3)),
+        Column("low_mbit", "Measured from", number(3)),
+        Column("high_mbit", "to, Mbit/s", number(3)),
+        Column("low_speedup", "Speed-up there", number(3)),
+        Column("high_speedup", "and there", number(3)),
+    )
+    caption = (
+        "Highest achieved rate at which the contender and ZeRO-3 are equally fast, on the straight line "
+        "between neighbouring measured rates (logarithmic). Empty: not crossed in the range that was "
+        "measured."
+    )
+    return Table("break_even", "Break-even", caption, metrics.break_even(derived.pairs), columns)
+
+
 def memory(derived: Derived) -> Table:
     """Bytes of the fullest rank: engine beside formula, by part, and the process."""
-    found = metrics.memory(derived.frames, derived.trials)
+    found = holdings.memory(derived.frames, derived.trials)
     found = found.merge(derived.trials[["id", "first", "nodes", "ranks_per_node", "model"]], on="id")
     rows: list[dict[str, Any]] = []
     places = ["nodes", "ranks_per_node", "model"]
@@ -343,7 +378,6 @@ def memory(derived: Derived) -> Table:
     data = pd.DataFrame(rows)
     parts = [c for c in data.columns if c.startswith("engine_") and c != "engine_mib"] if len(data) else []
     columns = (
-        Column("where", "Where"),
         Column("contender", "Contender"),
         *(
             Column(c, c.removeprefix("engine_").removesuffix("_mib").replace("_", " "), number(3))
@@ -354,7 +388,7 @@ def memory(derived: Derived) -> Table:
         Column("process_peak_rss_mib", "Process peak", number(3)),
     )
     caption = "MiB of the fullest rank: what the engine owns, by part, the formula's sum, and the process."
-    return Table("memory", "Memory per rank", caption, data, columns)
+    return _placed("memory", "Memory per rank", caption, rows, *columns)
 
 
 def quantisation(derived: Derived) -> Table:
@@ -458,9 +492,9 @@ def environment(derived: Derived) -> Table:
 
 
 _MAKERS: Final[Sequence[Callable[[Derived], Table]]] = (
-    summary, volume, parity, memory, quantisation, links, published_throughput, environment,
+    summary, volume, parity, break_even, memory, quantisation, links, published_throughput, environment,
 )  # fmt: skip
 NAMES_OF_FILES: Final = (
-    "summary", "volume", "parity", "memory", "quantisation", "links", "published_throughput", "environment",
+    "summary", "volume", "parity", "break_even", "memory", "quantisation", "links", "published_throughput", "environment",
     "failures",
 )  # fmt: skip

@@ -18,6 +18,7 @@ INK: Final = "#222222"
 FAINT: Final = "#8a8a8a"
 GRID: Final = "#e4e4e4"
 PUBLISHED: Final = "#666666"  # numbers printed by the papers
+RULE: Final = "#c00000"  # what the paper's counting rule gives
 
 COLOURS: Final = {
     "zero3": "#4d4d4d",
@@ -66,7 +67,8 @@ MEMORY: Final = {
     "local_gradients": "#cc79a7",
 }
 OTHER: Final = "#bbbbbb"
-SEQUENCE: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59b00", "#332288", "#56b4e9", "#882255")
+BATCHES: Final = ("#d55e00", "#8a3c00", "#f2a679", "#5b2800")  # shades of ZeRO++, by tokens per rank
+MEASURED: Final = {"calibrated": "#9a9a9a", "probed": "#222222"}
 
 
 def colour(strategy: str) -> str:

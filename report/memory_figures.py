@@ -1,0 +1,99 @@
+"""Figure of what a rank holds: engine against formula, by size of the hpZ group."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from report import drawing, holdings, theme
+from report.frame import groups
+from report.metrics import Derived
+from report.plot import Plot, common_to, listed
+
+_MIB: Final = 2**20
+
+
+def _memory_data(derived: Derived) -> pd.DataFrame:
+    found = holdings.memory(derived.frames, derived.trials)
+    found = found[found["source"].isin(["engine", "formula"])]
+    found = found.merge(derived.trials[["id", "first", "nodes", "ranks_per_node", "model"]], on="id")
+    return found if found[found["source"] == "engine"]["secondary"].nunique() >= 2 else found.iloc[:0]
+
+
+def _draw_memory(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    keys = ["nodes", "ranks_per_node", "model"]
+    places = [group for _, group in groups(data.sort_values(keys, kind="stable"), keys)]
+    tables = [_memory_rows(group) for group in places]
+    rows = sum(max(len(table), 2) for table, _ in tables)
+    figure, grid = drawing.panels(1, len(places), height=0.8 + 0.5 * len(places) + drawing.ROW_INCHES * rows)
+    for (ax,), group, (engine, formula) in zip(grid, places, tables, strict=True):
+        drawing.Stack(list(engine.index), engine, theme.MEMORY, {"local_gradients": "local gradients"}).draw(
+            ax
+        )
+        ax.plot(formula, np.arange(len(formula)), "|", color=theme.INK, ms=14, mew=1.4, label="formula")
+        for place, total in enumerate(engine.sum(axis=1)):
+            most = max(total, formula.iloc[place]) if not np.isnan(formula.iloc[place]) else total
+            drawing.beside(ax, float(most), place, f"{total:.4g}", points=6)
+        ax.set_xlim(0, max(engine.sum(axis=1).max(), formula.max()) * 1.1)
+        if len(places) > 1:
+            first = group.iloc[0]
+            ax.set_title(f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['model']}")
+    grid[-1][0].set_xlabel("MiB on the fullest rank")
+    drawing.legend_above(figure, grid[0][0], columns=7)
+    return figure
+
+
+def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series[float]]:
+    """Engine's parts and the formula's total in MiB by contender, ordered by hpZ group."""
+    order = group.drop_duplicates("contender").sort_values(["secondary", "place", "first"], kind="stable")
+    names = {
+        str(name): f"{name}, groups of {ranks}" if ranks and "groups of" not in str(name) else str(name)
+        for name, ranks in zip(order["contender"], order["secondary"], strict=True)
+    }
+    mib = group.assign(mib=group["bytes"] / _MIB)
+    wide = {
+        source: mib[mib["source"] == source].pivot_table(
+            index="contender", columns="part", values="mib", aggfunc="median"
+        )
+        for source in ("engine", "formula")
+    }
+    known = [part for part in theme.MEMORY if part in wide["engine"].columns]
+    rest = [part for part in wide["engine"].columns if part not in known]
+    engine = wide["engine"].reindex(index=list(names), columns=known + rest).fillna(0)
+    formula = wide["formula"].reindex(index=list(names)).sum(axis=1, min_count=1)
+    return engine.rename(index=names), formula
+
+
+def _memory_caption(data: pd.DataFrame) -> str:
+    return (
+        "Bytes that the engine owns on the fullest rank, by part, at their worst moment (bars), against the "
+        "total of the formulas of impl.traffic.memory ( | ), ordered by the number of ranks that share one "
+        "hpZ copy of the weights: the smaller the group, the more memory, the fewer hops in backward. Median "
+        f"over repeats. {common_to(data)}."
+    )
+
+
+def _memory_alt(data: pd.DataFrame) -> str:
+    engine = data[data["source"] == "engine"]
+    totals = engine.groupby(["contender", "secondary", "id"], sort=False)["bytes"].sum()
+    medians = totals.groupby(["contender", "secondary"], sort=False).median() / _MIB
+    told = [f"{key[0]} {value:.4g} MiB" for key, value in zip(medians.index.to_list(), medians, strict=True)]
+    return f"Stacked bars of memory per rank: {listed(told[:12])}."
+
+
+PLOTS: Final = (
+    Plot(
+        name="memory",
+        title="Memory per rank",
+        suite="hpz_group",
+        data=_memory_data,
+        draw=_draw_memory,
+        caption=_memory_caption,
+        alt=_memory_alt,
+    ),
+)
