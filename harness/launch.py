@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -173,6 +174,46 @@ def run_ranks(
                 kind, message = "memory", f"{message}; the kernel was out of memory"
             raise LaunchError(kind, message, _keep_logs(scratch, launch))
         return [watched.done.result for watched in ranks if watched.done is not None]
+
+
+def run_in_place(
+    target: Callable[[Rank, Argument], Result], argument: Argument, launch: Launch
+) -> list[Result] | None:
+    """Run ``target`` in this process, as one rank of the group that ``torchrun`` started.
+
+    All its ranks must call it.  What fails on one rank ends the job, as torchrun does.
+
+    Args:
+        target: see :func:`run_ranks`.
+        argument: this rank's own.
+        launch: topology, threads and backend; ports are the network that exists.
+
+    Returns:
+        What each rank returned, on rank 0; None on the others.
+
+    Raises:
+        Refusal: without torchrun, or with another number of ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_torchelastic_launched():
+        topology = launch.topology
+        raise Refusal(
+            "cluster.launcher = 'torchrun' needs to be started by it: torchrun "
+            f"--nnodes={topology.nodes} --nproc-per-node={topology.ranks_per_node} --no-python zeropp run ..."
+        )
+    if not dist.is_initialized():
+        dist.init_process_group(launch.backend, timeout=timedelta(seconds=launch.timeout_seconds))
+    world, number = dist.get_world_size(), dist.get_rank()
+    if world != launch.topology.world:
+        raise Refusal(f"torchrun started {world} ranks, the trial has {launch.topology}")
+    torch.set_num_threads(launch.threads)
+    port = launch.ports[launch.topology.node_of(number)]
+    result = target(Rank(number, launch.topology, port, None, lambda _: None, launch.threads), argument)
+    results: list[Any] | None = [None] * world if number == 0 else None
+    dist.gather_object(result, results)
+    return results
 
 
 @contextlib.contextmanager
@@ -343,7 +384,7 @@ def _run(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Any:
     node = launch.topology.node_of(seat.rank)
     port = launch.ports[node]
     join(port)
-    keeper.die_with_parent(os.getppid())
+    _die_with_sweep()
     if port.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # gloo asks the environment, and nothing else
     torch.set_num_threads(launch.threads)
@@ -366,6 +407,18 @@ def _run(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Any:
     result = target(Rank(seat.rank, launch.topology, port, pacer, report, launch.threads), argument)
     dist.destroy_process_group()
     return result
+
+
+def _die_with_sweep() -> None:
+    """End when the fork server or the sweep does, however that ends; starts a thread.
+
+    The server alone is not enough: it lives as long as anyone, ranks included, holds its pipe.
+    """
+    keeper.die_with_parent(os.getppid())
+    sweep = multiprocessing.parent_process()
+    if sweep is not None:
+        sentinel = sweep.sentinel
+        threading.Thread(target=lambda: (connection.wait([sentinel]), os._exit(1)), daemon=True).start()
 
 
 def _kind_of(error: BaseException) -> Kind:

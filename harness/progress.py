@@ -59,13 +59,15 @@ class Display:
             log = f"; log: {record.failure.log}" if record.failure.log else ""
             end = f"{record.failure.kind}: {record.failure.message}{log}"
         else:
-            timed = [step.total for step in record.ranks[0].steps if not step.warmup]
-            end = f"{statistics.median(timed):.3f} s a step"
+            timed = [step.total for rank in record.ranks[:1] for step in rank.steps if not step.warmup]
+            end = f"{statistics.median(timed):.3f} s a step" if timed else "done"
             if record.link is not None and record.link.probed_mbit:
                 end += f", link {statistics.median(record.link.probed_mbit):.0f} Mbit/s"
         name = self._name()
         left = "" if self._done == self._trials else f", {self._eta()} left"
-        self._console.print(f"{place} {name}: {end} ({seconds:.1f} s{left})", markup=False, highlight=False)
+        self._console.print(
+            f"{place} {name}: {end} ({seconds:.1f} s{left})", markup=False, highlight=False, soft_wrap=True
+        )
         self._trial = None
 
     def interrupted(self) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rich.console import Console
 
 from harness import machine
-from harness.launch import REFUSALS, Kind, Launch, LaunchError, run_ranks, start_server
+from harness.launch import REFUSALS, Kind, Launch, LaunchError, run_in_place, run_ranks, start_server
 from harness.link import (
     REPETITIONS,
     Exchange,
@@ -36,18 +36,28 @@ from harness.trial import Assignment, Outcome, TrialError, assemble
 from harness.trial import run as run_trial
 from impl.topology import Topology
 
+Argument = TypeVar("Argument")
+T = TypeVar("T")
+
 LOGS: Final = "logs"
 _CALIBRATION_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class SweepOutcome:
-    """How many trials of a sweep ended how; ``interrupted`` if Ctrl-C ended it."""
+    """How many trials of a sweep ended how.
+
+    Attributes:
+        ok, failed, skipped: trials.
+        interrupted: Ctrl-C ended it.
+        leads: whether this process wrote the records; under torchrun only the first rank does.
+    """
 
     ok: int
     failed: int
     skipped: int
     interrupted: bool = False
+    leads: bool = True
 
 
 def run_sweep(suite_name: str, trials: Sequence[Trial], results: Path, console: Console) -> SweepOutcome:
@@ -64,24 +74,31 @@ def run_sweep(suite_name: str, trials: Sequence[Trial], results: Path, console: 
     """
     missing = [(order, trial) for order, trial in enumerate(trials) if not finished(results, trial)]
     counts = {"ok": 0, "failed": 0}
-    skipped, interrupted = len(trials) - len(missing), False
     sweep = _Sweep(suite_name, results)
+    if any(trial.cluster.launcher == "torchrun" for trial in trials):
+        sweep.leads, missing = _agree(missing)
+        console = console if sweep.leads else Console(quiet=True)
+    skipped, interrupted = len(trials) - len(missing), False
     with Display(console, len(trials), skipped) as display, sweep:
         try:
             for position, (order, trial) in enumerate(missing):
                 sweep.keep_links([_setting(later) for _, later in missing[position:]])
                 record = sweep.run(trial, order, display)
-                write(results, record)
+                if sweep.leads:
+                    write(results, record)
                 counts["ok" if record.failure is None else "failed"] += 1
                 display.finished(record)
         except KeyboardInterrupt:
             interrupted = True
             display.interrupted()
-    return SweepOutcome(counts["ok"], counts["failed"], skipped, interrupted)
+    return SweepOutcome(counts["ok"], counts["failed"], skipped, interrupted, sweep.leads)
 
 
 def finished(results: Path, trial: Trial) -> bool:
-    """Whether a trial has a record other than of its interruption.
+    """Whether a trial has a record that another run would only repeat.
+
+    One that was interrupted is run again, and so is one that was refused: it costs nothing, and
+    the machine may allow it now.
 
     Raises:
         RecordError: if there is a file that is not a record.
@@ -90,11 +107,25 @@ def finished(results: Path, trial: Trial) -> bool:
     if not path.exists():
         return False
     failure = read(path).failure
-    return failure is None or failure.kind != "interrupted"
+    return failure is None or failure.kind not in ("interrupted", "refused")
+
+
+def _agree(missing: list[tuple[int, Trial]]) -> tuple[bool, list[tuple[int, Trial]]]:
+    """Under torchrun: whether this rank leads, and what the leader found missing."""
+    import torch.distributed as dist
+
+    if not dist.is_torchelastic_launched():
+        return True, missing  # every trial will be refused, and say so
+    dist.init_process_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo")
+    found = [missing]
+    dist.broadcast_object_list(found)
+    return dist.get_rank() == 0, found[0]
 
 
 def _setting(trial: Trial) -> Setting:
     cluster = trial.cluster
+    if cluster.launcher == "torchrun":
+        return Setting("real" if cluster.link == "auto" else cluster.link, cluster.nodes, cluster.rate)
     nodes = 1 if trial.strategy == "single" else cluster.nodes
     if nodes == 1 and cluster.link != "real":
         return Setting("none", 1, None)
@@ -107,6 +138,7 @@ class _Sweep:
 
     suite: str
     results: Path
+    leads: bool = True
     _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
@@ -133,9 +165,12 @@ class _Sweep:
         display.began(trial)
         started, link = _now(), None
         try:
-            link = self._link(_setting(trial), display)
-            _check_peer(trial, link)
-            result = assemble(trial, self._outcomes(trial, link, display.progress))
+            link = self._link(_setting(trial), trial, display)
+            _check(trial, link)
+            outcomes = self._outcomes(trial, link, display.progress)
+            if not self.leads:
+                return self._record(trial, order, started, failure=None)
+            result = assemble(trial, outcomes)
         except KeyboardInterrupt:
             failure = Failure(kind="interrupted", message="Ctrl-C", log=None)
             write(self.results, self._failed(trial, order, started, link, failure))
@@ -165,7 +200,7 @@ class _Sweep:
             power=result.power,
         )
 
-    def _link(self, setting: Setting, display: Display) -> Link:
+    def _link(self, setting: Setting, trial: Trial, display: Display) -> Link:
         """The link of a setting, up and calibrated.
 
         Raises:
@@ -179,43 +214,59 @@ class _Sweep:
                 self._links[setting] = error
             else:
                 self._links[setting] = link
-                self._calibrate(link)
+                self._calibrate(link, trial)
         found = self._links[setting]
         if isinstance(found, LinkError):
             raise found
         return found
 
-    def _calibrate(self, link: Link) -> None:
+    def _calibrate(self, link: Link, trial: Trial) -> None:
         nodes = link.setting.nodes
         if nodes == 1:
             return
-        exchange = Exchange(message_bytes(link.setting.rate_mbit), REPETITIONS, tuple(range(nodes)))
+        per_node = trial.cluster.ranks_per_node if trial.cluster.launcher == "torchrun" else 1
+        speakers = tuple(range(0, nodes * per_node, per_node))
         launch = Launch(
-            topology=Topology(nodes, 1),
+            topology=Topology(nodes, per_node),
             ports=link.ports,
             paced_mbit=link.paced_mbit,
             threads=1,
             timeout_seconds=_CALIBRATION_SECONDS,
             log=self.results / LOGS / "calibration.log",
         )
-        link.calibrated_mbit = slowest(run_ranks(_exchange, exchange, launch))
+        exchange = Exchange(message_bytes(link.setting.rate_mbit), REPETITIONS, speakers)
+        found = self._start(trial, _exchange, exchange, launch, lambda _: None)
+        link.calibrated_mbit = slowest([rates for rates in found if rates])
 
     def _outcomes(self, trial: Trial, link: Link, on_progress: Callable[[Progress], None]) -> list[Outcome]:
-        cluster = trial.cluster
-        if cluster.launcher != "local":
-            raise Refusal(f"cluster.launcher = {cluster.launcher!r}: not yet; expected 'local'")
         single = trial.strategy == "single"
         topology = Topology(1, 1) if single else trial.topology()
+        here = topology.ranks_per_node if trial.cluster.launcher == "torchrun" else topology.world
         launch = Launch(
             topology=topology,
             ports=link.ports,
             paced_mbit=link.paced_mbit,
-            threads=trial.threads or max(1, machine.cores() // topology.world),
+            threads=trial.threads or max(1, machine.cores() // here),
             timeout_seconds=trial.timeout_seconds,
             log=self.results / LOGS / f"{trial.id}.log",
-            backend="cpu:gloo,cuda:nccl" if cluster.transport == "nccl" else "gloo",
+            backend="cpu:gloo,cuda:nccl" if trial.cluster.transport == "nccl" else "gloo",
         )
-        return run_ranks(run_trial, assignment(trial, link), launch, on_progress)
+        return self._start(trial, run_trial, assignment(trial, link), launch, on_progress)
+
+    def _start(
+        self,
+        trial: Trial,
+        target: Callable[[Rank, Argument], T],
+        argument: Argument,
+        launch: Launch,
+        on_progress: Callable[[Progress], None],
+    ) -> list[T]:
+        """Run ranks as the trial's launcher does; ranks that do not lead get nothing back."""
+        if trial.cluster.launcher == "local":
+            return run_ranks(target, argument, launch, on_progress)
+        if trial.cluster.launcher == "torchrun":
+            return run_in_place(target, argument, launch) or []
+        raise Refusal("cluster.launcher = 'slurm' does not exist yet; start 'torchrun' through srun")
 
     def _relative(self, log: Path | None) -> str | None:
         return None if log is None else str(log.relative_to(self.results))
@@ -249,17 +300,23 @@ def assignment(trial: Trial, link: Link) -> Assignment:
     )
 
 
-def _check_peer(trial: Trial, link: Link) -> None:
-    """Refuse peers that nothing would hold to the rate.
+def _check(trial: Trial, link: Link) -> None:
+    """Refuse what a link or a launcher cannot do.
 
     Raises:
-        LinkError: naming both.
+        LinkError: for a peer that nothing would hold to the rate.
+        Refusal: for a launcher's limits.
     """
     if link.paced_mbit is not None and trial.resolved_policy() is None:
         raise LinkError(
             f"strategy {trial.strategy!r} sends past our wire, and link 'paced' holds only that to "
             f"{link.paced_mbit:g} Mbit/s; it needs network namespaces ({link.why})"
         )
+    if trial.cluster.launcher == "torchrun":
+        if link.kind not in ("real", "none"):
+            raise Refusal(f"torchrun's ranks run where they are started: no link {link.kind!r}; use 'real'")
+        if trial.strategy == "single":
+            raise Refusal("strategy 'single' is one process: run it with cluster.launcher = 'local'")
 
 
 def _exchange(rank: Rank, exchange: Exchange) -> list[float]:
