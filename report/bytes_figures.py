@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from report import drawing, holdings, published, theme
+from report.contender import plain
 from report.metrics import Derived
 from report.plot import Plot, contenders, listed
 
@@ -65,7 +66,7 @@ def _draw_volume(data: pd.DataFrame) -> Figure | None:
 
 def _told(group: pd.DataFrame) -> list[str]:
     first = group.iloc[0]
-    told = [f"{first['nodes']}x{first['ranks_per_node']} ranks", str(first["model"])]
+    told = [f"{first['nodes']}x{first['ranks_per_node']} ranks", plain(first["model"])]
     return told + ([f"{first['accumulation']} micro-batches"] if first["accumulation"] > 1 else [])
 
 

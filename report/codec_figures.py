@@ -126,7 +126,8 @@ def _draw_sweep(data: pd.DataFrame, axis: str) -> Figure | None:
         return None
     values = [value for value in _SWEEP_VALUES if data[value].notna().any()]
     titles = titles_of(data)
-    found = groups(data[data["swept"] != sweeps.REFERENCE], ["swept", "cell"])
+    swept_rows = data[data["swept"] != sweeps.REFERENCE].astype({"bits": int})
+    found = groups(swept_rows, ["swept", "cell"])
     figure, grid = drawing.panels(len(values), len(found), height=0.3 + 2.2 * len(found), width=8.2)
     for row, ((swept, cell), mine) in zip(grid, found, strict=True):
         base = data[(data["swept"] == sweeps.REFERENCE) & (data["cell"] == cell)]

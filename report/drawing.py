@@ -30,9 +30,9 @@ def panels(
     return figure, [list(row) for row in axes]
 
 
-def bars_height(rows: int, *, room: float = 0.95) -> float:
+def bars_height(rows: int, *, room: float = 0.95, row: float = ROW_INCHES) -> float:
     """Inches of a figure with that many horizontal bars."""
-    return room + ROW_INCHES * max(rows, 2)
+    return room + row * max(rows, 2)
 
 
 def log_ticks(ax: Axes, values: Sequence[float], *, axis: str = "x", unit: str = "") -> None:
@@ -56,14 +56,16 @@ def _thinned(values: list[float], ratio: float = 1.35) -> list[float]:
 
 
 def decades(ax: Axes, axis: str = "y") -> None:
-    """A log axis with plain labels at 1, 2 and 5 of each decade that is in view."""
+    """A log axis with plain labels: decades, or more where too few are in view."""
     getattr(ax, f"set_{axis}scale")("log")
     part = ax.xaxis if axis == "x" else ax.yaxis
     low, high = ax.get_xlim() if axis == "x" else ax.get_ylim()
-    spread = high / max(low, 1e-300)
-    steps = tuple(range(1, 10)) if spread < 5 else (1, 2, 5) if spread < 200 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    part.set_major_locator(FixedLocator([s * 10.0**p for p in powers for s in steps]))
+    for steps in ((1,), (1, 2, 5), tuple(range(1, 10))):  # the fewest that give two ticks
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        if sum(low <= tick <= high for tick in ticks) > 1:
+            break
+    part.set_major_locator(FixedLocator(ticks))
     part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     part.set_minor_locator(NullLocator())
     (ax.set_xlim if axis == "x" else ax.set_ylim)(low, high)
@@ -132,7 +134,7 @@ def label_ends(ax: Axes, endings: Sequence[Ending], height_inches: float) -> Non
     ends = sorted(
         ((*to_axes.transform((e.x, e.y)), e) for e in endings), key=lambda found: (found[1], found[2].text)
     )
-    heights = _spread([float(end[1]) for end in ends], gap)
+    heights = spread([float(end[1]) for end in ends], gap)
     for (x, y, ending), height in zip(ends, heights, strict=True):
         ax.annotate(
             wrapped(ending.text, 20),
@@ -149,7 +151,7 @@ def label_ends(ax: Axes, endings: Sequence[Ending], height_inches: float) -> Non
         )
 
 
-def _spread(values: list[float], gap: float) -> list[float]:
+def spread(values: list[float], gap: float) -> list[float]:
     """Sorted values moved as little as needed to lie ``gap`` apart (pool adjacent violators)."""
     groups: list[list[float]] = []  # [sum of wished starts, members]
     for index, value in enumerate(values):

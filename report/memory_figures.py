@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from report import drawing, holdings, theme
+from report.contender import plain
 from report.frame import groups
 from report.metrics import Derived
 from report.plot import Plot, common_to, listed
@@ -42,7 +43,7 @@ def _draw_memory(data: pd.DataFrame) -> Figure | None:
         ax.set_xlim(0, max(engine.sum(axis=1).max(), formula.max()) * 1.1)
         if len(places) > 1:
             first = group.iloc[0]
-            ax.set_title(f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['model']}")
+            ax.set_title(f"{first['nodes']}x{first['ranks_per_node']} ranks, {plain(first['model'])}")
     grid[-1][0].set_xlabel("MiB on the fullest rank")
     drawing.legend_above(figure, grid[0][0], columns=7)
     return figure
@@ -52,7 +53,7 @@ def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series[float]]:
     """Engine's parts and the formula's total in MiB by contender, ordered by hpZ group."""
     order = group.drop_duplicates("contender").sort_values(["secondary", "place", "first"], kind="stable")
     names = {
-        str(name): f"{name}, groups of {ranks}" if ranks and "groups of" not in str(name) else str(name)
+        str(name): f"{name} (groups of {ranks})" if ranks and "groups of" not in str(name) else str(name)
         for name, ranks in zip(order["contender"], order["secondary"], strict=True)
     }
     mib = group.assign(mib=group["bytes"] / _MIB)

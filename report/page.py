@@ -213,7 +213,7 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
 def _when(ran: pd.DataFrame) -> str:
     if ran.empty:
         return "–"  # noqa: RUF001 - an en dash stands for no value
-    first, last = str(ran["started"].min())[:16], str(ran["started"].max())[:16]
+    first, last = (str(when)[:16].replace("T", " ") for when in (ran["started"].min(), ran["started"].max()))
     return first if first == last else f"{first} to {last}"
 
 

@@ -191,7 +191,9 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
         for strategy, contender in contenders(data[data["cell"] == cell]):
             names.append(f"{contender}, {title}" if title else contender)
             groups.append((strategy, data[(data["cell"] == cell) & (data["contender"] == contender)]))
-    figure, ((left, right),) = drawing.panels(2, height=drawing.bars_height(len(names)), sharey=True)
+    figure, ((left, right),) = drawing.panels(
+        2, height=drawing.bars_height(len(names), row=0.38), sharey=True
+    )
     drawing.row_names(left, names)
     for place, (strategy, group) in enumerate(groups):
         colour = theme.colour(strategy)
@@ -200,7 +202,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
         left.plot(group["speedup"], [place] * len(group), ".", color=colour, ms=3, alpha=0.5, zorder=2)
         left.plot(found.estimate, place, theme.marker(strategy), color=colour, mec="white", mew=0.6, zorder=4)
         left.annotate(
-            f"{found.estimate:.2f}", (found.estimate, place), (0, 6), textcoords="offset points", ha="center",
+            f"{found.estimate:.2f}", (found.estimate, place), (0, 7), textcoords="offset points", ha="center",
             fontsize=7.5, color=colour,
         )  # fmt: skip
         left.plot(group["allowed"].median(), place, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)

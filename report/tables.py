@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,7 @@ from report.metrics import Derived
 from report.plot import contenders
 
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
-_LATEX: Final = {
+LATEX: Final = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
     "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}",
@@ -147,7 +147,7 @@ class Table:
 
 def latex(value: str) -> str:
     """Text as LaTeX that prints it."""
-    return "".join(_LATEX.get(character, character) for character in text(value))
+    return "".join(LATEX.get(character, character) for character in text(value))
 
 
 def markdown(value: str) -> str:
@@ -172,7 +172,7 @@ def _placed(name: str, title: str, caption: str, rows: list[dict[str, Any]], *co
 
 def all_tables(derived: Derived) -> list[Table]:
     """Every table that has a row, in the order of the page."""
-    made = [maker(derived) for maker in _MAKERS]
+    made = [maker(derived) for maker in _MAKERS.values()]
     return [table for table in made if not table.data.empty]
 
 
@@ -491,10 +491,15 @@ def environment(derived: Derived) -> Table:
     return Table("environment", "Environment", caption, facts, tuple(columns))
 
 
-_MAKERS: Final[Sequence[Callable[[Derived], Table]]] = (
-    summary, volume, parity, break_even, memory, quantisation, links, published_throughput, environment,
-)  # fmt: skip
-NAMES_OF_FILES: Final = (
-    "summary", "volume", "parity", "break_even", "memory", "quantisation", "links", "published_throughput", "environment",
-    "failures",
-)  # fmt: skip
+_MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
+    "summary": summary,
+    "volume": volume,
+    "parity": parity,
+    "break_even": break_even,
+    "memory": memory,
+    "quantisation": quantisation,
+    "links": links,
+    "published_throughput": published_throughput,
+    "environment": environment,
+}
+NAMES_OF_FILES: Final = (*_MAKERS, "failures")

@@ -1,0 +1,165 @@
+"""A results folder becomes a page and its files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from harness.record import Failure, RecordError, write
+from harness.suite import Trial
+from report.build import build
+from report.frame import ReportError
+from tests.report.records import record_of, records_of
+
+HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\input{x}$ |pipe| `tick` {{ 7 * 7 }}"
+
+
+class _Page(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str, attribute: str) -> list[str]:
+        return [found[attribute] or "" for name, found in self.tags if name == tag and attribute in found]
+
+
+def _folder(path: Path, suite: str) -> Path:
+    for record in records_of(suite, repeats=2):
+        write(path, record)
+    return path
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = _folder(tmp_path_factory.mktemp("results"), "quickstart")
+    failure = Failure(kind="crashed", message=f"{HOSTILE}\nsecond line", log=f"logs/{HOSTILE}.log")
+    write(folder, record_of(Trial(strategy="hpz", seed=7), suite=HOSTILE, failure=failure))
+    build(folder)
+    return folder
+
+
+def test_the_page_stands_alone(quickstart: Path) -> None:
+    """No script and nothing loaded from elsewhere; figures are inside, each with a text."""
+    page = _Page((quickstart / "report.html").read_text())
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "iframe", "object", "embed", "base"}
+    images = [found for tag, found in page.tags if tag == "img"]
+    assert len(images) >= 5
+    for image in images:
+        assert (image["src"] or "").startswith("data:image/svg+xml;base64,")
+        assert len(image["alt"] or "") > 30
+    assert not [name for _, found in page.tags for name in found if name.startswith("on")]
+    assert "url(" not in (quickstart / "report.html").read_text().split("</style>")[0]
+
+
+def test_every_link_leads_somewhere(quickstart: Path) -> None:
+    """Links are anchors of the page or files beside it."""
+    page = _Page((quickstart / "report.html").read_text())
+    anchors = {found["id"] for _, found in page.tags if "id" in found}
+    links = page.all("a", "href")
+    assert any(link.endswith(".pdf") for link in links)
+    for link in links:
+        if link.startswith("#"):
+            assert link[1:] in anchors
+        else:
+            assert (quickstart / unquote(link)).is_file()
+
+
+def test_failures_are_listed_with_kind_message_and_log(quickstart: Path) -> None:
+    """A failed trial stands on the page and in its table, with kind, message and log."""
+    page = _Page((quickstart / "report.html").read_text())
+    assert "crashed" in page.text
+    assert f"{HOSTILE} second line" in page.text
+    assert f"logs/{HOSTILE}.log" in page.text
+    assert "crashed" in (quickstart / "tables" / "failures.md").read_text()
+
+
+def test_hostile_text_is_escaped_in_every_form(quickstart: Path) -> None:
+    """Markup in names, messages and paths is printed, not obeyed: HTML, SVG, Markdown and LaTeX."""
+    for path in [quickstart / "report.html", *quickstart.glob("*/*.md"), *quickstart.glob("*/*.svg")]:
+        assert "<script" not in path.read_text()
+    for path in quickstart.glob("*/*.tex"):
+        assert "\\input{" not in path.read_text()
+    assert "{{ 7 * 7 }}" in _Page((quickstart / "report.html").read_text()).text
+
+
+def test_the_headline_states_speedup_and_bytes(quickstart: Path) -> None:
+    """The first paragraph holds numbers computed from the records."""
+    text = " ".join(_Page((quickstart / "report.html").read_text()).text.split())
+    assert "a step of ZeRO++ takes" in text
+    assert "sends 0.253 of ZeRO-3's bytes by the ledger" in text
+    assert "0.75 M against 3 M" in text
+
+
+def test_missing_figures_name_the_suite_to_run(quickstart: Path) -> None:
+    """What this folder cannot draw is listed with the command that gives it."""
+    text = _Page((quickstart / "report.html").read_text()).text
+    assert "Not drawn here" in text
+    for suite in ("ablation", "bandwidth", "convergence", "block_size", "bits"):
+        assert f"zeropp run suites/{suite}.toml" in text
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
+    """A second build, and one of a copy elsewhere, writes equal files."""
+    first = _folder(tmp_path / "first", "quickstart")
+    second = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(first, second)
+    build(first)
+    once = {path.relative_to(first): path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    build(first)
+    build(second)
+    for folder in (first, second):
+        found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert found == once
+
+
+def test_a_figure_whose_data_went_away_is_removed(tmp_path: Path) -> None:
+    """A second build without the records behind a figure leaves no stale file of it."""
+    folder = _folder(tmp_path, "quickstart")
+    build(folder)
+    stale = folder / "figures" / "ablation.svg"
+    stale.write_text("old")
+    kept = folder / "figures" / "mine.svg"
+    kept.write_text("mine")
+    build(folder)
+    assert not stale.exists()
+    assert kept.exists()
+
+
+def test_nothing_but_failures_still_gives_a_page(tmp_path: Path) -> None:
+    """A sweep in which all trials failed has a page that says so."""
+    write(tmp_path, record_of(Trial(), failure=Failure(kind="timeout", message="too slow", log=None)))
+    text = _Page(build(tmp_path).read_text()).text
+    assert "too slow" in text
+    assert "no speed-up is stated" in text
+
+
+def test_what_cannot_be_reported_raises_one_line(tmp_path: Path) -> None:
+    """No records, a foreign file and another schema version each give one line and no page."""
+    with pytest.raises(ReportError) as empty:
+        build(tmp_path)
+    foreign = tmp_path / "x.json"
+    foreign.write_text("{")
+    with pytest.raises(RecordError, match="not a record") as broken:
+        build(tmp_path)
+    foreign.write_text(json.dumps({"schema_version": 0}))
+    with pytest.raises(RecordError, match="schema version 0") as old:
+        build(tmp_path)
+    for raised in (empty, broken, old):
+        assert "\n" not in str(raised.value)
+    assert not (tmp_path / "report.html").exists()

@@ -1,0 +1,114 @@
+"""Tables: numbers from raw steps, and text that stays text in every form."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from report import tables
+from report.frame import frames_of
+from report.metrics import derive
+from report.tables import Column, Table, number
+from tests.report.records import records_of
+
+WORDS = st.text(st.characters(codec="utf-8"), max_size=30)
+LATEX_SPECIALS = set('\\&%$#_{}~^<>|"`-[]')
+
+
+def _one_cell(cell: str) -> Table:
+    data = pd.DataFrame({"name": [cell], "value": [1.5]})
+    return Table("t", cell, cell, data, (Column("name", cell), Column("value", "Value", number())))
+
+
+def _shown(cell: str) -> str:
+    return tables.text(cell)
+
+
+@given(WORDS)
+@example("<script>alert(1)</script>")
+@example("a|b\n|c")
+@example("*x* _y_ [z](http://q) `c` &amp; https://x.y a@b.c ~~s~~ \\")
+@example("1. x")
+def test_markdown_prints_any_text_as_it_is(cell: str) -> None:
+    """A cell of any text renders as that text, in one table of one row, with no markup in it."""
+    rendered = MarkdownIt("commonmark", {"html": True}).enable("table").parse(_one_cell(cell).markdown())
+    rows = [token for token in rendered if token.type == "td_open"]
+    assert len(rows) == 2
+    inline = next(rendered[i + 1] for i, token in enumerate(rendered) if token.type == "td_open")
+    assert inline.children is not None
+    kinds = {child.type for child in inline.children}
+    assert kinds <= {"text", "text_special"}
+    assert "".join(child.content for child in inline.children).strip() == _shown(cell)
+
+
+@given(WORDS)
+@example("100% of $5 & #1_{a}^b~c\\d")
+@example('[x] --- "q"')
+def test_latex_has_no_special_left_bare(cell: str) -> None:
+    """Taking away our escapes leaves no character that LaTeX would act on."""
+    left = tables.latex(cell)
+    for escape in sorted(set(tables.LATEX.values()), key=len, reverse=True):
+        left = left.replace(escape, "")
+    assert not LATEX_SPECIALS & set(left)
+    assert "\n" not in left
+
+
+def test_latex_keeps_one_row_on_one_line() -> None:
+    """A message with line breaks and column marks stays one cell."""
+    body = _one_cell("a & b \\\\ \n\n\\end{tabular}").latex()
+    row = body.split("\\midrule\n")[1].split("\n\\bottomrule")[0]
+    assert row.count("\n") == 0
+    assert row.replace("\\&", "").count("&") == 1
+    assert body.count("\\end{tabular}") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "told"),
+    [
+        (1234.4, 3, "1234"),
+        (0.12345, 3, "0.123"),
+        (0.00001234, 3, "1.23e-05"),
+        (0, 3, "0"),
+        (9.996, 3, "10.0"),
+    ],
+)
+def test_numbers_have_their_significant_digits(value: float, digits: int, told: str) -> None:
+    """Significant digits, plain where short; nothing for NaN and None."""
+    assert number(digits)(value) == told
+    assert number(digits)(math.nan) == number(digits)(None) == tables.NOTHING
+
+
+def test_the_summary_equals_what_raw_steps_give() -> None:
+    """Step seconds and bytes of the summary's CSV are the medians over repeats of raw values."""
+    records = records_of("quickstart")
+    derived = derive(frames_of(records))
+    found = pd.read_csv(io.StringIO(tables.summary(derived).csv())).set_index("contender")
+    for name, strategy in (("ZeRO-3", "zero3"), ("ZeRO++", "zeropp")):
+        mine = [record for record in records if record.trial["strategy"] == strategy]
+        steps = []
+        sent = []
+        for record in mine:
+            totals = np.array([[s.total for s in rank.steps if not s.warmup] for rank in record.ranks])
+            steps.append(np.median(totals.max(axis=0)))
+            rows = [row for rank in record.ranks for row in rank.ledger or [] if row.link == "inter"]
+            sent.append(sum(row.bytes for row in rows) / 4)
+        assert found.loc[name, "step_seconds"] == pytest.approx(float(np.median(steps)))
+        assert found.loc[name, "sent_mb"] == pytest.approx(float(np.median(sent)) / 1e6)
+        assert found.loc[name, "trials"] == 3
+
+
+def test_volume_counts_ledgers_that_equal_their_prediction() -> None:
+    """The volume table says how many ledgers equal the prediction, and prints units of M."""
+    derived = derive(frames_of(records_of("ablation")))
+    table = tables.volume(derived).data.set_index("contender")
+    assert set(table["equal"]) == {"3 of 3"}
+    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(3, abs=1e-4)
+    assert table.loc["ZeRO++", "ledger"] < 0.78
+    assert table.loc["ZeRO++", "published"] == 0.75
