@@ -41,7 +41,8 @@ def number(digits: int = 3) -> Callable[[Any], str]:
             return NOTHING
         if value != 0 and not 1e-3 <= abs(value) < 1e6:
             return f"{value:.{digits - 1}e}"
-        decimals = digits - 1 - math.floor(math.log10(abs(value))) if value != 0 else 0
+        rounded = abs(float(f"{value:.{digits - 1}e}"))  # 9.996 has one digit more when rounded
+        decimals = digits - 1 - math.floor(math.log10(rounded)) if value != 0 else 0
         return f"{value:.{max(decimals, 0)}f}"
 
     return told

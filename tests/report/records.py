@@ -307,21 +307,21 @@ def _block_size(repeats: Iterable[int]) -> Iterable[Trial]:
 
 
 def _bits(repeats: Iterable[int]) -> Iterable[Trial]:
+    codecs = [f"int{bits}:256" for bits in (8, 6, 4, 3, 2)] + ["int4:256:asym"]
+    changes = [("zero3", PolicyChanges(weights="bf16", gradients="bf16", align=256))]
+    changes += [("qwz", PolicyChanges(weights=c, gradients="bf16", align=256)) for c in codecs]
+    changes += [("qgz", PolicyChanges(weights="bf16", gradients=c, align=256)) for c in codecs]
     return (
-        _with(
-            strategy="qgz", repeat=r, validate_every=0, measure_quantisation=True,
-            policy=PolicyChanges(gradients=f"int{bits}:256", align=2048),
-        )
-        for r, bits in product(repeats, (2, 3, 4, 6, 8))
-    )  # fmt: skip
+        _with(strategy=s, policy=policy, repeat=r, validate_every=0, measure_quantisation=True)
+        for r, (s, policy) in product(repeats, changes)
+    )
 
 
 def _hpz_group(repeats: Iterable[int]) -> Iterable[Trial]:
-    cluster = Cluster(nodes=2, ranks_per_node=4, rate="50 Mbit/s")
+    cluster = Cluster(nodes=4, ranks_per_node=2, rate="100 Mbit/s")
     return (
-        _with(strategy="hpz" if group else "zero3", repeat=r, cluster=cluster, policy=changes)
-        for r, group in product(repeats, (0, 2, 4, 8))
-        for changes in [PolicyChanges(secondary=group or None)]
+        _with(strategy=s, repeat=r, cluster=cluster, policy=PolicyChanges(secondary=group, align=2048))
+        for r, s, group in product(repeats, ("zero3", "zeropp"), (0, 1, 2, 4, 8))
     )
 
 
@@ -334,9 +334,16 @@ def _bandwidth(repeats: Iterable[int]) -> Iterable[Trial]:
 
 
 def _convergence(repeats: Iterable[int]) -> Iterable[Trial]:
+    contenders = [
+        ("ddp", PolicyChanges()),
+        ("exact", PolicyChanges(weights="fp32", gradients="fp32")),
+        ("zero3", PolicyChanges(weights="bf16", gradients="bf16")),
+        ("zeropp", PolicyChanges(weights="int8:2048", gradients="int4:256")),
+        ("zeropp", PolicyChanges(weights="int8:shard", gradients="int4:shard")),
+    ]
     return (
-        _with(strategy=s, seed=seed, steps=40, warmup=0, validate_every=5)
-        for seed, s in product(repeats, ("zero3", "qwz", "qgz", "zeropp"))
+        _with(strategy=s, policy=policy, seed=seed, steps=40, warmup=0, validate_every=5)
+        for seed, (s, policy) in product(repeats, contenders)
     )
 
 
