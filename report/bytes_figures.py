@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from report import drawing, holdings, published, theme
-from report.contender import plain
 from report.metrics import Derived
-from report.plot import Plot, contenders, listed
+from report.plot import Plot, contenders
+from report.wording import listed, plain
 
 _PLACE: Final = ["nodes", "ranks_per_node", "model", "accumulation"]
 _SPARED: Final = {
@@ -58,9 +58,7 @@ def _draw_volume(data: pd.DataFrame) -> Figure | None:
             left.set_title(", ".join(_told(group)))
     grid[-1][0].set_xlabel("bytes between nodes per step, in M")
     grid[-1][1].set_xlabel("against flat collectives in 16 bits, in M")
-    for (ax, _), right in zip(grid[:1], [row[1] for row in grid[:1]], strict=True):
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=7.5, handlelength=1.1)
-        right.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=1, fontsize=7.5, handlelength=1.1)
+    drawing.legend_above(figure, *grid[0], columns=3)
     return figure
 
 
@@ -107,6 +105,7 @@ def _plain(strategy: str, contender: str) -> bool:
 def _spared_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) -> None:
     names = [contender for _, contender in shown]
     values = _wide(group, "split", names, list(_SPARED))
+    values = values.mask((values < -1e-9).any(axis=1))  # more than 16 bits: nothing is spared
     drawing.Stack(names, values, theme.SPARED, _SPARED).draw(ax)
     drawing.same_rows(ax)
 
@@ -121,8 +120,8 @@ def _volume_caption(data: pd.DataFrame) -> str:
         "included ( o ), and the rule printed in the ZeRO++ blog, 3M for ZeRO-3 and 0.75M for ZeRO++, "
         "applied to each technique ( x; only the two totals were printed there); the rule leaves out scales "
         "and control. Right: computed from the same units, what is spared against flat (ring) collectives in "
-        "16 bits, first by hopping by node, then by hpZ's copy, then by quantising. Median over repeats. "
-        f"{'; '.join(places)}."
+        "16 bits, first by hopping by node, then by hpZ's copy, then by quantising (32-bit contenders have "
+        f"no such split). Median over repeats. {'; '.join(places)}."
     )
 
 

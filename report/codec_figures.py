@@ -14,7 +14,8 @@ from report import drawing, sweeps, theme
 from report.contender import BASELINE, NAMES
 from report.frame import groups
 from report.metrics import Derived
-from report.plot import Plot, common_to, listed, titles_of
+from report.plot import Plot, common_to, titles_of
+from report.wording import listed
 
 _KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
 _SWEEP_VALUES: Final = {

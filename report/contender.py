@@ -7,7 +7,6 @@ is left out of the names; codecs and hpZ groups are always told.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -37,14 +36,6 @@ NAMES: Final = {
 
 _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
 _MAY_BE_SHARED: Final = ("gather", "reduce", "prefetch")
-_LABEL_CHARACTERS: Final = 48
-
-
-def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
-    """One line of printable characters that the figures' font has, cut at ``limit``."""
-    words = " ".join(str(text).split())
-    kept = "".join(c if ord(c) < 0x2000 and unicodedata.category(c)[0] != "C" else "?" for c in words)
-    return kept if len(kept) <= limit else kept[: limit - 1] + "…"
 
 
 def order_of(strategy: str) -> int:

@@ -218,9 +218,13 @@ def same_rows(ax: Axes) -> None:
     ax.grid(visible=False, axis="y")
 
 
-def legend_above(figure: Figure, ax: Axes, *, columns: int) -> None:
-    """One legend above all panels, from the handles of ``ax``."""
-    handles, labels = ax.get_legend_handles_labels()
+def legend_above(figure: Figure, *axes: Axes, columns: int) -> None:
+    """One legend above all panels, from the handles of ``axes``."""
+    handles, labels = [], []
+    for ax in axes:
+        found = ax.get_legend_handles_labels()
+        handles += found[0]
+        labels += found[1]
     figure.legend(
         handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.3
     )

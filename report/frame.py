@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from harness.record import LedgerRow, Record, RecordError, read_all
 from harness.suite import Trial
-from report.contender import label_of, order_of, plain, shared_changes
+from report.contender import label_of, order_of, shared_changes
+from report.wording import plain
 
 # What may differ between trials of one cell: who ran, and which repetition it was.
 _NOT_OF_A_CELL: Final = (

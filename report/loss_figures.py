@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 from report import drawing, theme
 from report.metrics import Derived
-from report.plot import Plot, common_to, contenders, listed, titles_of
+from report.plot import Plot, common_to, contenders, titles_of
+from report.wording import listed
 
 _KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
 _CURVES: Final = {

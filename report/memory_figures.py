@@ -9,10 +9,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from report import drawing, holdings, theme
-from report.contender import plain
 from report.frame import groups
 from report.metrics import Derived
-from report.plot import Plot, common_to, listed
+from report.plot import Plot, common_to
+from report.wording import listed, number, plain
 
 _MIB: Final = 2**20
 
@@ -39,7 +39,7 @@ def _draw_memory(data: pd.DataFrame) -> Figure | None:
         ax.plot(formula, np.arange(len(formula)), "|", color=theme.INK, ms=14, mew=1.4, label="formula")
         for place, total in enumerate(engine.sum(axis=1)):
             most = max(total, formula.iloc[place]) if not np.isnan(formula.iloc[place]) else total
-            drawing.beside(ax, float(most), place, f"{total:.4g}", points=6)
+            drawing.beside(ax, float(most), place, number(4)(total), points=6)
         ax.set_xlim(0, max(engine.sum(axis=1).max(), formula.max()) * 1.1)
         if len(places) > 1:
             first = group.iloc[0]

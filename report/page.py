@@ -15,8 +15,9 @@ from report import metrics, published
 from report.contender import BASELINE, NAMES, PROPOSED
 from report.figures import Drawn
 from report.metrics import Derived
-from report.plot import Plot, listed, records_behind
-from report.tables import Table, number
+from report.plot import Plot, records_behind
+from report.tables import Table
+from report.wording import NOTHING, listed, number
 
 _HERE: Final = Path(__file__).parent
 _TEMPLATE: Final = "page.html"
@@ -212,7 +213,7 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
 
 def _when(ran: pd.DataFrame) -> str:
     if ran.empty:
-        return "–"  # noqa: RUF001 - an en dash stands for no value
+        return NOTHING
     first, last = (str(when)[:16].replace("T", " ") for when in (ran["started"].min(), ran["started"].max()))
     return first if first == last else f"{first} to {last}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pandas as pd
@@ -53,11 +53,6 @@ def common_to(data: pd.DataFrame) -> str:
     """What all cells of a figure have in common, for its caption: ``2x2 ranks, 512 tokens/rank``."""
     told = [str(text).split(", ") for text in data["where"].unique()]
     return ", ".join(part for part in told[0] if all(part in parts for parts in told)) if told else ""
-
-
-def listed(words: Sequence[str]) -> str:
-    """``a, b and c``."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
 
 
 def contenders(data: pd.DataFrame) -> list[tuple[str, str]]:

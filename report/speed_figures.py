@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from report import drawing, metrics, published, theme
 from report.contender import BASELINE, COMBINATIONS, NAMES, PROPOSED, TECHNIQUES
 from report.metrics import Derived
-from report.plot import Plot, common_to, contenders, listed, titles_of
+from report.plot import Plot, common_to, contenders, titles_of
+from report.wording import listed, number
 
 _PANEL_INCHES: Final = 2.35
 _KEPT: Final = [
@@ -81,9 +82,10 @@ def _draw_throughput(data: pd.DataFrame) -> Figure | None:
     if data.empty:
         return None
     sizes = _sizes(data)
-    columns = min(len(sizes), 2)
+    columns = 3 if len(sizes) == 3 else min(len(sizes), 2)
     rows = -(-len(sizes) // columns)
-    figure, grid = drawing.panels(columns, rows, height=0.5 + _PANEL_INCHES * rows)
+    width = max(theme.WIDTH, 3.2 * columns)
+    figure, grid = drawing.panels(columns, rows, height=0.5 + _PANEL_INCHES * rows, width=width)
     places = [ax for row in grid for ax in row]
     for ax, (size, title) in zip(places, sizes, strict=False):
         mine = _of_size(data, size)
@@ -258,7 +260,7 @@ def _draw_beside(data: pd.DataFrame) -> Figure | None:
         left.plot(middle["achieved_mbit"], middle["speedup"], "D-", color=colour, mec="white", mew=0.6)
         left.plot(mine["achieved_mbit"], mine["speedup"], ".", color=colour, ms=2.5, alpha=0.45)
         last = middle.iloc[-1]
-        name = title.replace(" tokens per rank", " tok.")
+        name = title.replace(" tokens per rank", " tok.").replace(" ranks", "")
         endings.append(drawing.Ending(last["achieved_mbit"], last["speedup"], name, colour))
     drawing.log_ticks(right, list(theirs["inter_node_gbps"]))
     published_ends = []
@@ -313,7 +315,8 @@ def _draw_parity(data: pd.DataFrame) -> Figure | None:
     theirs = published.parity()
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"]
     groups = [group for _, group in data.groupby(keys)]
-    names = [_parity_name(group.iloc[0]) for group in groups]
+    several = len(data[["nodes", "ranks_per_node"]].drop_duplicates()) > 1
+    names = [_parity_name(group.iloc[0], with_place=several) for group in groups]
     names += [
         f"published {row.model}, {row.low_gbps:g} over {row.high_gbps:g} Gbit/s"
         for row in theirs.itertuples()
@@ -335,10 +338,10 @@ def _draw_parity(data: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def _parity_name(first: pd.Series[Any]) -> str:
-    return (
-        f"{first['tokens_per_rank']} tokens/rank, {first['rate_mbit']:g} over {first['full_rate']:g} Mbit/s"
-    )
+def _parity_name(first: pd.Series[Any], *, with_place: bool) -> str:
+    place = f"{first['nodes']}x{first['ranks_per_node']} ranks " if with_place else ""
+    rates = f"{first['rate_mbit']:g} over {first['full_rate']:g} Mbit/s"
+    return f"{place}{first['tokens_per_rank']} tokens/rank, {rates}"
 
 
 def _parity_caption(data: pd.DataFrame) -> str:
@@ -446,7 +449,7 @@ def _draw_split(data: pd.DataFrame) -> Figure | None:
         values = table.reindex(index=names, columns=parts)
         drawing.Stack(names, values, theme.PARTS, {}).draw(ax)
         for place, total in enumerate(values.sum(axis=1)):
-            drawing.beside(ax, float(total), place, f"{total:.3g}")
+            drawing.beside(ax, float(total), place, number()(total))
         ax.set_xlim(0, values.sum(axis=1).max() * 1.12)
         ax.set_title(titles[cell])
     for ax in places[len(cells) :]:

@@ -22,8 +22,8 @@ from report.contender import BASELINE, NAMES
 from report.frame import groups
 from report.metrics import Derived
 from report.plot import contenders
+from report.wording import NOTHING, number, text
 
-NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
 LATEX: Final = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
     "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
@@ -31,28 +31,6 @@ LATEX: Final = {
     "–": "--", "…": r"\ldots{}", "-": "{-}", "[": "{[}", "]": "{]}",  # noqa: RUF001 - as above
 }  # fmt: skip
 _MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$:@/])")
-
-
-def number(digits: int = 3) -> Callable[[Any], str]:
-    """Formatter: so many significant digits, plain notation where that is short."""
-
-    def told(value: Any) -> str:
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            return NOTHING
-        if value != 0 and not 1e-3 <= abs(value) < 1e6:
-            return f"{value:.{digits - 1}e}"
-        rounded = abs(float(f"{value:.{digits - 1}e}"))  # 9.996 has one digit more when rounded
-        decimals = digits - 1 - math.floor(math.log10(rounded)) if value != 0 else 0
-        return f"{value:.{max(decimals, 0)}f}"
-
-    return told
-
-
-def text(value: Any) -> str:
-    """Formatter: one line of text."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return NOTHING
-    return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from report import tables
+from report import tables, wording
 from report.frame import frames_of
 from report.metrics import derive
-from report.tables import Column, Table, number
+from report.tables import Column, Table
+from report.wording import number
 from tests.report.records import records_of
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -28,7 +29,7 @@ def _one_cell(cell: str) -> Table:
 
 
 def _shown(cell: str) -> str:
-    return tables.text(cell)
+    return wording.text(cell)
 
 
 @given(WORDS)
@@ -82,7 +83,7 @@ def test_latex_keeps_one_row_on_one_line() -> None:
 def test_numbers_have_their_significant_digits(value: float, digits: int, told: str) -> None:
     """Significant digits, plain where short; nothing for NaN and None."""
     assert number(digits)(value) == told
-    assert number(digits)(math.nan) == number(digits)(None) == tables.NOTHING
+    assert number(digits)(math.nan) == number(digits)(None) == wording.NOTHING
 
 
 def test_the_summary_equals_what_raw_steps_give() -> None:

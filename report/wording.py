@@ -1,0 +1,45 @@
+"""Numbers and foreign text as people read them: on the page, in tables and on figures."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
+_LABEL_CHARACTERS: Final = 48
+
+
+def number(digits: int = 3) -> Callable[[Any], str]:
+    """Formatter: so many significant digits, plain notation where that is short."""
+
+    def told(value: Any) -> str:
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return NOTHING
+        if value != 0 and not 1e-3 <= abs(value) < 1e6:
+            return f"{value:.{digits - 1}e}"
+        rounded = abs(float(f"{value:.{digits - 1}e}"))  # 9.996 has one digit more when rounded
+        decimals = digits - 1 - math.floor(math.log10(rounded)) if value != 0 else 0
+        return f"{value:.{max(decimals, 0)}f}"
+
+    return told
+
+
+def text(value: Any) -> str:
+    """Formatter: one line of text."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return NOTHING
+    return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
+
+
+def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
+    """One line of printable characters that the figures' font has, cut at ``limit``."""
+    words = " ".join(str(text).split())
+    kept = "".join(c if ord(c) < 0x2000 and unicodedata.category(c)[0] != "C" else "?" for c in words)
+    return kept if len(kept) <= limit else kept[: limit - 1] + "…"
+
+
+def listed(words: Sequence[str]) -> str:
+    """``a, b and c``."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
