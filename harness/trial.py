@@ -222,7 +222,6 @@ class _Run:
     def _validate(self, step: int) -> None:
         """Loss on the validation split after ``step`` steps."""
         self.rank.report(Progress("validation", step, self.trial.warmup + self.trial.steps))
-        dist.barrier()
         inter, before = self._inter_bytes(), self._count()
         self.strategy.model.eval()
         losses = []
@@ -231,18 +230,21 @@ class _Run:
                 losses.append(float(self.strategy.model(*batch)))
                 self.events.append("evaluate")
         self.strategy.model.train()
-        dist.barrier()
         after = self._count()
         if before is not None and after is not None:
             self.evaluated += after - before
         loss = math.fsum(losses) / len(losses)
         self.validations.append(RankValidation(step, loss, self.train_seconds, inter))
+        dist.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> Counters | None:
-        """What the node's interface has sent; by the node's first rank."""
-        if not (self.assignment.count and self.rank.speaks) or self.rank.port.interface is None:
+        """What the node's interface has sent; by the node's first rank.  All ranks must call it."""
+        if not self.assignment.count or self.rank.port.interface is None:
             return None
-        return counters(self.rank.port.interface)
+        dist.barrier()
+        found = counters(self.rank.port.interface) if self.rank.speaks else None
+        dist.barrier()  # else the node's other ranks could already send what comes next
+        return found
 
     def _trained(self) -> Counters | None:
         """What the node's interface has sent in training so far, evaluations left out."""

@@ -25,6 +25,11 @@ def place(rank: Rank, word: str) -> tuple[str, int, int, int, int]:
     return word, rank.rank, rank.node, int(total), torch.get_num_threads()
 
 
+def environment(rank: Rank, name: str) -> str | None:
+    """An environment variable as a rank sees it."""
+    return os.environ.get(name)
+
+
 def crash(rank: Rank, how: str) -> None:
     """Rank 1 fails in the given way, while the others wait for it in a collective."""
     print(f"rank {rank.rank} was here")
@@ -92,4 +97,4 @@ def train(rank: Rank, trial: Trial) -> list[float]:
 
 def _tokens(step: int, micro: int, part: int, sequence: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + part)
-    return torch.randint(0, 256, (2, sequence + 1), generator=generator)
+    return torch.randint(0, 8, (2, sequence + 1), generator=generator)  # few: there is something to learn

@@ -1,0 +1,92 @@
+"""Peers and policies train the same model to the same losses."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.launch import LaunchError, run_ranks
+from harness.suite import Trial
+from impl.topology import Topology
+from tests.harness import targets
+from tests.harness.test_launch import local
+
+STEPS = 20
+
+
+def trial(strategy: str, **changes: Any) -> Trial:
+    return Trial.model_validate(
+        {
+            "strategy": strategy,
+            "model": {"name": "gpt-tiny"},
+            "policy": {"max_padding": 1.0},
+            "cluster": {"nodes": 2, "ranks_per_node": 2},
+            "sequence": 16,
+            "tokens_per_rank": 32,
+            "steps": STEPS,
+            **changes,
+        }
+    )
+
+
+def losses(one: Trial, tmp_path: Path) -> list[float]:
+    """Mean loss over ranks of every step."""
+    topology = Topology(1, 1) if one.strategy == "single" else one.topology()
+    ranks = run_ranks(targets.train, one, local(topology, tmp_path / "log"))
+    return [sum(step) / len(step) for step in zip(*ranks, strict=True)]
+
+
+@cache
+def reference(clip: float | None, accumulation: int, tied: bool, folder: Path) -> list[float]:
+    return losses(trial("single", **changes(clip, accumulation, tied)), folder)
+
+
+def changes(clip: float | None, accumulation: int, tied: bool) -> dict[str, Any]:
+    return {
+        "clip": clip,
+        "accumulation": accumulation,
+        "model": {"name": "gpt-tiny", "arguments": {"tied": tied}},
+    }
+
+
+@pytest.mark.parametrize(("clip", "accumulation", "tied"), [(None, 1, False), (0.5, 2, True)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "exact"])
+def test_all_train_like_a_single_process(
+    tmp_path_factory: pytest.TempPathFactory, strategy: str, clip: float | None, accumulation: int, tied: bool
+) -> None:
+    """DDP, FSDP2 and the exact policy have a single process's losses within 1e-4 over 20 steps."""
+    folder = tmp_path_factory.getbasetemp()
+    found = losses(trial(strategy, **changes(clip, accumulation, tied)), folder)
+    expected = reference(clip, accumulation, tied, folder)
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"name": "AdanW"}, "'AdanW': torch.optim has none of that name"),
+        ({"name": "Adam", "arguments": {"lrr": 1.0}}, "optimizer Adam: .*lrr"),
+        ({"name": "Optimizer"}, "optimizer Optimizer"),
+    ],
+)
+def test_an_impossible_optimizer_is_refused(tmp_path: Path, optimizer: dict[str, Any], words: str) -> None:
+    """An optimizer that torch has not, or not so, is a refusal that names it."""
+    with pytest.raises(LaunchError, match=words) as caught:
+        losses(trial("single", optimizer=optimizer), tmp_path)
+    assert caught.value.kind == "refused"
+
+
+def test_huge_pages_are_on_for_every_contender(tmp_path: Path) -> None:
+    """Ranks run with torch's huge pages on, and the sweep's own environment is left alone."""
+    import os
+
+    assert run_ranks(
+        targets.environment, "THP_MEM_ALLOC_ENABLE", local(Topology(1, 1), tmp_path / "log")
+    ) == ["1"]
+    assert torch.get_num_threads() >= 1
+    assert "GLOO_SOCKET_IFNAME" not in os.environ

@@ -1,0 +1,271 @@
+"""Sweeps: every trial leaves a record, whatever becomes of it."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from harness import link
+from harness.link import LinkError
+from harness.record import read, read_all
+from harness.suite import Trial
+from harness.sweep import SweepOutcome, run_sweep
+from tests.harness.test_launch import until
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY: dict[str, Any] = {
+    "model": {"name": "gpt-tiny"},
+    "policy": {"max_padding": 1.0},
+    "sequence": 16,
+    "tokens_per_rank": 32,
+    "steps": 2,
+    "warmup": 1,
+}
+
+
+def trial(strategy: str, *, rate: str = "unshaped", kind: str = "none", **changes: Any) -> Trial:
+    cluster = {"nodes": 2, "ranks_per_node": 1, "link": kind, "rate": rate}
+    return Trial.model_validate({**TINY, "strategy": strategy, "cluster": cluster, **changes})
+
+
+def sweep(trials: list[Trial], results: Path) -> tuple[SweepOutcome, str]:
+    shown = io.StringIO()
+    outcome = run_sweep("test", trials, results, Console(file=shown, width=60))
+    return outcome, shown.getvalue()
+
+
+def diverging(sequence: int) -> Any:
+    """A model whose rank dies in its first step."""
+    from harness.workload import GPT, GPTShape
+
+    class Dying(GPT):
+        def forward(self, tokens: Any, targets: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return Dying(GPTShape(1, 16, 1), sequence)
+
+
+def slow(sequence: int) -> Any:
+    """A model that takes its time."""
+    from harness.workload import GPT, GPTShape
+
+    class Slow(GPT):
+        def forward(self, tokens: Any, targets: Any) -> Any:
+            time.sleep(5)
+            return super().forward(tokens, targets)
+
+    return Slow(GPTShape(1, 16, 1), sequence)
+
+
+def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
+    """Each trial's record lies under its id, tells what ran, and is skipped the next time."""
+    trials = [trial(strategy, seed=seed) for seed in range(2) for strategy in ("single", "ddp", "zeropp")]
+    outcome, shown = sweep(trials[:4], tmp_path)
+    assert outcome == SweepOutcome(ok=4, failed=0, skipped=0)
+    assert [line.split()[0] for line in shown.splitlines()] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
+    outcome, shown = sweep(trials, tmp_path)
+    assert outcome == SweepOutcome(ok=2, failed=0, skipped=4)
+    assert "4 of 6 trials have a record" in shown
+    records = read_all(tmp_path)
+    assert [record.order for record in records] == list(range(6))
+    for one, record in zip(trials, records, strict=True):
+        assert record.id == one.id
+        assert Trial.from_canonical(record.trial) == one
+        assert record.failure is None
+        assert record.link is not None
+        assert record.link.kind == "none"
+        assert record.reference_loss is not None
+        assert len(record.ranks) == (1 if one.strategy == "single" else 2)
+        assert bool(record.link.probed_mbit) == (one.strategy != "single")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    """Crashed, refused and late trials say so, with their log; the ones after them run."""
+    here = __name__
+    trials = [
+        trial("ddp", model={"name": f"{here}:diverging"}),
+        trial("fsdp2", kind="paced", rate="50 Mbit/s"),
+        trial("zeropp", policy={}),
+        trial("single", model={"name": f"{here}:slow"}, timeout_seconds=3),
+        trial("exact", optimizer={"name": "SGD", "arguments": {"lr": 1e30}}),
+        trial("zero3"),
+    ]
+    outcome, shown = sweep(trials, tmp_path)
+    assert outcome == SweepOutcome(ok=1, failed=5, skipped=0)
+    found = [read(tmp_path / f"{one.id}.json").failure for one in trials]
+    assert [failure and failure.kind for failure in found] == [
+        "crashed", "refused", "refused", "timeout", "crashed", None,
+    ]  # fmt: skip
+    words = [
+        "was killed by signal 9",
+        "'fsdp2' sends past our wire",
+        "padding",
+        "after 3 s",
+        "the loss of rank",
+    ]
+    for failure, word in zip(found, words, strict=False):
+        assert failure is not None
+        assert word in failure.message
+        assert word in shown
+        assert "\n" not in failure.message
+    for failure in (found[0], found[2], found[3]):
+        assert failure is not None
+        assert failure.log is not None
+        assert (tmp_path / failure.log).read_text().startswith("== rank 0 ==")
+    again, _ = sweep(trials, tmp_path)
+    assert again == SweepOutcome(ok=0, failed=2, skipped=4), "refused trials cost nothing and are tried again"
+
+
+def test_a_link_that_cannot_be_is_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without namespaces the trials that ask for them are refused; auto runs paced, and says why."""
+    asked = []
+
+    def refuse(process: object, request: str) -> dict[str, object]:
+        asked.append(request)
+        raise LinkError("no network namespaces here: Operation not permitted")
+
+    monkeypatch.setattr(link, "_answer", refuse)
+    trials = [
+        trial("zero3", kind="namespaces", rate="200 Mbit/s"),
+        trial("zeropp", kind="namespaces", rate="200 Mbit/s"),
+        trial("zeropp", kind="auto", rate="200 Mbit/s"),
+    ]
+    outcome, _ = sweep(trials, tmp_path)
+    assert outcome == SweepOutcome(ok=1, failed=2, skipped=0)
+    assert len(asked) == 2
+    record = read(tmp_path / f"{trials[2].id}.json")
+    assert record.link is not None
+    assert record.link.kind == "paced"
+    assert "Operation not permitted" in record.link.why
+    assert record.interfaces is None
+    assert all(rate < 200.5 for rate in record.link.calibrated_mbit + record.link.probed_mbit)
+
+
+@pytest.mark.link
+def test_a_shaped_sweep_calibrates_each_setting_once(tmp_path: Path) -> None:
+    """Trials of one rate share a link and its calibration; each is probed by itself and counted."""
+    trials = [
+        trial(strategy, kind="namespaces", rate=rate)
+        for rate in ("100 Mbit/s", "200 Mbit/s")
+        for strategy in ("ddp", "zeropp")
+    ]
+    outcome, _ = sweep(trials, tmp_path)
+    assert outcome.ok == 4
+    records = read_all(tmp_path)
+    links = [record.link for record in records if record.link is not None]
+    assert [found.requested_mbit for found in links] == [100, 100, 200, 200]
+    assert links[0].calibrated_mbit == links[1].calibrated_mbit
+    assert links[1].calibrated_mbit != links[2].calibrated_mbit
+    assert len({tuple(found.probed_mbit) for found in links}) == 4
+    assert all(len(record.interfaces or []) == 2 for record in records)
+    assert links[0].details["queue"] == "tbf"
+
+
+@pytest.mark.link
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_a_sweep_that_was_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """Killed without warning or by Ctrl-C, a sweep leaves no process, namespace or shared memory; after
+    Ctrl-C the trial under way is recorded as interrupted, and run the next time.
+    """
+    one = trial("zeropp", kind="namespaces", rate="100 Mbit/s", steps=100_000)
+    (tmp_path / "main.py").write_text(
+        f"""
+import json
+from pathlib import Path
+from rich.console import Console
+from harness.suite import Trial
+from harness.sweep import run_sweep
+if __name__ == "__main__":
+    trial = Trial.from_canonical(json.loads({one.model_dump_json()!r}))
+    print(run_sweep("test", [trial], Path({str(tmp_path)!r}) / "results", Console()))
+"""
+    )
+    shared, namespaces = set(os.listdir("/dev/shm")), network_namespaces()  # noqa: S108, PTH208
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "main.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as parent:
+        sweeping = psutil.Process(parent.pid)
+        until(lambda: len(network_namespaces() - namespaces) >= 3, 60)  # the keeper's and two nodes'
+        until(lambda: len(sweeping.children(recursive=True)) >= 7, 60)
+        time.sleep(0.5)
+        below = sweeping.children(recursive=True)
+        if number == signal.SIGINT:
+            os.killpg(parent.pid, number)  # as a terminal does
+        else:
+            parent.send_signal(number)
+        assert parent.stdout is not None
+        shown = parent.stdout.read()
+    until(lambda: not any(process.is_running() for process in below))
+    until(lambda: network_namespaces() <= namespaces)
+    assert set(os.listdir("/dev/shm")) <= shared  # noqa: S108, PTH208
+    if number == signal.SIGKILL:
+        assert not (tmp_path / "results").exists()
+        return
+    assert "the same command goes on" in shown
+    failure = read(tmp_path / "results" / f"{one.id}.json").failure
+    assert failure is not None
+    assert failure.kind == "interrupted"
+    from harness.sweep import finished
+
+    assert not finished(tmp_path / "results", one)
+
+
+def network_namespaces() -> set[str]:
+    """Network namespaces in which any process stands."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(str(process.readlink()))
+        except OSError:
+            continue
+    return found
+
+
+def test_torchruns_ranks_are_the_trials(tmp_path: Path) -> None:
+    """Under torchrun a trial runs in the ranks that it started, and the first one writes the record."""
+    one = trial("zeropp", kind="auto").model_dump()
+    one["cluster"] |= {"launcher": "torchrun", "transport": "gloo"}
+    (tmp_path / "main.py").write_text(
+        f"""
+from pathlib import Path
+from rich.console import Console
+from harness.suite import Trial
+from harness.sweep import run_sweep
+trials = [Trial.from_canonical({one!r})]
+outcome = run_sweep("test", trials, Path({str(tmp_path)!r}) / "results", Console())
+print("leads" if outcome.leads else "follows", outcome.ok)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(tmp_path / "main.py")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "leads 1" in done.stdout, done.stderr
+    assert "follows 1" in done.stdout
+    (record,) = read_all(tmp_path / "results")
+    assert record.failure is None
+    assert record.predicted is not None
+    assert record.predicted.equal
+    assert record.link is not None
+    assert record.link.kind == "real"
+    assert len(record.ranks) == 2

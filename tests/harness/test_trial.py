@@ -1,0 +1,228 @@
+"""One trial on its ranks, and what their outcomes make."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.launch import Launch, LaunchError, run_ranks
+from harness.link import HEADER_BYTES, Setting, open_link
+from harness.quantisation import BITS, BLOCKS, Squares, errors_of
+from harness.record import LedgerRow
+from harness.suite import Trial
+from harness.trial import Assignment, Outcome, Result, TrialError, assemble, run
+from impl.codec import parse
+from impl.policy import PRESETS
+from impl.topology import Topology
+from tests.harness.test_launch import local
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small corpus."""
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    path.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(2000)))
+    return str(path)
+
+
+def trial(text: str, strategy: str, **changes: Any) -> Trial:
+    return Trial.model_validate(
+        {
+            "strategy": strategy,
+            "model": {"name": "gpt-tiny"},
+            "policy": {"max_padding": 1.0},
+            "cluster": {"nodes": 2, "ranks_per_node": 2},
+            "corpus": text,
+            "sequence": 16,
+            "tokens_per_rank": 32,
+            "steps": 3,
+            "warmup": 2,
+            "validation_batches": 2,
+            **changes,
+        }
+    )
+
+
+def outcomes(one: Trial, log: Path) -> list[Outcome]:
+    topology = Topology(1, 1) if one.strategy == "single" else one.topology()
+    return run_ranks(run, Assignment(one, None, count=False), local(topology, log))
+
+
+def result(one: Trial, log: Path) -> Result:
+    return assemble(one, outcomes(one, log))
+
+
+@pytest.mark.parametrize("strategy", ["exact", "zero3", "hpz", "zeropp"])
+@pytest.mark.parametrize("every", [None, 0, 2, 3])
+def test_the_ledger_is_the_prediction(text: str, tmp_path: Path, strategy: str, every: int | None) -> None:
+    """Whenever validation comes in between, every rank sent what was predicted, to the byte."""
+    one = trial(text, strategy, validate_every=every, accumulation=2, clip=1.0)
+    found = result(one, tmp_path / "log")
+    assert found.predicted is not None
+    assert found.predicted.equal
+    rows = [row for rank in found.ranks for row in rank.ledger or []]
+    assert {row.phase for row in rows} >= {"forward", "backward", "step"}
+    assert any(row.phase == "evaluate" for row in rows) == (every is not None)
+    between = sum(row.bytes for row in rows if row.link == "inter" and row.phase == "backward")
+    weights = sum(row.bytes for row in rows if row.link == "inter" and row.purpose == "weights")
+    assert between > 0
+    assert weights > 0
+    expected = {None: [], 0: [5], 2: [2, 4, 5], 3: [3, 5]}[every]
+    assert [validation.step for validation in found.validations] == expected
+
+
+def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
+    """Every step of every rank is there, its parts within its total, its exposed time within its parts."""
+    found = result(trial(text, "zeropp"), tmp_path / "log")
+    assert [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
+    assert [(rank.node, rank.local) for rank in found.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank in found.ranks:
+        assert [(step.index, step.warmup) for step in rank.steps] == [
+            (index, index < 2) for index in range(5)
+        ]
+        for step in rank.steps:
+            assert 0 < step.forward + step.backward + step.optimizer <= step.total
+            assert 0 <= (step.exposed_forward or 0) <= step.forward
+            assert 0 <= (step.exposed_backward or 0) <= step.backward
+        for part in ("masters", "gradients", "optimizer", "secondary", "gathered"):
+            assert rank.memory.engine[part] == rank.memory.formula[part]
+        assert rank.memory.peak_rss > 50 << 20
+    assert found.ran["transports"] == {"node": "gloo", "local": "shm"}
+    assert len(found.units) == 3
+    assert found.interfaces is None
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "exact"])
+def test_all_strategies_see_the_same_data(text: str, tmp_path: Path, strategy: str) -> None:
+    """Losses, validation losses and the reference loss are a single process's on the same text."""
+    settings = {"validate_every": 2, "accumulation": 2}
+    one, single = trial(text, strategy, **settings), trial(text, "single", **settings)
+    found, expected = result(one, tmp_path / "log"), result(single, tmp_path / "log")
+    assert found.reference_loss == pytest.approx(expected.reference_loss, abs=1e-6)
+    means = [
+        [
+            sum(losses) / len(losses)
+            for losses in zip(*([s.loss for s in r.steps] for r in each.ranks), strict=True)
+        ]
+        for each in (found, expected)
+    ]
+    assert means[0] == pytest.approx(means[1], abs=1e-4)
+    assert means[0][0] == pytest.approx(found.reference_loss, abs=1e-4)
+    for ours, theirs in zip(found.validations, expected.validations, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-4)
+    if strategy != "exact":
+        assert found.ranks[0].ledger is None
+        assert found.predicted is None
+
+
+def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
+    """Measured on all ranks' weights and gradients, an error falls with every bit and grows by block."""
+    found = result(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log").quantisation
+    by_codec = {(e.purpose, e.unit, e.codec): e for e in found}
+    units = {e.unit for e in found}
+    assert len(units) == 3
+    assert len(found) >= 2 * len(units) * len(BITS) * len(BLOCKS)
+    for purpose in ("weights", "gradients"):
+        for unit in units:
+            ladder = [by_codec[purpose, unit, f"int{bits}:64"].vnmse for bits in BITS]
+            assert all(0 < finer < coarser for coarser, finer in pairwise(ladder))
+            small, large = (by_codec[purpose, unit, f"int4:{block}"].vnmse for block in (64, "shard"))
+            assert small < large
+    for error in found:
+        if error.codec == "int8:64":
+            assert error.largest <= parse("int8:64").error_bound(-1, 1)
+
+
+def test_a_tensor_of_zeros_has_no_error() -> None:
+    """Sums of ranks add up to one figure; where all values are zero there is none."""
+    key, zero = ("weights", "root", "int8:64"), ("weights", "empty", "int8:64")
+    ranks = [
+        {key: Squares(1.0, 10.0, 0.5, 2.0), zero: Squares(0, 0, 0, 0)},
+        {key: Squares(2.0, 20.0, 0.25, 4.0), zero: Squares(0, 0, 0, 0)},
+    ]
+    (error,) = errors_of(ranks)
+    assert (error.vnmse, error.largest) == (pytest.approx(0.1), pytest.approx(0.125))
+
+
+@pytest.mark.link
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "fsdp2"])
+def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
+    """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
+    one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
+    with open_link(Setting("namespaces", 2, 1000.0), "abc123") as link:
+        launch = Launch(one.topology(), link.ports, None, 1, 120, tmp_path / "log")
+        found = assemble(one, run_ranks(run, Assignment(one, 1_000_000, count=True), launch))
+    assert len(found.probed_mbit) == 2
+    assert found.interfaces is not None
+    assert [counted.node for counted in found.interfaces] == [0, 1]
+    sent = [counted.tx_bytes - HEADER_BYTES * counted.tx_packets for counted in found.interfaces]
+    last = found.validations[-1].inter_bytes
+    assert last is not None
+    if strategy == "fsdp2":
+        assert last > sum(sent) > 0
+        return
+    for node in (0, 1):
+        booked = sum(training(row) for rank in found.ranks if rank.node == node for row in rank.ledger or [])
+        assert sent[node] == pytest.approx(booked, rel=0.03)
+    assert sum(sent) < last < 2 * sum(sent)  # of all four steps, warm-up included
+
+
+def training(row: LedgerRow) -> int:
+    return row.bytes if row.link == "inter" and row.phase != "evaluate" else 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"corpus": "/nowhere"}, "/nowhere"),
+        ({"model": {"name": "gpt-tin"}}, "gpt-tiny"),
+        ({"policy": {"secondary": 3}}, "hpZ group of 3 ranks does not fit"),
+        ({"policy": {}}, "padding"),
+        ({"cluster": {"device": "cuda"}}, "this machine has 0"),
+    ],
+)
+def test_what_cannot_run_is_refused(text: str, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    """A trial that cannot run as asked is refused on its ranks, with the numbers."""
+    with pytest.raises(LaunchError, match=words) as caught:
+        outcomes(trial(text, "zeropp", **changes), tmp_path / "log")
+    assert caught.value.kind == "refused"
+
+
+def test_a_loss_that_is_not_finite_is_no_result(text: str, tmp_path: Path) -> None:
+    """A diverged trial raises, naming rank and step, instead of leaving NaN in a record."""
+    one = trial(text, "exact", optimizer={"name": "SGD", "arguments": {"lr": 1e30}})
+    with pytest.raises(TrialError, match=r"in step [1-4]"):
+        result(one, tmp_path / "log")
+
+
+def test_a_first_loss_that_is_not_a_single_processs_is_no_result(text: str, tmp_path: Path) -> None:
+    """With raw weights the first loss has to be the reference's; with quantised ones it is only recorded."""
+    for strategy, trusted in (("exact", False), ("zero3", False), ("zeropp", True)):
+        one = trial(text, strategy)
+        wrong = [
+            dataclasses.replace(o, reference_loss=o.reference_loss + 0.1)
+            for o in outcomes(one, tmp_path / "log")
+        ]
+        if trusted:
+            assert math.isfinite(assemble(one, wrong).reference_loss)
+        else:
+            with pytest.raises(TrialError, match="they differ by more than"):
+                assemble(one, wrong)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", sorted(PRESETS))
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (2, 3), (3, 2), (4, 1)])
+def test_every_policy_runs_on_every_topology(
+    text: str, tmp_path: Path, strategy: str, nodes: int, per_node: int
+) -> None:
+    """Every preset's ledger is its prediction on every small topology."""
+    one = trial(text, strategy, cluster={"nodes": nodes, "ranks_per_node": per_node}, validate_every=1)
+    found = result(one, tmp_path / "log")
+    assert found.predicted is not None
+    assert found.predicted.equal

@@ -1,0 +1,139 @@
+"""The models, and the arithmetic of a step of them."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from harness.flops import PRESETS, GPTShape, step_flops, tflops_per_rank
+from harness.suite import Model
+from harness.workload import GPT, WorkloadError, build, shape_of
+
+LOG = Path(__file__).resolve().parents[2] / "report" / "published" / "zeropp_tutorial_log.csv"
+
+
+def batch(sequence: int, vocab: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, vocab, (2, sequence + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@given(
+    layers=st.integers(1, 3),
+    heads=st.sampled_from([1, 2, 4]),
+    vocab=st.integers(2, 300),
+    tied=st.booleans(),
+    sequence=st.integers(1, 16),
+)
+def test_any_shape_starts_near_a_uniform_guess(
+    layers: int, heads: int, vocab: int, tied: bool, sequence: int
+) -> None:
+    """A fresh model's loss is a scalar near ln(vocab), and every parameter gets a gradient."""
+    model = GPT(GPTShape(layers, 16, heads, vocab, tied), sequence)
+    loss = model(*batch(sequence, vocab))
+    assert loss.shape == ()
+    assert abs(loss.item() - math.log(vocab)) < 0.5
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert (model.head.weight is model.embedding.weight) == tied
+
+
+def test_the_seed_decides_the_weights() -> None:
+    """The same seed builds the same weights, another seed others."""
+    weights = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        weights.append(torch.cat([p.flatten() for p in build(Model(name="gpt-tiny"), 32).parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_token_sees_only_its_past() -> None:
+    """Changing a later token leaves the losses of earlier positions alone."""
+    torch.manual_seed(0)
+    model = build(Model(name="gpt-tiny"), 8)
+    tokens = torch.randint(0, 256, (1, 9))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 256
+    early = [model(x[:, :5], tokens[:, 1:6]) for x in (tokens, changed)]
+    whole = [model(x[:, :8], tokens[:, 1:9]) for x in (tokens, changed)]
+    assert torch.equal(*early)
+    assert not torch.equal(*whole)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-18b", 18.4), ("gpt-100b", 101.2)])
+def test_models_too_big_for_here_build_on_meta(name: str, billions: float) -> None:
+    """The large presets have their parameters without their memory."""
+    with torch.device("meta"):
+        model = build(Model(name=name), 512)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def custom(sequence: int, width: int = 4) -> nn.Module:
+    """A user's own model."""
+    return GPT(GPTShape(1, width, 1), sequence)
+
+
+def not_a_model(sequence: int) -> int:
+    return sequence
+
+
+def test_a_users_function_builds_the_model() -> None:
+    """``module:function`` is called with the sequence and the arguments."""
+    model = build(Model(name=f"{__name__}:custom", arguments={"width": 8}), 16)
+    assert isinstance(model, GPT)
+    assert model.positions.weight.shape == (16, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Model(name="gpt-smal"), "did you mean 'gpt-small'"),
+        (Model(arguments={"widht": 3}), "did you mean 'width'"),
+        (Model(arguments={"width": 0}), "width = 0"),
+        (Model(arguments={"layers": 1.5}), "layers = 1.5"),
+        (Model(arguments={"tied": 1}), "true or false"),
+        (Model(arguments={"width": 257}), "4 heads do not divide a width of 257"),
+        (Model(name="no_such_module:f"), "cannot import 'no_such_module'"),
+        (Model(name=f"{__name__}:nothing"), "no function 'nothing'"),
+        (Model(name=f"{__name__}:not_a_model"), "not an nn.Module"),
+        (Model(name="os.path:join"), "no parameter 'sequence'"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_named(model: Model, words: str) -> None:
+    """Bad names and sizes raise one line that says what is wrong."""
+    with pytest.raises(WorkloadError, match=words) as caught:
+        build(model, 16)
+    assert "\n" not in str(caught.value)
+
+
+def test_published_teraflops_follow_from_their_shapes() -> None:
+    """The formula gives the tutorial log's TFLOPs per GPU to its two digits."""
+    rows = list(csv.DictReader(LOG.read_text().splitlines()))
+    assert [row["tflops_per_gpu"] for row in rows] == ["7.24", "7.65", "10.70", "20.70"]
+    for row in rows:
+        shape = PRESETS["gpt-18b"]
+        assert (shape.layers, shape.width) == (int(row["layers"]), int(row["hidden"]))
+        found = tflops_per_rank(
+            shape,
+            sequences=int(row["global_batch"]),
+            length=int(row["seq_length"]),
+            recompute=True,
+            seconds=float(row["ms_per_iteration"]) / 1e3,
+            ranks=int(row["gpus"]),
+        )
+        assert f"{found:.2f}" == row["tflops_per_gpu"]
+
+
+def test_recomputation_adds_a_third() -> None:
+    """Without recomputation a step takes 72 / 96 of the operations."""
+    sizes = {"sequences": 3, "length": 64}
+    shape = shape_of(Model())
+    ratio = step_flops(shape, **sizes, recompute=False) / step_flops(shape, **sizes, recompute=True)
+    assert ratio == pytest.approx(0.75)
