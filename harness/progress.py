@@ -103,6 +103,5 @@ class Display:
         seconds = time.monotonic() - self._began
         left = f", about {self._eta()} left" if self._durations else ""
         place = f"[{self._done + 1}/{self._trials}]"
-        return Text(
-            f"{place} {self._name()}: {stage} ({seconds:.0f} s{left})", overflow="ellipsis", no_wrap=True
-        )
+        line = f"{place} {stage} ({seconds:.0f} s{left}) {self._name()}"  # what moves comes first
+        return Text(line, overflow="ellipsis", no_wrap=True)

@@ -213,8 +213,12 @@ class _Sweep:
             except LinkError as error:
                 self._links[setting] = error
             else:
+                try:
+                    self._calibrate(link, trial)
+                except BaseException:  # the next trial that needs it begins anew
+                    link.close()
+                    raise
                 self._links[setting] = link
-                self._calibrate(link, trial)
         found = self._links[setting]
         if isinstance(found, LinkError):
             raise found
