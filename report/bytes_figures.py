@@ -58,7 +58,8 @@ def _draw_volume(data: pd.DataFrame) -> Figure | None:
             left.set_title(", ".join(_told(group)))
     grid[-1][0].set_xlabel("bytes between nodes per step, in M")
     grid[-1][1].set_xlabel("against flat collectives in 16 bits, in M")
-    drawing.legend_above(figure, *grid[0], columns=3)
+    drawing.legend_above(figure, grid[0][0], columns=2)
+    drawing.legend_above(figure, grid[0][1], columns=1, side="right")
     return figure
 
 

@@ -184,7 +184,7 @@ def _sweep_caption(data: pd.DataFrame) -> str:
     return (
         "What changes when only the named codecs do: median step seconds, bytes between nodes per step "
         "(ledger, in units of M, see 'Bytes between nodes') and loss of the last validation (its axis does "
-        f"not start at 0). Markers: median over repeats; dots: each.{base} {common_to(data)}."
+        f"not start at 0). Markers: median over repeats; dots: each.{base} {common_to(data)}"
     )
 
 

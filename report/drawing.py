@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import pandas as pd
@@ -218,15 +218,11 @@ def same_rows(ax: Axes) -> None:
     ax.grid(visible=False, axis="y")
 
 
-def legend_above(figure: Figure, *axes: Axes, columns: int) -> None:
-    """One legend above all panels, from the handles of ``axes``."""
-    handles, labels = [], []
-    for ax in axes:
-        found = ax.get_legend_handles_labels()
-        handles += found[0]
-        labels += found[1]
+def legend_above(figure: Figure, ax: Axes, *, columns: int, side: Literal["left", "right"] = "left") -> None:
+    """A legend above all panels, from the handles of ``ax``, at the left or the right."""
+    handles, labels = ax.get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.3
+        handles, labels, loc=f"outside upper {side}", ncols=columns, handlelength=1.2, columnspacing=1.3
     )
 
 

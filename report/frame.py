@@ -30,8 +30,8 @@ _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate"
 
 TRIALS: Final = (
     "id", "suite", "order", "started", "pool", "strategy", "contender", "place", "cell", "where",
-    "seed", "repeat", "nodes", "ranks_per_node", "world", "tokens_per_rank", "sequence", "accumulation",
-    "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local", "gradients_node", "secondary",
+    "seed", "repeat", "nodes", "ranks_per_node", "world", "processes", "tokens_per_rank", "sequence",
+    "accumulation", "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local", "gradients_node", "secondary",
     "parameters", "padded", "reference_loss", "predicted_equal",
 )  # fmt: skip
 STEPS: Final = (
@@ -264,7 +264,8 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
         "repeat": trial.repeat,
         "nodes": topology.nodes,
         "ranks_per_node": topology.ranks_per_node,
-        "world": len(record.ranks) or topology.world,
+        "world": topology.world,
+        "processes": len(record.ranks),
         "tokens_per_rank": trial.tokens_per_rank,
         "sequence": trial.sequence,
         "accumulation": trial.accumulation,

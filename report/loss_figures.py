@@ -64,7 +64,7 @@ def _loss_caption(data: pd.DataFrame) -> str:
     return (
         "Validation loss against optimizer steps, seconds spent in steps and bytes that all ranks had sent "
         f"between nodes. Lines: mean over {data['seed'].nunique()} seed(s); bands: lowest to highest. "
-        f"{common_to(data)}."
+        f"{common_to(data)}"
     )
 
 
@@ -111,7 +111,7 @@ def _final_caption(data: pd.DataFrame) -> str:
     return (
         "Loss of the last validation: each run (dots), their mean (marker and number) and spread. "
         f"{data['seed'].nunique()} seed(s), {data['repeat'].nunique()} repeat(s). The axis does not start at "
-        f"0. {common_to(data)}."
+        f"0. {common_to(data)}"
     )
 
 

@@ -75,7 +75,7 @@ def _memory_caption(data: pd.DataFrame) -> str:
         "Bytes that the engine owns on the fullest rank, by part, at their worst moment (bars), against the "
         "total of the formulas of impl.traffic.memory ( | ), ordered by the number of ranks that share one "
         "hpZ copy of the weights: the smaller the group, the more memory, the fewer hops in backward. Median "
-        f"over repeats. {common_to(data)}."
+        f"over repeats. {common_to(data)}"
     )
 
 

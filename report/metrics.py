@@ -60,8 +60,8 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["m_bytes"] = (2.0 * table["padded"] * (table["nodes"] - 1)).replace(0.0, np.nan)
     table["m_bytes"] *= table["accumulation"]
     table["tflops"] = [
-        _tflops(frames.ran[identity], seconds, ranks)
-        for identity, seconds, ranks in zip(table["id"], table["step_seconds"], table["world"], strict=True)
+        _tflops(frames.ran[row["id"]], row["step_seconds"], row["processes"])
+        for row in table[["id", "step_seconds", "processes"]].to_dict("records")
     ]
     table["first"] = table.groupby("contender")["order"].transform("min")
     table["rate_mbit"] = pd.to_numeric(table["rate_mbit"]).astype(float)
@@ -79,7 +79,7 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
     shape = GPTShape(**(asdict(PRESETS[model.name]) | model.arguments))
     return tflops_per_rank(
         shape,
-        sequences=trial.tokens_per_rank // trial.sequence * trial.accumulation * ranks,
+        sequences=trial.tokens_per_rank // trial.sequence * trial.accumulation * trial.topology().world,
         length=trial.sequence,
         recompute=False,
         seconds=seconds,

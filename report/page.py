@@ -22,6 +22,7 @@ from report.wording import NOTHING, listed, number
 _HERE: Final = Path(__file__).parent
 _TEMPLATE: Final = "page.html"
 _STYLE: Final = "page.css"
+_SHORT: Final = 16  # rows of a summary that stands before the figures
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def render(content: Content) -> str:
     )  # fmt: skip
     frames = content.derived.frames
     tables = [_table(table, files, content.folder) for table, files in content.tables]
+    first = [table for table in tables if table.name == "summary" and len(table.rows) <= _SHORT]
     page: str = environment.get_template(_TEMPLATE).render(
         style=(_HERE / _STYLE).read_text(encoding="utf-8"),
         suite=frames.suite,
@@ -94,8 +96,8 @@ def render(content: Content) -> str:
         warnings=warnings(content.derived),
         figures=[_figure(drawn, content.folder) for drawn in content.drawn],
         missing=content.missing,
-        summary=[table for table in tables if table.name == "summary"],
-        tables=[table for table in tables if table.name not in ("summary", "environment")],
+        summary=first,
+        tables=[table for table in tables if table.name != "environment" and table not in first],
         environment=[table for table in tables if table.name == "environment"],
         failures=_table(*content.failures, content.folder) if content.failures else None,
         pools=frames.pools,

@@ -50,9 +50,10 @@ def titles_of(data: pd.DataFrame) -> dict[str, str]:
 
 
 def common_to(data: pd.DataFrame) -> str:
-    """What all cells of a figure have in common, for its caption: ``2x2 ranks, 512 tokens/rank``."""
+    """What all cells of a figure have in common, to end its caption: ``All: 2x2 ranks.``"""
     told = [str(text).split(", ") for text in data["where"].unique()]
-    return ", ".join(part for part in told[0] if all(part in parts for parts in told)) if told else ""
+    common = [part for part in told[0] if all(part in parts for parts in told)] if told else []
+    return f"All: {', '.join(common)}." if common else ""
 
 
 def contenders(data: pd.DataFrame) -> list[tuple[str, str]]:

@@ -69,7 +69,7 @@ def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[drawing.Ending]:
 
 def _rate_axis(ax: Axes, data: pd.DataFrame) -> None:
     rates = data.groupby("cell")["achieved_mbit"].median()
-    drawing.log_ticks(ax, [float(f"{rate:.3g}") for rate in rates])
+    drawing.log_ticks(ax, [float(f"{rate:.2g}") for rate in rates])
 
 
 def _throughput_data(derived: Derived) -> pd.DataFrame:
@@ -109,7 +109,7 @@ def _draw_throughput(data: pd.DataFrame) -> Figure | None:
 def _throughput_caption(data: pd.DataFrame) -> str:
     text = (
         "Tokens per second of all ranks over the rate that the link between nodes achieved (log scale). "
-        f"Markers: median of the repeats; small dots: each repeat. {common_to(data)}."
+        f"Markers: median of the repeats; small dots: each repeat. {common_to(data)}"
     )
     if data["rates_differ"].any():
         text += " †: the rates that the contenders of this cell achieved differ by more than 10 %."
@@ -228,7 +228,7 @@ def _speedup_caption(data: pd.DataFrame) -> str:
         "mean with its 95 % interval, dots are single pairs. What bytes and overlap allow: the best step is "
         "max(compute, wire), where compute is the slowest rank's step less its exposed communication, and "
         "wire is 8 times the bytes that the busiest node sent to others in a step over the achieved rate; "
-        f"the share is that best step over the measured one. {common_to(data)}."
+        f"the share is that best step over the measured one. {common_to(data)}"
     )
 
 
@@ -291,7 +291,7 @@ def _beside_caption(data: pd.DataFrame) -> str:
         "Speed-up of ZeRO++ over ZeRO-3 by link rate and tokens per rank, beside the numbers printed in the "
         "ZeRO++ blog's figures (June 2023: 18 to 138 B parameters on 24 nodes of 16 V100; TFLOPs per GPU, "
         "rounded to integers there; dots are models, lines their medians). Rates and hardware differ by "
-        f"orders of magnitude: compare shapes, not positions. {common_to(data)}."
+        f"orders of magnitude: compare shapes, not positions. {common_to(data)}"
     )
 
 
@@ -348,7 +348,7 @@ def _parity_caption(data: pd.DataFrame) -> str:
     return (
         "Parity: tokens per second of ZeRO++ on a link of a quarter of the rate over ZeRO-3 on the full one, "
         "paired by repeat (geometric mean, dots are pairs); at 1, ZeRO++ makes up for a four times slower "
-        f"link. Published: TFLOPs per GPU printed in the blog's figure 'bandwidth parity'. {common_to(data)}."
+        f"link. Published: TFLOPs per GPU printed in the blog's figure 'bandwidth parity'. {common_to(data)}"
     )
 
 
@@ -411,7 +411,7 @@ def _ablation_caption(data: pd.DataFrame) -> str:
         "All eight combinations of quantised weight gathers (qwZ), the weight copy inside a node (hpZ) and "
         "quantised two-hop gradient reductions (qgZ). Speed-up: geometric mean over repeats with its 95 % "
         "interval; bytes: ledger, all ranks. Product of the three single speed-ups against all three "
-        f"measured together: {'; '.join(told)}. {common_to(data)}."
+        f"measured together: {'; '.join(told)}. {common_to(data)}"
     )
 
 
@@ -465,7 +465,7 @@ def _split_caption(data: pd.DataFrame) -> str:
         "Where a step's time goes, on the slowest rank of each step, mean over timed steps and repeats "
         "(means, so that parts add up; elsewhere steps are summarised by their median). Pale parts are "
         "exposed communication: time in which the rank only waited. Peers that are not wired through the "
-        f"ledger do not report it: theirs is inside forward and backward. {common_to(data)}."
+        f"ledger do not report it: theirs is inside forward and backward. {common_to(data)}"
     )
 
 

@@ -138,15 +138,17 @@ def markdown(value: str) -> str:
 def _placed(name: str, title: str, caption: str, rows: list[dict[str, Any]], *columns: Column) -> Table:
     """A table of rows that each have a ``where``: what all share goes into the caption."""
     data = pd.DataFrame(rows)
-    told = [str(row["where"]).split(", ") for row in rows]
-    common = [part for part in told[0] if all(part in parts for parts in told)] if told else []
-    short = [", ".join(part for part in parts if part not in common) for parts in told]
+    told = pd.DataFrame([str(row["where"]).split(", ") for row in rows]).fillna("")
+    common = [str(told[place].iloc[0]) for place in told.columns if len(told[place].unique()) == 1]
     if common:
         caption = f"{caption} All: {', '.join(common)}."
-    if any(short):
-        data["where_told"] = short
-        columns = (Column("where_told", "Where"), *columns)
-    return Table(name, title, caption, data, columns)
+    places: list[Column] = []
+    for place in told.columns:
+        if len(told[place].unique()) > 1:
+            data[f"where_{place}_told"] = told[place]
+            places.append(Column(f"where_{place}_told", "Where" if not places else ""))
+    shown = [column for column in columns if column.key not in data or data[column.key].notna().any()]
+    return Table(name, title, caption, data, (*places, *shown))
 
 
 def all_tables(derived: Derived) -> list[Table]:
@@ -176,7 +178,6 @@ def summary(derived: Derived) -> Table:
         Column("exposed_seconds", "Exposed, s", number(2)),
         Column("sent_mb", "Sent, MB/step", number(3)),
         Column("bytes_ratio", "of ZeRO-3's", number(3)),
-        Column("interface_ratio", "on interfaces", number(3)),
         Column("validation_loss", "Loss", number(4)),
     )
     caption = (

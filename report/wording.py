@@ -17,7 +17,7 @@ def number(digits: int = 3) -> Callable[[Any], str]:
     def told(value: Any) -> str:
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return NOTHING
-        if value != 0 and not 1e-3 <= abs(value) < 1e6:
+        if value != 0 and not 1e-4 <= abs(value) < 1e6:
             return f"{value:.{digits - 1}e}"
         rounded = abs(float(f"{value:.{digits - 1}e}"))  # 9.996 has one digit more when rounded
         decimals = digits - 1 - math.floor(math.log10(rounded)) if value != 0 else 0
