@@ -231,8 +231,8 @@ def write(results: Path, record: Record) -> Path:
                 file.write(record.model_dump_json(indent=1))
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(name, 0o644)
-            os.replace(name, target)
+            Path(name).chmod(0o644)
+            Path(name).replace(target)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
