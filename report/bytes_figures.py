@@ -134,7 +134,9 @@ def _volume_alt(data: pd.DataFrame) -> str:
 
 def _link_data(derived: Derived) -> pd.DataFrame:
     links = derived.frames.links
-    shaped = links[links["requested_mbit"].notna()]
+    told = ["kind", "requested_mbit", "when", "achieved_mbit"]
+    again = links["when"].eq("calibrated") & links.duplicated(told)  # records repeat their calibration
+    shaped = links[links["requested_mbit"].notna() & ~again]
     share = pd.to_numeric(shaped["achieved_mbit"]) / pd.to_numeric(shaped["requested_mbit"])
     named = derived.trials[["id", "strategy", "contender", "place", "first"]]
     return shaped.assign(share=share).merge(named, on="id")

@@ -222,7 +222,12 @@ def legend_above(figure: Figure, ax: Axes, *, columns: int, side: Literal["left"
     """A legend above all panels, from the handles of ``ax``, at the left or the right."""
     handles, labels = ax.get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc=f"outside upper {side}", ncols=columns, handlelength=1.2, columnspacing=1.3
+        handles,
+        labels,
+        loc="outside upper left" if side == "left" else "outside upper right",
+        ncols=columns,
+        handlelength=1.2,
+        columnspacing=1.3,
     )
 
 

@@ -31,8 +31,8 @@ _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate"
 TRIALS: Final = (
     "id", "suite", "order", "started", "pool", "strategy", "contender", "place", "cell", "where",
     "seed", "repeat", "nodes", "ranks_per_node", "world", "processes", "tokens_per_rank", "sequence",
-    "accumulation", "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local", "gradients_node", "secondary",
-    "parameters", "padded", "reference_loss", "predicted_equal",
+    "accumulation", "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local",
+    "gradients_node", "secondary", "parameters", "padded", "reference_loss", "predicted_equal",
 )  # fmt: skip
 STEPS: Final = (
     "id", "rank", "node", "local", "index", "warmup", "total", "forward", "backward", "optimizer",
@@ -41,7 +41,7 @@ STEPS: Final = (
 BYTES: Final = (
     "id", "source", "rank", "node", "phase", "purpose", "link", "hop", "bytes", "messages",
 )  # fmt: skip
-INTERFACES: Final = ("id", "node", "tx_bytes", "tx_packets")
+INTERFACES: Final = ("id", "node", "tx_bytes", "tx_packets", "header_bytes")
 MEMORY: Final = ("id", "rank", "source", "part", "bytes")
 VALIDATIONS: Final = ("id", "step", "loss", "train_seconds", "inter_bytes")
 QUANTISATION: Final = ("id", "purpose", "unit", "codec", "vnmse", "largest")
@@ -65,7 +65,8 @@ class Frames:
         steps: one row per rank and optimizer step; seconds.
         bytes: sent over the timed steps, by source (``ledger`` or ``predicted``), rank, phase,
             purpose, link and hop.
-        interfaces: one row per node: what its network interface counted over the timed steps.
+        interfaces: one row per node: what its network interface counted over the timed steps, and
+            the bytes of a packet's headers where the link states them.
         memory: bytes by part, source (``engine``, ``formula`` or ``process``) and rank.
         validations: loss on the validation split.
         quantisation: error of a codec on a unit.
@@ -127,9 +128,7 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         trials=_frame([_trial_row(r, trials[r.id], naming) for r in finished], TRIALS),
         steps=_frame([row for r in finished for row in _step_rows(r)], STEPS),
         bytes=_bytes_frame(finished),
-        interfaces=_frame(
-            [{"id": r.id, **c.model_dump()} for r in finished for c in r.interfaces or []], INTERFACES
-        ),
+        interfaces=_frame([row for r in finished for row in _interface_rows(r)], INTERFACES),
         memory=_frame([row for r in finished for row in _memory_rows(r)], MEMORY),
         validations=_frame(
             [{"id": r.id, **v.model_dump()} for r in finished for v in r.validations], VALIDATIONS
@@ -288,6 +287,14 @@ def _step_rows(record: Record) -> list[dict[str, Any]]:
         {"id": record.id, "rank": rank.rank, "node": rank.node, "local": rank.local, **step.model_dump()}
         for rank in record.ranks
         for step in rank.steps
+    ]
+
+
+def _interface_rows(record: Record) -> list[dict[str, Any]]:
+    headers = record.link.details.get("header_bytes") if record.link else None
+    return [
+        {"id": record.id, "header_bytes": headers, **counters.model_dump()}
+        for counters in record.interfaces or []
     ]
 
 

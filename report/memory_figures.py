@@ -53,7 +53,7 @@ def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series[float]]:
     """Engine's parts and the formula's total in MiB by contender, ordered by hpZ group."""
     order = group.drop_duplicates("contender").sort_values(["secondary", "place", "first"], kind="stable")
     names = {
-        str(name): f"{name} (groups of {ranks})" if ranks and "groups of" not in str(name) else str(name)
+        str(name): _with_group(str(name), ranks)
         for name, ranks in zip(order["contender"], order["secondary"], strict=True)
     }
     mib = group.assign(mib=group["bytes"] / _MIB)
@@ -68,6 +68,12 @@ def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series[float]]:
     engine = wide["engine"].reindex(index=list(names), columns=known + rest).fillna(0)
     formula = wide["formula"].reindex(index=list(names)).sum(axis=1, min_count=1)
     return engine.rename(index=names), formula
+
+
+def _with_group(name: str, ranks: int) -> str:
+    if not ranks or "groups of" in name:
+        return name
+    return f"{name[:-1]}, groups of {ranks})" if name.endswith(")") else f"{name} (groups of {ranks})"
 
 
 def _memory_caption(data: pd.DataFrame) -> str:

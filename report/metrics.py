@@ -36,6 +36,7 @@ def trials(frames: Frames) -> pd.DataFrame:
         tokens_per_second: tokens of all ranks in a step / step_seconds.
         sent_bytes: bytes per step that all ranks sent between nodes in training (ledger).
         predicted_bytes, interface_bytes: the same, from the prediction and the interfaces.
+        header_bytes: of the packets that the interfaces counted, per step.
         egress_bytes: the largest of any node; ledger, or the interface where there is no ledger.
         wire_seconds: 8 egress_bytes / achieved rate.
         best_seconds: max(compute_seconds, wire_seconds): all communication hidden that can be.
@@ -43,10 +44,10 @@ def trials(frames: Frames) -> pd.DataFrame:
         m_bytes: M times the micro-batches of a step; M is what crosses between nodes in one
             hierarchical gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
         tflops: model TFLOP/s of a rank, for GPT presets.
-        validation_loss: of the last validation.
+        first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
     """
     table = frames.trials.copy()
-    for found in (_times(frames), _traffic(frames), _final_loss(frames)):
+    for found in (_times(frames), _traffic(frames), _first_loss(frames), _final_loss(frames)):
         table = table.merge(found, on="id", how="left")
     tokens = table["tokens_per_rank"] * table["world"] * table["accumulation"]
     table["tokens_per_second"] = tokens / table["step_seconds"]
@@ -122,6 +123,7 @@ def _traffic(frames: Frames) -> pd.DataFrame:
         "sent_bytes": ledger.groupby("id")["bytes"].sum(),
         "predicted_bytes": predicted.groupby("id")["bytes"].sum(),
         "interface_bytes": frames.interfaces.groupby("id")["tx_bytes"].sum(),
+        "header_bytes": _headers(frames),
     }
     for name, total in totals.items():
         found[name] = total.reindex(found.index) / steps.reindex(found.index)
@@ -134,6 +136,19 @@ def _traffic(frames: Frames) -> pd.DataFrame:
     egress[found.index.isin(has_ledger)] = egress.fillna(0)
     found["egress_bytes"] = egress.fillna(counted.reindex(found.index)) / steps.reindex(found.index)
     return found.astype(float).reset_index()
+
+
+def _headers(frames: Frames) -> pd.Series[float]:
+    """Bytes of packet headers over the timed steps, where the link states their size."""
+    counted = frames.interfaces.dropna(subset=["header_bytes"])
+    return (counted["tx_packets"] * counted["header_bytes"].astype(float)).groupby(counted["id"]).sum()
+
+
+def _first_loss(frames: Frames) -> pd.DataFrame:
+    """Mean over ranks of the first step's loss."""
+    steps = frames.steps
+    first = steps[steps["index"] == steps.groupby("id")["index"].transform("min")]
+    return first.groupby("id")["loss"].mean().rename("first_loss").reset_index()
 
 
 def _final_loss(frames: Frames) -> pd.DataFrame:

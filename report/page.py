@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from report import metrics, published
 from report.contender import BASELINE, NAMES, PROPOSED
 from report.figures import Drawn
+from report.frame import groups
 from report.metrics import Derived
 from report.plot import Plot, records_behind
 from report.tables import Table
@@ -22,6 +23,7 @@ from report.wording import NOTHING, listed, number
 _HERE: Final = Path(__file__).parent
 _TEMPLATE: Final = "page.html"
 _STYLE: Final = "page.css"
+_COMMIT: Final = 12  # characters of a commit's hash
 _SHORT: Final = 16  # rows of a summary that stands before the figures
 
 
@@ -131,7 +133,11 @@ def _table(table: Table, files: dict[str, Path], folder: Path) -> TableOnPage:
 def headline(derived: Derived) -> list[str]:
     """Sentences with the main numbers, computed from the records: speed-up and bytes."""
     pairs = derived.pairs
-    ours = pairs[(pairs["contender"] == NAMES[PROPOSED]) & (pairs["nodes"] > 1)]
+    ours = pairs[(pairs["strategy"] == PROPOSED) & (pairs["nodes"] > 1)]
+    names = sorted(ours["contender"].unique(), key=lambda name: (name != NAMES[PROPOSED], name))
+    ours = ours[ours["contender"].isin(names[:1])]  # the preset, or the only variant there is
+    if len(names) > 1 and names[0] != NAMES[PROPOSED]:
+        ours = ours.iloc[:0]
     if ours.empty:
         return [
             f"{len(derived.trials)} finished trials.",
@@ -161,8 +167,8 @@ def _speed_sentences(group: pd.DataFrame, several: bool) -> list[str]:
     achieved = f"; the link achieved {rate:.3g} Mbit/s" if not math.isnan(rate) else ""
     place = f"{'At its best, on' if several else 'On'} {group['where'].iloc[0]}{achieved}"
     sentence = (
-        f"{place}: a step of {NAMES[PROPOSED]} takes {told(group['step_seconds'].median())} s where "
-        f"{NAMES[BASELINE]}'s takes {told(group['baseline_seconds'].median())} s, a speed-up of "
+        f"{place}: a step of {group['contender'].iloc[0]} takes {told(group['step_seconds'].median())} s "
+        f"where {NAMES[BASELINE]}'s takes {told(group['baseline_seconds'].median())} s, a speed-up of "
         f"{found.estimate:.2f} ({interval})."
     )
     return [sentence]
@@ -187,7 +193,12 @@ def _bytes_sentences(ours: pd.DataFrame) -> list[str]:
 def facts(derived: Derived) -> list[tuple[str, str]]:
     """Where and when it ran, in a few words."""
     frames = derived.frames
-    known = frames.facts.groupby("fact")["value"].agg(lambda values: listed(sorted(set(values))))
+    known = {
+        fact: listed(
+            sorted({value[:_COMMIT] if fact == "code.commit" else value for value in of_fact["value"]})
+        )
+        for (fact,), of_fact in groups(frames.facts, ["fact"])
+    }
     ran = derived.trials
     found = [
         ("suite", frames.suite),
@@ -206,11 +217,11 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
         "code.version": "version",
         "code.commit": "commit",
     }
-    return found + [
-        (told, str(known[fact]))
-        for fact, told in names.items()
-        if known.get(fact) not in (None, "[]", "null")
-    ]
+    shown = [(told, known.get(fact)) for fact, told in names.items()]
+    found += [(told, str(value)) for told, value in shown if value not in (None, "[]", "null")]
+    if "true" in str(known.get("code.dirty")):
+        found.append(("checkout", "changed since its commit"))
+    return found
 
 
 def _when(ran: pd.DataFrame) -> str:

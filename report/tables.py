@@ -237,15 +237,12 @@ def volume(derived: Derived) -> Table:
                 .groupby("part")
                 .median()
             )
-            equal = mine["predicted_equal"].dropna().astype(bool)
             row: dict[str, Any] = {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender}
             row |= {part: float(m.get(part, 0.0 if len(m) else math.nan)) for part in holdings.VOLUME_PARTS}
             row |= {
                 "predicted": (mine["predicted_bytes"] / mine["m_bytes"]).median(),
                 "ledger": (mine["sent_bytes"] / mine["m_bytes"]).median(),
                 "interface": (mine["interface_bytes"] / mine["m_bytes"]).median(),
-                "interface_over_ledger": (mine["interface_bytes"] / mine["sent_bytes"]).median(),
-                "equal": f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING,
                 "published": printed["total_m"].get(strategy, math.nan) if "(" not in contender else math.nan,
                 "m_bytes": mine["m_bytes"].median(),
             }
@@ -258,16 +255,49 @@ def volume(derived: Derived) -> Table:
         Column("predicted", "Predicted", number(4)),
         Column("ledger", "Ledger", number(4)),
         Column("interface", "Interface", number(4)),
-        Column("interface_over_ledger", "Interface/ledger", number(4)),
-        Column("equal", "Ledger as predicted", str),
         Column("published", "Published rule", number(3)),
     )
     caption = (
-        "Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model. 'Ledger as "
-        "predicted' counts trials whose ledger equals the prediction to the byte, row by row. Interfaces "
-        "count headers too."
+        "Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model. Interfaces "
+        "count headers too; the published rule counts no scales."
     )
     return _placed("volume", "Volume between nodes", caption, rows, *columns)
+
+
+def checks(derived: Derived) -> Table:
+    """Whether what was measured can be believed: bytes against prediction, first loss against one process."""
+    rows: list[dict[str, Any]] = []
+    for (where,), of_place in groups(derived.trials, ["where"]):
+        for _, contender in contenders(of_place):
+            mine = of_place[of_place["contender"] == contender]
+            equal = mine["predicted_equal"].dropna().astype(bool)
+            stated = mine["sent_bytes"] + mine["header_bytes"]
+            reference = mine["reference_loss"].astype(float)
+            rows.append(
+                {
+                    "where": where,
+                    "contender": contender,
+                    "trials": len(mine),
+                    "equal": f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING,
+                    "interface_over_ledger": (mine["interface_bytes"] / mine["sent_bytes"]).median(),
+                    "interface_over_stated": (mine["interface_bytes"] / stated).median(),
+                    "first_loss_deviation": ((mine["first_loss"] - reference).abs() / reference).max(),
+                }
+            )
+    columns = (
+        Column("contender", "Contender"),
+        Column("trials", "n", str),
+        Column("equal", "Ledger as predicted", str),
+        Column("interface_over_ledger", "Interface/ledger", number(4)),
+        Column("interface_over_stated", "Interface/(ledger + headers)", number(4)),
+        Column("first_loss_deviation", "First loss, relative deviation", number(2)),
+    )
+    caption = (
+        "Trials whose ledger equals the prediction to the byte, row by row; bytes that the interfaces "
+        "counted over the ledger's, and over the ledger's with the headers of the packets; and the largest "
+        "relative difference of the first step's loss from a single process on the same batches."
+    )
+    return _placed("checks", "Checks", caption, rows, *columns)
 
 
 def parity(derived: Derived) -> Table:
@@ -372,36 +402,52 @@ def memory(derived: Derived) -> Table:
 
 
 def quantisation(derived: Derived) -> Table:
-    """Error of each codec over units and trials."""
+    """Median vNMSE of each codec, blocks side by side."""
+    caption = (
+        "Median vNMSE = sum((decoded - x)^2) / sum(x^2) over units and trials, by elements per block; "
+        "'shard' is one scale for a whole shard."
+    )
+    return _errors(derived, "quantisation", "Quantisation error", caption, "vnmse")
+
+
+def largest_error(derived: Derived) -> Table:
+    """Largest error of each codec, blocks side by side."""
+    caption = "Largest |decoded - x| over the largest |x|, of any unit and trial, by elements per block."
+    return _errors(derived, "largest_error", "Largest quantisation error", caption, "largest")
+
+
+def _errors(derived: Derived, name: str, title: str, caption: str, value: str) -> Table:
+    """One row per tensor, bits and kind of codec, one column per block size."""
     found = derived.frames.quantisation
-    rows = [
-        {
-            "purpose": key[0],
-            "codec": key[1],
-            "units": group["unit"].nunique(),
-            "samples": len(group),
-            "vnmse": group["vnmse"].median(),
-            "vnmse_largest": group["vnmse"].max(),
-            "largest": group["largest"].max(),
-        }
-        for key, group in groups(found.sort_values(["purpose", "codec"]), ["purpose", "codec"])
-    ]
+    if found.empty:
+        return Table(name, title, caption, pd.DataFrame(), ())
+    parts = [(str(codec).split(":", 2) + ["", ""])[:3] for codec in found["codec"]]
+    kinds = [f"{head} {options}".strip() for head, _, options in parts]
+    told = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts])
+    wide = told.pivot_table(
+        index=["purpose", "kind"],
+        columns="block",
+        values=value,
+        aggfunc="median" if value == "vnmse" else "max",
+    )
+    blocks = sorted(
+        wide.columns, key=lambda block: (not block.isdecimal(), int(block) if block.isdecimal() else 0)
+    )
     columns = (
         Column("purpose", "Of"),
-        Column("codec", "Codec"),
-        Column("units", "Units", str),
-        Column("samples", "Tensors", str),
-        Column("vnmse", "vNMSE, median", number(3)),
-        Column("vnmse_largest", "vNMSE, worst", number(3)),
-        Column("largest", "Largest error / largest value", number(3)),
+        Column("kind", "Codec"),
+        *(Column(block, "no blocks" if block == "none" else block, number(3)) for block in blocks),
     )
-    caption = "vNMSE = sum((decoded - x)^2) / sum(x^2), on tensors of the trials."
-    return Table("quantisation", "Quantisation error", caption, pd.DataFrame(rows), columns)
+    return Table(name, title, caption, wide[blocks].reset_index(), columns)
 
 
 def links(derived: Derived) -> Table:
     """Requested against achieved rate."""
     found = derived.frames.links
+    again = found["when"].eq("calibrated") & found.duplicated(
+        ["kind", "requested_mbit", "when", "achieved_mbit"]
+    )
+    found = found[~again]  # each record of a sweep repeats its calibration
     shaped = found.assign(requested=pd.to_numeric(found["requested_mbit"]).astype(float).fillna(np.inf))
     keys = ["kind", "requested", "when"]
     rows = [
@@ -474,10 +520,12 @@ def environment(derived: Derived) -> Table:
 _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     "summary": summary,
     "volume": volume,
+    "checks": checks,
     "parity": parity,
     "break_even": break_even,
     "memory": memory,
     "quantisation": quantisation,
+    "largest_error": largest_error,
     "links": links,
     "published_throughput": published_throughput,
     "environment": environment,

@@ -220,7 +220,7 @@ def _link(trial: Trial, rate: float, noise: np.random.Generator) -> LinkRecord |
         calibrated_mbit=achieved,
         probed_mbit=[float(0.96 * rate)],
         message_bytes=1_000_000,
-        details={"mtu": 1500},
+        details={"mtu": 1500, "header_bytes": 66},
     )
 
 

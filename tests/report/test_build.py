@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import pytest
 
 from harness.record import Failure, RecordError, write
-from harness.suite import Trial
+from harness.suite import PolicyChanges, Trial
 from report.build import build
 from report.frame import ReportError
 from tests.report.records import record_of, records_of
@@ -104,6 +104,14 @@ def test_the_headline_states_speedup_and_bytes(quickstart: Path) -> None:
     assert "a step of ZeRO++ takes" in text
     assert "sends 0.253 of ZeRO-3's bytes by the ledger" in text
     assert "0.75 M against 3 M" in text
+
+
+def test_a_changed_codec_is_named_in_the_headline(tmp_path: Path) -> None:
+    """Where ZeRO++ ran with other codecs than its preset, the headline says which."""
+    changes = PolicyChanges(weights="int8:64", gradients="int4:64", align=64)
+    for trial in (Trial(strategy="zero3"), Trial(strategy="zeropp", policy=changes)):
+        write(tmp_path, record_of(trial))
+    assert "a step of ZeRO++ (w int8:64, g int4:64) takes" in _Page(build(tmp_path).read_text()).text
 
 
 def test_missing_figures_name_the_suite_to_run(quickstart: Path) -> None:
