@@ -231,9 +231,14 @@ class _Naming:
             f"{trial.topology()} ranks",
             rate_text(trial.cluster.rate),
             f"{trial.tokens_per_rank} tokens/rank",
-            *(f"{key.rpartition('.')[2]} {plain(cell.get(key))}" for key in self.varying),
+            *(f"{_spoken(key)} {plain(cell.get(key))}" for key in self.varying),
         ]
         return hashlib.sha256(text.encode()).hexdigest()[:12], ", ".join(told)
+
+
+def _spoken(key: str) -> str:
+    """A field's name without its table: ``model`` for ``model.name``, ``steps``."""
+    return key.removesuffix(".name").rpartition(".")[2]
 
 
 def achieved_mbit(record: Record) -> float | None:

@@ -421,7 +421,7 @@ def _errors(derived: Derived, name: str, title: str, caption: str, value: str) -
     found = derived.frames.quantisation
     if found.empty:
         return Table(name, title, caption, pd.DataFrame(), ())
-    parts = [(str(codec).split(":", 2) + ["", ""])[:3] for codec in found["codec"]]
+    parts = [[*str(codec).split(":", 2), "", ""][:3] for codec in found["codec"]]
     kinds = [f"{head} {options}".strip() for head, _, options in parts]
     told = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts])
     wide = told.pivot_table(

@@ -6,12 +6,13 @@ import json
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import pytest
 
 from harness.record import Failure, RecordError, write
-from harness.suite import PolicyChanges, Trial
+from harness.suite import Cluster, PolicyChanges, Trial
 from report.build import build
 from report.frame import ReportError
 from tests.report.records import record_of, records_of
@@ -171,3 +172,19 @@ def test_what_cannot_be_reported_raises_one_line(tmp_path: Path) -> None:
     for raised in (empty, broken, old):
         assert "\n" not in str(raised.value)
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("link", ["none", "auto"])
+def test_peers_and_unmeasured_links_are_reported(link: Literal["none", "auto"], tmp_path: Path) -> None:
+    """A sweep of peers beside policies, with no rate known, has a page without a best step."""
+
+    def unmeasured(fields: dict[str, Any]) -> None:
+        fields["link"] = None
+
+    for name in ("single", "ddp", "fsdp2", "exact", "zero3", "zeropp"):
+        trial = Trial(strategy=name, cluster=Cluster(link=link), validate_every=0)
+        write(tmp_path, record_of(trial, change=unmeasured if link == "none" else None))
+    page = _Page(build(tmp_path).read_text())
+    for told in ("single process", "DDP", "FSDP2", "exact (fp32)", "ZeRO-3", "ZeRO++"):
+        assert told in page.text
+    assert any("Speed-up over ZeRO-3" in alt for alt in page.all("img", "alt"))
