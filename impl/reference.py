@@ -38,7 +38,7 @@ def encode(codec: Codec, x: Tensor, frames: Tensor) -> None:
     Raises:
         ValueError: if the frames have the wrong size for S elements.
     """
-    _check(codec, x, frames)
+    check(codec, x, frames)
     if isinstance(codec, Raw):
         _raw_view(codec, frames, x.shape[-1]).copy_(x)
         _zero_padding(frames, codec.code_bytes(x.shape[-1]), frames.shape[-1])
@@ -57,7 +57,7 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
     Raises:
         ValueError: if the frames have the wrong size for S elements.
     """
-    _check(codec, out, frames)
+    check(codec, out, frames)
     if isinstance(codec, Raw):
         out.copy_(_raw_view(codec, frames, out.shape[-1]))
     else:
@@ -75,7 +75,7 @@ def decode_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
     Raises:
         ValueError: if the frames have the wrong size for S elements.
     """
-    _check(codec, out, frames[0])
+    check(codec, out, frames[0])
     decode(codec, frames[0], out)
     numel = out.shape[-1]
     for source in frames[1:]:
@@ -85,7 +85,30 @@ def decode_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
             out.add_(_decode_int(codec, source, numel, LARGEST["fp32"]))
 
 
-def _check(codec: Codec, x: Tensor, frames: Tensor) -> None:
+def decode_sum_encode(first: Codec, second: Codec, frames: Tensor, out: Tensor, numel: int) -> None:
+    """Write the frames of the fp32 sum over sources: the middle of a two-hop reduction.
+
+    Args:
+        first: how the frames were encoded.
+        second: how their sum is.
+        frames: (sources, ..., F) uint8, F of ``first``.
+        out: (..., F') uint8, F' of ``second``.
+        numel: elements S of a shard.
+
+    Raises:
+        ValueError: if the frames have the wrong size for S elements.
+    """
+    held = torch.empty((*out.shape[:-1], numel), dtype=torch.float32, device=out.device)
+    decode_sum(first, frames, held)
+    encode(second, held, out)
+
+
+def check(codec: Codec, x: Tensor, frames: Tensor) -> None:
+    """Refuse frames that do not fit ``x``.
+
+    Raises:
+        ValueError: naming both sizes.
+    """
     want = codec.frame_bytes(x.shape[-1])
     if frames.dtype != torch.uint8 or frames.shape[-1] != want or frames.shape[:-1] != x.shape[:-1]:
         raise ValueError(
@@ -133,6 +156,7 @@ def _encode_int(codec: IntCodec, x: Tensor, frames: Tensor) -> None:
     low, high = values.aminmax(dim=-1, keepdim=True)  # both propagate NaN
     if codec.asymmetric:
         first, last = 0, (1 << codec.bits) - 1
+        low = low + 0.0  # which zero the minimum is depends on the order: both are stored as 0
         # high / n - low / n, not (high - low) / n: the difference may overflow.
         steps = torch.full_like(low, last)
         scale = torch.clamp(high / steps - low / steps, min=SMALLEST_NORMAL)

@@ -1,0 +1,268 @@
+// The arithmetic of one value and one scale, once, for NVRTC, nvcc and the host compiler.
+//
+// impl/reference.py is the specification; every function here equals it bit for bit.  Rules that
+// make that possible: no fused multiply-add (--fmad=false, -ffp-contract=off), division by the
+// scale, denormals kept, nearest-even.  No header is included and no PTX is written: conversions
+// of bf16 and fp16 are integer arithmetic, so the host runs the very instructions' meaning.
+#pragma once
+
+#ifdef __CUDACC__
+#define CODEC_FN __host__ __device__ __forceinline__
+#else
+#define CODEC_FN inline
+#endif
+
+namespace codec {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+CODEC_FN u32 bits_of(float value) {
+#ifdef __CUDA_ARCH__
+    return __float_as_uint(value);
+#else
+    u32 bits;
+    __builtin_memcpy(&bits, &value, sizeof bits);
+    return bits;
+#endif
+}
+
+CODEC_FN float float_of(u32 bits) {
+#ifdef __CUDA_ARCH__
+    return __uint_as_float(bits);
+#else
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+#endif
+}
+
+constexpr u32 kAbs = 0x7fffffffu, kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
+constexpr float kSmallestNormal = 1.17549435082228750797e-38f;  // 2^-126, the floor of scales
+
+// ---- element types: widen to fp32 exactly, narrow with nearest-even --------------------------
+
+struct Fp32 {
+    using Word = u32;
+    static CODEC_FN float largest() { return 3.40282346638528859812e+38f; }
+    static CODEC_FN float widen(Word word) { return float_of(word); }
+    static CODEC_FN Word narrow(float value) { return bits_of(value); }
+};
+
+struct Bf16 {
+    using Word = u16;
+    static CODEC_FN float largest() { return 3.38953138925153547590e+38f; }
+    static CODEC_FN float widen(Word word) { return float_of(u32(word) << 16); }
+    static CODEC_FN Word narrow(float value) {
+        const u32 bits = bits_of(value);
+        if ((bits & kAbs) > kInfinity) return Word(kNaN >> 16);
+        return Word((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+    }
+};
+
+struct Fp16 {
+    using Word = u16;
+    static CODEC_FN float largest() { return 65504.0f; }
+    static CODEC_FN float widen(Word word) {
+        const u32 magnitude = u32(word) & 0x7fffu;
+        u32 bits = bits_of(float_of(magnitude << 13) * 5.19229685853482762853e+33f);  // 2^(127-15)
+        if (magnitude >= 0x7c00u) bits |= kInfinity;
+        return float_of(bits | (u32(word) & 0x8000u) << 16);
+    }
+    // For NaN and for |value| <= 65504: decoding has saturated before.
+    static CODEC_FN Word narrow(float value) {
+        const u32 bits = bits_of(value), magnitude = bits & kAbs;
+        u32 half;
+        if (magnitude > kInfinity) {
+            half = 0x7e00u;
+        } else if (magnitude < 0x38800000u) {  // below 2^-14: one ulp of 0.5f is fp16's smallest step
+            half = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+        } else {
+            half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+        }
+        return Word(half | (bits >> 16 & 0x8000u));
+    }
+};
+
+// ---- the scheme: 2 to 8 bits, with or without an offset ----------------------------------------
+
+// BITS is 2 to 8 where a kernel knows it, and 0 where the launch says it.
+template <int BITS>
+struct Scheme {
+    int stated;
+    bool asymmetric;
+    CODEC_FN int bits() const { return BITS != 0 ? BITS : stated; }
+    CODEC_FN float first() const { return asymmetric ? 0.0f : -last(); }
+    CODEC_FN float last() const { return float((1 << (asymmetric ? bits() : bits() - 1)) - 1); }
+};
+
+// ---- the extent of a block: keys whose integer maximum is the extreme --------------------------
+
+// Symmetric: high is the sign-cleared bits, so NaN > infinity > every finite magnitude.
+// Asymmetric: high orders from -NaN to +NaN, low the other way.  The maximum does not depend on the
+// order in which elements come; {0, 0} is its identity.
+struct Extent {
+    u32 high, low;
+    CODEC_FN void include(Extent other) {
+        high = other.high > high ? other.high : high;
+        low = other.low > low ? other.low : low;
+    }
+};
+
+CODEC_FN u32 ordered(u32 bits) { return bits ^ (u32(int(bits) >> 31) | 0x80000000u); }
+CODEC_FN u32 unordered(u32 key) { return key ^ ((key >> 31) != 0 ? 0x80000000u : 0xffffffffu); }
+
+template <int BITS>
+CODEC_FN Extent extent_of(Scheme<BITS> scheme, float value) {
+    const u32 bits = bits_of(value);
+    if (!scheme.asymmetric) return {bits & kAbs, 0};
+    const u32 key = ordered(bits);
+    return {key, ~key};
+}
+
+// ---- scale and offset of a block, as the frame stores them -------------------------------------
+
+struct Stored {
+    float scale, low;
+    CODEC_FN bool broken() const { return scale != scale; }
+};
+
+template <int BITS>
+CODEC_FN Stored stored_of(Scheme<BITS> scheme, Extent extent) {
+    constexpr u32 kLargestKey = 0xff7fffffu;  // of the largest finite value, in both directions
+    const bool broken = scheme.asymmetric ? extent.high > kLargestKey || extent.low > kLargestKey
+                                          : extent.high >= kInfinity;
+    if (broken) return {float_of(kNaN), 0.0f};
+    Stored stored{0.0f, 0.0f};
+    if (scheme.asymmetric) {
+        const float high = float_of(unordered(extent.high));
+        stored.low = float_of(unordered(~extent.low)) + 0.0f;  // -0 and 0 are stored alike
+        stored.scale = high / scheme.last() - stored.low / scheme.last();  // the difference may overflow
+    } else {
+        stored.scale = float_of(extent.high) / scheme.last();
+    }
+    stored.scale = stored.scale < kSmallestNormal ? kSmallestNormal : stored.scale;
+    return stored;
+}
+
+// ---- one value to its code ---------------------------------------------------------------------
+
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds |x| < 2^22 to nearest-even
+
+// What a block's elements share.
+struct Divider {
+    float divisor, reciprocal, half_low, unsafe;
+};
+
+template <int BITS>
+CODEC_FN Divider divider_of(Scheme<BITS> scheme, Stored stored) {
+    Divider divider;
+    divider.divisor = scheme.asymmetric ? stored.scale * 0.5f : stored.scale;
+    divider.reciprocal = 1.0f / divider.divisor;
+    divider.half_low = stored.low * 0.5f;
+    divider.unsafe = 0.5f - float(1 << scheme.bits()) * 4.76837158203125e-07f;  // 2^(bits-21)
+    return divider;
+}
+
+// The low bits of the result are round(value / scale) clamped, in two's complement.
+//
+// A division costs ten instructions, a product one.  The product with the reciprocal differs from
+// the quotient by at most 2^(bits-21): the reciprocal is right to 2^-22 (it may be denormal), product
+// and quotient round by 2^-24 each, and the clamped quotient is below 2^bits.  Farther than that from
+// a tie both round to the same code; nearer, the division decides.
+template <int BITS>
+CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value) {
+    const float first = scheme.first(), last = scheme.last();
+    const float numerator = scheme.asymmetric ? value * 0.5f - divider.half_low : value;
+    float quotient = numerator * divider.reciprocal;
+    quotient = quotient > last ? last : quotient < first ? first : quotient;
+    float rounded = quotient + kRound;
+    const float rest = quotient - (rounded - kRound);
+    if (!((rest < 0.0f ? -rest : rest) <= divider.unsafe)) {
+        quotient = numerator / divider.divisor;
+        quotient = quotient > last ? last : quotient < first ? first : quotient;
+        rounded = quotient + kRound;
+    }
+    return bits_of(rounded) & ((1u << scheme.bits()) - 1u);
+}
+
+// ---- one code to its value ---------------------------------------------------------------------
+
+// A NaN scale gives NaN.
+template <int BITS>
+CODEC_FN float value_of(Scheme<BITS> scheme, Stored stored, u32 code) {
+    constexpr float kInteger = 8388608.0f;  // 2^23: the low bits of its pattern count up in ones
+    if (scheme.asymmetric) {  // in halves: code * scale alone may exceed the largest fp32
+        const float number = float_of(0x4b000000u | code) - kInteger;
+        return (number * (stored.scale * 0.5f) + stored.low * 0.5f) * 2.0f;
+    }
+    const u32 half = 1u << (scheme.bits() - 1);
+    return (float_of(0x4b000000u | (code ^ half)) - (kInteger + float(half))) * stored.scale;
+}
+
+// Whether no value of the block exceeds `largest`: then its elements need no comparison each.
+CODEC_FN bool within(Stored stored, float largest) {
+    return stored.scale <= largest * 0x1p-10f && stored.low <= largest * 0.5f && stored.low >= largest * -0.5f;
+}
+
+CODEC_FN float saturated(float value, float largest) {
+    return value > largest ? largest : value < -largest ? -largest : value;
+}
+
+// ---- eight codes are whole bytes ---------------------------------------------------------------
+
+constexpr int kOctet = 8;  // elements; `bits` bytes
+
+template <int BITS>
+CODEC_FN u64 packed(const u32 (&codes)[kOctet]) {
+    u64 word = 0;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) word |= u64(codes[i]) << (i * BITS);
+    return word;
+}
+
+template <int BITS>
+CODEC_FN void unpacked(u64 word, u32 (&codes)[kOctet]) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) codes[i] = u32(word >> (i * BITS)) & ((1u << BITS) - 1u);
+}
+
+// Shifts by constants are cheap, by variables of 64 bits are not: choose once for eight codes.
+template <int BITS>
+CODEC_FN u64 pack(Scheme<BITS> scheme, const u32 (&codes)[kOctet]) {
+    if constexpr (BITS != 0) {
+        return packed<BITS>(codes);
+    } else {
+        switch (scheme.stated) {
+            case 2: return packed<2>(codes);
+            case 3: return packed<3>(codes);
+            case 4: return packed<4>(codes);
+            case 5: return packed<5>(codes);
+            case 6: return packed<6>(codes);
+            case 7: return packed<7>(codes);
+            default: return packed<8>(codes);
+        }
+    }
+}
+
+template <int BITS>
+CODEC_FN void unpack(Scheme<BITS> scheme, u64 word, u32 (&codes)[kOctet]) {
+    if constexpr (BITS != 0) {
+        unpacked<BITS>(word, codes);
+    } else {
+        switch (scheme.stated) {
+            case 2: return unpacked<2>(word, codes);
+            case 3: return unpacked<3>(word, codes);
+            case 4: return unpacked<4>(word, codes);
+            case 5: return unpacked<5>(word, codes);
+            case 6: return unpacked<6>(word, codes);
+            case 7: return unpacked<7>(word, codes);
+            default: return unpacked<8>(word, codes);
+        }
+    }
+}
+
+}  // namespace codec

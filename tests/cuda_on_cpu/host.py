@@ -1,0 +1,120 @@
+"""Compile a ``.cu`` file with the host's compiler and launch its kernels through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from impl.cuda.kernels import VARIANTS
+from impl.cuda.launch import SOURCES, Launch
+
+SHIM = Path(__file__).parent / "cuda_on_cpu.h"
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fno-gnu-unique", "-Wall", "-Wextra")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+
+
+class KernelError(RuntimeError):
+    """What the shim saw: a deadlock, or a collective misused."""
+
+
+def missing() -> str | None:
+    """Why kernels cannot run on this host, if they cannot."""
+    if shutil.which("g++") is None:
+        return "no g++ to compile the CUDA sources for the host"
+    if platform.machine() != "x86_64":
+        return f"the shim's fiber switch is written for x86-64, this is {platform.machine()}"
+    return None
+
+
+def build(source: Path, kernels: Sequence[str], folder: Path, *, sanitize: bool = False) -> Path:
+    """A shared library of ``kernels`` of ``source``, built once for its content, flags and compiler.
+
+    Args:
+        source: a .cu file; what it includes stands beside it or in ``impl/cuda``.
+        kernels: names with their template's values.
+        folder: where libraries are kept.
+        sanitize: with the address and undefined-behaviour sanitizers.
+    """
+    rows = "\n".join(f'    {{"{k}", [](const void* a) {{ call({k}, a); }}}},' for k in kernels)
+    count = "const std::size_t kernel_count = sizeof kernels / sizeof *kernels;"
+    text = (
+        f'#include "{SHIM.name}"\n#include "{source.name}"\n'
+        f"const Kernel kernels[] = {{\n{rows}\n}};\n{count}\n"
+    )
+    flags = (*FLAGS, "-Wno-unknown-pragmas", *(SANITIZE if sanitize else ()))
+    version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+    digest = hashlib.sha256((text + version + " ".join(flags)).encode())
+    for path in [SHIM, *sorted(source.parent.glob("*.cu*")), *sorted(SOURCES.glob("*.cu*"))]:
+        digest.update(path.read_bytes())
+    library = folder / f"{source.stem}-{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        unique = library.with_suffix(f".{os.getpid()}")
+        includes = [f"-I{each}" for each in (SHIM.parent, source.parent, SOURCES)]
+        command = ["g++", *flags, *includes, "-x", "c++", "-", "-o", str(unique)]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{source.name} does not compile for the host:\n{done.stderr}")
+        unique.replace(library)
+    return library
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """The library with its one function's types."""
+    loaded = ctypes.CDLL(str(library))
+    loaded.launch.restype = ctypes.c_char_p
+    loaded.launch.argtypes = [ctypes.c_char_p, *[ctypes.c_uint] * 5, ctypes.c_void_p]
+    return loaded
+
+
+def call(
+    library: ctypes.CDLL,
+    kernel: str,
+    grid: tuple[int, int, int],
+    threads: int,
+    arguments: np.ndarray,
+    order: int = 0,
+) -> None:
+    """Run ``kernel`` to its end, its threads in ``order``.
+
+    Raises:
+        KernelError: for a deadlock or a misused collective.
+    """
+    error = library.launch(kernel.encode(), *grid, threads, order, arguments.ctypes.data)
+    if error:
+        raise KernelError(f"{kernel}: {error.decode()}")
+
+
+@dataclass
+class Host:
+    """Runs the launches of :mod:`impl.cuda.kernels` on CPU tensors.
+
+    Attributes:
+        folder: where compiled libraries are kept.
+        sanitize: build with sanitizers.
+        order: of threads and thread blocks: 0 up, 1 down, others by that seed.
+        ran: kernels launched so far, in order.
+    """
+
+    folder: Path
+    sanitize: bool = False
+    order: int = 0
+    ran: list[str] = field(default_factory=list)
+    _libraries: dict[str, ctypes.CDLL] = field(default_factory=dict)
+
+    def __call__(self, launch: Launch, device: torch.device) -> None:
+        if launch.file not in self._libraries:
+            path = build(SOURCES / launch.file, VARIANTS[launch.file], self.folder, sanitize=self.sanitize)
+            self._libraries[launch.file] = load(path)
+        self.ran.append(launch.kernel)
+        library = self._libraries[launch.file]
+        call(library, launch.kernel, launch.grid, launch.threads, launch.arguments, self.order)
