@@ -184,7 +184,8 @@ def summary(derived: Derived) -> Table:
         "Medians over repeats and seeds; speed-up is the geometric mean of pairs with its 95 % interval. "
         "Share allowed: the best step that bytes and overlap allow over the measured one. Exposed: "
         "communication that was waited for. Sent: by all ranks between nodes in training (ledger). Loss: "
-        "last validation."
+        "last validation. TFLOPs: of the model, per rank, by "
+        "Megatron's formula without recomputation."
     )
     return _placed("summary", "Summary", caption, rows, *columns)
 
