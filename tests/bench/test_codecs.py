@@ -14,6 +14,8 @@ import torch
 from impl import ops
 from impl.codec import parse
 
+pytestmark = pytest.mark.bench
+
 NUMEL = 1 << 22
 
 

@@ -22,6 +22,8 @@ from impl.wire import Wire
 from impl.zero import shard
 from tests.ranks import on_processes
 
+pytestmark = pytest.mark.bench
+
 SEQUENCES, LENGTH, ROUNDS = 4, 128, 4
 
 
