@@ -51,6 +51,7 @@ PRELOAD: Final = (
 )
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
 _GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
+_CAUSE_SECONDS: Final = 10.0  # for the rank to end whose loss the others report
 _STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
 _LOG_BYTES: Final = 1_000_000  # kept of each rank's log
 # What a rank says when it lost a peer: an effect, not a cause.
@@ -123,6 +124,11 @@ class _Watched:
     @property
     def failed(self) -> bool:
         return self.fault is not None or (self.gone and self.done is None)
+
+    @property
+    def only_effect(self) -> bool:
+        """Whether it failed because another rank did."""
+        return self.fault is not None and any(text in self.fault.message for text in _LOST_PEER)
 
     def describe(self) -> tuple[Kind, str]:
         if self.fault is not None:
@@ -271,8 +277,12 @@ def _watch(
             )
         _collect(ranks, left, on_progress)
         if any(watched.failed for watched in ranks):
-            end = time.monotonic() + _GRACE_SECONDS
-            while (left := end - time.monotonic()) > 0 and not all(w.failed or w.done for w in ranks):
+            begun = time.monotonic()
+            while not all(watched.failed or watched.done for watched in ranks):
+                patience = _CAUSE_SECONDS if all(w.only_effect for w in ranks if w.failed) else _GRACE_SECONDS
+                left = begun + patience - time.monotonic()
+                if left <= 0:
+                    break
                 _collect(ranks, left, on_progress)
             return _cause(ranks)
     return None
@@ -301,8 +311,7 @@ def _cause(ranks: list[_Watched]) -> tuple[Kind, str]:
     """Of all that failed, what most likely came first: ranks that lost a peer only saw an effect."""
 
     def order(watched: _Watched) -> tuple[bool, bool]:
-        effect = watched.fault is not None and any(text in watched.fault.message for text in _LOST_PEER)
-        return effect, watched.fault is not None and watched.fault.kind == "crashed"
+        return watched.only_effect, watched.fault is not None and watched.fault.kind == "crashed"
 
     return min((watched for watched in ranks if watched.failed), key=order).describe()
 

@@ -33,6 +33,7 @@ def environment(rank: Rank, name: str) -> str | None:
 def crash(rank: Rank, how: str) -> None:
     """Rank 1 fails in the given way, while the others wait for it in a collective."""
     print(f"rank {rank.rank} was here")
+    dist.barrier()
     if rank.rank == 1:
         if how == "raise":
             raise ZeroDivisionError("a planted error")

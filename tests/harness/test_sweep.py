@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ if __name__ == "__main__":
     print(run_sweep("test", [trial], Path({str(tmp_path)!r}) / "results", Console()))
 """
     )
-    shared, namespaces = set(os.listdir("/dev/shm")), network_namespaces()  # noqa: S108, PTH208
+    shared = set(os.listdir("/dev/shm"))  # noqa: S108, PTH208
     with subprocess.Popen(
         [sys.executable, tmp_path / "main.py"],
         cwd=ROOT,
@@ -201,10 +202,13 @@ if __name__ == "__main__":
         start_new_session=True,
     ) as parent:
         sweeping = psutil.Process(parent.pid)
-        until(lambda: len(network_namespaces() - namespaces) >= 3, 60)  # the keeper's and two nodes'
-        until(lambda: len(sweeping.children(recursive=True)) >= 7, 60)
+        # the keeper with two holders, the fork server with two ranks, and the resource tracker
+        until(lambda: len(sweeping.children(recursive=True)) >= 7, 120)
+        until(lambda: len(namespaces_of(sweeping.children(recursive=True))) >= 4, 120)
         time.sleep(0.5)
         below = sweeping.children(recursive=True)
+        made = namespaces_of(below) - namespaces_of([psutil.Process()])
+        assert len(made) == 3
         if number == signal.SIGINT:
             os.killpg(parent.pid, number)  # as a terminal does
         else:
@@ -212,8 +216,9 @@ if __name__ == "__main__":
         assert parent.stdout is not None
         shown = parent.stdout.read()
     until(lambda: not any(process.is_running() for process in below))
-    until(lambda: network_namespaces() <= namespaces)
-    assert set(os.listdir("/dev/shm")) <= shared  # noqa: S108, PTH208
+    until(lambda: not made & namespaces_of(psutil.process_iter()))
+    left = set(os.listdir("/dev/shm")) - shared  # noqa: S108, PTH208
+    assert not {name for name in left if "zeropp" in name or "torch" in name}
     if number == signal.SIGKILL:
         assert not (tmp_path / "results").exists()
         return
@@ -226,12 +231,12 @@ if __name__ == "__main__":
     assert not finished(tmp_path / "results", one)
 
 
-def network_namespaces() -> set[str]:
-    """Network namespaces in which any process stands."""
+def namespaces_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """Network namespaces in which the processes stand."""
     found = set()
-    for process in Path("/proc").glob("[0-9]*/ns/net"):
+    for process in processes:
         try:
-            found.add(str(process.readlink()))
+            found.add(str(Path(f"/proc/{process.pid}/ns/net").readlink()))
         except OSError:
             continue
     return found
