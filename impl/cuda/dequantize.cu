@@ -23,6 +23,6 @@ __global__ void __launch_bounds__(256) decode_sum(const Arguments a) {
     const int count = octet_count(octet, a.numel);
     if (count == 0) return;
     float sums[kOctet];
-    sum_octet<BITS>(a, row_start(a, a.frames), octet, count, Fp32::largest(), sums);
+    sum_octet<BITS, 2>(a, row_start(a, a.frames), octet, count, Fp32::largest(), sums);
     store_octet<Fp32>(row_start(a, a.values), a.values, octet, count, sums);
 }

@@ -218,12 +218,13 @@ __device__ __forceinline__ void decode_octet(const u8* frame, const Place& place
     }
 }
 
-// The sum over sources in ascending order, in fp32; each term saturates at `largest`.
-template <int BITS>
+// The sum over sources in ascending order, in fp32; each term saturates at `largest`.  AHEAD sources
+// are under way at a time: 2 hides latency, but spilled beside an encoder on sm_100.
+template <int BITS, int AHEAD>
 __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, i64 octet, int count, float largest,
                                           float (&sums)[kOctet]) {
     decode_octet<BITS>(frame, a.frames, a.coding, octet, count, largest, sums);
-#pragma unroll 2
+#pragma unroll AHEAD
     for (i64 source = 1; source < a.sources; ++source) {
         float term[kOctet];
         frame += a.source_stride;

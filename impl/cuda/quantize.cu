@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(256) encode_staged(const Arguments a) {
 
 // Version 3: each team of 2^a.team_shift threads has one block.
 template <class T, int BITS, int OCTETS>
-__global__ void __launch_bounds__(OCTETS == 1 ? 1024 : 512) encode_held(const Arguments a) {
+__global__ void __launch_bounds__(OCTETS == 1 ? 1024 : 512, 1) encode_held(const Arguments a) {
     const u8* from = row_start(a, a.values);
     encode_team<BITS, OCTETS>(a, a.coding, a.frames, row_start(a, a.frames),
                               [&](i64 octet, int count, float(&values)[kOctet]) {

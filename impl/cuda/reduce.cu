@@ -16,6 +16,6 @@ __global__ void __launch_bounds__(1024) decode_sum_encode(const Arguments a) {
     const u8* from = row_start(a, a.frames);
     encode_team<SECOND, 1>(a, a.second, a.output, row_start(a, a.output),
                            [&](i64 octet, int count, float(&values)[kOctet]) {
-                               sum_octet<FIRST>(a, from, octet, count, Fp32::largest(), values);
+                               sum_octet<FIRST, 1>(a, from, octet, count, Fp32::largest(), values);
                            });
 }

@@ -8,11 +8,10 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from impl.cuda.kernels import VARIANTS
@@ -76,22 +75,16 @@ def load(library: Path) -> ctypes.CDLL:
     return loaded
 
 
-def call(
-    library: ctypes.CDLL,
-    kernel: str,
-    grid: tuple[int, int, int],
-    threads: int,
-    arguments: np.ndarray,
-    order: int = 0,
-) -> None:
-    """Run ``kernel`` to its end, its threads in ``order``.
+def call(library: ctypes.CDLL, launch: Launch, order: int = 0) -> None:
+    """Carry ``launch`` out to its end, its threads in ``order``.
 
     Raises:
         KernelError: for a deadlock or a misused collective.
     """
-    error = library.launch(kernel.encode(), *grid, threads, order, arguments.ctypes.data)
+    address = launch.arguments.ctypes.data
+    error = library.launch(launch.kernel.encode(), *launch.grid, launch.threads, order, address)
     if error:
-        raise KernelError(f"{kernel}: {error.decode()}")
+        raise KernelError(f"{launch.kernel}: {error.decode()}")
 
 
 @dataclass
@@ -101,20 +94,23 @@ class Host:
     Attributes:
         folder: where compiled libraries are kept.
         sanitize: build with sanitizers.
+        variants: the kernels that may be asked for, by file.
         order: of threads and thread blocks: 0 up, 1 down, others by that seed.
         ran: kernels launched so far, in order.
     """
 
     folder: Path
     sanitize: bool = False
+    variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: VARIANTS)
     order: int = 0
     ran: list[str] = field(default_factory=list)
     _libraries: dict[str, ctypes.CDLL] = field(default_factory=dict)
 
     def __call__(self, launch: Launch, device: torch.device) -> None:
         if launch.file not in self._libraries:
-            path = build(SOURCES / launch.file, VARIANTS[launch.file], self.folder, sanitize=self.sanitize)
-            self._libraries[launch.file] = load(path)
+            source = SOURCES / launch.file
+            self._libraries[launch.file] = load(
+                build(source, self.variants[launch.file], self.folder, sanitize=self.sanitize)
+            )
         self.ran.append(launch.kernel)
-        library = self._libraries[launch.file]
-        call(library, launch.kernel, launch.grid, launch.threads, launch.arguments, self.order)
+        call(self._libraries[launch.file], launch, self.order)

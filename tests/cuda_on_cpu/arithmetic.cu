@@ -1,0 +1,45 @@
+// The functions of codec.cuh, one by one, for tests: an element a thread, 256 threads.
+#include "frames.cuh"
+
+using namespace frames;
+
+struct Probe {
+    i64 values, out, count, bits, asymmetric, scale, low;
+};
+
+__device__ i64 element() { return i64(blockIdx.x) * 256 + threadIdx.x; }
+
+template <class T>
+__global__ void widen(const Probe p) {
+    const i64 i = element();
+    if (i < p.count)
+        reinterpret_cast<float*>(p.out)[i] = T::widen(reinterpret_cast<const typename T::Word*>(p.values)[i]);
+}
+
+template <class T>
+__global__ void narrow(const Probe p) {
+    const i64 i = element();
+    if (i < p.count) {
+        const float value = saturated(reinterpret_cast<const float*>(p.values)[i], T::largest());
+        reinterpret_cast<typename T::Word*>(p.out)[i] = T::narrow(value);
+    }
+}
+
+// A value with a scale and an offset of its own to its code.
+__global__ void encode_values(const Probe p) {
+    const i64 i = element();
+    if (i >= p.count) return;
+    const Scheme<0> scheme{int(p.bits), p.asymmetric != 0};
+    const Stored stored{reinterpret_cast<const float*>(p.scale)[i], reinterpret_cast<const float*>(p.low)[i]};
+    reinterpret_cast<u32*>(p.out)[i] =
+        code_of(scheme, divider_of(scheme, stored), reinterpret_cast<const float*>(p.values)[i]);
+}
+
+// Size of the arguments, and where their parts start.
+__global__ void layout(const Probe p) {
+    const Arguments* a = nullptr;
+    const i64 at[] = {i64(sizeof(Arguments)), i64(&a->numel),  i64(&a->team_shift), i64(&a->extents),
+                      i64(&a->values),        i64(&a->frames), i64(&a->output),     i64(&a->coding),
+                      i64(&a->second)};
+    for (int i = 0; i < 9; ++i) reinterpret_cast<i64*>(p.out)[i] = at[i];
+}

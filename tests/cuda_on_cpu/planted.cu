@@ -1,0 +1,55 @@
+// Kernels with one planted bug each, and their correct twins: what the shim must find, and must not.
+#include "codec.cuh"
+
+using codec::i64;
+
+struct Planted {
+    i64 values, out, count;
+};
+
+// Neighbours exchange through shared memory; `SYNC` says whether they wait for each other.
+template <bool SYNC>
+__global__ void rotate(const Planted a) {
+    __shared__ int held[256];
+    const int thread = int(threadIdx.x);
+    held[thread] = reinterpret_cast<const int*>(a.values)[thread];
+    if (SYNC) __syncthreads();
+    reinterpret_cast<int*>(a.out)[thread] = held[(thread + 1) % 256];
+}
+
+// Half of the threads return before a barrier.
+__global__ void barrier_in_a_branch(const Planted a) {
+    if (threadIdx.x < 128) {
+        __syncthreads();
+        reinterpret_cast<int*>(a.out)[threadIdx.x] = 1;
+    }
+}
+
+// The mask names 32 lanes, 16 come.
+__global__ void half_a_warp_shuffles(const Planted a) {
+    if (threadIdx.x % 32 < 16)
+        reinterpret_cast<int*>(a.out)[threadIdx.x] = __shfl_xor_sync(0xffffffffu, int(threadIdx.x), 1);
+}
+
+// A lane takes part in a shuffle whose mask lacks it.
+__global__ void wrong_mask(const Planted a) {
+    reinterpret_cast<int*>(a.out)[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, int(threadIdx.x), 1);
+}
+
+// Writes `count` elements, the guard off by one.
+__global__ void one_too_many(const Planted a) {
+    if (i64(threadIdx.x) <= a.count) reinterpret_cast<int*>(a.out)[threadIdx.x] = 1;
+}
+
+// Reads one element behind a shared array.
+__global__ void behind_shared(const Planted a) {
+    __shared__ int held[256];
+    held[threadIdx.x] = int(threadIdx.x);
+    __syncthreads();
+    reinterpret_cast<int*>(a.out)[threadIdx.x] = held[threadIdx.x + 1];
+}
+
+// Shifts by as many bits as there are.
+__global__ void shift_by_width(const Planted a) {
+    reinterpret_cast<int*>(a.out)[threadIdx.x] = 1 << (32 + int(a.count) * 0);
+}

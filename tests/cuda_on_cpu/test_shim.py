@@ -1,0 +1,100 @@
+"""The shim runs correct kernels correctly, and reports the bugs that it is for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from impl.cuda.launch import Launch
+from tests.cuda_on_cpu import host, sanitized
+
+KERNELS = ("rotate<true>", "rotate<false>", "barrier_in_a_branch", "half_a_warp_shuffles", "wrong_mask")
+
+
+def run(libraries: Path, kernel: str, order: int = 0) -> torch.Tensor:
+    """(256,) int32 that ``kernel`` of planted.cu makes of 0, 1, 2, ..."""
+    library = host.load(host.build(sanitized.PLANTED, KERNELS, libraries))
+    values, out = torch.arange(256, dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
+    arguments = np.array([values.data_ptr(), out.data_ptr(), 256])
+    host.call(library, Launch(sanitized.PLANTED.name, kernel, (1, 1, 1), 256, arguments), order)
+    return out
+
+
+def test_a_correct_kernel_does_not_depend_on_the_order(libraries: Path) -> None:
+    """With its barrier, the exchange gives the same result in every order of threads."""
+    for order in range(5):
+        assert torch.equal(run(libraries, "rotate<true>", order), torch.arange(256).roll(-1).int())
+
+
+def test_a_race_shows_between_orders(libraries: Path) -> None:
+    """Without its barrier, the exchange gives different results in different orders."""
+    up, down, shuffled = (run(libraries, "rotate<false>", order) for order in (0, 1, 7))
+    assert not torch.equal(up, down)
+    assert not torch.equal(up, shuffled)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (
+            "barrier_in_a_branch",
+            r"block \(0, 0, 0\): 128 threads at __syncthreads, 0 in .* 128 have returned",
+        ),
+        (
+            "half_a_warp_shuffles",
+            r"deadlock .*: 0 threads at .*, 128 in a warp collective, 128 have",
+        ),
+        ("wrong_mask", "a warp collective's mask lacks its caller"),
+        ("none_of_that_name", "no kernel none_of_that_name"),
+    ],
+)
+def test_what_would_hang_or_be_undefined_is_reported(libraries: Path, kernel: str, message: str) -> None:
+    """A barrier or collective that not all threads reach ends with counts, and does not hang."""
+    with pytest.raises(host.KernelError, match=message):
+        run(libraries, kernel)
+
+
+def under_sanitizers(libraries: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``tests.cuda_on_cpu.sanitized`` in a process that loads the address sanitizer first."""
+    command = ["g++", "-print-file-name=libasan.so"]
+    runtime = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(runtime).is_absolute():
+        pytest.skip("g++ comes without the address sanitizer's library")
+    return subprocess.run(
+        [sys.executable, "-m", "tests.cuda_on_cpu.sanitized", str(libraries), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "finding"),
+    [
+        ("one_too_many", r"heap-buffer-overflow"),
+        ("behind_shared", r"index 256 out of bounds|global-buffer-overflow"),
+        ("shift_by_width", r"shift exponent 32 is too large"),
+    ],
+)
+def test_sanitizers_find_a_planted_bug(libraries: Path, kernel: str, finding: str) -> None:
+    """An access out of bounds and undefined behaviour end the process, naming the line."""
+    done = under_sanitizers(libraries, kernel)
+    assert done.returncode != 0
+    assert "planted.cu:" in done.stderr
+    assert re.search(finding, done.stderr), done.stderr
+
+
+def test_kernels_are_clean_under_sanitizers(libraries: Path) -> None:
+    """No kernel reads or writes outside its tensors, at tails of every kind, or does what C++ leaves open."""
+    done = under_sanitizers(libraries)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "clean\n"

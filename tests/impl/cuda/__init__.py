@@ -1,0 +1,1 @@
+"""Tests of impl.cuda: on the host, through NVRTC, and on a GPU."""

@@ -1,0 +1,61 @@
+"""Where the kernels run: on the host, and with ``-m gpu`` on a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from impl.cuda.kernels import Kernels
+from impl.cuda.launch import Launch, on_device
+from tests.cuda_on_cpu.fixtures import libraries
+from tests.cuda_on_cpu.host import Host
+
+__all__ = ["backend", "libraries"]
+
+
+@dataclass
+class Device:
+    """Runs launches on a GPU, whose threads run in its own order.
+
+    Attributes:
+        order: of threads, which nobody can choose here.
+        ran: kernels launched so far, in order.
+    """
+
+    order: int = 0
+    ran: list[str] = field(default_factory=list)
+
+    def __call__(self, launch: Launch, device: torch.device) -> None:
+        self.ran.append(launch.kernel)
+        on_device(launch, device)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Kernels, what runs them, and where its tensors lie."""
+
+    kernels: Kernels
+    run: Host | Device
+    device: torch.device
+
+    def put(self, x: Tensor) -> Tensor:
+        """``x`` on the device, with its strides."""
+        if x.device == self.device:
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device).copy_(x)
+
+
+@pytest.fixture(scope="session", params=["host", pytest.param("device", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """The kernels on the host, or on a device."""
+    if request.param == "host":
+        host = Host(request.getfixturevalue("libraries"))
+        return Backend(Kernels(host), host, torch.device("cpu"))
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device")
+    pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
+    device = Device()
+    return Backend(Kernels(device), device, torch.device("cuda", torch.cuda.current_device()))
