@@ -570,3 +570,48 @@ def test_a_regular_load_is_its_events() -> None:
         3,
         4,
     ]
+
+
+# Products: pairs are covered above, everything with everything at night
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"recompute": True}], ids=str)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("topology", FIVE, ids=str)
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_trains_everywhere(
+    name: str, topology: Topology, accumulation: int, options: dict[str, Any]
+) -> None:
+    """Every preset on every topology follows a single process: exact within 1e-5, the others 2 %."""
+    small = {key: SMALL[key] for key in SMALL if getattr(PRESETS[name], key) != getattr(EXACT, key)}
+    quantised = {
+        "weights": isinstance(PRESETS[name].weights, IntCodec),
+        "gradients": isinstance(PRESETS[name].gradients[0], IntCodec),
+    }
+    changes = {key: value for key, value in small.items() if quantised.get(key, True)}
+    policy = preset(name, **{"memory": ROOMY, **changes})
+    results = on_threads(topology, train, model(**options), policy, 4, accumulation)
+    wanted = single(model(**options), topology.world, 4, accumulation)
+    assert mean_losses(results) == pytest.approx(wanted, rel=1e-5 if name == "exact" else 0.02)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize(
+    "topology", [Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(4, 1)], ids=str
+)
+def test_transports_agree_everywhere(name: str, topology: Topology) -> None:
+    """gloo and shared memory give the same losses, bit for bit."""
+    policy = preset(name, memory=ROOMY)
+    gloo, shared = (on_processes(topology, _losses, policy, way) for way in ("backend", "shm"))
+    assert gloo == shared
+
+
+def _losses(mesh: Mesh, policy: Policy, transport: Any) -> list[float]:
+    return train(mesh, model(), policy, 3, wire=Wire(mesh, transport=transport))[0]
+
+
+def test_transports_agree_to_the_bit() -> None:
+    """gloo and shared memory give the same losses, bit for bit, with ZeRO++ on four processes."""
+    test_transports_agree_everywhere("zeropp", Topology(2, 2))
