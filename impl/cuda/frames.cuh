@@ -256,7 +256,8 @@ __device__ __forceinline__ Extent team_extent(Extent mine, int team) {
 }
 
 // Encode octets held in registers (any grid of whole rows): thread `lane` of a team has octets lane, lane + team, ... of its
-// block.  `load(octet, count, values)` brings an octet of the row.
+// block.  `load(octet, count, values)` brings an octet of the row, absent elements as repetitions of the
+// first.
 template <int BITS, int OCTETS, class Load>
 __device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c, const Place& place, u8* frame,
                                             Load load) {

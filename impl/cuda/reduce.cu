@@ -17,5 +17,8 @@ __global__ void __launch_bounds__(1024) decode_sum_encode(const Arguments a) {
     encode_team<SECOND, 1>(a, a.second, a.output, row_start(a, a.output),
                            [&](i64 octet, int count, float(&values)[kOctet]) {
                                sum_octet<FIRST, 1>(a, from, octet, count, Fp32::largest(), values);
+#pragma unroll
+                               for (int i = 1; i < kOctet; ++i)  // spare codes decode to offsets: out of extremes
+                                   if (i >= count) values[i] = values[0];
                            });
 }

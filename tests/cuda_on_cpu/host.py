@@ -19,7 +19,7 @@ from impl.cuda.launch import SOURCES, Launch
 
 SHIM = Path(__file__).parent / "cuda_on_cpu.h"
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fno-gnu-unique", "-Wall", "-Wextra")
-SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-O0")
 
 
 class KernelError(RuntimeError):
