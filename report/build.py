@@ -1,7 +1,13 @@
-"""A results folder in, ``report.html`` out, with ``figures/`` and ``tables/`` beside it."""
+"""A results folder in, ``report.html`` out, with ``figures/`` and ``tables/`` beside it.
+
+The report is written whole into a hidden folder inside the results folder, and only then swapped
+in, file by file, by rename: a full disk or an interruption leaves the previous report as it was.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -10,8 +16,10 @@ from report.frame import ReportError, load
 from report.metrics import Derived, derive
 
 PAGE: Final = "report.html"
-_FIGURE_FORMS: Final = ("svg", "pdf", "png", "csv")
-_TABLE_FORMS: Final = ("csv", "md", "tex")
+_FOLDERS: Final = {  # what a build may leave in each: names and forms
+    "figures": (tuple(plot.name for plot in figures.PLOTS), ("svg", "pdf", "png", "csv")),
+    "tables": (tables.NAMES_OF_FILES, ("csv", "md", "tex")),
+}
 
 
 def build(results: Path, *, across_pools: bool = False) -> Path:
@@ -25,39 +33,62 @@ def build(results: Path, *, across_pools: bool = False) -> Path:
         The page.
 
     Raises:
-        ReportError: if there are no records, several pools, or the folder cannot be written.
+        ReportError: if there are no records, several pools, or the folder cannot be written; the
+            report that was there before is then still there.
         RecordError: for a file that is not a record of this schema.
     """
     derived = derive(load(results, across_pools=across_pools))
     try:
-        return _write(results, derived)
+        with tempfile.TemporaryDirectory(dir=results, prefix=".report-") as staging:
+            _write(Path(staging), derived)
+            _swap_in(Path(staging), results)
     except OSError as error:
         raise ReportError(f"{results}: cannot write the report: {error.strerror or error}") from error
+    return results / PAGE
 
 
-def _write(results: Path, derived: Derived) -> Path:
-    figure_folder, table_folder = results / "figures", results / "tables"
-    for folder in (figure_folder, table_folder):
-        folder.mkdir(exist_ok=True)
-    _clear(figure_folder, tuple(plot.name for plot in figures.PLOTS), _FIGURE_FORMS)
-    _clear(table_folder, tables.NAMES_OF_FILES, _TABLE_FORMS)
-    found = {plot.name: figures.draw(plot, derived, figure_folder) for plot in figures.PLOTS}
+def _write(folder: Path, derived: Derived) -> None:
+    """The whole report into an empty folder, on the disk when this returns."""
+    for name in _FOLDERS:
+        (folder / name).mkdir()
+    found = {plot.name: figures.draw(plot, derived, folder / "figures") for plot in figures.PLOTS}
     failed = tables.failures(derived)
     content = page.Content(
         derived=derived,
         drawn=[drawn for drawn in found.values() if drawn is not None],
         missing=[plot for plot in figures.PLOTS if found[plot.name] is None],
-        tables=[(table, table.write(table_folder)) for table in tables.all_tables(derived)],
-        failures=None if failed.data.empty else (failed, failed.write(table_folder)),
-        folder=results,
+        tables=[(table, table.write(folder / "tables")) for table in tables.all_tables(derived)],
+        failures=None if failed.data.empty else (failed, failed.write(folder / "tables")),
+        folder=folder,
     )
-    target = results / PAGE
-    target.write_text(page.render(content), encoding="utf-8", newline="\n")
-    return target
+    (folder / PAGE).write_text(page.render(content), encoding="utf-8", newline="\n")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _to_disk(path)
 
 
-def _clear(folder: Path, names: tuple[str, ...], forms: tuple[str, ...]) -> None:
-    """Remove what an earlier build left, and nothing else."""
-    for name in names:
-        for form in forms:
-            (folder / f"{name}.{form}").unlink(missing_ok=True)
+def _to_disk(path: Path) -> None:
+    """Wait until the file's bytes are stored: a rename must not outlive what it names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _swap_in(staging: Path, results: Path) -> None:
+    """Rename the new files over the old: first what the page links to, then the page, and only then
+    remove what the old page alone linked to.  Files that no build made stay.
+    """
+    fresh: set[Path] = set()
+    for folder in _FOLDERS:
+        (results / folder).mkdir(exist_ok=True)
+        for path in sorted((staging / folder).iterdir()):
+            fresh.add(path.replace(results / folder / path.name))
+    (staging / PAGE).replace(results / PAGE)
+    for folder, (names, forms) in _FOLDERS.items():
+        for name in names:
+            for form in forms:
+                path = results / folder / f"{name}.{form}"
+                if path not in fresh:
+                    path.unlink(missing_ok=True)

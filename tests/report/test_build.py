@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Literal
@@ -148,6 +151,62 @@ def test_a_figure_whose_data_went_away_is_removed(tmp_path: Path) -> None:
     build(folder)
     assert not stale.exists()
     assert kept.exists()
+
+
+@contextmanager
+def _files_of_at_most(size: int) -> Iterator[None]:
+    """The system refuses to let a file grow beyond ``size`` bytes, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _snapshot(folder: Path) -> dict[Path, bytes | None]:
+    """Every file with its bytes, every folder with None."""
+    return {
+        path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("size", [0, 20_000, 250_000])
+def test_a_full_disk_leaves_the_previous_report(size: int, quickstart: Path, tmp_path: Path) -> None:
+    """Whether a figure, a table or the page cannot be written, nothing of the folder changes."""
+    folder = tmp_path / "results"
+    shutil.copytree(quickstart, folder)
+    (folder / "report.html").write_text("previous")
+    before = _snapshot(folder)
+    with _files_of_at_most(size), pytest.raises(ReportError, match="cannot write the report"):
+        build(folder)
+    assert _snapshot(folder) == before
+
+
+def test_a_full_disk_leaves_no_first_report(tmp_path: Path) -> None:
+    """A first build that cannot be finished leaves the records and nothing else, hidden or not."""
+    write(tmp_path, record_of(Trial()))
+    before = _snapshot(tmp_path)
+    with _files_of_at_most(100_000), pytest.raises(ReportError):
+        build(tmp_path)
+    assert _snapshot(tmp_path) == before
+
+
+def test_an_interrupted_build_leaves_the_previous_report(
+    quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the page is made leaves the folder as it was."""
+    folder = tmp_path / "results"
+    shutil.copytree(quickstart, folder)
+    before = _snapshot(folder)
+
+    def interrupted(_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("report.page.render", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(folder)
+    assert _snapshot(folder) == before
 
 
 def test_nothing_but_failures_still_gives_a_page(tmp_path: Path) -> None:
