@@ -37,7 +37,7 @@ from impl.geometry import GeometryError
 from impl.policy import PolicyError
 from impl.topology import Topology
 
-Kind = Literal["refused", "crashed", "timeout", "memory", "interrupted"]
+Kind = Literal["refused", "crashed", "timeout", "memory", "interrupted", "wrong"]
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 

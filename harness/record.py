@@ -166,7 +166,9 @@ class Predicted(_Part):
 
 
 class Failure(_Part):
-    """Why there is no result. ``kind``: refused, crashed, timeout, memory, interrupted."""
+    """Why there is no result. ``kind``: refused, crashed, timeout, memory, interrupted, or wrong: it
+    ran, and a check of what came out failed.
+    """
 
     kind: str
     message: str
@@ -184,7 +186,8 @@ class Record(_Part):
         ran: algorithms, transports, kernel backends and threads that really ran.
         order: position in the sweep's interleaved order.
         units: name, elements, padded elements of each unit.
-        reference_loss: first-step loss of a single process on the same batches.
+        reference_loss: of a single process in fp32 on the first step's batches, before training and in
+            evaluation mode.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -53,6 +53,9 @@ class Strategy(Protocol):
     def clip(self, largest: float) -> float:
         """Scale gradients to a global 2-norm of at most ``largest``; returns the norm before."""
 
+    def weights_changed(self) -> None:
+        """Let go of kept copies of the weights: the next pass gathers them anew."""
+
     def ledger(self) -> dict[LedgerKey, Sent] | None:
         """Everything this rank has sent so far; None if it went past our wire."""
 
@@ -108,6 +111,9 @@ class Peer:
         """See :meth:`Strategy.clip`."""
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def weights_changed(self) -> None:
+        """Nothing: peers keep no copies from pass to pass."""
 
     def ledger(self) -> None:
         """None."""
@@ -166,6 +172,10 @@ class Sharded:
     def clip(self, largest: float) -> float:
         """See :meth:`Strategy.clip`."""
         return float(self.engine.clip_grad_norm_(largest))
+
+    def weights_changed(self) -> None:
+        """See :meth:`Strategy.weights_changed`."""
+        self.engine.weights_changed()
 
     def ledger(self) -> dict[LedgerKey, Sent]:
         """What the wire booked."""

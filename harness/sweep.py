@@ -170,7 +170,7 @@ class _Sweep:
             outcomes = self._outcomes(trial, link, display.progress)
             if not self.leads:
                 return self._record(trial, order, started, failure=None)
-            result = assemble(trial, outcomes)
+            result = assemble(outcomes)
         except KeyboardInterrupt:
             failure = Failure(kind="interrupted", message="Ctrl-C", log=None)
             write(self.results, self._failed(trial, order, started, link, failure))
@@ -181,7 +181,7 @@ class _Sweep:
         except REFUSALS as error:
             return self._failed(trial, order, started, link, _failure("refused", error))
         except TrialError as error:
-            return self._failed(trial, order, started, link, _failure("crashed", error))
+            return self._failed(trial, order, started, link, _failure("wrong", error))
         return self._record(
             trial,
             order,

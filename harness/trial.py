@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from harness import corpus, workload
 from harness.corpus import Corpus, Tokens
+from harness.first_loss import FirstLoss, WrongLossError, as_gathered, mean_loss
 from harness.link import PROBES, Counters, Exchange, counters, slowest
 from harness.meter import PowerSampler, StepClock, forget_peak, peak_device, peak_rss
 from harness.quantisation import Squares, errors_of, measure
@@ -33,12 +34,8 @@ from harness.record import (
 )
 from harness.strategies import Strategy, build_optimizer, prepare
 from harness.suite import Trial
-from impl.codec import Raw
 from impl.traffic import Event, LedgerKey, Sent, predict
-
-# How far the first step's loss may lie from a single process's: rounding of sums for fp32 frames,
-# of weights for 16 bits.  Quantised weights are what is being studied and are not held to it.
-_FIRST_LOSS: Final = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
+from impl.zero import plan_units
 
 
 class TrialError(RuntimeError):
@@ -82,7 +79,7 @@ class Outcome:
             first rank of a node.
         probed: Mbit/s into its node.
         errors: sums for quantisation errors.
-        reference_loss: of the first step on its batches, unsharded.
+        first_loss: before training, unsharded and sharded.
         ran: algorithms, transports, threads.
         units: name, elements, padded elements.
         parameters: elements of the model.
@@ -95,7 +92,7 @@ class Outcome:
     sent: Counters | None
     probed: list[float]
     errors: dict[tuple[str, str, str], Squares]
-    reference_loss: float
+    first_loss: FirstLoss
     ran: dict[str, Any]
     units: list[tuple[str, int, int]]
     parameters: int
@@ -124,8 +121,11 @@ class _Run:
         with self.device:
             model = workload.build(trial.model, trial.sequence)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.reference_loss = self._reference_loss(model)
+        reference, expected = self._single_process(model)
         self.strategy: Strategy = prepare(trial, model, rank, self.device)
+        found = mean_loss(self.strategy.model, self._first_batches())
+        self.strategy.weights_changed()  # what the check gathered must not serve the first step
+        self.first_loss = FirstLoss(reference, expected, found)
         self.optimizer = build_optimizer(trial.optimizer, self.strategy)
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
         self.events: list[Event] = []
@@ -177,18 +177,26 @@ class _Run:
             sent=sent,
             probed=probed,
             errors=errors,
-            reference_loss=self.reference_loss,
+            first_loss=self.first_loss,
             ran=ran,
             units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
             parameters=self.parameters,
             power=power.samples if self.rank.speaks else None,
         )
 
-    def _reference_loss(self, model: nn.Module) -> float:
-        """Loss of the unsharded model on this rank's batches of the first step."""
-        with torch.no_grad():
-            losses = [float(model(*batch)) for micro in self.data.step(0) for batch in micro]
-        return math.fsum(losses) / len(losses)
+    def _first_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's batches of the first step."""
+        return (batch for micro in self.data.step(0) for batch in micro)
+
+    def _single_process(self, model: nn.Module) -> tuple[float, float]:
+        """Loss of the unsharded model in fp32, and with weights as a gather brings them."""
+        exact = mean_loss(model, self._first_batches())
+        policy = self.trial.resolved_policy()
+        if policy is None:
+            return exact, exact
+        units = plan_units(model, self.rank.topology, policy)
+        with as_gathered(model, policy.weights, units):
+            return exact, mean_loss(model, self._first_batches())
 
     def _step(self, index: int) -> None:
         trial, clock, strategy = self.trial, self.clock, self.strategy
@@ -230,6 +238,8 @@ class _Run:
                 losses.append(float(self.strategy.model(*batch)))
                 self.events.append("evaluate")
         self.strategy.model.train()
+        self.strategy.weights_changed()  # or the next forward pass would be spared its gathers
+        self.events.append("step")
         after = self._count()
         if before is not None and after is not None:
             self.evaluated += after - before
@@ -407,19 +417,21 @@ class Result:
     power: list[dict[str, float]] | None
 
 
-def assemble(trial: Trial, outcomes: Sequence[Outcome]) -> Result:
+def assemble(outcomes: Sequence[Outcome]) -> Result:
     """Put together what all ranks brought back, in rank order.
 
     Raises:
-        TrialError: for a loss that is not finite, or a first one that is not a single process's.
+        TrialError: for a loss that is not finite, one before training that is not a single process's,
+            or a ledger that is not the prediction.
     """
-    _check_losses(trial, outcomes)
+    _check_losses(outcomes)
     first = outcomes[0]
     predicted = None
     if first.predicted is not None:
         ledgers = [outcome.predicted or [] for outcome in outcomes]
-        equal = all(ledger == o.record.ledger for ledger, o in zip(ledgers, outcomes, strict=True))
-        predicted = Predicted(ledgers=ledgers, equal=equal)
+        for ledger, outcome in zip(ledgers, outcomes, strict=True):
+            _check_ledger(outcome.record.rank, outcome.record.ledger or [], ledger)
+        predicted = Predicted(ledgers=ledgers, equal=True)
     interfaces = [
         InterfaceCounters(node=o.record.node, tx_bytes=o.sent.tx_bytes, tx_packets=o.sent.tx_packets)
         for o in outcomes
@@ -431,7 +443,7 @@ def assemble(trial: Trial, outcomes: Sequence[Outcome]) -> Result:
         validations=[_validation(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)],
         quantisation=errors_of([outcome.errors for outcome in outcomes]),
         predicted=predicted,
-        reference_loss=math.fsum(o.reference_loss for o in outcomes) / len(outcomes),
+        reference_loss=math.fsum(o.first_loss.reference for o in outcomes) / len(outcomes),
         probed_mbit=slowest([o.probed for o in outcomes if o.probed]),
         ran=first.ran,
         units=first.units,
@@ -450,22 +462,34 @@ def _validation(shares: Sequence[RankValidation]) -> Validation:
     )
 
 
-def _check_losses(trial: Trial, outcomes: Sequence[Outcome]) -> None:
+def _check_losses(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
+        try:
+            outcome.first_loss.check(outcome.record.rank)
+        except WrongLossError as error:
+            raise TrialError(str(error)) from None
         for step in outcome.record.steps:
             if not math.isfinite(step.loss):
                 raise TrialError(
                     f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
                 )
-    policy = trial.resolved_policy()
-    codec = Raw("fp32") if policy is None else policy.weights
-    if not isinstance(codec, Raw):
-        return
-    first = math.fsum(o.record.steps[0].loss for o in outcomes) / len(outcomes)
-    reference = math.fsum(o.reference_loss for o in outcomes) / len(outcomes)
-    allowed = _FIRST_LOSS[codec.dtype]
-    if abs(first - reference) > allowed:
-        raise TrialError(
-            f"the loss of the first step is {first:.6f}, of a single process on the same batches "
-            f"{reference:.6f}: they differ by more than {allowed:g}"
-        )
+
+
+def _check_ledger(rank: int, found: Sequence[LedgerRow], expected: Sequence[LedgerRow]) -> None:
+    """Every row as predicted.
+
+    Raises:
+        TrialError: naming the first row that differs, and both numbers.
+    """
+    ours, theirs = ({_key(row): (row.bytes, row.messages) for row in rows} for rows in (found, expected))
+    for key in sorted(ours.keys() | theirs.keys()):
+        sent, predicted = ours.get(key, (0, 0)), theirs.get(key, (0, 0))
+        if sent != predicted:
+            raise TrialError(
+                f"rank {rank} sent {sent[0]} bytes in {sent[1]} messages for {', '.join(filter(None, key))}; "
+                f"predicted are {predicted[0]} bytes in {predicted[1]} messages"
+            )
+
+
+def _key(row: LedgerRow) -> tuple[str, str, str, str, str]:
+    return row.phase, row.purpose, row.unit, row.hop, row.link

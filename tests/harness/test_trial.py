@@ -54,7 +54,7 @@ def outcomes(one: Trial, log: Path) -> list[Outcome]:
 
 
 def result(one: Trial, log: Path) -> Result:
-    return assemble(one, outcomes(one, log))
+    return assemble(outcomes(one, log))
 
 
 @pytest.mark.parametrize("strategy", ["exact", "zero3", "hpz", "zeropp"])
@@ -92,7 +92,8 @@ def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
         for part in ("masters", "gradients", "optimizer", "secondary", "gathered"):
             assert rank.memory.engine[part] == rank.memory.formula[part]
         assert rank.memory.peak_rss > 50 << 20
-    assert found.ran["transports"] == {"node": "gloo", "local": "shm"}
+    assert found.ran["transports"]["node"].startswith("gloo")
+    assert found.ran["transports"]["local"] == "shm"
     assert len(found.units) == 3
     assert found.interfaces is None
 
@@ -156,7 +157,7 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
     one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
     with open_link(Setting("namespaces", 2, 1000.0), "abc123") as link:
         launch = Launch(one.topology(), link.ports, None, 1, 120, tmp_path / "log")
-        found = assemble(one, run_ranks(run, Assignment(one, 1_000_000, count=True), launch))
+        found = assemble(run_ranks(run, Assignment(one, 1_000_000, count=True), launch))
     assert len(found.probed_mbit) == 2
     assert found.interfaces is not None
     assert [counted.node for counted in found.interfaces] == [0, 1]
@@ -200,19 +201,72 @@ def test_a_loss_that_is_not_finite_is_no_result(text: str, tmp_path: Path) -> No
         result(one, tmp_path / "log")
 
 
-def test_a_first_loss_that_is_not_a_single_processs_is_no_result(text: str, tmp_path: Path) -> None:
-    """With raw weights the first loss has to be the reference's; with quantised ones it is only recorded."""
-    for strategy, trusted in (("exact", False), ("zero3", False), ("zeropp", True)):
-        one = trial(text, strategy)
-        wrong = [
-            dataclasses.replace(o, reference_loss=o.reference_loss + 0.1)
-            for o in outcomes(one, tmp_path / "log")
-        ]
-        if trusted:
-            assert math.isfinite(assemble(one, wrong).reference_loss)
-        else:
-            with pytest.raises(TrialError, match="they differ by more than"):
-                assemble(one, wrong)
+@pytest.mark.parametrize("strategy", ["exact", "zero3", "zeropp"])
+def test_a_loss_before_training_that_is_not_a_single_processs_is_no_result(
+    text: str, tmp_path: Path, strategy: str
+) -> None:
+    """Also with quantised weights the sharded model has the loss of equal weights in one process."""
+    found = outcomes(trial(text, strategy), tmp_path / "log")
+    assert math.isfinite(assemble(found).reference_loss)
+    first = found[1].first_loss
+    found[1] = dataclasses.replace(found[1], first_loss=dataclasses.replace(first, found=first.found + 2e-3))
+    with pytest.raises(TrialError, match=r"loss of rank 1 is .* differ by more than"):
+        assemble(found)
+
+
+@pytest.mark.parametrize("weights", ["int8:64", "int4:256", "int4:64:asym", "int3:shard", "int2:96:asym"])
+def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Path, weights: str) -> None:
+    """The loss before training is exactly that of a process whose weights went through the codec once."""
+    one = trial(text, "qwz", policy={"weights": weights, "max_padding": 9.0}, steps=1, warmup=0)
+    for outcome in outcomes(one, tmp_path / "log"):
+        assert outcome.first_loss.found == pytest.approx(outcome.first_loss.expected, abs=1e-6)
+        assert outcome.first_loss.expected != outcome.first_loss.reference
+
+
+def dropping(sequence: int) -> Any:
+    """A model with dropout and a buffer that training changes."""
+    from torch import nn
+
+    from harness.workload import GPT, GPTShape
+
+    class Dropping(GPT):
+        def __init__(self) -> None:
+            super().__init__(GPTShape(1, 32, 2), sequence)
+            self.dropout = nn.Dropout(0.5)
+            self.norm = nn.Sequential(self.norm, self.dropout)  # type: ignore[assignment]
+
+    return Dropping()
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zeropp"])
+def test_dropout_is_no_error(text: str, tmp_path: Path, strategy: str) -> None:
+    """A model with dropout passes the check, and is trained with dropout."""
+    one = trial(text, strategy, model={"name": f"{__name__}:dropping"}, policy={"max_padding": 1e6})
+    found = result(one, tmp_path / "log")
+    first = math.fsum(rank.steps[0].loss for rank in found.ranks) / len(found.ranks)
+    assert abs(first - found.reference_loss) > 1e-3
+
+
+def test_training_is_charged_alike_whether_it_validates(text: str, tmp_path: Path) -> None:
+    """A validation spares the next step no byte: what training sends does not depend on it."""
+    sent = []
+    for every in (None, 1):
+        found = result(trial(text, "zeropp", validate_every=every), tmp_path / "log")
+        rows = [row for rank in found.ranks for row in rank.ledger or [] if row.phase != "evaluate"]
+        sent.append(rows)
+    assert sent[0] == sent[1]
+
+
+def test_a_ledger_that_is_not_the_prediction_is_no_result(text: str, tmp_path: Path) -> None:
+    """A ledger off by one byte fails the trial, naming rank, row and both numbers."""
+    found = outcomes(trial(text, "zero3"), tmp_path / "log")
+    ledger = list(found[2].record.ledger or [])
+    ledger[0] = ledger[0].model_copy(update={"bytes": ledger[0].bytes + 1})
+    record = found[2].record.model_copy(update={"ledger": ledger})
+    found[2] = dataclasses.replace(found[2], record=record)
+    words = f"rank 2 sent {ledger[0].bytes} bytes .* predicted are {ledger[0].bytes - 1} bytes"
+    with pytest.raises(TrialError, match=words):
+        assemble(found)
 
 
 @pytest.mark.nightly

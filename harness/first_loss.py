@@ -1,0 +1,124 @@
+"""The loss that a model must have before training, sharded or not: the check of every trial.
+
+A single process computes it twice on this rank's batches of the first step: with the fp32 weights,
+and with the weights that a gather brings, each encoded and decoded once by the policy's codec.  The
+sharded model has to agree with the second.  All three are taken in evaluation mode, so a model with
+dropout draws no random number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from impl import reference
+from impl.codec import Codec, IntCodec
+from impl.geometry import UnitGeometry
+
+TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
+Batch = tuple[Tensor, Tensor]
+
+
+class WrongLossError(RuntimeError):
+    """A sharded model is not the model; the message names both losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLoss:
+    """Mean losses of one rank's batches of the first step, in evaluation mode.
+
+    Attributes:
+        reference: of a single process in fp32.
+        expected: of a single process with weights as a gather brings them.
+        found: of the model that is trained.
+    """
+
+    reference: float
+    expected: float
+    found: float
+
+    def check(self, rank: int) -> None:
+        """Compare what was found with what was expected.
+
+        Raises:
+            WrongLossError: if they differ by more than :data:`TOLERANCE`, or one is not a number.
+        """
+        allowed = TOLERANCE * max(1.0, abs(self.expected))
+        if not abs(self.found - self.expected) <= allowed:  # also if either is NaN
+            raise WrongLossError(
+                f"before training the loss of rank {rank} is {self.found:.6f}, of a single process on the "
+                f"same batches with equal weights {self.expected:.6f}: they differ by more than {allowed:g}"
+            )
+
+
+def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """Mean loss of ``model`` over ``batches`` in evaluation mode; its mode is restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            losses = [float(model(*batch)) for batch in batches]
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return math.fsum(losses) / len(losses)
+
+
+@contextmanager
+def as_gathered(model: nn.Module, codec: Codec, units: Sequence[UnitGeometry]) -> Iterator[None]:
+    """Let an unsharded model have the weights that a gather brings; they are restored after.
+
+    Blocks start at each parameter, wherever that lies, so each is encoded on its own, padded with
+    zeros to whole blocks; a codec with one scale a shard follows the shards of ``units``.  Both
+    are exact.
+
+    Args:
+        model: its parameters are trained in fp32.
+        codec: of the policy's weights.
+        units: their layout.
+    """
+    parameters = dict(model.named_parameters())
+    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        with torch.no_grad():
+            if isinstance(codec, IntCodec) and codec.block == "shard":
+                for unit in units:
+                    _pass_unit(codec, unit, parameters)
+            else:
+                for parameter in parameters.values():
+                    flat = parameter.reshape(-1).float()
+                    whole = flat.new_zeros(-(-flat.numel() // codec.grain) * codec.grain)
+                    whole[: flat.numel()] = flat
+                    decoded = _decoded(codec, whole)[: flat.numel()]
+                    parameter.copy_(decoded.view(parameter.shape))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(kept[name])
+
+
+def _pass_unit(codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parameter]) -> None:
+    """Encode and decode every shard of a unit."""
+    slots = [(slot, parameters[slot.spec.name]) for slot in unit.slots]
+    whole = torch.zeros(unit.padded, device=slots[0][1].device)
+    for slot, parameter in slots:
+        whole[slot.offset : slot.end] = parameter.reshape(-1)
+    decoded = _decoded(codec, whole.view(unit.world, unit.shard)).view(-1)
+    for slot, parameter in slots:
+        parameter.copy_(decoded[slot.offset : slot.end].view(parameter.shape))
+
+
+def _decoded(codec: Codec, x: Tensor) -> Tensor:
+    """(..., S) fp32 after one way over the wire, by the reference whatever kernels the engine uses."""
+    frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8, device=x.device)
+    out = torch.empty_like(x)
+    reference.encode(codec, x, frames)
+    reference.decode(codec, frames, out)
+    return out
