@@ -22,6 +22,11 @@ A suite asks one question.  Its file::
     match = { strategy = "zeropp" }
     set = { steps = 4 }
 
+A codec or an hpZ group that [defaults] or [matrix] gives all strategies alike changes only those
+that quantise there or keep a copy: with it ZeRO-3 stays ZeRO-3.  A [[zip]] or an [[override]] that
+names the strategy may say otherwise, and so may a suite of one policy.  Cells that turn out to be
+the same run are run once.
+
 Everything that can be known without building the model is refused here, in one line that names
 file, key, value and what is allowed.  No torch.
 """
@@ -33,7 +38,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, get_origin
 
@@ -41,6 +46,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.suite import PEERS, PolicyChanges, Trial, suggestion
+from impl.codec import Codec, Raw, parse
+from impl.policy import PRESETS
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
 _ABSENT: Final = object()
@@ -81,8 +88,9 @@ class Suite:
         time: how long it takes, as its file states.
         trials: repeat by repeat; inside a repeat, trials that differ only in strategy and policy
             stand together, and their order changes from repeat to repeat.
-        merged: cells that were the same run as another: a peer has no policy, so those of its
-            cells that differ in policy alone are run once.
+        merged: cells that were the same run as another: those of a peer that differ in policy
+            alone, or two that resolve to one policy.
+        kept: what was not changed in a strategy because it would have become another, one line each.
     """
 
     name: str
@@ -90,6 +98,7 @@ class Suite:
     time: str
     trials: tuple[Trial, ...]
     merged: int
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +172,23 @@ class _Expansion:
         if not cells:
             self._refuse("[[exclude]] leaves no trial")
         trials = [self._trial(settings) for settings in cells]
+        kept: dict[str, None] = {}
+        if len({trial.strategy for trial in trials} - set(PEERS)) > 1:
+            cells = [
+                self._fitting(settings, trial, kept) for settings, trial in zip(cells, trials, strict=True)
+            ]
+            trials = [self._trial(settings) for settings in cells]
         for settings, trial in zip(cells, trials, strict=True):
             self._check(settings, trial, axes)
         trials = _aligned([_without_policy(trial) for trial in trials])
-        unique = list({trial.id: trial for trial in trials}.values())
+        unique = _different(trials)
         return Suite(
             self.file.name,
             self.file.question,
             self.file.time,
             tuple(_interleaved(unique, self.file.repeats)),
             len(trials) - len(unique),
+            tuple(kept),
         )
 
     def _refuse(self, complaint: str) -> NoReturn:
@@ -276,6 +292,20 @@ class _Expansion:
             same = [e for e in errors if _path_of(e, settings) == path]
             setting = settings[path]
             self._refuse(f"{setting.table} {path} = {_text(setting.value)}: {_allowed(same)}")
+
+    def _fitting(self, settings: _Settings, trial: Trial, kept: dict[str, None]) -> _Settings:
+        """A cell without what would make its strategy another, unless it was stated for the strategy."""
+        if trial.strategy in PEERS:
+            return settings
+        named = {f"[[zip]] #{n}" for n, table in enumerate(self.file.zip, 1) if "strategy" in table}
+        named |= {
+            f"[[override]] #{n} set" for n, one in enumerate(self.file.override, 1) if "strategy" in one.match
+        }
+        foreign = [path for path in _foreign(trial) if path in settings and settings[path].table not in named]
+        for path in foreign:
+            said = f"{path} = {_text(settings[path].value)} of {settings[path].table}"
+            kept[f"{said} does not apply to {trial.strategy}, which would be another strategy with it"] = None
+        return {path: setting for path, setting in settings.items() if path not in foreign}
 
     def _check(self, settings: _Settings, trial: Trial, axes: list[list[_Settings]]) -> None:
         """Refuse what is impossible together, naming the cell by what varies."""
@@ -407,6 +437,52 @@ def _text(value: Any) -> str:
     """A value as it stands in a suite, shortened to one readable line."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _foreign(trial: Trial) -> Iterator[str]:
+    """Paths of the trial's changes that would make its preset another technique."""
+    base, changes = PRESETS[trial.strategy], trial.policy
+    hops = (changes.gradients,) * 2 if isinstance(changes.gradients, str) else changes.gradients
+    codecs = {
+        "policy.weights": ((base.weights,), (changes.weights,)),
+        "policy.gradients": (base.gradients, hops or (None,)),
+    }
+    for path, (ours, asked) in codecs.items():
+        given = [parse(text) for text in asked if text is not None]
+        if not given or not _raw(ours):
+            continue
+        if trial.strategy == "exact" or not _raw(given):
+            yield path
+    if changes.secondary and not base.secondary:
+        yield "policy.secondary"
+
+
+def _raw(codecs: Sequence[Codec]) -> bool:
+    return all(isinstance(codec, Raw) for codec in codecs)
+
+
+def _different(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials without those that run what another one runs; the plainest of such stays."""
+    found: dict[str, Trial] = {}
+    for trial in trials:
+        key = _run_key(trial)
+        plainest = min((found.get(key, trial), trial), key=lambda one: len(_changes(one)))
+        found[key] = plainest
+    return list(found.values())
+
+
+def _run_key(trial: Trial) -> str:
+    """What a trial runs, whatever its policy is called."""
+    data = trial.canonical()
+    policy = trial.resolved_policy()
+    if policy is not None:
+        data["policy"] = repr(replace(policy, secondary=policy.secondary_ranks(trial.topology())))
+        del data["strategy"]
+    return json.dumps(data, sort_keys=True)
+
+
+def _changes(trial: Trial) -> dict[str, Any]:
+    return trial.policy.model_dump(exclude_defaults=True)
 
 
 def _without_policy(trial: Trial) -> Trial:

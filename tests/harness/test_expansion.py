@@ -84,6 +84,93 @@ def test_peers_run_once(tmp_path: Path) -> None:
     assert found.merged == 1
 
 
+def resolved(found: Suite) -> list[tuple[str, str, str, object]]:
+    """Strategy, weights, gradients and secondary of every trial."""
+    rows = []
+    for trial in found.trials:
+        policy = trial.resolved_policy()
+        assert policy is not None
+        rows.append((trial.strategy, str(policy.weights), str(policy.gradients[0]), policy.secondary))
+    return sorted(rows, key=str)
+
+
+def test_a_strategy_stays_what_it_is(tmp_path: Path) -> None:
+    """What all strategies are given alike quantises none that does not, and copies for none without hpZ."""
+    found = suite(
+        tmp_path,
+        'defaults.policy.secondary = 2\n[matrix]\nstrategy = ["exact", "zero3", "qgz", "zeropp"]\n'
+        'policy.weights = ["int8:64", "int6:64"]\n',
+    )
+    assert resolved(found) == [
+        ("exact", "fp32", "fp32", 0),
+        ("qgz", "bf16", "int4:256", 0),
+        ("zero3", "bf16", "bf16", 0),
+        ("zeropp", "int6:64", "int4:256", 2),
+        ("zeropp", "int8:64", "int4:256", 2),
+    ]
+    assert found.merged == 3
+    assert any(
+        'policy.weights = "int6:64" of [matrix] does not apply to zero3' in line for line in found.kept
+    )
+    assert not any("zeropp" in line for line in found.kept)
+
+
+def test_what_is_said_of_a_strategy_holds(tmp_path: Path) -> None:
+    """A zip or an override that names the strategy changes it, and so does a suite of one policy."""
+    zipped = suite(tmp_path, '[[zip]]\nstrategy = ["zero3", "qgz"]\npolicy.weights = ["int8:64", "bf16"]\n')
+    assert [row[:2] for row in resolved(zipped)] == [("qgz", "bf16"), ("zero3", "int8:64")]
+    override = '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int8:64" }\n'
+    overridden = suite(tmp_path, '[matrix]\nstrategy = ["zero3", "hpz"]\n' + override)
+    assert [row[2] for row in resolved(overridden)] == ["bf16", "int8:64"]
+    alone = suite(
+        tmp_path, '[defaults]\nstrategy = "zero3"\n[matrix]\npolicy.weights = ["int8:64", "bf16"]\n'
+    )
+    assert [row[1] for row in resolved(alone)] == ["bf16", "int8:64"]
+    assert not zipped.kept + overridden.kept + alone.kept
+
+
+def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
+    """Two strategies that resolve to one policy are one run, under the plainer name."""
+    found = suite(
+        tmp_path,
+        '[[zip]]\nstrategy = ["zero3", "qgz", "hpz", "hpz"]\n'
+        'policy.gradients = [["int4:256", "int4:256"], "int4:256", "bf16", "bf16"]\n'
+        'policy.secondary = [0, 0, "node", 2]\n',
+    )
+    assert len(found.trials) == 2
+    assert found.merged == 2
+    qgz = suite(
+        tmp_path,
+        '[matrix]\nstrategy = ["zero3", "qgz"]\n'
+        '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int4:256" }\n',
+    )
+    assert [trial.strategy for trial in qgz.trials] == ["qgz"]
+
+
+CELLS = {
+    "ablation": 8, "bandwidth": 30, "bits": 13, "block_size": 8, "convergence": 15, "hpz_group": 10,
+    "paper_scale": 20, "quickstart": 5, "smoke": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_suites_ask_what_they_say(path: Path) -> None:
+    """No shipped suite loses a cell to merging, and none changes what a strategy is by accident."""
+    found = load(path)
+    assert len({trial.model_copy(update={"repeat": 0}).id for trial in found.trials}) == CELLS[path.stem]
+    assert found.merged == 0
+    assert found.kept == ()
+
+
+def test_the_readmes_example(tmp_path: Path) -> None:
+    """The README's own suite compares ZeRO-3, DDP and ZeRO++ twice."""
+    text = (SUITES.parent / "README.md").read_text(encoding="utf-8")
+    found = suite(tmp_path, text.partition("```toml\n")[2].partition("```")[0], head="")
+    assert Counter(trial.strategy for trial in found.trials if trial.repeat == 0) == {
+        "zero3": 1, "ddp": 1, "zeropp": 2,
+    }  # fmt: skip
+
+
 def test_exclude_and_override(tmp_path: Path) -> None:
     """Excludes and overrides match by value, and a list of a match is any of its members."""
     found = suite(
