@@ -94,6 +94,17 @@ class UnitGeometry:
             for (group, start), end in zip(bounds, ends, strict=True)
         )
 
+    def pads(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(start, end) of the padding inside ``rank``'s shard, shard-relative, none empty."""
+        low, high = rank * self.shard, (rank + 1) * self.shard
+        starts = [0, *(slot.end for slot in self.slots)]
+        ends = [*(slot.offset for slot in self.slots), self.padded]
+        clipped = (
+            (min(max(start, low), high) - low, min(max(end, low), high) - low)
+            for start, end in zip(starts, ends, strict=True)
+        )
+        return tuple((start, end) for start, end in clipped if start < end)
+
 
 def lay_out(
     name: str,

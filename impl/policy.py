@@ -44,7 +44,7 @@ class Policy:
         gather: ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is
             one library all-gather over the world.
         reduce: ``two_hop`` (inside nodes, then between them), ``one_hop`` (one all-to-all over
-            the world) or ``flat`` (the library's reduce-scatter; raw codecs only).
+            the world) or ``flat`` (one ring over all ranks, partial sums on the wire; raw codecs only).
         secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none,
             ``"node"`` for the ranks of a node.
         compute: type of gathered weights and of local gradients.
@@ -78,7 +78,7 @@ class Policy:
             )
         if self.reduce == "flat" and not isinstance(self.gradients[0], Raw):
             raise PolicyError(
-                f"reduce='flat' sums inside the library and cannot carry {self.gradients[0]}; "
+                f"reduce='flat' sends partial sums around a ring and cannot carry {self.gradients[0]}; "
                 "use one_hop or two_hop"
             )
         if self.align < 1 or self.memory.prefetch < 0 or self.memory.max_padding < 0:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-MOST_AHEAD: Final = 4  # units gathered ahead at most: each holds a slot of the shared arena
+MOST_AHEAD: Final = 4  # units under way at most: each holds a slot of the shared arena
 Kind = Literal["gather", "wait", "release", "reduce"]
 
 

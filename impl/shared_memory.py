@@ -1,8 +1,12 @@
 """The tier inside a node on a CPU: one memory arena that the ranks of a group share.
 
-Not a process-group backend: a ring of slots, in each slot one row per rank.  A rank writes its
-row, posts the slot's sequence number, and reads the others' rows *in place* once theirs are
-posted; nothing is copied on the way.  A slot is written again only after all have marked it read.
+Not a process-group backend: slots, in each slot one row per rank.  A rank writes its row, posts
+the exchange's number, and reads the others' rows *in place* once theirs are posted; nothing is
+copied on the way.  A slot is written again only after all have marked it read.
+
+Which slot an exchange takes is decided by each rank alone: the first that it has itself finished
+with.  Ranks open and finish exchanges in the same order, so they choose alike; and no rank ever
+waits for itself, however long an exchange stays open.
 
 The arena is an anonymous file (``memfd``) of the group's first rank, opened by the others through
 ``/proc``: it has no name to clean up, needs no space in ``/dev/shm``, and is gone with its last
@@ -23,7 +27,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from impl.mesh import Group
 
-SLOTS: Final = 8  # exchanges that may be under way at once in one group
+SLOTS: Final = 16  # exchanges that may be under way at once in one group
 _LINE: Final = 64  # bytes; each flag has a cache line of its own
 _SPINS: Final = 200  # yields before sleeping: about 0.1 ms
 
@@ -54,10 +58,13 @@ class Arena:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         words = whole[:flags].view(torch.int64).view(2, SLOTS, size, _LINE // 8)
         # numpy views: reading one is 50 ns, a tensor's item() over a microsecond.
-        self._posted = words[0, :, :, 0].numpy()  # (slot, rank) sequence number last written
-        self._read = words[1, :, :, 0].numpy()  # (slot, rank) sequence number last read
+        self._posted = words[0, :, :, 0].numpy()  # (slot, rank) number of the exchange last written
+        self._read = words[1, :, :, 0].numpy()  # (slot, rank) number of the exchange last read
         self.rows = whole[flags:].view(SLOTS, size, self.row_bytes)  # (slot, rank, byte)
-        self._next = 0
+        self._count = 0
+        self._free = list(range(SLOTS))
+        self._slots: dict[int, int] = {}  # of the exchanges under way, by number
+        self._last = [0] * SLOTS  # number of the exchange that used the slot last
 
     def _open(self, total: int) -> mmap.mmap:
         if not hasattr(os, "memfd_create"):
@@ -86,51 +93,64 @@ class Arena:
         return mapped
 
     def claim(self) -> int:
-        """Take the next slot for writing; waits until all ranks have read its last contents."""
-        sequence = self._next = self._next + 1
-        if sequence > SLOTS:
-            self._await(self._read[sequence % SLOTS], sequence - SLOTS, "did not read")
-        return sequence
+        """Take a slot for the next exchange; waits until all have read what it held.
 
-    def row(self, sequence: int) -> Tensor:
-        """(row_bytes,) this rank's part of a claimed slot."""
-        return self.rows[sequence % SLOTS, self.group.index]
+        Returns:
+            The exchange's number.
 
-    def post(self, sequence: int) -> None:
+        Raises:
+            SharedMemoryError: if all slots are in use by this rank itself.
+        """
+        if not self._free:
+            raise SharedMemoryError(
+                f"{SLOTS} exchanges are under way inside the node (axis {self.group.axis.name}) and "
+                "none has been finished: no room for another"
+            )
+        slot = min(self._free)
+        self._await(self._read[slot], self._last[slot], "did not read")
+        self._free.remove(slot)
+        number = self._count = self._count + 1
+        self._slots[number] = slot
+        self._last[slot] = number
+        return number
+
+    def row(self, number: int) -> Tensor:
+        """(row_bytes,) this rank's part of an exchange's slot."""
+        return self.rows[self._slots[number], self.group.index]
+
+    def post(self, number: int) -> None:
         """Tell the others that this rank's row is written."""
-        self._posted[sequence % SLOTS, self.group.index] = sequence
+        self._posted[self._slots[number], self.group.index] = number
 
-    def arrived(self, sequence: int) -> bool:
-        """Whether all ranks have posted."""
-        return bool((self._posted[sequence % SLOTS] >= sequence).all())
-
-    def wait(self, sequence: int) -> Tensor:
-        """(ranks, row_bytes) all rows of the slot, once posted; valid until :meth:`done`.
+    def wait(self, number: int) -> Tensor:
+        """(ranks, row_bytes) all rows of the exchange, once posted; valid until :meth:`done`.
 
         Raises:
             SharedMemoryError: after the timeout, naming who is missing.
         """
-        self._await(self._posted[sequence % SLOTS], sequence, "did not send")
-        return self.rows[sequence % SLOTS]
+        self._await(self._posted[self._slots[number]], number, "did not send")
+        return self.rows[self._slots[number]]
 
-    def done(self, sequence: int) -> None:
+    def done(self, number: int) -> None:
         """Tell the others that this rank has read the slot."""
-        self._read[sequence % SLOTS, self.group.index] = sequence
+        slot = self._slots.pop(number)
+        self._read[slot, self.group.index] = number
+        self._free.append(slot)
 
-    def _await(self, flags, sequence: int, what: str) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    def _await(self, flags, number: int, what: str) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
         # With more ranks than cores whoever waits must let others run: yield first, then sleep.
         for _ in range(_SPINS):
-            if (flags >= sequence).all():
+            if (flags >= number).all():
                 return
             os.sched_yield()
         deadline = time.monotonic() + self.timeout
         pause = 20e-6
-        while not (flags >= sequence).all():
+        while not (flags >= number).all():
             if time.monotonic() > deadline:
-                late = [r for r, flag in zip(self.group.ranks, flags, strict=True) if flag < sequence]
+                late = [r for r, flag in zip(self.group.ranks, flags, strict=True) if flag < number]
                 raise SharedMemoryError(
                     f"rank {self.group.ranks[self.group.index]} waited {self.timeout:.0f} s inside its "
-                    f"node (axis {self.group.axis.name}, exchange {sequence}): rank(s) "
+                    f"node (axis {self.group.axis.name}, exchange {number}): rank(s) "
                     f"{', '.join(map(str, late))} {what}"
                 )
             time.sleep(pause)

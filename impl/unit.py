@@ -10,12 +10,13 @@ import enum
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from impl import ops
-from impl.codec import FP32
+from impl.codec import FP32, Law
 from impl.collectives import Transfer, gather_frames, placed, reduce_gradients, ring_reduce
 from impl.geometry import UnitGeometry
 from impl.policy import Policy
@@ -59,6 +60,15 @@ class Member:
     stand_in: nn.Parameter
     holders: Sequence[Holder]
     gradient: Tensor | None
+
+
+class Place(NamedTuple):
+    """A view of a unit's flat buffer: type, shape, strides and offset in elements."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +128,7 @@ class Unit:
         self.geometry = geometry
         self.wire, self.policy, self.meter = wire, policy, meter
         self.secondary = Secondary()
+        self._changes = 0  # of the weights, as far as the engine was told
         topology, rank = wire.mesh.topology, wire.mesh.rank
         self._axes, self._spared = policy.gather_axes(topology)
         self._frame = policy.weights.frame_bytes(geometry.shard)
@@ -133,6 +144,9 @@ class Unit:
         ]
         self._spans = [(start, end) for _, start, end in geometry.spans(rank)]
         self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
+        # An offset makes something of padding's zeros; it must not reach norms or weights.
+        exact_zero = all(Law.SIGN in codec.laws for codec in policy.gradients)
+        self._pads = () if exact_zero else geometry.pads(rank)
 
         self._flat = torch.zeros(geometry.padded, dtype=dtype, device=device)
         # A second handle with a version counter of its own: refilling through it does not look
@@ -149,9 +163,14 @@ class Unit:
         self._resize(self._gradient, full=False)
         self.gathered = False
         self._gather: Transfer | None = None
+        self._secondary_version = -1
         self.missing: set[int] = set()
         self.armed = False
         self._show(gathered=False)
+        for original in originals:
+            # A reference that a module keeps outside its parameters would train nothing; without
+            # elements, its first use is an error instead.
+            original.data = original.data.new_empty(0)
 
     def _cut(self, originals: Sequence[nn.Parameter], rank: int, device: torch.device) -> Tensor:
         """This rank's slice of the laid-out values."""
@@ -202,6 +221,30 @@ class Unit:
     # Weights
 
     @property
+    def weights_version(self) -> int:
+        """Changes whenever the master does: told of, or written in place where torch counts it."""
+        return self._changes + self.master._version  # noqa: SLF001  # the public way warns for views
+
+    def weights_changed(self) -> None:
+        """The master has new values: what was kept of the old ones is stale."""
+        self._changes += 1
+        self.secondary.end()
+
+    @property
+    def storage_address(self) -> int:
+        """Where the gathered weights lie; 0 while released."""
+        return self._flat.untyped_storage().data_ptr()
+
+    def locate(self, tensor: Tensor) -> Place:
+        """Where ``tensor``, a view of the gathered weights, lies in them."""
+        return Place(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def view(self, place: Place) -> Tensor:
+        """The view of the gathered weights at ``place``."""
+        flat = self._storage if place.dtype == self._storage.dtype else self._storage.view(place.dtype)
+        return flat.as_strided(place.shape, place.stride, place.offset)
+
+    @property
     def in_use(self) -> bool:
         """Gathered, or on its way."""
         return self.gathered or self._gather is not None
@@ -231,6 +274,8 @@ class Unit:
         tag = Tag(phase, "weights", self.geometry.name)
         codec, axes, spared = self.policy.weights, self._axes, self._spared
         nbytes = self._frame
+        if self.secondary.life is Life.CURRENT and self._secondary_version != self.weights_version:
+            self.secondary.end()  # a master was written by hand
         if spared and self.secondary.life is not Life.CURRENT:
             exchange = yield from gather_frames(self.wire, axes[:spared], self._encode_master, nbytes, tag)
             self._keep(exchange.wait())
@@ -257,12 +302,14 @@ class Unit:
     def _keep(self, received: Tensor) -> None:
         """Keep what the spared hops brought."""
         if self.secondary.frames is None:
-            self.secondary.frames = torch.empty(
-                received.numel(), dtype=torch.uint8, device=self.wire.mesh.device
-            )
+            with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
+                self.secondary.frames = torch.empty(
+                    received.numel(), dtype=torch.uint8, device=self.wire.mesh.device
+                )
             self.meter.add("secondary", received.numel())
         self.secondary.frames.view(received.shape).copy_(received)
         self.secondary.life = Life.CURRENT
+        self._secondary_version = self.weights_version
 
     # Gradients
 
@@ -313,6 +360,8 @@ class Unit:
 
     def _accumulate(self, mean: Tensor) -> None:
         """Add ``mean`` (S,) to the masters' gradients."""
+        for start, end in self._pads:
+            mean[start:end] = 0
         if self._mean is None:
             self._mean = torch.zeros_like(self.master)
             self.meter.add("gradients", self._mean.nbytes)
@@ -357,4 +406,4 @@ class Unit:
             if begin < end:
                 part = value.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
                 self.master[begin - low : end - low] = part
-        self.secondary.end()
+        self.weights_changed()

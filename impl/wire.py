@@ -109,7 +109,9 @@ class Wire:
 
     Attributes:
         ledger: what was sent.
-        exposed_seconds: time spent waiting in :meth:`Exchange.wait`, accumulated.
+        exposed_seconds: time spent waiting in :meth:`Exchange.wait`, accumulated; on a CUDA device
+            waiting happens on the stream, and this stays near 0.
+        buffer_bytes: of the messages' buffers, arenas not counted.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Wire:
         self.transport = transport
         self.ledger = Ledger()
         self.exposed_seconds = 0.0
+        self.buffer_bytes = 0
         self._pacer = pacer
         self._timeout = timeout
         self._arenas: dict[Axis, Arena] = {}
@@ -139,7 +142,8 @@ class Wire:
         if not self._shares_memory(group):
             return
         if axis not in self._arenas or self._arenas[axis].row_bytes < nbytes:
-            self._arenas[axis] = Arena(group, nbytes, self._timeout)
+            with torch.inference_mode(mode=False):
+                self._arenas[axis] = Arena(group, nbytes, self._timeout)
 
     def all_gather(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False) -> Exchange:
         """Every rank of the axis receives every rank's message of ``nbytes``.
@@ -234,7 +238,11 @@ class Wire:
     def _buffer(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8, reused: a fresh one costs a page fault every 4 KiB."""
         free = self._buffers[nbytes]
-        return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, device=self.mesh.device)
+        if free:
+            return free.pop()
+        with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
+            self.buffer_bytes += nbytes
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.mesh.device)
 
     def _give_back(self, buffer: Tensor) -> None:
         self._buffers[buffer.numel()].append(buffer)
@@ -289,22 +297,22 @@ class _InMemory:
     def __init__(self, wire: Wire, arena: Arena, kind: _Collective, nbytes: int, row: int) -> None:
         self._wire, self._arena, self._kind, self._nbytes = wire, arena, kind, nbytes
         begin = time.perf_counter()
-        self._sequence = arena.claim()
+        self._number = arena.claim()
         wire.exposed_seconds += time.perf_counter() - begin
-        self.send = arena.row(self._sequence)[:row]
+        self.send = arena.row(self._number)[:row]
 
     def post(self) -> None:
-        self._arena.post(self._sequence)
+        self._arena.post(self._number)
 
     def wait(self) -> Tensor:
         begin = time.perf_counter()
-        rows = self._arena.wait(self._sequence)
+        rows = self._arena.wait(self._number)
         self._wire.exposed_seconds += time.perf_counter() - begin
         start = self._arena.group.index * self._nbytes if self._kind == "all_to_all" else 0
         return rows[:, start : start + self._nbytes]
 
     def close(self) -> None:
-        self._arena.done(self._sequence)
+        self._arena.done(self._number)
 
 
 class _Backend:

@@ -15,6 +15,8 @@ The training loop gains one line::
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import threading
 import weakref
@@ -24,7 +26,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -33,14 +35,16 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl import ops
+from impl.codec import Dtype
 from impl.collectives import Transfer
 from impl.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.mesh import Mesh
 from impl.policy import Policy
-from impl.schedule import Action, Schedule
+from impl.reference import DTYPES
+from impl.schedule import MOST_AHEAD, Action, Schedule
 from impl.topology import Topology
 from impl.traffic import NORM_BYTES, Phase
-from impl.unit import Holder, Meter, Unit
+from impl.unit import Holder, Meter, Place, Unit
 from impl.wire import Tag, Wire
 
 NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
@@ -69,7 +73,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
-            if isinstance(module, nn.ModuleList | nn.Sequential) and any(True for _ in child.parameters()):
+            callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # those are never called
+            contained = isinstance(module, nn.ModuleList | nn.Sequential)
+            if contained and callable_child and any(True for _ in child.parameters()):
                 blocks.append(child)
             else:
                 visit(child)
@@ -78,11 +84,14 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(blocks))
 
 
-def _drafts(model: nn.Module, blocks: Sequence[nn.Module], group_of: GroupOf | None) -> list[_Draft]:
+def _drafts(
+    model: nn.Module, blocks: Sequence[nn.Module], group_of: GroupOf | None, compute: Dtype
+) -> list[_Draft]:
     """Every parameter in exactly one draft; shared between blocks, or outside them: the root's.
 
     Raises:
-        ZeroError: for a block outside the model or inside another, or a non-float parameter.
+        ZeroError: for a block outside the model or inside another, or a parameter of another type
+            than the policy computes in.
     """
     names = {module: name for name, module in model.named_modules()}
     owner: dict[nn.Module, nn.Module] = {}
@@ -109,8 +118,11 @@ def _drafts(model: nn.Module, blocks: Sequence[nn.Module], group_of: GroupOf | N
             draft = _Draft(name if trainable else f"{name}.frozen", module, trainable, [], [], [])
             drafts[module, trainable] = draft
     for parameter, (full, holders, homes) in found.items():
-        if not parameter.is_floating_point():
-            raise ZeroError(f"parameter {full!r} is {parameter.dtype}; only floating-point ones are sharded")
+        if parameter.dtype != DTYPES[compute]:
+            raise ZeroError(
+                f"parameter {full!r} is {parameter.dtype}, but the policy computes in {compute}: convert "
+                "the model, or set the policy's compute"
+            )
         home = next(iter(homes)) if len(homes) == 1 else model
         draft = drafts[home, parameter.requires_grad]
         group = group_of(full, parameter) if group_of is not None else 0
@@ -154,7 +166,7 @@ def plan_units(
         ZeroError: for blocks that overlap or are not in the model.
     """
     policy.check(topology)
-    drafts = _drafts(model, find_blocks(model) if blocks is None else blocks, group_of)
+    drafts = _drafts(model, find_blocks(model) if blocks is None else blocks, group_of, policy.compute)
     return [_geometry(draft, topology, policy) for draft in drafts]
 
 
@@ -187,7 +199,7 @@ def shard(
     """
     policy.check(mesh.topology)
     wire = wire if wire is not None else Wire(mesh)
-    drafts = _drafts(model, find_blocks(model) if blocks is None else blocks, group_of)
+    drafts = _drafts(model, find_blocks(model) if blocks is None else blocks, group_of, policy.compute)
     geometries = [_geometry(draft, mesh.topology, policy) for draft in drafts]
     meter = Meter()
     units = [
@@ -227,6 +239,10 @@ class Zero:
         inner = tuple(i for i in range(len(units)) if i not in outer)
         self._schedule = self._scheduled(inner, outer)
         self._seen: list[int] | None = []  # units in the order they ran; None once it is known
+        self._calls: dict[nn.Module, int] = {}  # forward calls whose backward is to come
+        self._escaped: set[int] = set()  # units of which a parameter left its module as an output
+        self._at: dict[int, Unit] = {}  # units by the address of their weights, when they were gathered last
+        self._saving = contextlib.ExitStack()  # holds the saved-tensor hooks during a forward pass
         self._in_backward = False
         self._reduced: set[int] = set()  # of this backward pass
         self._ready: set[int] = set()
@@ -235,6 +251,7 @@ class Zero:
         for module in {model: None, **dict.fromkeys(modules)}:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
+        model.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
         for index, unit in enumerate(self.units):
             if unit.geometry.trainable:
                 for number, member in enumerate(unit.members):
@@ -264,7 +281,9 @@ class Zero:
     def finish_backward(self) -> None:
         """Send what has not been sent, wait for all reductions, release all weights.
 
-        After it the masters' gradients hold the mean over ranks, added to what they held.
+        After it the masters' gradients hold the mean over ranks, added to what they held.  A
+        parameter that no loss reached has a mean of zero, not none: whether another rank's loss
+        reached it is not known without asking, so adaptive optimizers see a zero there.
 
         Raises:
             ZeroError: without a backward pass before.
@@ -281,6 +300,7 @@ class Zero:
             unit.release()
         self._reduced.clear()
         self._ready.clear()
+        self._calls.clear()
         self._in_backward = self._unfinished = False
 
     def grad_norm(self) -> Tensor:
@@ -294,10 +314,8 @@ class Zero:
         """
         self._check_finished("grad_norm()")
         total = torch.zeros((), dtype=torch.float64, device=self.wire.mesh.device)
-        for unit in self.units:
-            mean = unit.mean_gradient()
-            if mean is not None:
-                total += mean.double().square().sum()
+        for gradient in self._gradients():
+            total += gradient.double().square().sum()
         world = self.wire.mesh.topology.world_axis
         exchange = self.wire.all_gather(world, NORM_BYTES, Tag("step", "control"))
         exchange.send.copy_(total.view(1).view(torch.uint8))
@@ -318,11 +336,16 @@ class Zero:
         """
         norm = self.grad_norm()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-        for unit in self.units:
-            mean = unit.mean_gradient()
-            if mean is not None:
-                mean.mul_(factor)
+        for gradient in self._gradients():
+            gradient.mul_(factor)
         return norm
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """The masters' gradients that are there."""
+        for unit in self.units:
+            for _, master in unit.masters:
+                if master.grad is not None:
+                    yield master.grad
 
     def overflowed(self) -> bool:
         """Whether any rank's gradient holds a NaN or an infinity; the same answer on all ranks."""
@@ -336,7 +359,7 @@ class Zero:
         Optimizer steps and :meth:`load_full_state_dict` do it themselves.
         """
         for unit in self.units:
-            unit.secondary.end()
+            unit.weights_changed()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state: fp32 parameters and buffers by their original names.
@@ -351,7 +374,10 @@ class Zero:
                 for name, held in state.items():
                     if held is visible:
                         state[name] = value
-        return {name: value.detach().clone() for name, value in state.items()}
+        return {
+            name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+            for name, value in state.items()
+        }
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Overwrite weights and buffers with those of the unsharded model.
@@ -366,7 +392,7 @@ class Zero:
             odd = sorted(own.keys() ^ state.keys())
             raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
         for name, value in own.items():
-            if value.shape != state[name].shape:
+            if isinstance(value, Tensor) and value.shape != state[name].shape:
                 raise ZeroError(
                     f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(value.shape)}"
                 )
@@ -375,7 +401,7 @@ class Zero:
             for unit in self.units:
                 unit.load_master([state[names[id(member.stand_in)]] for member in unit.members])
             for name, value in own.items():
-                if not isinstance(value, nn.Parameter):
+                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                     value.copy_(state[name])
 
     def memory(self) -> dict[str, int]:
@@ -407,69 +433,138 @@ class Zero:
             unit = self.units[action.unit]
             match action.kind:
                 case "gather":
+                    # Units gathered ahead that were then not used must not pile up.
+                    if not unit.in_use and self._under_way() > MOST_AHEAD:
+                        continue
                     unit.gather(phase)
                 case "wait":
+                    unit.gather(phase)
                     unit.wait()
+                    self._at[unit.storage_address] = unit
                 case "release":
-                    unit.release()
+                    if action.unit not in self._escaped:
+                        unit.release()
                 case "reduce":
                     self._ready.add(action.unit)
                     self._start_ready()
 
+    def _under_way(self) -> int:
+        """Units that are being gathered."""
+        return sum(unit.in_use and not unit.gathered for unit in self.units)
+
+    # Forward
+
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is self.model:
-            self._in_backward = False  # the root is never recomputed
-            if self._seen is not None:
-                self._seen = []
+        recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # inside a backward pass
+        if module is self.model and not recomputing:
+            self._begin_forward()
         for index in self._of_module.get(module, ()):
-            if self._in_backward:  # a recomputed forward: gather what was released
-                self._carry_out((Action("gather", index), Action("wait", index)), "backward")
+            if recomputing:  # gather what was released, and look no further
+                self._carry_out((Action("wait", index),), "backward")
                 continue
             if self._seen is not None and index not in self._schedule.outer and index not in self._seen:
                 self._seen.append(index)
             self._carry_out(self._schedule.pre_forward(index), self._phase())
-        if self._of_module.get(module) and not self._in_backward and torch.is_grad_enabled():
+        if self._of_module.get(module) and not recomputing and torch.is_grad_enabled():
             self._after_backward_of(module, (args, kwargs))
 
+    def _begin_forward(self) -> None:
+        if torch.is_grad_enabled():
+            if self._unfinished:
+                raise ZeroError(
+                    "a forward pass after a backward pass that was not finished: call finish_backward() "
+                    "(and drop its gradients with optimizer.zero_grad() if the backward pass failed)"
+                )
+            self._calls.clear()
+            self._at.clear()
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._saving.enter_context(hooks)
+        self._escaped.clear()
+        if self._seen is not None:
+            self._seen = []
+
+    def _pack(self, tensor: Tensor) -> _Saved | _SavedWeight:
+        """What autograd keeps of a tensor: of a view of a unit's weights, where to find it again."""
+        address = tensor.untyped_storage().data_ptr()
+        unit = self._at.get(address)
+        if unit is not None and unit.gathered and unit.storage_address == address:
+            return _SavedWeight(unit, unit.weights_version, unit.locate(tensor))
+        return _Saved(tensor, tensor._version)  # noqa: SLF001  # hooks switch torch's own check off
+
+    def _unpack(self, saved: _Saved | _SavedWeight) -> Tensor:
+        if isinstance(saved, _Saved):
+            if saved.tensor._version != saved.version:  # noqa: SLF001
+                raise ZeroError(
+                    f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified by an "
+                    "inplace operation"
+                )
+            return saved.tensor
+        if saved.version != saved.unit.weights_version:
+            raise ZeroError(
+                f"the weights of unit {saved.unit.geometry.name!r} changed between its forward and its "
+                "backward pass"
+            )
+        # Usually gathered by its event.  Where a use escapes the events (a module called twice in a
+        # row, outputs that hide tensors, a detached copy), this costs time, not a crash.
+        saved.unit.gather("backward")
+        saved.unit.wait()
+        return saved.unit.view(saved.place)
+
     def _after_backward_of(self, module: nn.Module, inputs: Any) -> None:
-        """Once the gradients of a block's inputs are there, nothing needs its weights any more.
+        """Once the gradients of a block's inputs are there, its weights are not needed any more.
 
         Units that count gradients are released before; this is for frozen and unused parameters.
+        Leaves are left out: they outlive the pass, and so would the hook.
         """
-        tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+        self._calls[module] = self._calls.get(module, 0) + 1
+        tensors = [tensor for tensor in _tensors(inputs) if tensor.grad_fn is not None]
         if tensors and module is not self.model:
-            indices = self._of_module[module]
 
             def passed(_: Any) -> None:
-                for index in indices:
-                    self.units[index].release()
+                self._calls[module] = self._calls.get(module, 1) - 1
+                if self._calls[module] == 0:
+                    for index in self._of_module[module]:
+                        self.units[index].release()
 
             register_multi_grad_hook(tensors, passed, mode="all")
 
     def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._in_backward:
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputed: kept until its backward
             return
+        outputs = list(_tensors(output))
         for index in self._of_module.get(module, ()):
+            unit = self.units[index]
+            address = unit.storage_address
+            if unit.gathered and any(t.untyped_storage().data_ptr() == address for t in outputs):
+                self._escaped.add(index)  # a returned parameter (Megatron's bias) is used outside
             self._carry_out(self._schedule.post_forward(index), self._phase())
         if module is self.model:
-            self._forward_done()
+            self._end_forward(outputs)
         if torch.is_grad_enabled() and self._of_module.get(module):
-            tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+            tensors = [tensor for tensor in outputs if tensor.grad_fn is not None]
             if tensors:
                 register_multi_grad_hook(tensors, self._arrival(module), mode="any")
 
-    def _forward_done(self) -> None:
+    def _end_forward(self, outputs: Sequence[Tensor]) -> None:
+        self._saving.close()
         if self._seen is not None:
             rest = [i for i in self._schedule.order if i not in self._seen]
             self._schedule = self._scheduled((*self._seen, *rest), self._schedule.outer)
             self._seen = None
-        for index in self._schedule.order:  # gathered ahead, but never used
-            self.units[index].release()
+        addresses = {
+            tensor.untyped_storage().data_ptr() for tensor in outputs if tensor.device.type != "meta"
+        }
+        for unit in self.units:  # gathered ahead and not used, or returned by a module
+            if not (unit.gathered and unit.storage_address in addresses):
+                unit.release()
+
+    # Backward
 
     def _arrival(self, module: nn.Module) -> Callable[[Tensor], None]:
         def arrive(_: Tensor) -> None:
-            if not self._in_backward:
-                self._in_backward = self._unfinished = True
+            if torch.is_grad_enabled():
+                raise ZeroError("create_graph=True: gradients of gradients are not supported")
+            self._in_backward = self._unfinished = True
             for index in self._of_module[module]:
                 self._carry_out(self._schedule.pre_backward(index), "backward")
                 unit = self.units[index]
@@ -479,14 +574,22 @@ class Zero:
         return arrive
 
     def _collector(self, index: int, number: int) -> Callable[[Tensor], None]:
+        # Weakly: torch keeps this hook where Python's garbage collector cannot look.
+        reference = weakref.ref(self)
+
         def collect(_: Tensor) -> None:
-            self._in_backward = self._unfinished = True
-            if index in self._reduced:
-                self._next_pass()
-            if self.units[index].collect(number):
-                self._carry_out(self._schedule.post_backward(index), "backward")
+            zero = reference()
+            assert zero is not None  # noqa: S101  # its model is in use
+            zero._collect(index, number)  # noqa: SLF001  # its own hook
 
         return collect
+
+    def _collect(self, index: int, number: int) -> None:
+        self._in_backward = self._unfinished = True
+        if index in self._reduced:
+            self._next_pass()
+        if self.units[index].collect(number):
+            self._carry_out(self._schedule.post_backward(index), "backward")
 
     def _next_pass(self) -> None:
         """A second backward pass began without finish_backward() in between."""
@@ -516,6 +619,30 @@ class Zero:
             raise ZeroError(f"{what} after a backward pass: call finish_backward() first")
 
 
+@dataclass(slots=True)
+class _Saved:
+    """A tensor that autograd keeps, and its version then."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(slots=True)
+class _SavedWeight:
+    """A view of a unit's weights that autograd will ask for: not kept, but found again."""
+
+    unit: Unit
+    version: int
+    place: Place
+
+
+def _refuse_load(module: nn.Module, *_: Any) -> None:
+    raise ZeroError(
+        f"{type(module).__name__}.load_state_dict() of a sharded model loads nothing: use "
+        "Zero.load_full_state_dict()"
+    )
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
@@ -535,6 +662,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 # AdamW leaves it alone).  So every optimizer's step is watched; masters tell whose it is.
 # Keyed by identity: tensors compare elementwise.
 _owners: MutableMapping[Tensor, weakref.ref[Zero]] = WeakTensorKeyDictionary()
+_visible: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()  # what modules of sharded models show
 _lock = threading.Lock()
 _watching: list[object] = []
 
@@ -544,6 +672,8 @@ def _watch_optimizers(zero: Zero) -> None:
         for unit in zero.units:
             for _, master in unit.masters:
                 _owners[master] = weakref.ref(zero)
+            for member in unit.members:
+                _visible[member.parameter] = _visible[member.stand_in] = True
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
             _watching.append(register_optimizer_step_post_hook(_after_step))
@@ -554,6 +684,11 @@ def _owners_of(optimizer: Optimizer) -> set[Zero]:
     with _lock:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if parameter in _visible:
+                    raise ZeroError(
+                        f"{type(optimizer).__name__} holds parameters of a sharded model, which it cannot "
+                        "change: construct it with Zero.param_groups()"
+                    )
                 reference = _owners.get(parameter)
                 zero = reference() if reference is not None else None
                 if zero is not None:
@@ -563,10 +698,9 @@ def _owners_of(optimizer: Optimizer) -> set[Zero]:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     owners = _owners_of(optimizer)
-    if owners and type(optimizer).__name__ in NOT_ELEMENTWISE:
-        raise ZeroError(
-            f"{type(optimizer).__name__} is not elementwise: on shards it would be another algorithm"
-        )
+    names = {kind.__name__ for kind in type(optimizer).__mro__} & NOT_ELEMENTWISE
+    if owners and names:
+        raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
     for zero in owners:
         zero._check_finished("optimizer.step()")  # noqa: SLF001  # its own hook
 

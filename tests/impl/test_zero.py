@@ -473,7 +473,7 @@ def _misuse(mesh: Mesh, how: str) -> str:
         ("forgotten", "optimizer.step() after a backward pass: call finish_backward() first"),
         ("norm", "grad_norm() after a backward pass: call finish_backward() first"),
         ("finish first", "finish_backward() without a backward pass before it"),
-        ("twice", "call finish_backward() after each backward pass"),
+        ("twice", "a forward pass after a backward pass that was not finished: call finish_backward()"),
         ("adafactor", "Adafactor is not elementwise"),
         ("outside", "meta"),
     ],
