@@ -19,8 +19,10 @@ import typer
 
 from harness import machine, terminal
 from harness.expansion import SuiteError, load
+from harness.inputs import digests
 from harness.plan import Forecast, PlanError, forecast, this_host
 from harness.record import Record, RecordError, path_of, read, read_all
+from harness.suite import Trial
 
 OK: Final = 0
 SOME_FAILED: Final = 1
@@ -69,6 +71,7 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
     suite = load(file)
     folder = results / suite.name
     _check_folder(folder)
+    _check_inputs(folder, suite.trials)
     _check_feasible(file, forecast(suite.trials, this_host()))
     progress = terminal.console(stderr=True)
     progress.print(f"{suite.name}: {suite.question}", markup=False)
@@ -136,6 +139,24 @@ def _check_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise RefusalError(f"{folder}: results folder not writable: {place}: {error.strerror}") from None
+
+
+def _check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
+    """Refuse to skip trials whose corpus or model is no longer what their records were made of."""
+    for trial in trials:
+        path = path_of(folder, trial.id)
+        record = read(path) if path.exists() else None
+        if record is None or not record.settled:
+            continue
+        then, now = record.inputs, digests(trial)
+        for name in sorted(then.keys() | now.keys()):
+            before, after = then.get(name, "none")[:12], now.get(name, "none")[:12]
+            if then.get(name) != now.get(name):
+                source = trial.corpus if name == "corpus" else trial.model.name
+                raise RefusalError(
+                    f"{path}: was made of another {name} {source!r} (SHA-256 {before}, now {after}); move "
+                    "the folder aside or choose other --results"
+                )
 
 
 def _check_feasible(file: Path, found: Sequence[Forecast]) -> None:

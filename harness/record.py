@@ -182,6 +182,7 @@ class Record(_Part):
         trial: the trial's canonical JSON; its hash is ``id``.
         machine: facts about where it ran (``harness.machine``).
         code: version, commit, and whether the checkout was changed.
+        inputs: digests of what the trial names but does not hold (``harness.inputs``).
         pool: hash of the facts that must agree before two records are pooled.
         ran: algorithms, transports, kernel backends and threads that really ran.
         order: position in the sweep's interleaved order.
@@ -199,6 +200,7 @@ class Record(_Part):
     order: int
     machine: dict[str, Any]
     code: dict[str, Any]
+    inputs: dict[str, str] = {}
     pool: str
     failure: Failure | None
     ran: dict[str, Any] = {}
@@ -212,6 +214,15 @@ class Record(_Part):
     predicted: Predicted | None = None
     reference_loss: float | None = None
     power: list[dict[str, float]] | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether running its trial again would only repeat it.
+
+        One that was interrupted is run again, and so is one that was refused: it costs nothing, and
+        the machine may allow it now.
+        """
+        return self.failure is None or self.failure.kind not in ("interrupted", "refused")
 
 
 def path_of(results: Path, record_id: str) -> Path:

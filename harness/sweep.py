@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from rich.console import Console
 
 from harness import machine
+from harness.inputs import digests
 from harness.launch import REFUSALS, Kind, Launch, LaunchError, run_in_place, run_ranks, start_server
 from harness.link import (
     REPETITIONS,
@@ -97,17 +98,11 @@ def run_sweep(suite_name: str, trials: Sequence[Trial], results: Path, console: 
 def finished(results: Path, trial: Trial) -> bool:
     """Whether a trial has a record that another run would only repeat.
 
-    One that was interrupted is run again, and so is one that was refused: it costs nothing, and
-    the machine may allow it now.
-
     Raises:
         RecordError: if there is a file that is not a record.
     """
     path = path_of(results, trial.id)
-    if not path.exists():
-        return False
-    failure = read(path).failure
-    return failure is None or failure.kind not in ("interrupted", "refused")
+    return path.exists() and read(path).settled
 
 
 def _agree(missing: list[tuple[int, Trial]]) -> tuple[bool, list[tuple[int, Trial]]]:
@@ -289,6 +284,7 @@ class _Sweep:
             order=order,
             machine=self._machine,
             code=self._code,
+            inputs=digests(trial),
             pool=machine.pool_key(self._machine, self._code),
             **fields,
         )

@@ -11,10 +11,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.flops import PRESETS, GPTShape
+from harness.inputs import see_working_folder
 from harness.rank import Refusal
 from harness.suite import Model, suggestion
 
@@ -153,9 +152,7 @@ def shape_of(model: Model) -> GPTShape:
 def _user_function(name: str) -> Callable[..., object]:
     """The function behind ``module:function``; modules of the working folder count."""
     module_name, _, function_name = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    see_working_folder()
     try:
         function: Callable[..., object] | None = getattr(
             importlib.import_module(module_name), function_name, None

@@ -1,0 +1,74 @@
+"""What a trial reads is on its record by digest, and another input is not taken for it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from harness import cli, inputs, machine
+from harness.inputs import digests
+from harness.record import Record, write
+from harness.suite import Model, Trial
+
+
+@pytest.fixture(autouse=True)
+def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working folder, and no digests of an earlier one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    inputs._corpus_digest.cache_clear()
+    inputs._module_digest.cache_clear()
+
+
+def test_digests(tmp_path: Path) -> None:
+    """Corpus and model module are named by the SHA-256 of their bytes; a preset needs none."""
+    (tmp_path / "text").write_text("some text")
+    (tmp_path / "mine_a.py").write_text("x = 1\n")
+    found = digests(Trial(corpus="text", model=Model(name="mine_a:build")))
+    assert found == {
+        "corpus": hashlib.sha256(b"some text").hexdigest(),
+        "model": hashlib.sha256(b"x = 1\n").hexdigest(),
+    }
+    assert set(digests(Trial())) == {"corpus"}
+
+
+def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
+    """A missing corpus or module is no error here: running the trial says what is wrong."""
+    (tmp_path / "leaving").mkdir()
+    (tmp_path / "leaving" / "__init__.py").write_text("raise SystemExit(3)\n")
+    assert digests(Trial(corpus="none", model=Model(name="no_such_module:f"))) == {}
+    assert digests(Trial(corpus="none", model=Model(name="leaving.part:f"))) == {}
+
+
+@pytest.mark.parametrize("changed", ["corpus", "model"])
+def test_another_input_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """A record of another corpus or model source is not skipped over silently: run refuses, naming it."""
+    (tmp_path / "text").write_text("some text " * 1000)
+    (tmp_path / "mine_b.py").write_text("from tests.harness.test_plan import tiny as build\n")
+    (tmp_path / "q.toml").write_text(
+        'name = "q"\nquestion = "?"\n[defaults]\nstrategy = "single"\ncorpus = "text"\nsequence = 32\n'
+        'tokens_per_rank = 64\nmodel.name = "mine_b:build"\n'
+    )
+    from harness.expansion import load
+
+    (trial,) = load(tmp_path / "q.toml").trials
+    facts, code = machine.facts(), machine.code()
+    write(
+        tmp_path / "results" / "q",
+        Record(
+            id=trial.id, suite="q", trial=trial.canonical(), started="1", finished="2", order=0,
+            machine=facts, code=code, inputs=digests(trial), pool=machine.pool_key(facts, code), failure=None,
+        ),
+    )  # fmt: skip
+    cli._check_inputs(tmp_path / "results" / "q", [trial])
+    (tmp_path / {"corpus": "text", "model": "mine_b.py"}[changed]).write_text("# another\n" * 100)
+    inputs._corpus_digest.cache_clear()
+    inputs._module_digest.cache_clear()
+    assert cli.main(["run", "q.toml"]) == cli.REFUSED
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{trial.id}.json: was made of another {changed}" in error
