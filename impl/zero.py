@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -477,8 +477,7 @@ class Zero:
                 )
             self._calls.clear()
             self._at.clear()
-            hooks = saved_tensors_hooks(self._pack, self._unpack)
-            self._saving.enter_context(hooks)
+            self._saving.enter_context(saved_tensors_hooks(self._pack, _unpack))
         self._escaped.clear()
         if self._seen is not None:
             self._seen = []
@@ -489,26 +488,9 @@ class Zero:
         unit = self._at.get(address)
         if unit is not None and unit.gathered and unit.storage_address == address:
             return _SavedWeight(unit, unit.weights_version, unit.locate(tensor))
-        return _Saved(tensor, tensor._version)  # noqa: SLF001  # hooks switch torch's own check off
-
-    def _unpack(self, saved: _Saved | _SavedWeight) -> Tensor:
-        if isinstance(saved, _Saved):
-            if saved.tensor._version != saved.version:  # noqa: SLF001
-                raise ZeroError(
-                    f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified by an "
-                    "inplace operation"
-                )
-            return saved.tensor
-        if saved.version != saved.unit.weights_version:
-            raise ZeroError(
-                f"the weights of unit {saved.unit.geometry.name!r} changed between its forward and its "
-                "backward pass"
-            )
-        # Usually gathered by its event.  Where a use escapes the events (a module called twice in a
-        # row, outputs that hide tensors, a detached copy), this costs time, not a crash.
-        saved.unit.gather("backward")
-        saved.unit.wait()
-        return saved.unit.view(saved.place)
+        # Detached, since an output kept as it is would keep its graph and so itself; with its
+        # version, since hooks switch torch's own check off.
+        return _Saved(tensor.detach(), tensor._version)  # noqa: SLF001
 
     def _after_backward_of(self, module: nn.Module, inputs: Any) -> None:
         """Once the gradients of a block's inputs are there, its weights are not needed any more.
@@ -518,15 +500,21 @@ class Zero:
         """
         self._calls[module] = self._calls.get(module, 0) + 1
         tensors = [tensor for tensor in _tensors(inputs) if tensor.grad_fn is not None]
-        if tensors and module is not self.model:
+        if module is self.model or not tensors:
+            return
+        reference, left = weakref.ref(self), [len(tensors)]
 
-            def passed(_: Any) -> None:
-                self._calls[module] = self._calls.get(module, 1) - 1
-                if self._calls[module] == 0:
-                    for index in self._of_module[module]:
-                        self.units[index].release()
+        def passed(_: Tensor) -> None:
+            left[0] -= 1
+            zero = reference()
+            if left[0] == 0 and zero is not None:
+                zero._calls[module] = zero._calls.get(module, 1) - 1  # noqa: SLF001  # its own hook
+                if zero._calls[module] == 0:  # noqa: SLF001
+                    for index in zero._of_module[module]:  # noqa: SLF001
+                        zero.units[index].release()
 
-            register_multi_grad_hook(tensors, passed, mode="all")
+        for tensor in tensors:
+            tensor.register_hook(passed)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputed: kept until its backward
@@ -541,9 +529,10 @@ class Zero:
         if module is self.model:
             self._end_forward(outputs)
         if torch.is_grad_enabled() and self._of_module.get(module):
-            tensors = [tensor for tensor in outputs if tensor.grad_fn is not None]
-            if tensors:
-                register_multi_grad_hook(tensors, self._arrival(module), mode="any")
+            arrive = self._arrival(module)
+            for tensor in outputs:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _end_forward(self, outputs: Sequence[Tensor]) -> None:
         self._saving.close()
@@ -560,21 +549,31 @@ class Zero:
 
     # Backward
 
+    # Hooks of autograd hold the engine weakly: torch keeps them where Python's garbage collector
+    # cannot look.
+
     def _arrival(self, module: nn.Module) -> Callable[[Tensor], None]:
+        reference = weakref.ref(self)
+
         def arrive(_: Tensor) -> None:
-            if torch.is_grad_enabled():
-                raise ZeroError("create_graph=True: gradients of gradients are not supported")
-            self._in_backward = self._unfinished = True
-            for index in self._of_module[module]:
-                self._carry_out(self._schedule.pre_backward(index), "backward")
-                unit = self.units[index]
-                if unit.geometry.trainable and not unit.armed and index not in self._reduced:
-                    unit.arm()
+            zero = reference()
+            if zero is not None:
+                zero._arrive(module)  # noqa: SLF001  # its own hook
 
         return arrive
 
+    def _arrive(self, module: nn.Module) -> None:
+        """The gradient of one of ``module``'s outputs is there."""
+        if torch.is_grad_enabled():
+            raise ZeroError("create_graph=True: gradients of gradients are not supported")
+        self._in_backward = self._unfinished = True
+        for index in self._of_module[module]:
+            self._carry_out(self._schedule.pre_backward(index), "backward")
+            unit = self.units[index]
+            if unit.geometry.trainable and not unit.armed and index not in self._reduced:
+                unit.arm()
+
     def _collector(self, index: int, number: int) -> Callable[[Tensor], None]:
-        # Weakly: torch keeps this hook where Python's garbage collector cannot look.
         reference = weakref.ref(self)
 
         def collect(_: Tensor) -> None:
@@ -634,6 +633,31 @@ class _SavedWeight:
     unit: Unit
     version: int
     place: Place
+
+
+def _unpack(saved: _Saved | _SavedWeight) -> Tensor:
+    """The tensor that was saved; of weights, gathered again if they were released.
+
+    Raises:
+        ZeroError: if it is not what it was.
+    """
+    if isinstance(saved, _Saved):
+        if saved.tensor._version != saved.version:  # noqa: SLF001
+            raise ZeroError(
+                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified by an "
+                "inplace operation"
+            )
+        return saved.tensor
+    if saved.version != saved.unit.weights_version:
+        raise ZeroError(
+            f"the weights of unit {saved.unit.geometry.name!r} changed between its forward and its "
+            "backward pass"
+        )
+    # Usually gathered by its event.  Where a use escapes the events (a module called twice in a
+    # row, outputs that hide tensors, a detached copy), this costs time, not a crash.
+    saved.unit.gather("backward")
+    saved.unit.wait()
+    return saved.unit.view(saved.place)
 
 
 def _refuse_load(module: nn.Module, *_: Any) -> None:

@@ -602,7 +602,7 @@ def test_every_preset_trains_everywhere(
     "topology", [Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(4, 1)], ids=str
 )
 def test_transports_agree_everywhere(name: str, topology: Topology) -> None:
-    """gloo and shared memory give the same losses, bit for bit."""
+    """Gloo and shared memory give the same losses, bit for bit."""
     policy = preset(name, memory=ROOMY)
     gloo, shared = (on_processes(topology, _losses, policy, way) for way in ("backend", "shm"))
     assert gloo == shared
@@ -613,5 +613,5 @@ def _losses(mesh: Mesh, policy: Policy, transport: Any) -> list[float]:
 
 
 def test_transports_agree_to_the_bit() -> None:
-    """gloo and shared memory give the same losses, bit for bit, with ZeRO++ on four processes."""
+    """Gloo and shared memory give the same losses, bit for bit, with ZeRO++ on four processes."""
     test_transports_agree_everywhere("zeropp", Topology(2, 2))

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import Tensor
 
 from impl.cuda.kernels import Kernels
 from impl.cuda.launch import Launch, on_device
 from tests.cuda_on_cpu.fixtures import libraries
 from tests.cuda_on_cpu.host import Host
+from tests.impl.properties import Backend
 
 __all__ = ["backend", "libraries"]
 
@@ -31,21 +31,6 @@ class Device:
     def __call__(self, launch: Launch, device: torch.device) -> None:
         self.ran.append(launch.kernel)
         on_device(launch, device)
-
-
-@dataclass(frozen=True)
-class Backend:
-    """Kernels, what runs them, and where its tensors lie."""
-
-    kernels: Kernels
-    run: Host | Device
-    device: torch.device
-
-    def put(self, x: Tensor) -> Tensor:
-        """``x`` on the device, with its strides."""
-        if x.device == self.device:
-            return x
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device).copy_(x)
 
 
 @pytest.fixture(scope="session", params=["host", pytest.param("device", marks=pytest.mark.gpu)])
