@@ -50,6 +50,7 @@ struct Fp32 {
     static CODEC_FN float largest() { return 3.40282346638528859812e+38f; }
     static CODEC_FN float widen(Word word) { return float_of(word); }
     static CODEC_FN Word narrow(float value) { return bits_of(value); }
+    static CODEC_FN Word narrow_finite(float value) { return bits_of(value); }
 };
 
 struct Bf16 {
@@ -59,6 +60,10 @@ struct Bf16 {
     static CODEC_FN Word narrow(float value) {
         const u32 bits = bits_of(value);
         if ((bits & kAbs) > kInfinity) return Word(kNaN >> 16);
+        return narrow_finite(value);
+    }
+    static CODEC_FN Word narrow_finite(float value) {
+        const u32 bits = bits_of(value);
         return Word((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
     }
 };
@@ -85,6 +90,7 @@ struct Fp16 {
         }
         return Word(half | (bits >> 16 & 0x8000u));
     }
+    static CODEC_FN Word narrow_finite(float value) { return narrow(value); }
 };
 
 // ---- the scheme: 2 to 8 bits, with or without an offset ----------------------------------------
@@ -163,30 +169,51 @@ CODEC_FN Divider divider_of(Scheme<BITS> scheme, Stored stored) {
     divider.divisor = scheme.asymmetric ? stored.scale * 0.5f : stored.scale;
     divider.reciprocal = 1.0f / divider.divisor;
     divider.half_low = stored.low * 0.5f;
-    divider.unsafe = 0.5f - float(1 << scheme.bits()) * 4.76837158203125e-07f;  // 2^(bits-21)
+    divider.unsafe = 0.5f - (scheme.last() + 1.0f) * 4.76837158203125e-07f;  // 2^-21
     return divider;
 }
 
-// The low bits of the result are round(value / scale) clamped, in two's complement.
+template <int BITS>
+CODEC_FN float numerator_of(Scheme<BITS> scheme, Divider divider, float value) {
+    return scheme.asymmetric ? value * 0.5f - divider.half_low : value;
+}
+
+template <int BITS>
+CODEC_FN float clamped(Scheme<BITS> scheme, float quotient) {
+    const float first = scheme.first(), last = scheme.last();
+    quotient = quotient > last ? last : quotient;
+    return quotient < first ? first : quotient;
+}
+
+// round(quotient): the code in the low bits of `rounded`, in two's complement, and how far it was.
+struct Rounded {
+    float rounded, rest;
+};
+
+CODEC_FN Rounded rounded_of(float quotient) {
+    const float rounded = quotient + kRound;
+    return {rounded, quotient - (rounded - kRound)};
+}
+
+template <int BITS>
+CODEC_FN u32 low_bits(Scheme<BITS> scheme, float rounded) {
+    return bits_of(rounded) & ((1u << scheme.bits()) - 1u);
+}
+
+// round(value / scale) clamped.
 //
 // A division costs ten instructions, a product one.  The product with the reciprocal differs from
-// the quotient by at most 2^(bits-21): the reciprocal is right to 2^-22 (it may be denormal), product
-// and quotient round by 2^-24 each, and the clamped quotient is below 2^bits.  Farther than that from
+// the quotient by less than 2^-21 of it: the reciprocal is right to 2^-22 (it may be denormal), product
+// and quotient round by 2^-24 each; and the clamped quotient is at most `last`.  Farther than that from
 // a tie both round to the same code; nearer, the division decides.
 template <int BITS>
 CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value) {
-    const float first = scheme.first(), last = scheme.last();
-    const float numerator = scheme.asymmetric ? value * 0.5f - divider.half_low : value;
-    float quotient = numerator * divider.reciprocal;
-    quotient = quotient > last ? last : quotient < first ? first : quotient;
-    float rounded = quotient + kRound;
-    const float rest = quotient - (rounded - kRound);
-    if (!((rest < 0.0f ? -rest : rest) <= divider.unsafe)) {
-        quotient = numerator / divider.divisor;
-        quotient = quotient > last ? last : quotient < first ? first : quotient;
-        rounded = quotient + kRound;
+    const float numerator = numerator_of(scheme, divider, value);
+    Rounded result = rounded_of(clamped(scheme, numerator * divider.reciprocal));
+    if (!((result.rest < 0.0f ? -result.rest : result.rest) <= divider.unsafe)) {
+        result = rounded_of(clamped(scheme, numerator / divider.divisor));
     }
-    return bits_of(rounded) & ((1u << scheme.bits()) - 1u);
+    return low_bits(scheme, result.rounded);
 }
 
 // ---- one code to its value ---------------------------------------------------------------------
@@ -200,7 +227,7 @@ CODEC_FN float value_of(Scheme<BITS> scheme, Stored stored, u32 code) {
         return (number * (stored.scale * 0.5f) + stored.low * 0.5f) * 2.0f;
     }
     const u32 half = 1u << (scheme.bits() - 1);
-    return (float_of(0x4b000000u | (code ^ half)) - (kInteger + float(half))) * stored.scale;
+    return (float_of((0x4b000000u | half) ^ code) - (kInteger + float(half))) * stored.scale;
 }
 
 // Whether no value of the block exceeds `largest`: then its elements need no comparison each.

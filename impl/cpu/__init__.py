@@ -1,0 +1,1 @@
+"""Codecs in C++ for CPU tensors: the sources, how they are built once, and their bindings."""

@@ -1,0 +1,147 @@
+"""Builds ``kernels.cpp`` once with the system's compiler, and keeps the library for later processes.
+
+A library's name holds the hash of what made it: sources, flags, compiler and processor (it is built for
+the one it runs on).  Its own hash lies beside it, so that a file cut short is built again rather than
+loaded.  Processes that start at once build one after another: the first builds, the others find it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import platformdirs
+from filelock import FileLock, Timeout
+
+SOURCE: Final = Path(__file__).parent / "kernels.cpp"
+HEADER: Final = SOURCE.parent.parent / "cuda" / "codec.cuh"
+COMPILERS: Final = ("c++", "g++", "clang++")
+# No -ffast-math: it would turn denormals off for the whole process, and drop the tests for NaN.
+FLAGS: Final = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+)
+_SECONDS: Final = 120.0  # for one compilation, or for another process's
+
+
+class BuildError(RuntimeError):
+    """There is no library; the message says why in one line."""
+
+
+def user_folder() -> Path:
+    """Where this user's caches belong on this platform."""
+    return platformdirs.user_cache_path("zeropp-bench") / "kernels"
+
+
+def library(folder: Path, compiler: str | None = None) -> Path:
+    """The shared library, built if ``folder`` does not hold it whole.
+
+    Args:
+        folder: where libraries are kept; made if missing.
+        compiler: a command; by default the first of COMPILERS that is installed.
+
+    Raises:
+        BuildError: without a compiler, if it fails, or if the folder cannot be written.
+    """
+    command = _compiler() if compiler is None else compiler
+    path = folder / f"kernels-{_key(command)}.so"
+    if _is_whole(path):
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock"), timeout=_SECONDS):
+            if not _is_whole(path):
+                _build(command, path)
+    except Timeout as problem:
+        raise BuildError(
+            f"another process has been building {path.name} for {_SECONDS:.0f} seconds"
+        ) from problem
+    except OSError as problem:
+        raise BuildError(f"{folder} cannot keep compiled kernels: {problem.strerror or problem}") from problem
+    return path
+
+
+def _compiler() -> str:
+    for name in COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise BuildError(f"no C++ compiler installed: looked for {', '.join(COMPILERS)}")
+
+
+def _key(compiler: str) -> str:
+    """16 hexadecimal digits that change with anything that changes the library."""
+    total = hashlib.sha256()
+    facts = (_run([compiler, "--version"]), " ".join(FLAGS), platform.machine(), _processor())
+    for part in (*(fact.encode() for fact in facts), SOURCE.read_bytes(), HEADER.read_bytes()):
+        total.update(len(part).to_bytes(8, "little") + part)
+    return total.hexdigest()[:16]
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's model and features, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    return "\n".join(line for line in lines if line.startswith(("model", "flags", "CPU", "Features")))
+
+
+def _build(compiler: str, path: Path) -> None:
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        _run([compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)])
+        _digest_path(path).unlink(missing_ok=True)
+        digest = _digest(unfinished)
+        unfinished.replace(path)
+        unfinished.write_text(digest, encoding="utf-8")
+        unfinished.replace(_digest_path(path))
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> str:
+    """What ``command`` prints.
+
+    Raises:
+        BuildError: with the first line of what it complains about.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise BuildError(f"{command[0]} does not run: {problem}") from problem
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
+        raise BuildError(f"{command[0]} failed with status {done.returncode}: {first.strip()}")
+    return done.stdout
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _digest_path(path).read_text(encoding="utf-8") == _digest(path)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_suffix(".sha256")

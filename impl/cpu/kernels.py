@@ -1,0 +1,205 @@
+"""Codecs on CPU tensors in C++: bit-equal to :mod:`impl.reference`, on the calling thread.
+
+The library (:mod:`impl.cpu.build`) takes one structure, :class:`_Job`.  Rows may lie anywhere; elements
+that are not contiguous within a row are copied first.  Raw codecs are casts, which torch does at the
+speed of memory: they use the reference.  ctypes lets other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from impl import reference
+from impl.codec import Codec, IntCodec, Raw, padded_bytes
+
+MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of kernels.cpp
+KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CODING: Final = ("bits", "asymmetric", "block", "blocks", "codes_end", "scales_at", "frame_bytes")
+_Dims: Final = ctypes.c_int64 * MOST_DIMS
+
+
+class _Plane(ctypes.Structure):
+    """Rows of one tensor: where the first lies, and bytes from one to the next by dimension."""
+
+    _fields_ = (("address", ctypes.c_int64), ("strides", _Dims))
+
+
+class _Coding(ctypes.Structure):
+    """How a row is coded."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in _CODING)
+
+
+class _Job(ctypes.Structure):
+    """One call: ``Job`` of kernels.cpp, field by field."""
+
+    _fields_ = (
+        ("numel", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("dims", ctypes.c_int64),
+        ("sizes", _Dims),
+        ("sources", ctypes.c_int64),
+        ("source_stride", ctypes.c_int64),
+        ("values", _Plane),
+        ("frames", _Plane),
+        ("output", _Plane),
+        ("coding", _Coding),
+        ("second", _Coding),
+    )
+
+
+class Kernels:
+    """The operations of :mod:`impl.reference`, with its shapes and checks.
+
+    Every operation raises ValueError if its sizes, types, devices or strides are not possible.
+
+    Args:
+        library: the built library.
+
+    Raises:
+        OSError: if it cannot be loaded.
+    """
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = [ctypes.POINTER(_Job)], ctypes.c_int
+        self._library.job_bytes.restype = ctypes.c_int64
+        if self._library.job_bytes() != ctypes.sizeof(_Job):
+            raise OSError(
+                f"{library}: a job has {self._library.job_bytes()} bytes, not {ctypes.sizeof(_Job)}"
+            )
+
+    def encode(self, codec: Codec, x: Tensor, frames: Tensor) -> None:
+        """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.reference.encode`."""
+        if isinstance(codec, Raw):
+            reference.encode(codec, x, frames)
+            return
+        reference.check(codec, x, frames)
+        _check(codec, x, frames)
+        if x.numel() == 0:
+            return
+        values = x if _is_contiguous(x) else x.contiguous()
+        job = _job(x.shape[-1], values=values, frames=frames)
+        job.kind, job.coding = KINDS[x.dtype], _coding(codec, x.shape[-1])
+        self._run(self._library.encode, job)
+
+    def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.reference.decode`."""
+        if isinstance(codec, Raw):
+            reference.decode(codec, frames, out)
+            return
+        reference.check(codec, out, frames)
+        _check(codec, out, frames)
+        if out.numel() == 0:
+            return
+        values = out if _is_contiguous(out) else torch.empty(out.shape, dtype=out.dtype)
+        job = _job(out.shape[-1], values=values, frames=frames)
+        job.kind, job.coding = KINDS[out.dtype], _coding(codec, out.shape[-1])
+        self._run(self._library.decode, job)
+        if values is not out:
+            out.copy_(values)
+
+    def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.reference.decode_sum`."""
+        if isinstance(codec, Raw):
+            reference.decode_sum(codec, frames, out)
+            return
+        reference.check(codec, out, frames[0])
+        _check(codec, out, frames)
+        if out.dtype != torch.float32:
+            raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
+        if out.numel() == 0:
+            return
+        values = out if _is_contiguous(out) else torch.empty(out.shape)
+        job = _job(out.shape[-1], values=values, frames=frames[0])
+        job.sources, job.source_stride = len(frames), frames.stride(0)
+        job.coding = _coding(codec, out.shape[-1])
+        self._run(self._library.decode_sum, job)
+        if values is not out:
+            out.copy_(values)
+
+    def decode_sum_encode(self, first: Codec, second: Codec, frames: Tensor, out: Tensor, numel: int) -> None:
+        """Write the frames of the sum; see :func:`impl.reference.decode_sum_encode`."""
+        if isinstance(first, Raw) or isinstance(second, Raw) or out.numel() == 0:
+            held = torch.empty((*out.shape[:-1], numel), dtype=torch.float32)
+            self.decode_sum(first, frames, held)
+            self.encode(second, held, out)
+            return
+        shape = (*out.shape[:-1], numel)
+        reference.check(first, torch.empty(shape, device="meta"), frames[0])
+        reference.check(second, torch.empty(shape, device="meta"), out)
+        _check(first, None, frames)
+        _check(second, None, out)
+        job = _job(numel, frames=frames[0], output=out)
+        job.sources, job.source_stride = len(frames), frames.stride(0)
+        job.coding, job.second = _coding(first, numel), _coding(second, numel)
+        self._run(self._library.decode_sum_encode, job)
+
+    def _run(self, function: Callable[[_Job], int], job: _Job) -> None:
+        if function(job) != 0:
+            raise MemoryError(f"no memory for the sums of a block of {job.second.block} elements")
+
+
+def _job(numel: int, **planes: Tensor) -> _Job:
+    """A job over the rows of two tensors with equal leading dimensions, merged to as few as possible.
+
+    Raises:
+        ValueError: if more than MOST_DIMS remain.
+    """
+    tensors = list(planes.values())
+    shape = tensors[0].shape[:-1]
+    merged: list[tuple[int, tuple[int, ...]]] = []
+    for dim, size in enumerate(shape):
+        steps = tuple(t.stride(dim) * t.element_size() for t in tensors)
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == tuple(size * step for step in steps):
+            merged[-1] = (merged[-1][0] * size, steps)
+        else:
+            merged.append((size, steps))
+    if len(merged) > MOST_DIMS:
+        raise ValueError(
+            f"leading dimensions {tuple(shape)} with strides {[t.stride() for t in tensors]}: "
+            f"the C++ kernels take {MOST_DIMS}, and these do not merge to so few"
+        )
+    job = _Job(numel=numel, dims=len(merged), sizes=_Dims(*(size for size, _ in merged)))
+    for index, (name, tensor) in enumerate(planes.items()):
+        setattr(job, name, _Plane(tensor.data_ptr(), _Dims(*(steps[index] for _, steps in merged))))
+    return job
+
+
+def _coding(codec: IntCodec, numel: int) -> _Coding:
+    codes_end = codec.code_bytes(numel)
+    return _Coding(
+        codec.bits,
+        codec.asymmetric,
+        numel if codec.block == "shard" else min(codec.block, numel),
+        codec.blocks(numel),
+        codes_end,
+        padded_bytes(codes_end),
+        codec.frame_bytes(numel),
+    )
+
+
+def _is_contiguous(x: Tensor) -> bool:
+    """Whether the elements of each row lie side by side."""
+    return x.shape[-1] == 1 or x.stride(-1) == 1
+
+
+def _check(codec: IntCodec, x: Tensor | None, frames: Tensor) -> None:
+    """What the kernels need beyond the reference's checks."""
+    if frames.shape[-1] > 1 and frames.stride(-1) != 1:
+        raise ValueError(f"{codec}: a frame's bytes are contiguous, got strides {frames.stride()}")
+    if x is not None and x.dtype not in KINDS:
+        raise ValueError(f"{codec}: elements are fp32, bf16 or fp16, got {x.dtype}")
+    devices = {each.device.type for each in (frames, *([] if x is None else [x]))}
+    if devices != {"cpu"}:
+        raise ValueError(f"{codec}: the C++ kernels are the CPU's, elements and frames on {sorted(devices)}")

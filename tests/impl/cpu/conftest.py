@@ -1,0 +1,36 @@
+"""The C++ kernels, built once into pytest's cache, on machines that can build them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from impl.cpu import build
+from impl.cpu.kernels import Kernels
+from tests.impl.properties import Backend
+
+
+@dataclass
+class Alone:
+    """The calling thread: there is no order to choose, and no launch to see."""
+
+    order: int = 0
+    ran: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="session")
+def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where built libraries are kept."""
+    if not any(build.shutil.which(name) for name in build.COMPILERS):
+        pytest.skip("no C++ compiler installed")
+    cache: pytest.Cache | None = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
+    return tmp_path_factory.mktemp("cpu_kernels") if cache is None else cache.mkdir("cpu_kernels")
+
+
+@pytest.fixture(scope="session")
+def backend(libraries: Path) -> Backend:
+    """The kernels on the CPU."""
+    return Backend(Kernels(build.library(libraries)), Alone(), torch.device("cpu"))

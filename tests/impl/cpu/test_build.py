@@ -1,0 +1,154 @@
+"""Libraries are built once, found whole, and their absence is one line."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from impl.cpu import build
+from impl.cpu.kernels import Kernels
+
+
+def script(path: Path, body: str) -> str:
+    """A command that runs ``body`` in a shell."""
+    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def counting(folder: Path) -> tuple[str, Path]:
+    """A compiler that writes a line for each library that it builds, and where."""
+    real, log = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"), folder / "log"
+    if real is None:
+        pytest.skip("no C++ compiler installed")
+    command = script(
+        folder / "cxx", f'case "$*" in *-shared*) echo built >> {log}; sleep 0.3;; esac; exec {real} "$@"'
+    )
+    return command, log
+
+
+def test_a_library_is_built_once(tmp_path: Path) -> None:
+    """The second request finds what the first has built, and nothing else is left in the folder."""
+    command, log = counting(tmp_path)
+    folder = tmp_path / "cache" / "kernels"
+    first = build.library(folder, command)
+    assert build.library(folder, command) == first
+    assert log.read_text(encoding="utf-8").count("built") == 1
+    assert {path.suffix for path in folder.iterdir()} <= {".so", ".sha256", ".lock"}
+    Kernels(first)
+
+
+def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
+    """Of four processes that need the library at the same time one builds it."""
+    command, log = counting(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from impl.cpu import build; "
+        "print(build.library(Path(sys.argv[1]), sys.argv[2]))"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "cache"), command]
+    root = Path(build.__file__).parents[2]
+    ranks = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(4)]
+    said = {rank.communicate(timeout=120)[0].strip() for rank in ranks}
+    assert len(said) == 1
+    assert Path(said.pop()).exists()
+    assert log.read_text(encoding="utf-8").count("built") == 1
+
+
+def test_threads_that_start_at_once_build_once(tmp_path: Path) -> None:
+    """The same holds for threads of one process."""
+    command, log = counting(tmp_path)
+    threads = [threading.Thread(target=build.library, args=(tmp_path / "cache", command)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert log.read_text(encoding="utf-8").count("built") == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "no digest", "no library", "not text"])
+def test_a_damaged_library_is_built_again(tmp_path: Path, damage: str) -> None:
+    """A file that was cut short or changed is not loaded but replaced."""
+    command, log = counting(tmp_path)
+    path = build.library(tmp_path, command)
+    whole, digest = path.read_bytes(), path.with_suffix(".sha256")
+    path.unlink()  # a library that some process has loaded is never written to
+    if damage == "cut":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "flipped":
+        path.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    elif damage == "empty":
+        path.touch()
+    elif damage != "no library":
+        path.write_bytes(whole)
+        digest.unlink() if damage == "no digest" else digest.write_bytes(b"\xff\xfe\x00")
+    assert build.library(tmp_path, command) == path
+    assert log.read_text(encoding="utf-8").count("built") == 2
+    Kernels(path)
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the compilers that were looked for."""
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler installed: looked for c\+\+, g\+\+"):
+        build.library(tmp_path)
+
+
+def test_a_compiler_that_fails(tmp_path: Path) -> None:
+    """The error is one line: the command, its status, the first error; no file is left."""
+    complain = 'echo "note: hm" >&2; echo "error: no such flag" >&2; exit 3'
+    body = f'case "$*" in *--version*) echo 1;; *) {complain};; esac'
+    command = script(tmp_path / "cxx", body)
+    folder = tmp_path / "cache"
+    with pytest.raises(
+        build.BuildError, match=r"^.*cxx failed with status 3: error: no such flag$"
+    ) as caught:
+        build.library(folder, command)
+    assert "\n" not in str(caught.value)
+    assert {path.suffix for path in folder.iterdir()} <= {".lock"}
+
+
+def test_a_compiler_that_writes_nothing(tmp_path: Path) -> None:
+    """A compiler that succeeds without a library is an error too."""
+    command = script(tmp_path / "cxx", "exit 0")
+    with pytest.raises(build.BuildError, match="cannot keep compiled kernels: No such file"):
+        build.library(tmp_path / "cache", command)
+
+
+def test_a_compiler_that_is_no_program(tmp_path: Path) -> None:
+    """A command that cannot be run is named."""
+    with pytest.raises(build.BuildError, match="missing does not run"):
+        build.library(tmp_path, str(tmp_path / "missing"))
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    """A cache folder that cannot be written is named."""
+    (tmp_path / "file").touch()
+    command, _ = counting(tmp_path)
+    with pytest.raises(build.BuildError, match=r"file.kernels cannot keep compiled kernels: Not a directory"):
+        build.library(tmp_path / "file" / "kernels", command)
+
+
+def test_the_name_changes_with_what_makes_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another compiler, other flags, another processor or another source make another library."""
+    one, two = (script(tmp_path / name, f"echo {name}") for name in ("one", "two"))
+    source = tmp_path / "kernels.cpp"
+    source.write_text("other", encoding="utf-8")
+    keys = {build._key(one), build._key(two)}
+    for name, value in {
+        "FLAGS": ("-O1",),
+        "_processor": lambda: "another",
+        "SOURCE": source,
+        "HEADER": source,
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(build, name, value)
+            keys.add(build._key(one))
+    assert len(keys) == 6

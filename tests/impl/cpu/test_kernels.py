@@ -1,0 +1,146 @@
+"""The C++ kernels equal the reference bit for bit, and refuse what they cannot do."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from impl import reference
+from impl.codec import IntCodec, parse
+from tests.impl.properties import (
+    Backend,
+    check,
+    encoded,
+    garbage,
+    test_blocks_at_the_limits_of_each_version,
+    test_elements_need_not_be_contiguous,
+    test_hostile_blocks_are_coded_as_the_reference_does,
+    test_large_sums_encoded_again,
+    test_lengths_at_the_edges_of_octets_and_tiles,
+    test_strided_batches_are_coded_in_place,
+    test_sums_are_those_of_the_reference,
+    test_sums_encoded_again_are_those_of_the_reference,
+    test_the_full_product,
+)
+
+__all__ = [
+    "test_blocks_at_the_limits_of_each_version",
+    "test_elements_need_not_be_contiguous",
+    "test_hostile_blocks_are_coded_as_the_reference_does",
+    "test_large_sums_encoded_again",
+    "test_lengths_at_the_edges_of_octets_and_tiles",
+    "test_strided_batches_are_coded_in_place",
+    "test_sums_are_those_of_the_reference",
+    "test_sums_encoded_again_are_those_of_the_reference",
+    "test_the_full_product",
+]
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_product_decides_as_the_division(
+    backend: Backend, bits: int, kind: torch.dtype, *, asymmetric: bool
+) -> None:
+    """Blocks full of ties and of their neighbours are coded as by division."""
+    random = torch.Generator().manual_seed(bits)
+    steps = (1 << bits) - 1 if asymmetric else (1 << (bits - 1)) - 1
+    scale = torch.rand(40, 1, generator=random) * 2.0 ** torch.randint(-120, 110, (40, 1), generator=random)
+    ties = torch.randint(0 if asymmetric else -steps, steps, (40, 512), generator=random) + 0.5
+    ties[:, 0], ties[:, 1] = steps, 0
+    values = (ties * scale).view(torch.int32)
+    values[:, 2:] += torch.randint(-2, 3, (40, 510), generator=random, dtype=torch.int32)
+    x = values.view(torch.float32).clamp(-6e4, 6e4).to(kind)
+    check(backend, IntCodec(bits, 512, asymmetric), x, kind)
+
+
+def test_an_offset_whose_scale_is_lost_in_rounding(backend: Backend) -> None:
+    """A block of neighbouring large values, whose scale rounds to the smallest, saturates alike."""
+    x = torch.full((300,), 1e30)
+    x[::3] = torch.nextafter(x[::3], torch.tensor(torch.inf))
+    for bits in range(2, 9):
+        check(backend, IntCodec(bits, 100, asymmetric=True), x, torch.float32)
+
+
+@pytest.mark.parametrize("sources", range(1, 12))
+@pytest.mark.parametrize("text", ["int8:256", "int4:96:asym", "int3:7"])
+def test_any_number_of_sources(backend: Backend, text: str, sources: int) -> None:
+    """Sums over any number of sources, taken by fours, twos and ones, are bit-equal."""
+    codec, x = parse(text), torch.randn(sources, 3, 2500)
+    frames = encoded(codec, x)
+    wanted, got = torch.empty(3, 2500), torch.empty(3, 2500)
+    reference.decode_sum(codec, frames, wanted)
+    backend.kernels.decode_sum(codec, frames, got)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("block", [32_768, 32_769, 40_001, "shard"])
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_blocks_whose_sums_are_not_kept(backend: Backend, block: int | str, *, asymmetric: bool) -> None:
+    """Blocks around what is kept between their two looks give the reference's frames."""
+    first, second = parse("int5:24"), IntCodec(3, block, asymmetric)  # type: ignore[arg-type]
+    frames = encoded(first, torch.randn(3, 2, 70_003))
+    wanted, got = (garbage(second, torch.Size([2, 70_003]), frames.device) for _ in range(2))
+    reference.decode_sum_encode(first, second, frames, wanted, 70_003)
+    backend.kernels.decode_sum_encode(first, second, frames, got, 70_003)
+    assert torch.equal(got, wanted)
+
+
+def test_nothing_beyond_the_frame_is_written(backend: Backend) -> None:
+    """Bytes around each frame and each row stay as they were."""
+    for bits, numel in [(3, 1), (5, 13), (7, 2049), (4, 4097), (8, 31)]:
+        codec = IntCodec(bits, 8)
+        size = codec.frame_bytes(numel)
+        around = torch.full((3, size + 32), 0x5A, dtype=torch.uint8)
+        backend.kernels.encode(codec, torch.randn(3, numel), around[:, 16 : 16 + size])
+        values = torch.full((3, numel + 32), 7.0)
+        backend.kernels.decode(codec, around[:, 16 : 16 + size], values[:, 16 : 16 + numel])
+        assert bool((around[:, :16] == 0x5A).all())
+        assert bool((around[:, 16 + size :] == 0x5A).all())
+        assert bool((values[:, :16] == 7.0).all())
+        assert bool((values[:, 16 + numel :] == 7.0).all())
+
+
+def test_threads_code_at_once(backend: Backend) -> None:
+    """Calls from several threads do not disturb each other."""
+    codec = parse("int4:256")
+    x = torch.randn(4, 100_000)
+    wanted = encoded(codec, x)
+    got = garbage(codec, x.shape, x.device)
+    threads = [
+        threading.Thread(target=backend.kernels.encode, args=(codec, x[row], got[row])) for row in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(got, wanted)
+
+
+def test_what_a_kernel_cannot_do_is_refused(backend: Backend) -> None:
+    """Impossible types, strides and shapes raise one line, with the numbers."""
+    kernels, codec = backend.kernels, parse("int8:8")
+    frames = torch.zeros(16, 48, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"int8:8: \(9,\) elements need frames of 32 uint8, got \(33,\)"):
+        kernels.encode(codec, torch.zeros(9), torch.zeros(33, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"elements are fp32, bf16 or fp16, got torch.float64"):
+        kernels.encode(codec, torch.zeros(16, 32, dtype=torch.float64), frames)
+    with pytest.raises(ValueError, match=r"contiguous, got strides \(1, 48\)"):
+        kernels.decode(codec, torch.zeros(48, 48, dtype=torch.uint8).t(), torch.zeros(48, 32))
+    with pytest.raises(ValueError, match=r"a sum is fp32, got torch.bfloat16"):
+        kernels.decode_sum(codec, frames.view(4, 4, 48), torch.zeros(4, 32, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"elements and frames on \['cpu', 'meta'\]"):
+        kernels.encode(codec, torch.zeros(16, 32, device="meta"), frames)
+    many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
+    with pytest.raises(ValueError, match="the C\\+\\+ kernels take 8"):
+        kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))
+
+
+def test_nothing_is_done_for_nothing(backend: Backend) -> None:
+    """Empty rows and empty batches are left alone."""
+    kernels, codec = backend.kernels, parse("int4:8")
+    kernels.encode(codec, torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.uint8))
+    kernels.decode(codec, torch.zeros(0, 32, dtype=torch.uint8), torch.zeros(0, 8))
+    kernels.decode_sum(codec, torch.zeros(2, 0, 32, dtype=torch.uint8), torch.zeros(0, 8))
