@@ -32,7 +32,8 @@ TRIALS: Final = (
     "id", "suite", "order", "started", "pool", "strategy", "contender", "place", "cell", "where",
     "seed", "repeat", "nodes", "ranks_per_node", "world", "processes", "tokens_per_rank", "sequence",
     "accumulation", "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local",
-    "gradients_node", "secondary", "parameters", "padded", "reference_loss", "predicted_equal",
+    "gradients_node", "secondary", "parameters", "units", "padded", "reference_loss", "predicted_equal",
+    "link_kind", "backend", "kernels", "corpus_sha256",
 )  # fmt: skip
 STEPS: Final = (
     "id", "rank", "node", "local", "index", "warmup", "total", "forward", "backward", "optimizer",
@@ -60,6 +61,7 @@ class Frames:
 
     Attributes:
         suite: name of the suite, or names joined by a comma.
+        questions: what the suites ask, where records hold it.
         pools: what ran on equal machines and code, by hash.
         trials: one row per finished trial.
         steps: one row per rank and optimizer step; seconds.
@@ -79,6 +81,7 @@ class Frames:
     """
 
     suite: str
+    questions: tuple[str, ...]
     pools: tuple[str, ...]
     trials: pd.DataFrame
     steps: pd.DataFrame
@@ -124,6 +127,7 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
     finished = [record for record in records if record.failure is None]
     return Frames(
         suite=", ".join(sorted({record.suite for record in records})),
+        questions=tuple(sorted({question for record in records if (question := _question(record))})),
         pools=tuple(sorted({record.pool for record in records})),
         trials=_frame([_trial_row(r, trials[r.id], naming) for r in finished], TRIALS),
         steps=_frame([row for r in finished for row in _step_rows(r)], STEPS),
@@ -145,6 +149,11 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         shared=shared,
         units={r.id: r.units for r in finished},
     )
+
+
+def _question(record: Record) -> str:
+    """What the record's suite asks; empty where the record does not hold it."""
+    return str(getattr(record, "question", "") or record.ran.get("question", ""))
 
 
 def _frame(rows: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
@@ -281,9 +290,14 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
         "gradients_node": str(policy.gradients[1]) if policy else "",
         "secondary": policy.secondary_ranks(topology) if policy else 0,
         "parameters": record.parameters,
+        "units": len(record.units),
         "padded": sum(padded for _, _, padded in record.units),
         "reference_loss": record.reference_loss,
         "predicted_equal": record.predicted.equal if record.predicted else None,
+        "link_kind": record.link.kind if record.link else "",
+        "backend": str(record.ran.get("backend", "")),
+        "kernels": str(record.ran.get("kernels", "")),
+        "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
     }
 
 

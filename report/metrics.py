@@ -45,6 +45,7 @@ def trials(frames: Frames) -> pd.DataFrame:
             hierarchical gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
         tflops: model TFLOP/s of a rank, for GPT presets.
         first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
+        validation_step: optimizer steps before that validation, warm-ups included.
     """
     table = frames.trials.copy()
     for found in (_times(frames), _traffic(frames), _first_loss(frames), _final_loss(frames)):
@@ -153,7 +154,8 @@ def _first_loss(frames: Frames) -> pd.DataFrame:
 
 def _final_loss(frames: Frames) -> pd.DataFrame:
     last = frames.validations.sort_values("step").groupby("id").tail(1)
-    return last[["id", "loss"]].rename(columns={"loss": "validation_loss"})
+    names = {"loss": "validation_loss", "step": "validation_step"}
+    return last[["id", *names]].rename(columns=names)
 
 
 def pairs(table: pd.DataFrame) -> pd.DataFrame:
@@ -195,10 +197,13 @@ def speedup(group: pd.DataFrame) -> Interval:
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
     """Cells whose contenders had links of different rates: largest over smallest, minus one.
 
+    An unshaped link has no rate to keep: its probes say how busy the machine was, and mark nothing.
+
     Args:
         table: from :func:`trials`.
     """
-    rates = table.assign(achieved_mbit=pd.to_numeric(table["achieved_mbit"])).dropna(subset=["achieved_mbit"])
+    kept = table[table["rate_mbit"].notna() | (table["link_kind"] == "real")]
+    rates = kept.assign(achieved_mbit=pd.to_numeric(kept["achieved_mbit"])).dropna(subset=["achieved_mbit"])
     medians = rates.groupby(["cell", "contender"])["achieved_mbit"].median().groupby("cell")
     spread = medians.max() / medians.min() - 1
     return {str(cell): float(value) for cell, value in spread.items() if value > RATES_AGREE_WITHIN}
@@ -254,7 +259,7 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """
     shaped = table.dropna(subset=["rate_mbit"])
     keys = ["elsewhere", "seed", "repeat"]
-    elsewhere = [_cell_without_rate(frames, identity) for identity in shaped["id"]]
+    elsewhere = [cell_without_rate(frames, identity) for identity in shaped["id"]]
     shaped = shaped.assign(elsewhere=elsewhere, rate_mbit=pd.to_numeric(shaped["rate_mbit"]).astype(float))
     named = shaped["contender"]
     ours = shaped[named == NAMES[PROPOSED]].assign(full_rate=lambda t: 4 * t["rate_mbit"])
@@ -269,7 +274,8 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     return joined.sort_values(["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"], ignore_index=True)
 
 
-def _cell_without_rate(frames: Frames, identity: str) -> str:
+def cell_without_rate(frames: Frames, identity: str) -> str:
+    """What trials have in common that differ in who ran, repetition and rate alone, as a hash."""
     trial = frames.ran[identity]
     everywhere = {"strategy": BASELINE, "policy": PolicyChanges(), "seed": 0, "repeat": 0}
     unshaped = trial.cluster.model_copy(update={"rate": None})

@@ -17,13 +17,15 @@ from report.figures import Drawn
 from report.frame import groups
 from report.metrics import Derived
 from report.plot import Plot, records_behind
+from report.setting import essentials
 from report.tables import Table
-from report.wording import NOTHING, listed, number
+from report.wording import NOTHING, counted, listed, number
 
 _HERE: Final = Path(__file__).parent
 _TEMPLATE: Final = "page.html"
 _STYLE: Final = "page.css"
 _COMMIT: Final = 12  # characters of a commit's hash
+_LAST: Final = ("setting", "environment")  # tables with a section of their own
 _SHORT: Final = 16  # rows of a summary that stands before the figures
 
 
@@ -93,14 +95,15 @@ def render(content: Content) -> str:
     page: str = environment.get_template(_TEMPLATE).render(
         style=(_HERE / _STYLE).read_text(encoding="utf-8"),
         suite=frames.suite,
+        questions=frames.questions,
         headline=headline(content.derived),
         facts=facts(content.derived),
         warnings=warnings(content.derived),
         figures=[_figure(drawn, content.folder) for drawn in content.drawn],
         missing=content.missing,
         summary=first,
-        tables=[table for table in tables if table.name != "environment" and table not in first],
-        environment=[table for table in tables if table.name == "environment"],
+        tables=[table for table in tables if table.name not in _LAST and table not in first],
+        last=[table for table in tables if table.name in _LAST],
         failures=_table(*content.failures, content.folder) if content.failures else None,
         pools=frames.pools,
     )
@@ -140,7 +143,7 @@ def headline(derived: Derived) -> list[str]:
         ours = ours.iloc[:0]
     if ours.empty:
         return [
-            f"{len(derived.trials)} finished trials.",
+            f"{counted(len(derived.trials), 'finished trial')}.",
             f"No cell holds {NAMES[BASELINE]} and {NAMES[PROPOSED]} in one repeat, so no speed-up is stated.",
         ]
     speedups = {str(cell): metrics.speedup(group) for cell, group in ours.groupby("cell", sort=False)}
@@ -161,7 +164,10 @@ def _speed_sentences(group: pd.DataFrame, several: bool) -> list[str]:
     interval = (
         "one pair, so no interval"
         if math.isnan(found.low)
-        else f"95 % interval {found.low:.2f} to {found.high:.2f}, {found.n} pairs"
+        else (
+            f"{counted(found.n, 'pair')} between {group['speedup'].min():.2f} and "
+            f"{group['speedup'].max():.2f}; Student's 95 % interval {found.low:.2f} to {found.high:.2f}"
+        )
     )
     rate = group["achieved_mbit"].median()
     achieved = f"; the link achieved {rate:.3g} Mbit/s" if not math.isnan(rate) else ""
@@ -205,6 +211,7 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
         ("trials", f"{len(ran)} finished, {len(frames.failures)} failed"),
         ("ran", _when(ran)),
     ]
+    found += essentials(frames, ran)
     if frames.shared:
         found.append(("all policies", ", ".join(f"{name} {value}" for name, value in frames.shared.items())))
     names = {
@@ -240,7 +247,7 @@ def warnings(derived: Derived) -> list[str]:
     unequal = ran[ran["predicted_equal"].eq(other=False)]
     if len(unequal):
         found.append(
-            f"The ledger differs from the prediction in {len(unequal)} trial(s): "
+            f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
             f"{listed(sorted(unequal['id'])[:6])}."
         )
     where = ran.drop_duplicates("cell").set_index("cell")["where"]
@@ -250,5 +257,5 @@ def warnings(derived: Derived) -> list[str]:
             "comparison is marked (†)."
         )
     if len(frames.failures):
-        found.append(f"{len(frames.failures)} trial(s) failed; they are listed below.")
+        found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
     return found

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import pandas as pd
 from matplotlib.figure import Figure
 
+from report.contender import NAMES
 from report.metrics import Derived
+from report.wording import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,17 @@ def common_to(data: pd.DataFrame) -> str:
     told = [str(text).split(", ") for text in data["where"].unique()]
     common = [part for part in told[0] if all(part in parts for parts in told)] if told else []
     return f"All: {', '.join(common)}." if common else ""
+
+
+def peers_note(data: pd.DataFrame) -> str:
+    """What a caption says of peers' bytes, where they are among ``data``; ends with a space."""
+    peers = [NAMES[name] for name in ("ddp", "fsdp2") if (data["strategy"] == name).any()]
+    if not peers:
+        return ""
+    told = f"{listed(peers)} {'travel' if len(peers) > 1 else 'travels'} in fp32"
+    if NAMES["fsdp2"] in peers:
+        told += "; on gloo, FSDP2's reduce-scatter sends the bytes of an all-reduce"
+    return f"{told}. "
 
 
 def contenders(data: pd.DataFrame) -> list[tuple[str, str]]:

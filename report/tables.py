@@ -22,7 +22,8 @@ from report.contender import BASELINE, NAMES
 from report.frame import groups
 from report.metrics import Derived
 from report.plot import contenders
-from report.wording import NOTHING, number, text
+from report.setting import setting as settings
+from report.wording import NOTHING, counted, number, text
 
 LATEX: Final = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
@@ -174,6 +175,7 @@ def summary(derived: Derived) -> Table:
         Column("tokens_per_second", "Tokens/s", number(3)),
         Column("tflops", "TFLOPs", number(2)),
         Column("speedup_told", "Speed-up", str),
+        Column("pairs_told", "Pairs", str),
         Column("share", "Share allowed", number(2)),
         Column("exposed_seconds", "Exposed, s", number(2)),
         Column("sent_mb", "Sent, MB/step", number(3)),
@@ -184,10 +186,19 @@ def summary(derived: Derived) -> Table:
         "Medians over repeats and seeds; speed-up is the geometric mean of pairs with its 95 % interval. "
         "Share allowed: the best step that bytes and overlap allow over the measured one. Exposed: "
         "communication that was waited for. Sent: by all ranks between nodes in training (ledger). Loss: "
-        "last validation. TFLOPs: of the model, per rank, by "
-        "Megatron's formula without recomputation."
+        f"last validation{_after(derived)}. TFLOPs: of the model, per rank, by Megatron's formula without "
+        "recomputation. The interval is Student's t on the logarithms of the pairs' ratios, so it is wide "
+        "for few pairs; 'Pairs' has their number and the range in which they lie."
     )
     return _placed("summary", "Summary", caption, rows, *columns)
+
+
+def _after(derived: Derived) -> str:
+    steps = [int(step) for step in derived.trials["validation_step"].dropna()]
+    if not steps:
+        return ""
+    many = f"{min(steps)} to {max(steps)} steps" if min(steps) < max(steps) else counted(max(steps), "step")
+    return f", after {many}"
 
 
 def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
@@ -205,6 +216,10 @@ def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         "speedup_low": math.nan,
         "speedup_high": math.nan,
         "speedup_told": NOTHING,
+        "pairs": len(paired),
+        "pairs_lowest": math.nan,
+        "pairs_highest": math.nan,
+        "pairs_told": NOTHING,
     }
     for key in ("tokens_per_second", "compute_seconds", "wire_seconds", "share", "exposed_seconds"):
         row[key] = mine[key].median()
@@ -218,6 +233,11 @@ def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         row["speedup_told"] = f"{found.estimate:.2f}"
         if not math.isnan(found.low) and first["contender"] != NAMES[BASELINE]:
             row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
+    if len(paired) and first["contender"] != NAMES[BASELINE]:
+        lowest, highest = paired["speedup"].min(), paired["speedup"].max()
+        row |= {"pairs_lowest": lowest, "pairs_highest": highest}
+        between = f": {lowest:.2f} to {highest:.2f}" if len(paired) > 1 else ""
+        row["pairs_told"] = f"{len(paired)}{between}"
     return row
 
 
@@ -385,7 +405,13 @@ def memory(derived: Derived) -> Table:
             for source in ("engine", "formula"):
                 known = [size for name, size in row.items() if name.startswith(f"{source}_")]
                 row[f"{source}_mib"] = sum(known) if known else math.nan
+            measured = {name.removeprefix("engine_") for name in row if name.startswith("engine_")} - {"mib"}
+            bare = [part for part in measured if f"formula_{part}" not in row]
+            row["beyond_mib"] = sum(row[f"engine_{part}"] for part in bare)
+            row["covered_mib"] = row["engine_mib"] - row["beyond_mib"]
             rows.append(row)
+    if not any(row["beyond_mib"] for row in rows):  # then Sum says it all
+        rows = [row | {"beyond_mib": math.nan, "covered_mib": math.nan} for row in rows]
     data = pd.DataFrame(rows)
     parts = [c for c in data.columns if c.startswith("engine_") and c != "engine_mib"] if len(data) else []
     columns = (
@@ -395,10 +421,16 @@ def memory(derived: Derived) -> Table:
             for c in parts
         ),
         Column("engine_mib", "Sum", number(4)),
+        Column("beyond_mib", "Without formula", number(3)),
+        Column("covered_mib", "With formula", number(4)),
         Column("formula_mib", "Formula", number(4)),
         Column("process_peak_rss_mib", "Process peak", number(3)),
     )
-    caption = "MiB of the fullest rank: what the engine owns, by part, the formula's sum, and the process."
+    caption = (
+        "MiB of the fullest rank: what the engine owns, by part and in sum; of that, parts without and "
+        "with a "
+        "formula; the sum of the formulas, to compare with the latter; and the process."
+    )
     return _placed("memory", "Memory per rank", caption, rows, *columns)
 
 
@@ -508,6 +540,19 @@ def failures(derived: Derived) -> Table:
     return Table("failures", "Failed trials", caption, derived.frames.failures, columns)
 
 
+def setting(derived: Derived) -> Table:
+    """What was trained, on what and how."""
+    data = pd.DataFrame(settings(derived.frames, derived.trials), columns=["setting", "value"])
+    caption = (
+        "What all trials were given, from their records; several values are told apart by contender where "
+        "they depend on it alone. Units are what the policies gather at once. Kernels: 'reference' (plain "
+        "PyTorch), 'cpu' or 'cuda' encode and decode."
+    )
+    return Table(
+        "setting", "Setting", caption, data, (Column("setting", "Setting"), Column("value", "Value"))
+    )
+
+
 def environment(derived: Derived) -> Table:
     """Machine, code and what ran; a fact with several values has a row for each."""
     facts = derived.frames.facts
@@ -529,6 +574,7 @@ _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     "largest_error": largest_error,
     "links": links,
     "published_throughput": published_throughput,
+    "setting": setting,
     "environment": environment,
 }
 NAMES_OF_FILES: Final = (*_MAKERS, "failures")

@@ -40,6 +40,19 @@ def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
     return kept if len(kept) <= limit else kept[: limit - 1] + "…"
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """``1 seed``, ``3 seeds``; ``plural`` where an s is not enough."""
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
+
+
+def byte_unit(largest: float) -> tuple[float, str]:
+    """The decimal unit in which ``largest`` bytes have one to three digits before the point: its
+    size in bytes, and its name.
+    """
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next((unit for unit in units if largest >= unit[0]), (1.0, "bytes"))
+
+
 def listed(words: Sequence[str]) -> str:
     """``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
