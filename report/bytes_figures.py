@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from report import drawing, holdings, published, theme
 from report.metrics import Derived
-from report.plot import Plot, contenders
+from report.plot import Plot, contenders, peers_note
 from report.wording import listed, plain
 
 _PLACE: Final = ["nodes", "ranks_per_node", "model", "accumulation"]
@@ -122,7 +122,7 @@ def _volume_caption(data: pd.DataFrame) -> str:
         "applied to each technique ( x; only the two totals were printed there); the rule leaves out scales "
         "and control. Right: computed from the same units, what is spared against flat (ring) collectives in "
         "16 bits, first by hopping by node, then by hpZ's copy, then by quantising (32-bit contenders have "
-        f"no such split). Median over repeats. {'; '.join(places)}."
+        f"no such split). {peers_note(data)}Median over repeats. {'; '.join(places)}."
     )
 
 
@@ -153,21 +153,19 @@ def _draw_link(data: pd.DataFrame) -> Figure | None:
         ax.set_xlabel("requested rate, Mbit/s")
     else:
         ax.set_xlabel(f"trial, in order of running (requested: {requested.iloc[0]:g} Mbit/s)")
-    looks = {"calibrated": ("o", 0.96), "probed": ("D", 1.04)}
+    beside = max(1.08, (requested.max() / requested.min()) ** 0.02)  # on a log axis
+    looks = {"calibrated": ("o", 1 / beside), "probed": ("D", beside)}
     for when, (marker, shift) in looks.items():
         mine = data[data["when"] == when]
-        at = requested[mine.index] * shift if several else mine["order"]
+        if several:
+            at = requested[mine.index] * shift
+        else:  # a calibration stands before the first trial that it served
+            turn = mine.groupby("id").cumcount() if when == "calibrated" else 0
+            at = mine["order"] - (0.6 + 0.15 * turn if when == "calibrated" else 0)
         ax.plot(
-            at,
-            100 * mine["share"],
-            marker,
-            color=theme.MEASURED[when],
-            ms=4,
-            alpha=0.6,
-            mec="white",
-            mew=0.4,
-            label=when,
-        )
+            at, 100 * mine["share"], marker, color=theme.MEASURED[when], ms=4.5, alpha=0.8, mec="white",
+            mew=0.4, label=when,
+        )  # fmt: skip
     ax.axhline(100, color=theme.FAINT, lw=0.9, zorder=1)
     low, high = 100 * data["share"].min(), 100 * data["share"].max()
     room = max(5.0, 0.15 * (high - low))

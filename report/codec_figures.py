@@ -15,7 +15,7 @@ from report.contender import BASELINE, NAMES
 from report.frame import groups
 from report.metrics import Derived
 from report.plot import Plot, common_to, titles_of
-from report.wording import listed
+from report.wording import counted, listed
 
 _KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
 _SWEEP_VALUES: Final = {
@@ -94,8 +94,8 @@ def _error_caption(data: pd.DataFrame) -> str:
     return (
         "Error of integer codecs on tensors of the trials, from the frames that were sent: vNMSE = "
         "sum((decoded - x)^2) / sum(x^2), and the largest |decoded - x| over the largest |x|. Markers: "
-        f"median over {data['unit'].nunique()} unit(s) and repeats; dots: each. 'shard': one scale for a "
-        "whole shard, the paper's non-blocked baseline."
+        f"median over {counted(data['unit'].nunique(), 'unit')} and repeats; dots: each. 'shard': one scale "
+        "for a whole shard, the paper's non-blocked baseline."
     )
 
 

@@ -173,12 +173,14 @@ class Stack:
         values: parts as columns, rows as above.
         colours: by part.
         labels: printed names of the parts; a part's own name where it has none.
+        hatched: which values are hatched, as ``values``; None for none.
     """
 
     rows: Sequence[str]
     values: pd.DataFrame
     colours: dict[str, str]
     labels: dict[str, str]
+    hatched: pd.DataFrame | None = None
 
     def draw(self, ax: Axes, *, height: float = 0.62) -> None:
         """Draw the bars and their legend entries; the axes' rows run from top to bottom."""
@@ -186,10 +188,12 @@ class Stack:
         left = np.zeros(len(self.rows))
         for part in self.values.columns:
             sizes = self.values[part].to_numpy(dtype=float)
-            ax.barh(
+            bars = ax.barh(
                 places, sizes, height, left=left, color=self.colours.get(part, theme.OTHER),
                 label=self.labels.get(part, part), edgecolor="white", linewidth=0.5,
             )  # fmt: skip
+            for bar, hatched in zip(bars, [] if self.hatched is None else self.hatched[part], strict=False):
+                bar.set_hatch("////" if hatched else "")
             left += np.nan_to_num(sizes)
         row_names(ax, self.rows)
 

@@ -32,15 +32,18 @@ def _draw_memory(data: pd.DataFrame) -> Figure | None:
     tables = [_memory_rows(group) for group in places]
     rows = sum(max(len(table), 2) for table, _ in tables)
     figure, grid = drawing.panels(1, len(places), height=0.8 + 0.5 * len(places) + drawing.ROW_INCHES * rows)
-    for (ax,), group, (engine, formula) in zip(grid, places, tables, strict=True):
-        drawing.Stack(list(engine.index), engine, theme.MEMORY, {"local_gradients": "local gradients"}).draw(
-            ax
-        )
+    for (ax,), group, (engine, formulas) in zip(grid, places, tables, strict=True):
+        bare = formulas.isna() & engine.gt(0)
+        labels = {part: part.replace("_", " ") for part in engine.columns}
+        drawing.Stack(list(engine.index), engine, theme.MEMORY, labels, hatched=bare).draw(ax)
+        formula = formulas.sum(axis=1, min_count=1)
         ax.plot(formula, np.arange(len(formula)), "|", color=theme.INK, ms=14, mew=1.4, label="formula")
-        for place, total in enumerate(engine.sum(axis=1)):
-            most = max(total, formula.iloc[place]) if not np.isnan(formula.iloc[place]) else total
-            drawing.beside(ax, float(most), place, number(4)(total), points=6)
-        ax.set_xlim(0, max(engine.sum(axis=1).max(), formula.max()) * 1.1)
+        for place, (covered, beyond) in enumerate(
+            zip(engine.mask(bare).sum(axis=1), engine.where(bare).sum(axis=1), strict=True)
+        ):
+            most = np.nanmax([covered + beyond, formula.iloc[place]])
+            drawing.beside(ax, float(most), place, _total_told(covered, beyond), points=6)
+        ax.set_xlim(0, np.nanmax([*engine.sum(axis=1), *formula]) * 1.12)
         if len(places) > 1:
             first = group.iloc[0]
             ax.set_title(f"{first['nodes']}x{first['ranks_per_node']} ranks, {plain(first['model'])}")
@@ -49,8 +52,17 @@ def _draw_memory(data: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series[float]]:
-    """Engine's parts and the formula's total in MiB by contender, ordered by hpZ group."""
+def _total_told(covered: float, beyond: float) -> str:
+    """What has a formula, and after a plus what has none."""
+    told = [number(4)(size) for size in (covered, beyond) if size > 0]
+    return " + ".join(told) or "0"
+
+
+def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Parts that the engine holds and their formulas (NaN: it has none), in MiB by contender, ordered
+    by hpZ group.  Parts that no contender has a formula for stand last.  A formula of a part that
+    was not measured has a column of its own on the right only.
+    """
     order = group.drop_duplicates("contender").sort_values(["secondary", "place", "first"], kind="stable")
     names = {
         str(name): _with_group(str(name), ranks)
@@ -63,11 +75,19 @@ def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series[float]]:
         )
         for source in ("engine", "formula")
     }
-    known = [part for part in theme.MEMORY if part in wide["engine"].columns]
-    rest = [part for part in wide["engine"].columns if part not in known]
-    engine = wide["engine"].reindex(index=list(names), columns=known + rest).fillna(0)
-    formula = wide["formula"].reindex(index=list(names)).sum(axis=1, min_count=1)
-    return engine.rename(index=names), formula
+    usual = list(theme.MEMORY)
+    parts = sorted(
+        wide["engine"].columns,
+        key=lambda part: (
+            part not in wide["formula"].columns,
+            usual.index(part) if part in usual else len(usual),
+            part,
+        ),
+    )
+    unmeasured = [part for part in wide["formula"].columns if part not in parts]
+    engine = wide["engine"].reindex(index=list(names), columns=[*parts, *unmeasured]).fillna(0)
+    formula = wide["formula"].reindex(index=list(names), columns=engine.columns)
+    return engine.rename(index=names), formula.rename(index=names)
 
 
 def _with_group(name: str, ranks: int) -> str:
@@ -79,7 +99,9 @@ def _with_group(name: str, ranks: int) -> str:
 def _memory_caption(data: pd.DataFrame) -> str:
     return (
         "Bytes that the engine owns on the fullest rank, by part, at their worst moment (bars), against the "
-        "total of the formulas of impl.traffic.memory ( | ), ordered by the number of ranks that share one "
+        "total of the formulas of impl.traffic.memory ( | ); hatched: parts without a formula, left out "
+        "of that "
+        "total and told after a plus. Ordered by the number of ranks that share one "
         "hpZ copy of the weights: the smaller the group, the more memory, the fewer hops in backward. Median "
         f"over repeats. {common_to(data)}"
     )

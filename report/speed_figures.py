@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from report import drawing, metrics, published, theme
 from report.contender import BASELINE, COMBINATIONS, NAMES, PROPOSED, TECHNIQUES
 from report.metrics import Derived
-from report.plot import Plot, common_to, contenders, titles_of
-from report.wording import listed, number
+from report.plot import Plot, common_to, contenders, peers_note, titles_of
+from report.wording import counted, listed, number
 
 _PANEL_INCHES: Final = 2.35
 _KEPT: Final = [
@@ -109,7 +109,7 @@ def _draw_throughput(data: pd.DataFrame) -> Figure | None:
 def _throughput_caption(data: pd.DataFrame) -> str:
     text = (
         "Tokens per second of all ranks over the rate that the link between nodes achieved (log scale). "
-        f"Markers: median of the repeats; small dots: each repeat. {common_to(data)}"
+        f"Markers: median of the repeats; small dots: each repeat. {peers_note(data)}{common_to(data)}"
     )
     if data["rates_differ"].any():
         text += " †: the rates that the contenders of this cell achieved differ by more than 10 %."
@@ -201,7 +201,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
         colour = theme.colour(strategy)
         found = metrics.speedup(group)
         drawing.error_bar(left, place, found, colour, across=True)
-        left.plot(group["speedup"], [place] * len(group), ".", color=colour, ms=3, alpha=0.5, zorder=2)
+        _pairs_as_dots(left, group["speedup"], place, colour)
         left.plot(found.estimate, place, theme.marker(strategy), color=colour, mec="white", mew=0.6, zorder=4)
         left.annotate(
             f"{found.estimate:.2f}", (found.estimate, place), (0, 7), textcoords="offset points", ha="center",
@@ -212,6 +212,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
         right.barh(place, share, 0.6, color=colour)
         drawing.beside(right, share, place, f"{share:.0%}")
     top = np.nanmax([data["speedup"].max(), data["allowed"].max()])
+    top = max(top, min(left.dataLim.x1, 1.5 * top))  # an interval of two pairs may leave the panel
     left.set_xlim(0, top * 1.08)
     left.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
     right.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
@@ -222,14 +223,29 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
     return figure
 
 
+def _pairs_as_dots(ax: Axes, speedups: pd.Series[float], place: int, colour: str) -> None:
+    """Each pair under the row's interval, so that both are seen."""
+    ax.plot(speedups, [place + 0.2] * len(speedups), "o", color=colour, ms=3, mec="white", mew=0.4, zorder=4)
+
+
 def _speedup_caption(data: pd.DataFrame) -> str:
     return (
         "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; geometric "
-        "mean with its 95 % interval, dots are single pairs. What bytes and overlap allow: the best step is "
+        f"mean with its 95 % interval (line; {_student(data)}), dots are single pairs. What bytes and "
+        "overlap allow: the best step is "
         "max(compute, wire), where compute is the slowest rank's step less its exposed communication, and "
         "wire is 8 times the bytes that the busiest node sent to others in a step over the achieved rate; "
-        f"the share is that best step over the measured one. {common_to(data)}"
+        f"the share is that best step over the measured one. {peers_note(data)}{common_to(data)}"
     )
+
+
+def _student(data: pd.DataFrame) -> str:
+    """Whose interval it is, and from how few pairs."""
+    pairs = data.groupby(["cell", "contender"]).size()
+    told = (
+        f"{pairs.min()} to {pairs.max()} pairs" if pairs.min() < pairs.max() else counted(pairs.max(), "pair")
+    )
+    return f"Student's t from {told}, wide for few"
 
 
 def _speedup_alt(data: pd.DataFrame) -> str:
@@ -385,12 +401,14 @@ def _draw_ablation(data: pd.DataFrame) -> Figure | None:
             found = metrics.speedup(group)
             left.barh(place, found.estimate, 0.66, color=theme.colour(strategy))
             drawing.error_bar(left, place, found, theme.INK, across=True)
-            high = found.estimate if np.isnan(found.high) else found.high
+            _pairs_as_dots(left, group["speedup"], place, theme.INK)
+            high = np.nanmax([found.high, group["speedup"].max()])
             drawing.beside(left, max(high, found.estimate), place, f"{found.estimate:.2f}")
             ratio = group["bytes_ratio"].median()
             right.barh(place, ratio, 0.66, color=theme.colour(strategy))
             drawing.beside(right, ratio, place, f"{ratio:.3f}")
-        left.set_xlim(0, mine["speedup"].max() * 1.18)
+        top = mine["speedup"].max()
+        left.set_xlim(0, max(top, min(left.dataLim.x1, 1.5 * top)) * 1.18)
         right.set_xlim(0, mine["bytes_ratio"].max() * 1.18)
         drawing.same_rows(right)
         left.set_title(title)
@@ -410,7 +428,8 @@ def _ablation_caption(data: pd.DataFrame) -> str:
     return (
         "All eight combinations of quantised weight gathers (qwZ), the weight copy inside a node (hpZ) and "
         "quantised two-hop gradient reductions (qgZ). Speed-up: geometric mean over repeats with its 95 % "
-        "interval; bytes: ledger, all ranks. Product of the three single speed-ups against all three "
+        f"interval (line; {_student(data)}), dots are single pairs; bytes: ledger, all ranks. Product of "
+        "the three single speed-ups against all three "
         f"measured together: {'; '.join(told)}. {common_to(data)}"
     )
 
@@ -465,7 +484,7 @@ def _split_caption(data: pd.DataFrame) -> str:
         "Where a step's time goes, on the slowest rank of each step, mean over timed steps and repeats "
         "(means, so that parts add up; elsewhere steps are summarised by their median). Pale parts are "
         "exposed communication: time in which the rank only waited. Peers that are not wired through the "
-        f"ledger do not report it: theirs is inside forward and backward. {common_to(data)}"
+        f"ledger do not report it: theirs is inside forward and backward. {peers_note(data)}{common_to(data)}"
     )
 
 

@@ -68,7 +68,7 @@ MEMORY: Final = {
 }
 OTHER: Final = "#bbbbbb"
 BATCHES: Final = ("#d55e00", "#8a3c00", "#f2a679", "#5b2800")  # shades of ZeRO++, by tokens per rank
-MEASURED: Final = {"calibrated": "#9a9a9a", "probed": "#222222"}
+MEASURED: Final = {"calibrated": "#0072b2", "probed": "#222222"}
 
 
 def colour(strategy: str) -> str:

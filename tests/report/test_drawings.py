@@ -1,0 +1,208 @@
+"""What single figures show, read from their axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from harness.record import Record
+from harness.suite import Cluster, Trial
+from report import figures, tables, theme, wording
+from report.frame import frames_of
+from report.metrics import Derived, derive
+from report.plot import Plot, peers_note
+from tests.report.records import record_of, records_of, trials_of
+
+PLOTS = {plot.name: plot for plot in figures.PLOTS}
+
+
+def _drawn(name: str, derived: Derived) -> tuple[Figure, pd.DataFrame, Plot]:
+    plot = PLOTS[name]
+    data = plot.data(derived)
+    with theme.style():
+        figure = plot.draw(data)
+    assert figure is not None
+    return figure, data, plot
+
+
+def _at_rates(losses: dict[str, float]) -> list[Record]:
+    """ZeRO-3 and ZeRO++ at each rate, all of whose validations have the rate's loss."""
+
+    def lost(loss: float) -> Any:
+        def change(fields: dict[str, Any]) -> None:
+            fields["validations"] = [v.model_copy(update={"loss": loss}) for v in fields["validations"]]
+
+        return change
+
+    return [
+        record_of(
+            Trial(strategy=strategy, cluster=Cluster(rate=rate), validate_every=0, steps=4, warmup=1),
+            change=lost(loss),
+        )
+        for rate, loss in losses.items()
+        for strategy in ("zero3", "zeropp")
+    ]
+
+
+def test_a_loss_that_no_rate_changes_is_drawn_once() -> None:
+    """Equal at 12.5, 50 Mbit/s and unshaped, the final loss has one row a contender, and says so."""
+    figure, data, plot = _drawn(
+        "final_loss", derive(frames_of(_at_rates({"12.5 Mbit/s": 3.5, "50 Mbit/s": 3.5, "unshaped": 3.5})))
+    )
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["ZeRO-3", "ZeRO++"]
+    assert "at each of 3 rates" in plot.caption(data)
+    assert len(data) == 6
+
+
+def test_a_loss_that_a_rate_changes_is_drawn_per_rate() -> None:
+    """Where one rate's loss differs, every rate keeps its row."""
+    figure, data, plot = _drawn(
+        "final_loss", derive(frames_of(_at_rates({"12.5 Mbit/s": 3.5, "50 Mbit/s": 3.6})))
+    )
+    assert len(figure.axes[0].get_yticklabels()) == 4
+    assert "at each of" not in plot.caption(data)
+
+
+def test_the_final_loss_says_after_how_many_steps() -> None:
+    """Axis, caption and words count the steps before the last validation, warm-ups included."""
+    figure, data, plot = _drawn("final_loss", derive(frames_of(_at_rates({"50 Mbit/s": 3.5}))))
+    assert "after 5 steps" in figure.axes[0].get_xlabel()
+    assert "after 5 steps" in plot.caption(data)
+    assert "after 5 steps" in plot.alt(data)
+    assert "after 5 steps" in tables.summary(derive(frames_of(_at_rates({"50 Mbit/s": 3.5})))).caption
+
+
+def _achieving(trial: Trial, mbit: float) -> Record:
+    def change(fields: dict[str, Any]) -> None:
+        fields["link"] = fields["link"].model_copy(update={"probed_mbit": [mbit]})
+
+    return record_of(trial, change=change)
+
+
+@pytest.mark.parametrize(("rate", "marked"), [("50 Mbit/s", True), ("unshaped", False)])
+def test_an_unshaped_cell_is_not_marked(rate: str, marked: bool) -> None:
+    """Links whose rates differ by 25 % mark a shaped cell, and no unshaped one."""
+    cluster = Cluster(rate=rate)
+    pair = [
+        _achieving(Trial(strategy=name, cluster=cluster), mbit)
+        for name, mbit in (("zero3", 40.0), ("zeropp", 50.0))
+    ]
+    assert bool(derive(frames_of(pair)).differing) is marked
+
+
+@given(st.floats(min_value=1, max_value=1e15, allow_nan=False))
+def test_a_byte_unit_leaves_at_most_three_digits_before_the_point(largest: float) -> None:
+    """From one byte to 1000 TB, the value in its unit lies from 1 to 1000."""
+    size, _ = wording.byte_unit(largest)
+    assert 1 <= largest / size <= 1000
+
+
+def test_small_traffic_is_drawn_in_megabytes() -> None:
+    """The loss figure's axis of bytes has the unit in which its ticks are short."""
+    figure, data, _ = _drawn("loss", derive(frames_of(records_of("convergence", repeats=1))))
+    _, unit = wording.byte_unit(data["inter_bytes"].max())
+    assert figure.axes[2].get_xlabel() == f"{unit} sent between nodes"
+    assert figure.axes[2].get_xlim()[1] < 1100
+
+
+@pytest.mark.parametrize(("count", "told"), [(0, "0 seeds"), (1, "1 seed"), (2, "2 seeds"), (3, "3 seeds")])
+def test_one_is_singular(count: int, told: str) -> None:
+    """One seed, and any other number of seeds."""
+    assert wording.counted(count, "seed") == told
+
+
+def test_no_caption_leaves_the_plural_open() -> None:
+    """No caption, alternative text or table of any suite says ``(s)``."""
+    for suite in ("quickstart", "convergence", "bits"):
+        derived = derive(frames_of(records_of(suite, repeats=1)))
+        told = [table.caption for table in tables.all_tables(derived)]
+        for plot in figures.PLOTS:
+            if len(data := plot.data(derived)):
+                told += [plot.caption(data), plot.alt(data)]
+        assert not [text for text in told if "(s)" in text]
+
+
+def test_calibrations_stand_apart_from_probes() -> None:
+    """No calibration is drawn where a probe is, at one rate and at several."""
+    several = records_of("bandwidth", repeats=1)
+    one = [record_of(trial, order=order) for order, trial in enumerate(trials_of("quickstart", repeats=1))]
+    for records in (one, several):
+        figure, _, _ = _drawn("link", derive(frames_of(records)))
+        lines = {line.get_label(): line for line in figure.axes[0].lines}
+        calibrated, probed = (np.asarray(lines[name].get_xdata()) for name in ("calibrated", "probed"))
+        assert len(calibrated)
+        assert not set(calibrated) & set(probed)
+        assert lines["calibrated"].get_color() != lines["probed"].get_color()
+
+
+def test_pairs_are_told_beside_their_interval() -> None:
+    """The summary has the number of pairs and their range; the figures' captions name Student's t."""
+    derived = derive(frames_of(records_of("ablation")))
+    found = tables.summary(derived)
+    row = found.data.set_index("contender").loc["ZeRO++"]
+    ours = derived.pairs[derived.pairs["strategy"] == "zeropp"]["speedup"]
+    assert row["pairs"] == 3
+    assert row["pairs_told"] == f"3: {ours.min():.2f} to {ours.max():.2f}"
+    for name in ("speedup", "ablation"):
+        figure, data, plot = _drawn(name, derived)
+        assert "Student's t from 3 pairs" in plot.caption(data)
+        shown = [float(x) for line in figure.axes[0].lines for x in np.asarray(line.get_xdata())]
+        assert set(ours) <= set(shown)
+
+
+def test_captions_say_how_peers_travel() -> None:
+    """Where DDP or FSDP2 stand beside policies, captions say that they send fp32, and what gloo does."""
+    derived = derive(frames_of(records_of("bandwidth", repeats=1)))
+    for name in ("throughput", "speedup", "volume", "step_split"):
+        caption = PLOTS[name].caption(PLOTS[name].data(derived))
+        assert "FSDP2 travels in fp32; on gloo, FSDP2's reduce-scatter sends the bytes of" in caption
+    assert peers_note(pd.DataFrame({"strategy": ["ddp", "zero3"]})) == "DDP travels in fp32. "
+    assert peers_note(pd.DataFrame({"strategy": ["zero3", "single"]})) == ""
+
+
+def _holding(trial: Trial, extra: dict[str, int]) -> Record:
+    def change(fields: dict[str, Any]) -> None:
+        fields["ranks"] = [
+            rank.model_copy(
+                update={"memory": rank.memory.model_copy(update={"engine": rank.memory.engine | extra})}
+            )
+            for rank in fields["ranks"]
+        ]
+
+    return record_of(trial, change=change)
+
+
+def test_a_part_without_a_formula_is_hatched_and_left_out_of_the_total() -> None:
+    """A measured part that no formula has is hatched; the tick stands where the other parts end."""
+    extra = 2 * 2**20
+    trials = [Trial(strategy=name) for name in ("zero3", "zeropp")]
+    records = [_holding(trials[0], {}), _holding(trials[1], {"wire": extra})]
+    derived = derive(frames_of(records))
+    figure, _, plot = _drawn("memory", derived)
+    ax = figure.axes[0]
+    bars = [patch for patch in ax.patches if isinstance(patch, Rectangle) and patch.get_width() > 0]
+    hatched = [bar for bar in bars if bar.get_hatch()]
+    assert [bar.get_width() for bar in hatched] == [pytest.approx(2)]
+    (ticks,) = (line for line in ax.lines if line.get_label() == "formula")
+    solid = sum(bar.get_width() for bar in bars if not bar.get_hatch() and round(bar.get_y() + 0.31) == 1)
+    assert np.asarray(ticks.get_xdata())[1] == pytest.approx(solid)
+    assert any(text.get_text().endswith(" + 2.000") for text in ax.texts)
+    assert "hatched" in plot.caption(plot.data(derived))
+    row = tables.memory(derived).data.set_index("contender").loc["ZeRO++"]
+    assert row["covered_mib"] == pytest.approx(row["formula_mib"])
+    assert row["beyond_mib"] == pytest.approx(2)
+
+
+def test_equal_parts_have_no_hatch() -> None:
+    """Where every measured part has its formula, nothing is hatched and no column is added."""
+    derived = derive(frames_of([record_of(Trial(strategy=name)) for name in ("zero3", "zeropp")]))
+    figure, _, _ = _drawn("memory", derived)
+    assert not [patch for patch in figure.axes[0].patches if patch.get_hatch()]
+    assert "Without formula" not in [column.title for column in tables.memory(derived).columns]
