@@ -12,6 +12,7 @@ fp32 in ascending source order, encoded again for axis 1, and so on; the result 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
@@ -125,19 +126,32 @@ def reduce_gradients(
     for axis, _ in hops:
         world *= axis.size
     shard = gradient.numel() // world
-    held = placed(gradient, [axis for axis, _ in hops], shard)  # (axis 0, axis 1, ..., S)
-    for axis, codec in hops:
+    sizes = [axis.size for axis, _ in hops]
+    before: tuple[Codec, Exchange] | None = None
+    for number, (axis, codec) in enumerate(hops):
         frame = codec.frame_bytes(shard)
-        rest = held.shape[1:-1]  # the axes that are still to come
-        exchange = wire.all_to_all(axis, rest.numel() * frame, tag)
-        ops.encode(codec, held, exchange.send.view(axis.size, *rest, frame))
+        rest = sizes[number + 1 :]  # the axes that are still to come
+        exchange = wire.all_to_all(axis, math.prod(rest) * frame, tag)
+        send = exchange.send.view(axis.size, *rest, frame)
+        if before is None:
+            ops.encode(codec, placed(gradient, [axis for axis, _ in hops], shard), send)
+        else:
+            ops.decode_sum_encode(before[0], codec, _frames(before, sizes[number:], shard), send, shard)
+            before[1].close()
         exchange.post()
         yield
-        received = torch.unflatten(exchange.wait(), 1, (*rest, frame))  # (source, rest..., F)
-        held = torch.empty((*rest, shard), dtype=torch.float32, device=gradient.device)
-        ops.decode_sum(codec, received, held)
-        exchange.close()
-    return held.div_(world)
+        before = codec, exchange
+    assert before is not None  # noqa: S101  # there is a hop
+    mean = torch.empty(shard, dtype=torch.float32, device=gradient.device)
+    ops.decode_sum(before[0], _frames(before, [], shard), mean)
+    before[1].close()
+    return mean.div_(world)
+
+
+def _frames(received: tuple[Codec, Exchange], rest: Sequence[int], shard: int) -> Tensor:
+    """(source, rest..., F) uint8: what an exchange brought."""
+    codec, exchange = received
+    return torch.unflatten(exchange.wait(), 1, (*rest, codec.frame_bytes(shard)))
 
 
 def ring_reduce(wire: Wire, axis: Axis, codec: Codec, gradient: Tensor, tag: Tag) -> Steps[Tensor]:
