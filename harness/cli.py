@@ -7,7 +7,11 @@ the commands that need it.
 
 from __future__ import annotations
 
+from harness.interrupt import INTERRUPTED
+
+# isort: split
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,7 +31,6 @@ from harness.suite import Trial
 OK: Final = 0
 SOME_FAILED: Final = 1
 REFUSED: Final = 2
-INTERRUPTED: Final = 130
 
 app = typer.Typer(
     name="zeropp",
@@ -218,6 +221,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 if trials failed, 2 for what cannot be done, 130 after Ctrl-C.
     """
+    try:
+        return _main(arguments)
+    finally:
+        if arguments is None:  # the process ends: a Ctrl-C has nothing left to interrupt
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     try:
         status = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

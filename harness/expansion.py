@@ -67,7 +67,7 @@ class _File(BaseModel):
     """What stands at the top level of a suite file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)
     question: str = Field(min_length=1)
     time: str = "not stated"
     repeats: int = Field(1, ge=1)
@@ -411,6 +411,8 @@ def _one_allowed(error: ErrorDetails) -> str:
     }
     if kind in words:
         return words[kind]
+    if kind == "string_too_long":
+        return f"expected at most {context['max_length']} characters"
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":

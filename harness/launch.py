@@ -84,6 +84,7 @@ class Launch:
         timeout_seconds: for everything.
         log: where the log goes if something fails.
         backend: of the process group.
+        scratch: where ranks meet while they run; None for the system's temporary folder.
     """
 
     topology: Topology
@@ -93,6 +94,7 @@ class Launch:
     timeout_seconds: float
     log: Path
     backend: str = "gloo"
+    scratch: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,12 @@ def run_ranks(
         LaunchError: the first failure; all ranks have ended, the log is kept.
         KeyboardInterrupt: after all ranks have ended.
     """
-    with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
-        scratch = Path(name)
+    if launch.scratch is not None:
+        launch.scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix="zeropp-", dir=launch.scratch, ignore_cleanup_errors=True
+    ) as name:
+        scratch = Path(name).absolute()
         if launch.paced_mbit is not None:
             Pacer.create(scratch / "pacer", launch.topology.nodes)
         killed_before = _out_of_memory_kills()
@@ -239,8 +245,13 @@ def _torch_environment() -> Iterator[None]:
 def start_server() -> None:
     """Start the fork server, or do nothing if it runs; the first rank would otherwise wait for it."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    with _torch_environment():
-        forkserver.ensure_running()
+    # A Ctrl-C is for the sweep: the server would answer with a traceback while it imports torch.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with _torch_environment():
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(target: Any, argument: Any, launch: Launch, scratch: Path) -> list[_Watched]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from harness import corpus, machine
 from harness.corpus import CorpusError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # What a rank's process holds before it has a model: the interpreter, torch and gloo's threads.
 PROCESS_BYTES: Final = 200 << 20
 FP32_BYTES: Final = 4
-ADAM_BYTES: Final = 8
+TOKEN_BYTES: Final = 2 * 8  # int64; windows are drawn whole, then cut into tokens and targets
 
 
 class PlanError(ValueError):
@@ -104,12 +104,13 @@ def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
 
 
 def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]) -> Forecast:
+    optimizer = _check_optimizer(trial)
     found = [
         _check_ranks(trial, host),
         _check_corpus(trial),
         _check_link(trial, host),
         _check_launcher(trial),
-        _check_optimizer(trial),
+        optimizer if isinstance(optimizer, str) else None,
     ]
     problems = tuple(problem for problem in found if problem)
     model = _model(trial.model, trial.sequence, models)
@@ -118,7 +119,8 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     topology, policy = trial.topology(), trial.resolved_policy()
     if policy is None:
-        memory = _peer_memory(trial.strategy, parameters, topology)
+        state = optimizer if isinstance(optimizer, int) else 0
+        memory = _peer_memory(trial.strategy, parameters, topology, state)
         return Forecast(trial, parameters, memory=memory, problems=problems + _too_big(trial, host, memory))
     from impl.zero import ZeroError, plan_units
 
@@ -129,6 +131,10 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     inter, intra = per_node_bytes(policy, topology, units, trial)
     rate = trial.cluster.rate
     memory = traffic.memory(policy, topology, units)
+    if isinstance(optimizer, int):
+        from harness.strategies import predicted_memory
+
+        memory = predicted_memory(policy, topology, units, trial.optimizer)
     return Forecast(
         trial,
         parameters,
@@ -149,7 +155,18 @@ def per_node_bytes(
 
     All nodes send the same, so the ranks of node 0 are enough.
     """
-    load = traffic.Load(micro_batches=trial.accumulation, steps=1, norms=1)
+    norms = 0 if trial.clip is None else 1
+    # Only the first micro-batch finds no copy of the weights: all later ones send alike.
+    one, two = (
+        _node_bytes(policy, topology, units, traffic.Load(micro_batches=n, norms=norms)) for n in (1, 2)
+    )
+    later = trial.accumulation - 1
+    return one[0] + later * (two[0] - one[0]), one[1] + later * (two[1] - one[1])
+
+
+def _node_bytes(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], load: traffic.Load
+) -> tuple[int, int]:
     inter = intra = 0
     for rank in range(topology.ranks_per_node):
         for key, sent in traffic.predict(policy, topology, units, rank, load).items():
@@ -173,19 +190,19 @@ def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]
                 models[key] = workload.build(model, sequence)
         except workload.WorkloadError as error:
             models[key] = PlanError(str(error))
-        except Exception as error:  # a user's own function may raise anything
+        except (Exception, SystemExit) as error:  # a user's own function may raise anything
             words = f"{type(error).__name__}: {' '.join(str(error).split())}"
             models[key] = PlanError(f"model {model.name!r} cannot be built: {words}")
     return models[key]
 
 
-def _peer_memory(strategy: str, parameters: int, topology: Topology) -> dict[str, int]:
-    """Weights, gradients and Adam's moments in fp32; FSDP2 holds a share of each."""
+def _peer_memory(strategy: str, parameters: int, topology: Topology, state: int) -> dict[str, int]:
+    """Weights and gradients in fp32 and the optimizer's ``state`` bytes an element; FSDP2 holds a share."""
     share = -(-parameters // topology.world) if strategy == "fsdp2" else parameters
     return {
         "masters": FP32_BYTES * share,
         "gradients": FP32_BYTES * share,
-        "optimizer": ADAM_BYTES * share,
+        "optimizer": state * share,
     }
 
 
@@ -199,7 +216,7 @@ def _ranks_here(trial: Trial) -> int:
 
 def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...]:
     """Whether the ranks fit this machine's memory, or its GPUs'."""
-    ranks, each = _ranks_here(trial), sum(memory.values())
+    ranks, each = _ranks_here(trial), sum(memory.values()) + _batch_bytes(trial)
     if trial.cluster.device == "cuda":
         if not host.gpus or each <= min(host.gpus):
             return ()
@@ -210,6 +227,13 @@ def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...
         return ()
     complaint = f"{ranks} ranks x {gib(each + PROCESS_BYTES)} = {gib(need)} without activations"
     return (f"too big for memory: {complaint}, this machine has {gib(host.memory)}",)
+
+
+def _batch_bytes(trial: Trial) -> int:
+    """Tokens and targets of a micro-batch and of all validation batches of one rank."""
+    batches = 1 + (trial.validation_batches if trial.validate_every is not None else 0)
+    parts = trial.topology().world if trial.strategy == "single" else 1
+    return 2 * TOKEN_BYTES * trial.tokens_per_rank * batches * parts
 
 
 def _check_ranks(trial: Trial, host: Host) -> str | None:
@@ -271,23 +295,19 @@ def _check_launcher(trial: Trial) -> str | None:
     return None if launcher == "local" else f"cluster.launcher = {launcher!r}: not yet; expected 'local'"
 
 
-def _check_optimizer(trial: Trial) -> str | None:
-    """An optimizer that torch has and that works on 1-D shards."""
-    import torch
-
+def _check_optimizer(trial: Trial) -> str | int:
+    """Bytes of state an element of an optimizer that works on 1-D shards; else why it does not."""
+    from harness.rank import Refusal
+    from harness.strategies import state_bytes_per_element
     from impl.zero import NOT_ELEMENTWISE
 
     name = trial.optimizer.name
-    known = getattr(torch.optim, name, None)
-    if not (isinstance(known, type) and issubclass(known, torch.optim.Optimizer)):
-        return f"optimizer.name = {name!r}: torch.optim has no such optimizer"
     if name in NOT_ELEMENTWISE and trial.resolved_policy() is not None:
         return f"optimizer.name = {name!r} is not elementwise and would be another algorithm on shards"
     try:
-        known([torch.zeros(1)], **cast("dict[str, Any]", trial.optimizer.arguments))
-    except (TypeError, ValueError) as error:
-        return f"optimizer.arguments of {name}: {error}"
-    return None
+        return state_bytes_per_element(trial.optimizer)
+    except Refusal as error:
+        return str(error)
 
 
 def _namespaces() -> str | None:

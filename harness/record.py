@@ -267,6 +267,8 @@ def read(path: Path) -> Record:
         raise RecordError(f"{path}: cannot read: {error}") from error
     except json.JSONDecodeError as error:
         raise RecordError(f"{path}: not a record: line {error.lineno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
+        raise RecordError(f"{path}: not a record: {error}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RecordError(f"{path}: not a record: no schema_version")
     if data["schema_version"] != SCHEMA_VERSION:

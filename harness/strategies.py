@@ -21,10 +21,12 @@ from harness.suite import Optimizer, Trial
 from impl.geometry import UnitGeometry
 from impl.mesh import Mesh
 from impl.policy import Policy
-from impl.traffic import LedgerKey, Sent, memory
+from impl.topology import Topology
+from impl.traffic import ADAM_BYTES, LedgerKey, Sent, memory
 from impl.wire import Transport, Wire
 from impl.zero import Zero, find_blocks, shard
 
+_ROOT: Final = ("root", "root.frozen")  # units that stay gathered around all others
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "nccl": "backend"}
 
 
@@ -152,6 +154,7 @@ class Sharded:
     model: nn.Module
     engine: Zero
     policy: Policy
+    optimizer: Optimizer
 
     @property
     def zero(self) -> Zero:
@@ -181,9 +184,10 @@ class Sharded:
         """What the wire booked."""
         return self.engine.wire.ledger.rows()
 
-    def exposed_seconds(self) -> float:
-        """Time spent in the wire's waits."""
-        return self.engine.wire.exposed_seconds
+    def exposed_seconds(self) -> float | None:
+        """Time spent in the wire's waits; None on a GPU, whose stream waits while this process goes on."""
+        wire = self.engine.wire
+        return None if wire.mesh.device.type == "cuda" else wire.exposed_seconds
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """What the engine metered, and the optimizer's state."""
@@ -191,7 +195,8 @@ class Sharded:
 
     def formula(self) -> dict[str, int]:
         """See :meth:`Strategy.formula`."""
-        return memory(self.policy, self.engine.wire.mesh.topology, self.units())
+        topology = self.engine.wire.mesh.topology
+        return predicted_memory(self.policy, topology, self.units(), self.optimizer)
 
     def units(self) -> Sequence[UnitGeometry]:
         """The engine's."""
@@ -228,7 +233,7 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
         pacer=rank.pacer,
         timeout=trial.timeout_seconds,
     )
-    return Sharded(model, shard(model, mesh=wire.mesh, policy=policy, wire=wire), policy)
+    return Sharded(model, shard(model, mesh=wire.mesh, policy=policy, wire=wire), policy, trial.optimizer)
 
 
 def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:
@@ -254,19 +259,54 @@ def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:
     raise Refusal(f"unknown strategy {name!r}")
 
 
+def predicted_memory(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], optimizer: Optimizer
+) -> dict[str, int]:
+    """What ``impl.traffic`` says one rank holds, by part, with the state of the trial's optimizer."""
+    outer = [index for index, unit in enumerate(units) if unit.name in _ROOT]
+    parts = memory(policy, topology, units, outer)
+    elements = parts["optimizer"] // ADAM_BYTES
+    return {**parts, "optimizer": state_bytes_per_element(optimizer) * elements}
+
+
+def state_bytes_per_element(optimizer: Optimizer) -> int:
+    """Bytes of state that an optimizer keeps for each fp32 element, measured on a step of a few.
+
+    Raises:
+        Refusal: for an optimizer that cannot be built or cannot step.
+    """
+    few = nn.Parameter(torch.zeros(64))
+    few.grad = torch.zeros_like(few)
+    built = _built(optimizer, [few])
+    try:
+        built.step()
+    except Exception as error:
+        raise _refusal(optimizer, error) from error
+    return _state_bytes(built) // few.numel()
+
+
 def build_optimizer(optimizer: Optimizer, strategy: Strategy) -> torch.optim.Optimizer:
     """The optimizer that the trial names, over what the strategy lets it change.
 
     Raises:
         Refusal: if torch has none of that name, or its arguments do not fit.
     """
+    return _built(optimizer, strategy.parameters())
+
+
+def _built(optimizer: Optimizer, parameters: Iterable[Any]) -> torch.optim.Optimizer:
     kind = getattr(torch.optim, optimizer.name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise Refusal(f"optimizer {optimizer.name!r}: torch.optim has none of that name")
+        raise Refusal(f"optimizer.name = {optimizer.name!r}: torch.optim has no such optimizer")
     try:
-        return kind(strategy.parameters(), **cast("dict[str, Any]", optimizer.arguments))
-    except (TypeError, ValueError) as error:
-        raise Refusal(f"optimizer {optimizer.name}: {error}") from error
+        return kind(parameters, **cast("dict[str, Any]", optimizer.arguments))
+    except Exception as error:  # each checks its arguments in its own way
+        raise _refusal(optimizer, error) from error
+
+
+def _refusal(optimizer: Optimizer, error: Exception) -> Refusal:
+    words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return Refusal(f"optimizer.arguments of {optimizer.name}: {words}")
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ STRATEGIES: Final = (*PEERS, *PRESETS)
 
 _RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(kbit|Mbit|Gbit)/s\s*$")
 _MBIT = {"kbit": 1e-3, "Mbit": 1.0, "Gbit": 1e3}
+_RATES: Final = (1e-3, 1e6)  # 1 kbit/s to 1 Tbit/s: nothing outside is a link between nodes
+MOST_MICRO_BATCHES: Final = 1_000_000
+_LARGEST_LR: Final = 1e3
 _CANONICAL: Final = {"canonical": True}  # validation context: rates are plain Mbit/s
 
 
@@ -32,12 +35,15 @@ def parse_rate(value: object) -> object:
     """``"50 Mbit/s"`` or ``"unshaped"`` to Mbit/s or None.
 
     Raises:
-        ValueError: for a number without a unit, an unknown unit, or no rate at all.
+        ValueError: for a number without a unit, an unknown unit, no rate at all, or one that no link has.
     """
     if value is None or value == "unshaped":
         return None
     if isinstance(value, str) and (match := _RATE.match(value)) and float(match[1]) > 0:
-        return float(match[1]) * _MBIT[match[2]]
+        mbit = float(match[1]) * _MBIT[match[2]]
+        if not _RATES[0] <= mbit <= _RATES[1]:
+            raise ValueError("expected a rate from 1 kbit/s to 1000 Gbit/s, or 'unshaped'")
+        return mbit
     raise ValueError("expected a number above 0 with a unit, kbit/s, Mbit/s or Gbit/s, or 'unshaped'")
 
 
@@ -95,6 +101,16 @@ class Optimizer(_Frozen):
     name: str = "AdamW"
     arguments: dict[str, float | bool | list[float]] = {"lr": 3e-4}
 
+    @field_validator("arguments")
+    @classmethod
+    def _learning_rate(
+        cls, value: dict[str, float | bool | list[float]]
+    ) -> dict[str, float | bool | list[float]]:
+        rate = value.get("lr")
+        if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
+            raise ValueError(f"lr = {rate:g}: expected less than {_LARGEST_LR:g}")
+        return value
+
 
 class PolicyChanges(_Frozen):
     """Fields of ``impl.policy.Policy`` that replace those of the strategy's preset; text forms."""
@@ -133,10 +149,10 @@ class Trial(_Frozen):
     policy: PolicyChanges = PolicyChanges()
     cluster: Cluster = Cluster()
     model: Model = Model()
-    corpus: str = "stdlib"
+    corpus: str = Field("stdlib", min_length=1)
     sequence: int = Field(128, ge=1)
     tokens_per_rank: int = Field(512, ge=1)
-    accumulation: int = Field(1, ge=1)
+    accumulation: int = Field(1, ge=1, le=MOST_MICRO_BATCHES)
     optimizer: Optimizer = Optimizer()
     clip: float | None = Field(None, gt=0)
     steps: int = Field(8, ge=1)

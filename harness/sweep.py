@@ -7,8 +7,11 @@ under way is recorded as interrupted, to be run again next time.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import secrets
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +34,7 @@ from harness.link import (
 )
 from harness.progress import Display
 from harness.rank import Progress, Rank, Refusal
-from harness.record import Failure, LinkRecord, Record, path_of, read, write
+from harness.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
 from harness.suite import Trial
 from harness.trial import Assignment, Outcome, TrialError, assemble
 from harness.trial import run as run_trial
@@ -41,6 +44,8 @@ Argument = TypeVar("Argument")
 T = TypeVar("T")
 
 LOGS: Final = "logs"
+LOCK: Final = ".lock"
+SCRATCH: Final = ".scratch"
 _CALIBRATION_SECONDS: Final = 120.0
 
 
@@ -73,14 +78,19 @@ def run_sweep(suite_name: str, trials: Sequence[Trial], results: Path, console: 
     Raises:
         RecordError: if ``results`` cannot be read or written.
     """
-    missing = [(order, trial) for order, trial in enumerate(trials) if not finished(results, trial)]
     counts = {"ok": 0, "failed": 0}
-    sweep = _Sweep(suite_name, results)
-    if any(trial.cluster.launcher == "torchrun" for trial in trials):
-        sweep.leads, missing = _agree(missing)
-        console = console if sweep.leads else Console(quiet=True)
-    skipped, interrupted = len(trials) - len(missing), False
-    with Display(console, len(trials), skipped) as display, sweep:
+    together = any(trial.cluster.launcher == "torchrun" for trial in trials)
+    sweep = _Sweep(suite_name, results, leads=_join() if together else True)
+    with contextlib.ExitStack() as stack:
+        if sweep.leads:
+            stack.enter_context(alone(results))
+        missing = [(order, trial) for order, trial in enumerate(trials) if not finished(results, trial)]
+        if together:
+            missing = _agree(missing)
+        shown = console if sweep.leads else Console(quiet=True)
+        skipped, interrupted = len(trials) - len(missing), False
+        display = stack.enter_context(Display(shown, len(trials), skipped))
+        stack.enter_context(sweep)
         try:
             for position, (order, trial) in enumerate(missing):
                 sweep.keep_links([_setting(later) for _, later in missing[position:]])
@@ -105,16 +115,53 @@ def finished(results: Path, trial: Trial) -> bool:
     return path.exists() and read(path).settled
 
 
-def _agree(missing: list[tuple[int, Trial]]) -> tuple[bool, list[tuple[int, Trial]]]:
-    """Under torchrun: whether this rank leads, and what the leader found missing."""
+@contextlib.contextmanager
+def alone(results: Path) -> Iterator[None]:
+    """Hold the folder's lock, and clear away what a run that was killed has left there.
+
+    Raises:
+        RecordError: if another run holds it, or the folder cannot be written.
+    """
+    scratch = results / SCRATCH
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        lock = (results / LOCK).open("w")
+    except OSError as error:
+        raise RecordError(f"{results}: cannot write there: {error.strerror or error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecordError(
+                f"{results}: another zeropp run is writing there; wait for it, or choose other --results"
+            ) from None
+        except OSError as error:
+            raise RecordError(f"{results}: cannot be locked: {error.strerror or error}") from error
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            yield
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _join() -> bool:
+    """Join torchrun's ranks; whether this one leads."""
     import torch.distributed as dist
 
     if not dist.is_torchelastic_launched():
-        return True, missing  # every trial will be refused, and say so
+        return True  # every trial will be refused, and say so
     dist.init_process_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo")
+    return dist.get_rank() == 0
+
+
+def _agree(missing: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
+    """Under torchrun, what the leader found missing."""
+    import torch.distributed as dist
+
     found = [missing]
-    dist.broadcast_object_list(found)
-    return dist.get_rank() == 0, found[0]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    return found[0]
 
 
 def _setting(trial: Trial) -> Setting:
@@ -232,6 +279,7 @@ class _Sweep:
             threads=1,
             timeout_seconds=_CALIBRATION_SECONDS,
             log=self.results / LOGS / "calibration.log",
+            scratch=self.results / SCRATCH,
         )
         exchange = Exchange(message_bytes(link.setting.rate_mbit), REPETITIONS, speakers)
         found = self._start(trial, _exchange, exchange, launch, lambda _: None)
@@ -248,6 +296,7 @@ class _Sweep:
             threads=trial.threads or max(1, machine.cores() // here),
             timeout_seconds=trial.timeout_seconds,
             log=self.results / LOGS / f"{trial.id}.log",
+            scratch=self.results / SCRATCH,
             backend="cpu:gloo,cuda:nccl" if trial.cluster.transport == "nccl" else "gloo",
         )
         return self._start(trial, run_trial, assignment(trial, link), launch, on_progress)

@@ -147,6 +147,15 @@ def test_other_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"schema version 99, this program reads and writes {SCHEMA_VERSION}" in error
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema_version": ' + "9" * 5000 + "}"])
+def test_monstrous_records(folder: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    """Nesting or numbers beyond Python's limits are one line, naming the file."""
+    (folder / "results" / "q").mkdir(parents=True)
+    (folder / "results" / "q" / "0123456789ab.json").write_text(text)
+    for arguments in (("run", suite(folder)), ("show", "q"), ("report", "q")):
+        assert "0123456789ab.json: not a record" in refused(folder, capsys, *arguments)
+
+
 def test_other_pool(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Records of another machine or code are left alone, before anything runs."""
     made = record(Path("results"))
@@ -293,6 +302,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """The version is printed and nothing else."""
     assert cli.main(["--version"]) == cli.OK
     assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_interrupt_while_importing() -> None:
+    """Ctrl-C before the command line is there ends in the same line."""
+    code = "import harness.interrupt; raise KeyboardInterrupt"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=machine.ROOT
+    )
+    assert (done.returncode, done.stderr) == (cli.INTERRUPTED, "zeropp: interrupted\n")
 
 
 def test_interrupt(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

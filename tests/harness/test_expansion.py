@@ -257,6 +257,12 @@ CASES = {
     "infinite": ("[defaults]\ntimeout_seconds = inf\n", "timeout_seconds", "finite"),
     "table for a value": ("[defaults]\nsteps = { a = 1 }\n", "steps.a", "no such field"),
     "value for a table": ("[defaults]\ncluster = 5\n", "cluster = 5", "expected a table"),
+    "absurd learning rate": ("[defaults]\noptimizer.arguments.lr = 1e9\n", "1e+09", "less than 1000"),
+    "infinite learning rate": ("[defaults]\noptimizer.arguments.lr = inf\n", "arguments.lr", "finite"),
+    "no learning rate": ("[matrix]\noptimizer.arguments.lr = [nan]\n", "arguments.lr", "finite"),
+    "no corpus": ('[defaults]\ncorpus = ""\n', 'corpus = ""', "expected text"),
+    "absurd accumulation": ("[defaults]\naccumulation = 1000000000000\n", "accumulation", "at most 1000000"),
+    "absurd rate": ('[defaults]\ncluster.rate = "9999 Gbit/s"\n', "cluster.rate", "to 1000 Gbit/s"),
     "repeat as a field": ("[matrix]\nrepeat = [0, 1]\n", "repeat", "`repeats`"),
     "no repeats": ("repeats = 0\n", "repeats = 0", "at least 1"),
     "too many": (
@@ -290,6 +296,7 @@ def test_refusals(tmp_path: Path, body: str, found: str, allowed: str) -> None:
         ('name = "q"\n', "'question' is missing"),
         ('name = "../q"\nquestion = "?"\n', "expected letters, digits"),
         ('name = ".q"\nquestion = "?"\n', "expected letters, digits"),
+        (f'name = "{"q" * 101}"\nquestion = "?"\n', "expected at most 100 characters"),
         ('name = 3\nquestion = "?"\n', "expected text"),
     ],
 )

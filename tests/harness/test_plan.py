@@ -32,10 +32,15 @@ def one(host: Host = HERE, **fields: Any) -> Forecast:
     gather=st.sampled_from(["flat", "hierarchical"]),
     reduce=st.sampled_from(["flat", "one_hop", "two_hop"]),
     topology=st.builds(Topology, st.integers(1, 4), st.integers(1, 4)),
-    accumulation=st.integers(1, 3),
+    accumulation=st.integers(1, 4),
+    clip=st.booleans(),
 )
-def test_nodes_send_alike(name: str, gather: str, reduce: str, topology: Topology, accumulation: int) -> None:
-    """What all ranks send is what node 0 sends times the nodes, for every policy and topology."""
+def test_nodes_send_alike(
+    *, name: str, gather: str, reduce: str, topology: Topology, accumulation: int, clip: bool
+) -> None:
+    """What all ranks send is what node 0 sends times the nodes, for every policy and topology; a norm
+    is sent only where gradients are clipped.
+    """
     try:
         policy = preset(name, gather=gather, reduce=reduce)
         policy.check(topology)
@@ -47,12 +52,14 @@ def test_nodes_send_alike(name: str, gather: str, reduce: str, topology: Topolog
         )
         for i, size in enumerate((70_000, 3, 150_000))
     ]
-    load = traffic.Load(micro_batches=accumulation, steps=1, norms=1)
+    load = traffic.Load(micro_batches=accumulation, steps=1, norms=int(clip))
     total = {"inter": 0, "intra": 0}
     for rank in range(topology.world):
         for key, sent in traffic.predict(policy, topology, units, rank, load).items():
             total[key.link] += sent.bytes
-    inter, intra = per_node_bytes(policy, topology, units, Trial(accumulation=accumulation))
+    inter, intra = per_node_bytes(
+        policy, topology, units, Trial(accumulation=accumulation, clip=1.0 if clip else None)
+    )
     assert (inter * topology.nodes, intra * topology.nodes) == (total["inter"], total["intra"])
 
 
@@ -120,6 +127,10 @@ def test_hundred_billion() -> None:
         ({"optimizer": Optimizer(name="LBFGS")}, "not elementwise"),
         ({"optimizer": Optimizer(arguments={"momentum": 0.9})}, "unexpected keyword argument 'momentum'"),
         ({"optimizer": Optimizer(arguments={"lr": -1.0})}, "Invalid learning rate"),
+        ({"optimizer": Optimizer(arguments={"betas": [0.9]})}, "optimizer.arguments of AdamW: IndexError"),
+        ({"optimizer": Optimizer(arguments={"betas": [0.9, 0.9, 0.9]})}, "arguments of AdamW: ValueError"),
+        ({"model": Model(name="tests.harness.test_plan:leaving")}, "SystemExit: 3"),
+        ({"tokens_per_rank": 128 * 10**9}, "too big for memory"),
         ({"cluster": Cluster(link="real")}, "2 nodes are 2 machines"),
         ({"cluster": Cluster(device="cuda")}, "4 ranks need a GPU each, this machine has 0"),
         ({"cluster": Cluster(device="cuda"), "strategy": "single"}, "no GPU"),
@@ -137,6 +148,72 @@ def test_problems(fields: dict[str, Any], words: str) -> None:
 def broken(sequence: int) -> None:
     """A user's model that cannot be built."""
     raise RuntimeError("two\nlines")
+
+
+def leaving(sequence: int) -> None:
+    """A user's model that ends the process."""
+    raise SystemExit(3)
+
+
+def test_a_module_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's module that calls sys.exit when it is imported is a problem of that trial."""
+    (tmp_path / "leaving_at_import.py").write_text("import sys\nsys.exit('bye')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (problem,) = one(model=Model(name="leaving_at_import:build")).problems
+    assert "SystemExit: bye" in problem
+
+
+def test_huge_accumulation() -> None:
+    """A million micro-batches are planned as quickly as one, and sent a million times."""
+    few, many = (one(strategy="hpz", accumulation=number) for number in (2, 1_000_000))
+    first = one(strategy="hpz")
+    assert few.inter is not None
+    assert many.inter is not None
+    assert first.inter is not None
+    assert many.inter == first.inter + 999_999 * (few.inter - first.inter)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_element"),
+    [
+        (Optimizer(), 8),
+        (Optimizer(name="SGD", arguments={"lr": 0.1}), 0),
+        (Optimizer(name="SGD", arguments={"lr": 0.1, "momentum": 0.9}), 4),
+        (Optimizer(name="RMSprop", arguments={"lr": 0.1}), 4),
+        (Optimizer(name="Adam", arguments={"lr": 0.1, "amsgrad": True}), 12),
+    ],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_optimizer_state(strategy: str, optimizer: Optimizer, per_element: int) -> None:
+    """The optimizer's predicted bytes are those that one of its steps leaves."""
+    memory = one(strategy=strategy, optimizer=optimizer).memory or {}
+    assert memory["optimizer"] == per_element * memory["masters"] // 4
+
+
+def test_frozen_root_is_gathered_around_the_rest() -> None:
+    """Both units of the root, trained and frozen, count beside the largest other one."""
+    found = one(
+        model=Model(name="tests.harness.test_plan:half_frozen"),
+        strategy="exact",
+        policy=PolicyChanges(max_padding=9.0),
+        sequence=32,
+        tokens_per_rank=32,
+    )
+    assert found.memory is not None
+    assert found.memory["gathered"] == 4 * (64 * 128 + 64 * 256 + 64 * 64)
+
+
+def half_frozen(sequence: int) -> Any:
+    """A user's model with a frozen and a trained part around its blocks."""
+    from torch import nn
+
+    model = nn.Module()
+    model.frozen = nn.Linear(64, 128, bias=False).requires_grad_(False)
+    model.trained = nn.Linear(64, 256, bias=False)
+    model.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    return model
 
 
 def test_no_namespaces() -> None:

@@ -69,9 +69,9 @@ def test_all_train_like_a_single_process(
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        ({"name": "AdanW"}, "'AdanW': torch.optim has none of that name"),
-        ({"name": "Adam", "arguments": {"lrr": 1.0}}, "optimizer Adam: .*lrr"),
-        ({"name": "Optimizer"}, "optimizer Optimizer"),
+        ({"name": "AdanW"}, "'AdanW': torch.optim has no such optimizer"),
+        ({"name": "Adam", "arguments": {"lrr": 1.0}}, "arguments of Adam: .*lrr"),
+        ({"name": "Optimizer"}, "arguments of Optimizer"),
     ],
 )
 def test_an_impossible_optimizer_is_refused(tmp_path: Path, optimizer: dict[str, Any], words: str) -> None:

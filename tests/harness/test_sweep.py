@@ -18,9 +18,9 @@ from rich.console import Console
 
 from harness import link
 from harness.link import LinkError
-from harness.record import read, read_all
+from harness.record import RecordError, read, read_all
 from harness.suite import Trial
-from harness.sweep import SweepOutcome, run_sweep
+from harness.sweep import LOCK, SCRATCH, SweepOutcome, alone, run_sweep
 from tests.harness.test_launch import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
         trial("fsdp2", kind="paced", rate="50 Mbit/s"),
         trial("zeropp", policy={}),
         trial("single", model={"name": f"{here}:slow"}, timeout_seconds=3),
-        trial("exact", optimizer={"name": "SGD", "arguments": {"lr": 1e30}}),
+        trial("exact", optimizer={"name": "SGD", "arguments": {"lr": 1.0, "weight_decay": 1e30}}),
         trial("zero3"),
     ]
     outcome, shown = sweep(trials, tmp_path)
@@ -126,6 +126,25 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
         assert (tmp_path / failure.log).read_text().startswith("== rank 0 ==")
     again, _ = sweep(trials, tmp_path)
     assert again == SweepOutcome(ok=0, failed=2, skipped=4), "refused trials cost nothing and are tried again"
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    """A second sweep into a folder is refused in one line and touches nothing of the first."""
+    with alone(tmp_path):
+        (tmp_path / SCRATCH).mkdir()
+        with pytest.raises(RecordError, match="another zeropp run is writing there"):
+            sweep([trial("single")], tmp_path)
+        assert (tmp_path / SCRATCH).exists()
+    assert not (tmp_path / SCRATCH).exists()
+    assert not read_all(tmp_path)
+
+
+def test_what_a_killed_run_left_is_cleared_away(tmp_path: Path) -> None:
+    """Scratch files of a run that was killed are gone after the next one, and so are its own."""
+    (tmp_path / SCRATCH / "zeropp-old").mkdir(parents=True)
+    outcome, _ = sweep([trial("single")], tmp_path)
+    assert outcome.ok == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == [LOCK]
 
 
 def test_a_link_that_cannot_be_is_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +239,9 @@ if __name__ == "__main__":
     left = set(os.listdir("/dev/shm")) - shared  # noqa: S108, PTH208
     assert not {name for name in left if "zeropp" in name or "torch" in name}
     if number == signal.SIGKILL:
-        assert not (tmp_path / "results").exists()
+        assert not list((tmp_path / "results").glob("*.json"))
+        with alone(tmp_path / "results"):
+            assert not (tmp_path / "results" / SCRATCH).exists()
         return
     assert "the same command goes on" in shown
     failure = read(tmp_path / "results" / f"{one.id}.json").failure
