@@ -160,8 +160,9 @@ def _draw_link(data: pd.DataFrame) -> Figure | None:
         if several:
             at = requested[mine.index] * shift
         else:  # a calibration stands before the first trial that it served
-            turn = mine.groupby("id").cumcount() if when == "calibrated" else 0
-            at = mine["order"] - (0.6 + 0.15 * turn if when == "calibrated" else 0)
+            turn = mine.groupby("id").cumcount()
+            within = 0.3 + 0.4 * turn / max(1, int(turn.max()) if len(turn) else 1)
+            at = mine["order"] - (within if when == "calibrated" else 0)
         ax.plot(
             at, 100 * mine["share"], marker, color=theme.MEASURED[when], ms=4.5, alpha=0.8, mec="white",
             mew=0.4, label=when,

@@ -188,23 +188,24 @@ class Stack:
         left = np.zeros(len(self.rows))
         for part in self.values.columns:
             sizes = self.values[part].to_numpy(dtype=float)
-            bars = ax.barh(
-                places, sizes, height, left=left, color=self.colours.get(part, theme.OTHER),
-                label=self.labels.get(part, part), edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
-            for bar, hatched in zip(bars, [] if self.hatched is None else self.hatched[part], strict=False):
-                bar.set_hatch("////" if hatched else "")
+            colour = self.colours.get(part, theme.OTHER)
+            bars = ax.barh(places, sizes, height, left=left, color=colour, edgecolor="white", linewidth=0.5)
+            ax.barh(0, 0, color=colour, label=self.labels.get(part, part))  # the legend's, never hatched
+            if self.hatched is not None:
+                for bar, hatched in zip(bars, self.hatched[part], strict=True):
+                    bar.set_hatch(theme.HATCH if hatched else "")
             left += np.nan_to_num(sizes)
         row_names(ax, self.rows)
 
 
 def wrapped(name: str, limit: int = 24) -> str:
-    """A long name in two lines, broken before its parenthesis or after a comma."""
+    """A long name in two lines, broken before its last parenthesis or after a comma."""
     if len(name) <= limit:
         return name
     for mark, kept in ((" (", "\n("), (", ", ",\n")):
         if mark in name:
-            return name.replace(mark, kept, 1)
+            head, _, tail = name.rpartition(mark) if mark == " (" else name.partition(mark)
+            return f"{head}{kept}{tail}"
     return name
 
 

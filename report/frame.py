@@ -33,7 +33,7 @@ TRIALS: Final = (
     "seed", "repeat", "nodes", "ranks_per_node", "world", "processes", "tokens_per_rank", "sequence",
     "accumulation", "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local",
     "gradients_node", "secondary", "parameters", "units", "padded", "reference_loss", "predicted_equal",
-    "link_kind", "backend", "kernels", "corpus_sha256",
+    "link_kind", "backend", "kernels", "corpus", "corpus_sha256",
 )  # fmt: skip
 STEPS: Final = (
     "id", "rank", "node", "local", "index", "warmup", "total", "forward", "backward", "optimizer",
@@ -297,6 +297,7 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
         "link_kind": record.link.kind if record.link else "",
         "backend": str(record.ran.get("backend", "")),
         "kernels": str(record.ran.get("kernels", "")),
+        "corpus": plain(trial.corpus),
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
     }
 

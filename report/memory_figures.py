@@ -36,6 +36,8 @@ def _draw_memory(data: pd.DataFrame) -> Figure | None:
         bare = formulas.isna() & engine.gt(0)
         labels = {part: part.replace("_", " ") for part in engine.columns}
         drawing.Stack(list(engine.index), engine, theme.MEMORY, labels, hatched=bare).draw(ax)
+        if bare.any(axis=None):
+            ax.barh(0, 0, color="white", edgecolor=theme.FAINT, hatch=theme.HATCH, label="no formula")
         formula = formulas.sum(axis=1, min_count=1)
         ax.plot(formula, np.arange(len(formula)), "|", color=theme.INK, ms=14, mew=1.4, label="formula")
         for place, (covered, beyond) in enumerate(
@@ -48,7 +50,10 @@ def _draw_memory(data: pd.DataFrame) -> Figure | None:
             first = group.iloc[0]
             ax.set_title(f"{first['nodes']}x{first['ranks_per_node']} ranks, {plain(first['model'])}")
     grid[-1][0].set_xlabel("MiB on the fullest rank")
-    drawing.legend_above(figure, grid[0][0], columns=7)
+    entries, fullest = max(
+        ((len(ax.get_legend_handles_labels()[1]), ax) for (ax,) in grid), key=lambda found: found[0]
+    )
+    drawing.legend_above(figure, fullest, columns=entries if entries <= 7 else 5)
     return figure
 
 

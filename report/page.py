@@ -250,6 +250,11 @@ def warnings(derived: Derived) -> list[str]:
             f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
             f"{listed(sorted(unequal['id'])[:6])}."
         )
+    contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
+    found += [
+        f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
+        for corpus in sorted({str(corpus) for corpus, _ in contents[contents > 1].index})
+    ]
     where = ran.drop_duplicates("cell").set_index("cell")["where"]
     for cell, spread in derived.differing.items():
         found.append(

@@ -229,11 +229,15 @@ def _pairs_as_dots(ax: Axes, speedups: pd.Series[float], place: int, colour: str
 
 
 def _speedup_caption(data: pd.DataFrame) -> str:
+    shown = (
+        "markers: median over pairs, small dots: single pairs; intervals are in the Summary table"
+        if len(_several_rates(data))
+        else f"geometric mean with its 95 % interval (line; {_student(data)}), dots are single pairs"
+    )
     return (
-        "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; geometric "
-        f"mean with its 95 % interval (line; {_student(data)}), dots are single pairs. What bytes and "
-        "overlap allow: the best step is "
-        "max(compute, wire), where compute is the slowest rank's step less its exposed communication, and "
+        "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; "
+        f"{shown}. What bytes and overlap allow: the best step is max(compute, wire), "
+        "where compute is the slowest rank's step less its exposed communication, and "
         "wire is 8 times the bytes that the busiest node sent to others in a step over the achieved rate; "
         f"the share is that best step over the measured one. {peers_note(data)}{common_to(data)}"
     )

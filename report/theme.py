@@ -66,6 +66,7 @@ MEMORY: Final = {
     "gathered": "#e69f00",
     "local_gradients": "#cc79a7",
 }
+HATCH: Final = "////"  # a part without a formula
 OTHER: Final = "#bbbbbb"
 BATCHES: Final = ("#d55e00", "#8a3c00", "#f2a679", "#5b2800")  # shades of ZeRO++, by tokens per rank
 MEASURED: Final = {"calibrated": "#0072b2", "probed": "#222222"}

@@ -84,6 +84,22 @@ def test_every_link_leads_somewhere(quickstart: Path) -> None:
             assert (quickstart / unquote(link)).is_file()
 
 
+def test_a_narrow_screen_scrolls_only_inside_tables(quickstart: Path) -> None:
+    """Every table lies in a box that scrolls; images have no least width and lead to their drawing."""
+    text = (quickstart / "report.html").read_text()
+    tags = _Page(text).tags
+    for place, (tag, _) in enumerate(tags):
+        if tag == "table":
+            assert tags[place - 1] == ("div", tags[place - 1][1] | {"class": "wide", "tabindex": "0"})
+        if tag == "img":
+            assert (tags[place - 1][1]["href"] or "").endswith(".svg")
+    style = text.split("<style>")[1].split("</style>")[0]
+    assert ".wide { overflow-x: auto; }" in style
+    image = style.split("figure img {")[1].split("}")[0]
+    assert "max-width: min(100%" in image
+    assert "min-width" not in image
+
+
 def test_failures_are_listed_with_kind_message_and_log(quickstart: Path) -> None:
     """A failed trial stands on the page and in its table, with kind, message and log."""
     page = _Page((quickstart / "report.html").read_text())
@@ -173,7 +189,7 @@ def _snapshot(folder: Path) -> dict[Path, bytes | None]:
 
 @pytest.mark.parametrize("size", [0, 20_000, 250_000])
 def test_a_full_disk_leaves_the_previous_report(size: int, quickstart: Path, tmp_path: Path) -> None:
-    """Whether a figure, a table or the page cannot be written, nothing of the folder changes."""
+    """Whether the first figure, a later one or the page cannot be written, nothing of the folder changes."""
     folder = tmp_path / "results"
     shutil.copytree(quickstart, folder)
     (folder / "report.html").write_text("previous")

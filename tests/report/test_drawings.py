@@ -150,6 +150,9 @@ def test_pairs_are_told_beside_their_interval() -> None:
     ours = derived.pairs[derived.pairs["strategy"] == "zeropp"]["speedup"]
     assert row["pairs"] == 3
     assert row["pairs_told"] == f"3: {ours.min():.2f} to {ours.max():.2f}"
+    lines = PLOTS["speedup"]
+    over_rates = lines.data(derive(frames_of(records_of("bandwidth", repeats=2))))
+    assert "intervals are in the Summary table" in lines.caption(over_rates)
     for name in ("speedup", "ablation"):
         figure, data, plot = _drawn(name, derived)
         assert "Student's t from 3 pairs" in plot.caption(data)
@@ -198,6 +201,21 @@ def test_a_part_without_a_formula_is_hatched_and_left_out_of_the_total() -> None
     row = tables.memory(derived).data.set_index("contender").loc["ZeRO++"]
     assert row["covered_mib"] == pytest.approx(row["formula_mib"])
     assert row["beyond_mib"] == pytest.approx(2)
+
+
+def test_contenders_without_any_formula_leave_the_legend_plain() -> None:
+    """Beside policies, peers' parts are hatched, the legend's colours are not, and it names the hatch."""
+    derived = derive(
+        frames_of([_holding(Trial(strategy=name), {"masters": 2**20}) for name in ("ddp", "zero3", "zeropp")])
+    )
+    figure, _, _ = _drawn("memory", derived)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    hatched = [
+        label
+        for handle, label in zip(handles, labels, strict=True)
+        if any(patch.get_hatch() for patch in getattr(handle, "patches", []))
+    ]
+    assert hatched == ["no formula"]
 
 
 def test_equal_parts_have_no_hatch() -> None:

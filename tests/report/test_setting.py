@@ -12,6 +12,7 @@ from harness.suite import Cluster, Model, Optimizer, Trial
 from report.build import build
 from report.frame import frames_of
 from report.metrics import derive
+from report.page import warnings
 from report.setting import essentials, setting
 from tests.report.records import record_of
 
@@ -100,3 +101,21 @@ def test_failures_alone_have_no_setting(tmp_path: Path) -> None:
     """Without a finished trial there is no setting, and no empty section of it."""
     write(tmp_path, record_of(GIVEN, failure=Failure(kind="crashed", message="boom", log=None)))
     assert 'id="setting"' not in build(tmp_path).read_text()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_corpus_that_changed_between_trials_is_warned_of(changed: bool) -> None:
+    """Two contents of one corpus in a cell stand among the warnings; one does not."""
+
+    def of(sha: str) -> Any:
+        def change(fields: dict[str, Any]) -> None:
+            fields["ran"] = fields["ran"] | {"corpus_sha256": sha}
+
+        return change
+
+    records = [
+        record_of(Trial(strategy="zero3"), change=of("aa")),
+        record_of(Trial(strategy="zeropp"), change=of("bb" if changed else "aa")),
+    ]
+    told = warnings(derive(frames_of(records)))
+    assert any("Corpus stdlib changed between trials" in text for text in told) is changed
