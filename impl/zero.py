@@ -198,6 +198,7 @@ def shard(
             sharded.
     """
     policy.check(mesh.topology)
+    ops.prepare(mesh.device)
     wire = wire if wire is not None else Wire(mesh)
     drafts = _drafts(model, find_blocks(model) if blocks is None else blocks, group_of, policy.compute)
     geometries = [_geometry(draft, mesh.topology, policy) for draft in drafts]
@@ -410,11 +411,13 @@ class Zero:
 
     def describe(self) -> dict[str, Any]:
         """Algorithms, transports and kernels that ran, for the record."""
+        warning = ops.warning_of(self.wire.mesh.device)
         return {
             "gather": self.policy.gather,
             "reduce": self.policy.reduce,
             "transports": self.wire.describe(),
             "kernels": ops.backend_of(self.wire.mesh.device),
+            **({} if warning is None else {"kernels_warning": warning}),
         }
 
     # Events

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from impl import ops, reference
 from impl.codec import parse
+from impl.cpu import build
 
 
 @pytest.fixture
@@ -28,7 +31,51 @@ def test_a_cuda_device_uses_the_kernels_where_cupy_is_installed(
     """Without CuPy a CUDA device runs the reference, and the name says so."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
     assert ops.backend_of(torch.device("cuda")) == backend
+    warning = ops.warning_of(torch.device("cuda"))
+    assert warning == (None if found else "no CUDA kernels: CuPy is not installed")
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_cpu_uses_the_kernels_that_were_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a compiler the CPU has kernels, built into the user's cache once they are asked for."""
+    if not any(shutil.which(name) for name in build.COMPILERS):
+        pytest.skip("no C++ compiler installed")
+    monkeypatch.setattr(build, "user_folder", lambda: tmp_path)
+    ops.prepare(torch.device("cpu"))
+    assert len(list(tmp_path.glob("*.so"))) == 1
+    assert ops.backend_of(torch.device("cpu")) == "cpu"
+    assert ops.warning_of(torch.device("cpu")) is None
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_cpu_without_a_compiler_uses_the_reference_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a library the reference serves the CPU, and one line says what was missing."""
+
+    def fail(_: Path) -> Path:
+        raise build.BuildError("c++ failed with status 1: error: hm")
+
+    monkeypatch.setattr(build, "library", fail)
+    codec, x = parse("int8:8"), torch.randn(20)
+    got, wanted = (torch.empty(codec.frame_bytes(20), dtype=torch.uint8) for _ in range(2))
+    ops.encode(codec, x, got)
+    reference.encode(codec, x, wanted)
+    assert torch.equal(got, wanted)
     assert ops.backend_of(torch.device("cpu")) == "reference"
+    warning = ops.warning_of(torch.device("cpu"))
+    assert warning == "no C++ kernels: c++ failed with status 1: error: hm"
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_library_that_cannot_be_loaded_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file that the loader refuses leaves the reference, and its words."""
+    (tmp_path / "kernels.so").write_bytes(b"no library")
+    monkeypatch.setattr(build, "library", lambda _: tmp_path / "kernels.so")
+    assert ops.backend_of(torch.device("cpu")) == "reference"
+    warning = ops.warning_of(torch.device("cpu"))
+    assert warning is not None
+    assert "kernels.so" in warning
 
 
 def test_a_device_without_kernels_is_refused() -> None:
