@@ -44,6 +44,7 @@ ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all su
 Question = Annotated[
     str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
 ]
+Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
 RESULTS: Final = Path("results")
 
 
@@ -51,14 +52,17 @@ class RefusalError(Exception):
     """The command cannot do what it is asked; one line."""
 
 
-@app.callback(invoke_without_command=True, no_args_is_help=True)
+@app.callback(invoke_without_command=True)
 def _entry(
+    context: typer.Context,
     *,
     show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if show_version:
         print(version("zeropp-bench"))
         raise typer.Exit(OK)
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
@@ -105,11 +109,14 @@ def show(what: Question, results: ResultsFolder = RESULTS) -> None:
 
 
 @app.command()
-def report(what: Question, results: ResultsFolder = RESULTS) -> None:
+def report(what: Answer, results: ResultsFolder = RESULTS) -> None:
     """Build a suite's report from its records and print its path."""
     folder = _folder(what, results)
     if folder is None:
-        raise RefusalError(_unknown(what, results))
+        raise RefusalError(
+            f"unknown suite {what!r}: {results} holds {_there(results)}; a report is of a suite, "
+            "`zeropp show` also prints single trials"
+        )
     _build_report(folder)
 
 
@@ -205,11 +212,16 @@ def _record(trial_id: str, results: Path) -> Record:
 
 
 def _unknown(what: str, results: Path) -> str:
-    there = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
     return (
-        f"unknown suite or id {what!r}: {results} holds {', '.join(there) or 'no suites'}; "
+        f"unknown suite or id {what!r}: {results} holds {_there(results)}; "
         "an id is at least 4 of its 12 hex digits"
     )
+
+
+def _there(results: Path) -> str:
+    """Names of the suites that have results."""
+    there = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
+    return ", ".join(there) or "no suites"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -269,7 +269,7 @@ def _check_link(trial: Trial, host: Host) -> str | None:
         if cluster.launcher == "local" and cluster.nodes > 1:
             return (
                 f"cluster.link = 'real': {cluster.nodes} nodes are {cluster.nodes} machines, and "
-                "cluster.launcher = 'local' starts all ranks on this one; expected 'torchrun' or 'slurm'"
+                "cluster.launcher = 'local' starts all ranks on this one; expected 'torchrun'"
             )
         if cluster.rate is not None:
             return (
@@ -291,8 +291,19 @@ def _check_link(trial: Trial, host: Host) -> str | None:
 
 
 def _check_launcher(trial: Trial) -> str | None:
-    launcher = trial.cluster.launcher
-    return None if launcher == "local" else f"cluster.launcher = {launcher!r}: not yet; expected 'local'"
+    cluster = trial.cluster
+    if cluster.launcher == "local":
+        return None
+    if cluster.launcher == "slurm":
+        return "cluster.launcher = 'slurm': not yet; expected 'torchrun', started through srun, or 'local'"
+    import torch.distributed as dist
+
+    if dist.is_torchelastic_launched():
+        return None
+    return (
+        "cluster.launcher = 'torchrun': this process was not started by it; start torchrun "
+        f"--nnodes={cluster.nodes} --nproc-per-node={cluster.ranks_per_node} --no-python zeropp run ..."
+    )
 
 
 def _check_optimizer(trial: Trial) -> str | int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Self
+from collections.abc import Sequence
+from typing import Final, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -13,21 +14,24 @@ from rich.text import Text
 from harness.rank import Progress
 from harness.record import Record
 from harness.suite import Trial
-from impl.policy import PRESETS
+from harness.terminal import at, told
+
+_ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluster.rate")
 
 
 class Display:
-    """Progress of a sweep over ``trials`` trials, of which ``skipped`` have a record already."""
+    """Progress of a sweep over ``trials``, of which ``skipped`` have a record already."""
 
-    def __init__(self, console: Console, trials: int, skipped: int) -> None:
-        self._console, self._trials, self._done = console, trials, skipped
+    def __init__(self, console: Console, trials: Sequence[Trial], skipped: int) -> None:
+        self._console, self._trials, self._done = console, len(trials), skipped
+        self._axes = [path for path in told([trial.canonical() for trial in trials]) if path not in _ALWAYS]
         self._durations: list[float] = []
         self._began = time.monotonic()
         self._trial: Trial | None = None
         self._progress = Progress("set-up")
         self._live: Live | None = None
         if skipped:
-            console.print(f"{skipped} of {trials} trials have a record and are skipped", markup=False)
+            console.print(f"{skipped} of {len(trials)} trials have a record and are skipped", markup=False)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -80,14 +84,9 @@ class Display:
     def _name(self) -> str:
         if self._trial is None:
             return ""
-        cluster = self._trial.cluster
-        rate = "unshaped" if cluster.rate is None else f"{cluster.rate:g} Mbit/s"
-        words = [self._trial.strategy, f"{self._trial.topology()}", rate]
-        changes = (
-            self._trial.policy.model_dump(exclude_defaults=True) if self._trial.strategy in PRESETS else {}
-        )
-        words += [f"{key}={value}" for key, value in changes.items()]
-        words.append(f"{self._trial.tokens_per_rank} tokens/rank")
+        trial = self._trial.canonical()
+        words = [self._trial.strategy, f"{self._trial.topology()}", at(trial, "cluster.rate")]
+        words += [f"{path.rpartition('.')[2]} {at(trial, path)}" for path in self._axes]
         return f"{self._trial.id} {', '.join(words)}, repeat {self._trial.repeat}"
 
     def _eta(self) -> str:

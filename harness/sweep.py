@@ -89,7 +89,7 @@ def run_sweep(suite_name: str, trials: Sequence[Trial], results: Path, console: 
             missing = _agree(missing)
         shown = console if sweep.leads else Console(quiet=True)
         skipped, interrupted = len(trials) - len(missing), False
-        display = stack.enter_context(Display(shown, len(trials), skipped))
+        display = stack.enter_context(Display(shown, trials, skipped))
         stack.enter_context(sweep)
         try:
             for position, (order, trial) in enumerate(missing):

@@ -152,7 +152,9 @@ def at(trial: Mapping[str, Any], path: str) -> str:
 
 
 def _measured(one: Record) -> tuple[str, str, str, str, str]:
-    """Median step, exposed communication, bytes between nodes per step, rate and last loss."""
+    """Median step and exposed communication of the first rank, bytes between nodes per step, rate, and
+    the last loss, its mean over ranks.
+    """
     steps = [step for step in one.ranks[0].steps if not step.warmup] if one.ranks else []
     if not steps:
         return NONE, NONE, NONE, NONE, NONE
@@ -170,7 +172,7 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
         NONE if steps[0].exposed_forward is None else f"{statistics.median(exposed):.4f}",
         _size(sent / len(steps)) if ledgers else NONE,
         f"{statistics.median(achieved):.4g}" if achieved else NONE,
-        f"{steps[-1].loss:.4f}",
+        f"{statistics.fmean(rank.steps[-1].loss for rank in one.ranks):.4f}",
     )
 
 

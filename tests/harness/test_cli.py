@@ -124,7 +124,9 @@ def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: s
     if what in ("../..", ".."):
         what = f"{what}/no-such-folder"
     record(Path("results"))
-    assert "unknown suite or id" in (text := refused(folder, capsys, command, what))
+    assert f"unknown suite{' or id' if command == 'show' else ''} " in (
+        text := refused(folder, capsys, command, what)
+    )
     assert "results holds q" in text
 
 
@@ -186,6 +188,17 @@ def test_show_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert made.id in text
         assert "5.5" in text
         assert "zero3" in text
+
+
+def test_show_means_over_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss that is shown is the mean over ranks, whatever the strategy."""
+    made = record(Path("results"))
+    other = made.ranks[0].model_copy(
+        update={"rank": 1, "steps": [made.ranks[0].steps[0].model_copy(update={"loss": 6.5})]}
+    )
+    write(Path("results/q"), made.model_copy(update={"ranks": [made.ranks[0], other]}))
+    assert cli.main(["show", "q"]) == cli.OK
+    assert "6.0000" in capsys.readouterr().out
 
 
 def test_show_without_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,6 +309,14 @@ def test_module_and_lazy_torch() -> None:
     )
     assert done.returncode == cli.REFUSED
     assert done.stderr.count("\n") == 1
+
+
+def test_nothing_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a command the help is printed, and nothing is wrong."""
+    assert cli.main([]) == cli.OK
+    out, err = capsys.readouterr()
+    assert "report" in out
+    assert err == ""
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

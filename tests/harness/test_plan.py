@@ -132,6 +132,12 @@ def test_hundred_billion() -> None:
         ({"model": Model(name="tests.harness.test_plan:leaving")}, "SystemExit: 3"),
         ({"tokens_per_rank": 128 * 10**9}, "too big for memory"),
         ({"cluster": Cluster(link="real")}, "2 nodes are 2 machines"),
+        ({"cluster": Cluster(link="real")}, "expected 'torchrun'"),
+        (
+            {"cluster": Cluster(launcher="torchrun")},
+            "torchrun --nnodes=2 --nproc-per-node=2 --no-python zeropp",
+        ),
+        ({"cluster": Cluster(launcher="slurm")}, "expected 'torchrun', started through srun"),
         ({"cluster": Cluster(device="cuda")}, "4 ranks need a GPU each, this machine has 0"),
         ({"cluster": Cluster(device="cuda"), "strategy": "single"}, "no GPU"),
         ({"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})}, "our own wire only"),

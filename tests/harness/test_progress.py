@@ -1,0 +1,48 @@
+"""Progress lines say which trial it is by what varies."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from harness.progress import Display
+from harness.record import Failure, Record
+from harness.suite import Cluster, PolicyChanges, Trial
+
+
+def line(trials: list[Trial]) -> str:
+    """What is printed when the first of ``trials`` is over."""
+    shown = io.StringIO()
+    with Display(Console(file=shown, width=400), trials, 0) as display:
+        display.began(trials[0])
+        fields: dict[str, Any] = {"machine": {}, "code": {}}
+        failure = Failure(kind="refused", message="no", log=None)
+        trial = trials[0].canonical()
+        display.finished(
+            Record(
+                id=trials[0].id, suite="q", trial=trial, started="1", finished="2", order=0, pool="p",
+                failure=failure, **fields,
+            )
+        )  # fmt: skip
+    return shown.getvalue()
+
+
+def test_what_varies_is_said() -> None:
+    """Strategy, place and rate always stand there, axes by name, and nothing that all share."""
+    cluster = Cluster(rate="50 Mbit/s")  # type: ignore[arg-type]
+    trials = [
+        Trial(
+            strategy="zeropp", cluster=cluster, seed=seed,
+            policy=PolicyChanges(weights=weights, align=2048, max_padding=0.1),
+        )
+        for seed in (0, 1) for weights in ("int8:64", "int4:64")
+    ]  # fmt: skip
+    text = line(trials)
+    assert "zeropp, 2x2, 50 Mbit/s, " in text
+    assert "weights int8:64" in text
+    assert "seed 0" in text
+    assert "align" not in text
+    assert "max_padding" not in text
+    assert "tokens" not in text
