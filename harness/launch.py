@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -171,8 +171,10 @@ def run_ranks(
         if launch.paced_mbit is not None:
             Pacer.create(scratch / "pacer", launch.topology.nodes)
         killed_before = _out_of_memory_kills()
-        ranks = _start(target, argument, launch, scratch)
+        ranks: list[_Watched] = []
         try:
+            with _uninterrupted():  # half-started ranks would be nobody's
+                ranks += _start(target, argument, launch, scratch)
             failure = _watch(ranks, launch.timeout_seconds, on_progress)
         finally:
             for watched in ranks:
@@ -229,6 +231,22 @@ def run_in_place(
 
 
 @contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a Ctrl-C take effect only after the body."""
+    if threading.current_thread() is not threading.main_thread():  # then it is not ours anyway
+        yield
+        return
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
 def _torch_environment() -> Iterator[None]:
     """Huge pages for every contender alike; torch reads the switch once, in the fork server."""
     before = os.environ.get("THP_MEM_ALLOC_ENABLE")
@@ -246,6 +264,7 @@ def start_server() -> None:
     """Start the fork server, or do nothing if it runs; the first rank would otherwise wait for it."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     # A Ctrl-C is for the sweep: the server would answer with a traceback while it imports torch.
+    resource_tracker.ensure_running()  # which unblocks it again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with _torch_environment():

@@ -14,7 +14,7 @@ from rich.text import Text
 from harness.rank import Progress
 from harness.record import Record
 from harness.suite import Trial
-from harness.terminal import at, told
+from harness.terminal import NONE, at, told
 
 _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluster.rate")
 
@@ -86,7 +86,8 @@ class Display:
             return ""
         trial = self._trial.canonical()
         words = [self._trial.strategy, f"{self._trial.topology()}", at(trial, "cluster.rate")]
-        words += [f"{path.rpartition('.')[2]} {at(trial, path)}" for path in self._axes]
+        said = {path: at(trial, path) for path in self._axes}
+        words += [f"{path.rpartition('.')[2]} {value}" for path, value in said.items() if value != NONE]
         return f"{self._trial.id} {', '.join(words)}, repeat {self._trial.repeat}"
 
     def _eta(self) -> str:

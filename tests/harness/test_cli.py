@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -332,6 +335,27 @@ def test_interrupt_while_importing() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=machine.ROOT
     )
     assert (done.returncode, done.stderr) == (cli.INTERRUPTED, "zeropp: interrupted\n")
+
+
+@pytest.mark.parametrize("seconds", [0.7, 1.4, 2.1, 3.0])
+def test_interrupt_at_any_moment(folder: Path, seconds: float) -> None:
+    """Whenever a terminal's Ctrl-C comes, nobody prints a traceback and the exit status is 130."""
+    suite(folder, 'strategy = "single"\nsteps = 1000000\ntimeout_seconds = 60\n')
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; from harness.cli import main; sys.exit(main())", "run", "q.toml"],
+        env={**os.environ, "PYTHONPATH": str(machine.ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == cli.INTERRUPTED, error
+    assert "Traceback" not in error
+    assert error.endswith("zeropp: interrupted\n")
 
 
 def test_interrupt(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
