@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 using namespace codec;
 
@@ -18,6 +19,7 @@ namespace {
 constexpr i64 kPiece = 2048;    // elements whose codes wait for packing: whole octets
 constexpr i64 kGroup = 256;     // elements that share one test for ties
 constexpr i64 kHeld = 1 << 15;  // fp32 sums kept for a second look; beyond, they are summed twice
+constexpr i64 kAhead = 1 << 14;  // elements of the largest block whose successor is fetched meanwhile
 constexpr i64 kTogether = 256;  // small blocks that are encoded together
 constexpr int kDims = 8;
 
@@ -207,36 +209,84 @@ Extent extent(const typename T::Word* __restrict values, i64 count) {
     }
 }
 
-// The code that a quotient of a finite block was rounded to.  Without an offset none passes the ends by
-// more than a rounding.  With one none is negative, and the scale may be so much rounded that quotients
-// are huge: their patterns order as they do.
+// The pattern whose low bits are the code.  Without an offset no quotient of a finite block passes the
+// ends by more than a rounding.  With one none is negative, and the scale may be so much rounded that
+// quotients are huge: their patterns order as they do.
 template <bool ASYMMETRIC>
-u8 code_within(Any scheme, float rounded) {
-    const u32 bits = bits_of(rounded), most = bits_of(kRound + scheme.last());
-    return u8((ASYMMETRIC && bits > most ? most : bits) & ((1u << scheme.bits()) - 1u));
+u32 clamped_pattern(Any scheme, float quotient) {
+    const u32 bits = bits_of(quotient + kRound), most = bits_of(kRound + scheme.last());
+    return ASYMMETRIC && bits > most ? most : bits;
 }
 
-// Codes of a few values that share a scale: products, and divisions where one of them leaves doubt.
+// The same from the bracket, and in `doubt` whether its ends differ.
+template <bool ASYMMETRIC>
+inline __attribute__((always_inline)) u32 bracketed_pattern(
+    Any scheme, Divider divider, Bracket bracket, float value, u32& doubt) {
+    const float numerator = numerator_of(scheme, divider, value);
+    const u32 low = clamped_pattern<ASYMMETRIC>(scheme, numerator * bracket.low);
+    const u32 high = clamped_pattern<ASYMMETRIC>(scheme, numerator * bracket.high);
+    doubt |= low ^ high;
+    return low;
+}
+
+// Asks for memory, which need not exist.
+template <class Word>
+void fetch(const Word* values, i64 count) {
+    const auto* bytes = reinterpret_cast<const char*>(values);
+    for (i64 at = 0; at < count * i64(sizeof(Word)); at += 64) __builtin_prefetch(bytes + at);
+}
+
+// Codes of a few values that share a scale, by products; returns 0 where none is in doubt.
+template <class T, bool ASYMMETRIC>
+inline __attribute__((always_inline)) u32 multiply_group(
+    Any scheme, Divider divider, const typename T::Word* __restrict values, u8* __restrict codes, i64 count) {
+    const Bracket bracket = bracket_of(divider);
+    const u8 mask = u8((1u << scheme.bits()) - 1u);
+    u32 doubt = 0;
+    i64 first = 0;
+    if constexpr (std::is_same_v<T, Bf16>) {  // two in a word: halves need no shuffles to become fp32
+        for (i64 i = 0; i < count / 2; ++i) {
+            u32 both;
+            std::memcpy(&both, values + 2 * i, 4);
+            const float left = float_of(both << 16), right = float_of(both & 0xffff0000u);
+            const u32 even = bracketed_pattern<ASYMMETRIC>(scheme, divider, bracket, left, doubt);
+            const u32 odd = bracketed_pattern<ASYMMETRIC>(scheme, divider, bracket, right, doubt);
+            const u16 pair = u16(u16((even & 0xffu) | odd << 8) & u16(mask | mask << 8));
+            std::memcpy(codes + 2 * i, &pair, 2);
+        }
+        first = count / 2 * 2;
+    }
+    for (i64 i = first; i < count; ++i) {
+        codes[i] = u8(bracketed_pattern<ASYMMETRIC>(scheme, divider, bracket, T::widen(values[i]), doubt)) & mask;
+    }
+    return doubt;
+}
+
+// The same by divisions.
+template <class T, bool ASYMMETRIC>
+__attribute__((noinline)) void divide_group(
+    Any scheme, Divider divider, const typename T::Word* __restrict values, u8* __restrict codes, i64 count) {
+    scheme.asymmetric = ASYMMETRIC;
+    const u8 mask = u8((1u << scheme.bits()) - 1u);
+    for (i64 i = 0; i < count; ++i) {
+        const float numerator = numerator_of(scheme, divider, T::widen(values[i]));
+        codes[i] = u8(clamped_pattern<ASYMMETRIC>(scheme, numerator / divider.divisor)) & mask;
+    }
+}
+
+// A group by products, and by divisions where they leave doubt.
 template <class T, bool ASYMMETRIC>
 inline __attribute__((always_inline)) void round_group(
-    Any scheme, Divider divider, const typename T::Word* __restrict values, u8* __restrict codes, i64 count) {
-    u32 worst = 0;
-    for (i64 i = 0; i < count; ++i) {
-        const float numerator = numerator_of(scheme, divider, T::widen(values[i]));
-        const Rounded result = rounded_of(numerator * divider.reciprocal);
-        const u32 rest = bits_of(result.rest) & kAbs;
-        worst = rest > worst ? rest : worst;
-        codes[i] = code_within<ASYMMETRIC>(scheme, result.rounded);
-    }
-    if (worst <= bits_of(divider.unsafe)) return;
-    for (i64 i = 0; i < count; ++i) {
-        const float numerator = numerator_of(scheme, divider, T::widen(values[i]));
-        codes[i] = code_within<ASYMMETRIC>(scheme, rounded_of(numerator / divider.divisor).rounded);
+    Any scheme, Divider divider, const typename T::Word* values, u8* codes, i64 count) {
+    if (multiply_group<T, ASYMMETRIC>(scheme, divider, values, codes, count) != 0) {
+        divide_group<T, ASYMMETRIC>(scheme, divider, values, codes, count);
     }
 }
 
+// Meanwhile fetches what lies `ahead` elements on, where that is not 0: memory would otherwise rest
+// while a block that has been fetched is rounded.
 template <class T, bool ASYMMETRIC>
-void round_values(Any scheme, Stored stored, const typename T::Word* values, u8* codes, i64 count) {
+void round_values(Any scheme, Stored stored, const typename T::Word* values, i64 ahead, u8* codes, i64 count) {
     if (stored.broken()) {
         std::memset(codes, 0, std::size_t(count));
         return;
@@ -245,20 +295,25 @@ void round_values(Any scheme, Stored stored, const typename T::Word* values, u8*
     const Divider divider = divider_of(scheme, stored);
     i64 at = 0;
     for (; at + kGroup <= count; at += kGroup) {
+        if (ahead != 0) fetch(values + at + ahead, kGroup);
         round_group<T, ASYMMETRIC>(scheme, divider, values + at, codes + at, kGroup);
     }
-    if (at < count) round_group<T, ASYMMETRIC>(scheme, divider, values + at, codes + at, count - at);
+    if (at == count) return;
+    if (ahead != 0) fetch(values + at + ahead, count - at);
+    round_group<T, ASYMMETRIC>(scheme, divider, values + at, codes + at, count - at);
 }
 
 // Writes a row's frame.  `next` brings the values of [begin, end), wherever it keeps them, at most
-// `whole` at once, so that a block of that size is there for both looks.  Small blocks go together:
+// `whole` at once, so that a block of that size is there for both looks; those that lie in order as
+// they are can be fetched `ahead`.  Small blocks go together:
 // then the long chain from a block's maximum to its divisor overlaps with its neighbours'.
 template <class T, bool ASYMMETRIC, class Next>
-void encode_row(const Code& code, i64 numel, i64 whole, u8* frame, Next next) {
+void encode_row(const Code& code, i64 numel, i64 whole, bool in_order, u8* frame, Next next) {
     const Any scheme = scheme_of(code, ASYMMETRIC);
     const bool direct = code.bits == 8;
     const i64 together = code.block < kPiece ? smaller(kPiece / code.block, kTogether) : 1;
     const bool held = together * code.block <= whole;
+    const i64 ahead = !in_order ? 0 : together * code.block <= kAhead ? together * code.block : kPiece;
     alignas(64) u8 codes[kPiece];
     Stored stored[kTogether];
     i64 packed = 0;  // elements whose codes stand in the frame
@@ -287,7 +342,7 @@ void encode_row(const Code& code, i64 numel, i64 whole, u8* frame, Next next) {
                 until = held ? until : smaller(at + kPiece, until);
                 const typename T::Word* from = held ? values + (at - begin) : next(at, until);
                 u8* to = direct ? frame + at : codes + (at - packed);
-                round_values<T, ASYMMETRIC>(scheme, stored[block], from, to, until - at);
+                round_values<T, ASYMMETRIC>(scheme, stored[block], from, ahead, to, until - at);
                 at = until;
                 if (!direct && at == packed + kPiece) {
                     pack(code.bits, codes, frame + packed / 8 * code.bits, kPiece);
@@ -308,9 +363,9 @@ void encode_rows(const Job& job) {
         const auto next = [&](i64 begin, i64) { return values + begin; };
         auto* frame = reinterpret_cast<u8*>(to);
         if (job.coding.asymmetric) {
-            encode_row<T, true>(job.coding, job.numel, job.numel, frame, next);
+            encode_row<T, true>(job.coding, job.numel, job.numel, true, frame, next);
         } else {
-            encode_row<T, false>(job.coding, job.numel, job.numel, frame, next);
+            encode_row<T, false>(job.coding, job.numel, job.numel, true, frame, next);
         }
     });
 }
@@ -434,7 +489,7 @@ void sum_encode_rows(const Job& job, u32* held) {
             sum_sources(job, from, first, smaller((end + 7) / 8 * 8, job.numel), held);
             return held + (begin - first);
         };
-        encode_row<Fp32, ASYMMETRIC>(job.second, job.numel, kHeld, reinterpret_cast<u8*>(to), next);
+        encode_row<Fp32, ASYMMETRIC>(job.second, job.numel, kHeld, false, reinterpret_cast<u8*>(to), next);
     });
 }
 

@@ -216,6 +216,18 @@ CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value) {
     return low_bits(scheme, result.rounded);
 }
 
+// The same question for many values at once, where a test and a branch each would cost too much: two
+// reciprocals, too small and too large by 2^-20, enclose the quotient (reciprocal and its factor are each
+// right to 2^-22 even where denormal, product and quotient to 2^-24).  Rounding keeps order: where both
+// products round alike, so does the quotient.
+struct Bracket {
+    float low, high;
+};
+
+CODEC_FN Bracket bracket_of(Divider divider) {
+    return {divider.reciprocal * (1.0f - 0x1p-20f), divider.reciprocal * (1.0f + 0x1p-20f)};
+}
+
 // ---- one code to its value ---------------------------------------------------------------------
 
 // A NaN scale gives NaN.
