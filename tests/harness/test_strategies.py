@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from harness.launch import LaunchError, run_ranks
-from harness.suite import Trial
+from harness.strategies import Sharded
+from harness.suite import Optimizer, Trial
+from impl.policy import Policy
 from impl.topology import Topology
 from tests.harness import targets
 from tests.harness.test_launch import local
@@ -79,6 +82,14 @@ def test_an_impossible_optimizer_is_refused(tmp_path: Path, optimizer: dict[str,
     with pytest.raises(LaunchError, match=words) as caught:
         losses(trial("single", optimizer=optimizer), tmp_path)
     assert caught.value.kind == "refused"
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 1.5), ("cuda", None)])
+def test_exposed_time_is_unknown_on_gpus(device: str, seconds: float | None) -> None:
+    """Where the stream waits and not the process, the time it waited is unknown rather than 0."""
+    wire = SimpleNamespace(mesh=SimpleNamespace(device=torch.device(device)), exposed_seconds=1.5)
+    engine: Any = SimpleNamespace(wire=wire)
+    assert Sharded(torch.nn.Linear(1, 1), engine, Policy(), Optimizer()).exposed_seconds() == seconds
 
 
 def test_huge_pages_are_on_for_every_contender(tmp_path: Path) -> None:
