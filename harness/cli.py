@@ -86,7 +86,7 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
 
     from harness.sweep import run_sweep
 
-    outcome = run_sweep(suite.name, list(suite.trials), folder, progress)
+    outcome = run_sweep(suite.name, list(suite.trials), folder, progress, question=suite.question)
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
     _build_report(folder)

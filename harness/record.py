@@ -179,6 +179,8 @@ class Record(_Part):
     """One trial: what defines it, where it ran, what came out.
 
     Attributes:
+        suite: the suite's name.
+        question: what the suite asks.
         trial: the trial's canonical JSON; its hash is ``id``.
         machine: facts about where it ran (``harness.machine``).
         code: version, commit, and whether the checkout was changed.
@@ -194,6 +196,7 @@ class Record(_Part):
     schema_version: int = SCHEMA_VERSION
     id: str
     suite: str
+    question: str = ""
     trial: dict[str, Any]
     started: str
     finished: str

@@ -66,7 +66,9 @@ class SweepOutcome:
     leads: bool = True
 
 
-def run_sweep(suite_name: str, trials: Sequence[Trial], results: Path, console: Console) -> SweepOutcome:
+def run_sweep(
+    suite_name: str, trials: Sequence[Trial], results: Path, console: Console, *, question: str = ""
+) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order.
 
     Args:
@@ -74,13 +76,14 @@ def run_sweep(suite_name: str, trials: Sequence[Trial], results: Path, console: 
         trials: in the order in which they are to run.
         results: folder of the records; logs of failed trials go to its ``logs``.
         console: for live progress, or plain lines where it is no terminal.
+        question: what the suite asks; goes on the records.
 
     Raises:
         RecordError: if ``results`` cannot be read or written.
     """
     counts = {"ok": 0, "failed": 0}
     together = any(trial.cluster.launcher == "torchrun" for trial in trials)
-    sweep = _Sweep(suite_name, results, leads=_join() if together else True)
+    sweep = _Sweep(suite_name, results, question, leads=_join() if together else True)
     with contextlib.ExitStack() as stack:
         if sweep.leads:
             stack.enter_context(alone(results))
@@ -180,6 +183,7 @@ class _Sweep:
 
     suite: str
     results: Path
+    question: str = ""
     leads: bool = True
     _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
     _machine: dict[str, Any] = field(default_factory=machine.facts)
@@ -327,6 +331,7 @@ class _Sweep:
         return Record(
             id=trial.id,
             suite=self.suite,
+            question=self.question,
             trial=trial.canonical(),
             started=started,
             finished=_now(),

@@ -153,7 +153,7 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
 
 def _question(record: Record) -> str:
     """What the record's suite asks; empty where the record does not hold it."""
-    return str(getattr(record, "question", "") or record.ran.get("question", ""))
+    return record.question
 
 
 def _frame(rows: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:

@@ -235,7 +235,7 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """A sweep and a report that only note how they were called."""
     calls: list[tuple[Any, ...]] = []
 
-    def run_sweep(name: str, trials: list[Trial], results: Path, console: object) -> object:
+    def run_sweep(name: str, trials: list[Trial], results: Path, console: object, **_: object) -> object:
         calls.append(("sweep", name, len(trials), results))
         return types.SimpleNamespace(ok=1, failed=name.count("bad"), skipped=0, interrupted=False)
 
