@@ -57,10 +57,14 @@ def test_every_suite_is_listed() -> None:
 
 
 def test_example_suite(tmp_path: Path) -> None:
-    """The README's suite is one."""
+    """The README's suite compares two weight codecs of ZeRO++ with one ZeRO-3 and one DDP."""
     (block,) = re.findall(r"^```toml\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "mine.toml").write_text(block, encoding="utf-8")
-    assert len(load(tmp_path / "mine.toml").trials) == 3 * 5
+    trials = load(tmp_path / "mine.toml").trials
+    cells = {(trial.strategy, trial.policy.weights) for trial in trials}
+    assert {strategy for strategy, _ in cells} == {"zero3", "ddp", "zeropp"}
+    assert len(cells) == 4
+    assert len(trials) == 3 * len(cells)
 
 
 def test_commands_are_named() -> None:
