@@ -310,7 +310,7 @@ def _check_optimizer(trial: Trial) -> str | int:
     """Bytes of state an element of an optimizer that works on 1-D shards; else why it does not."""
     from harness.rank import Refusal
     from harness.strategies import state_bytes_per_element
-    from impl.zero import NOT_ELEMENTWISE
+    from impl.watch import NOT_ELEMENTWISE
 
     name = trial.optimizer.name
     if name in NOT_ELEMENTWISE and trial.resolved_policy() is not None:

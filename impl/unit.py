@@ -25,6 +25,10 @@ from impl.traffic import Phase
 from impl.wire import Tag, Wire
 
 
+class ZeroError(RuntimeError):
+    """The engine is used in a way that would train something else; the message says how."""
+
+
 class Life(enum.Enum):
     """Of hpZ's secondary shard.  CURRENT until the weights change; STALE is never used."""
 

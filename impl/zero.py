@@ -15,159 +15,28 @@ The training loop gains one line::
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl import ops
-from impl.codec import Dtype
+from impl.blocks import GroupOf, drafts_of, find_blocks, geometry_of, plan_units
 from impl.collectives import Transfer
-from impl.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.mesh import Mesh
 from impl.policy import Policy
-from impl.reference import DTYPES
+from impl.saved import SavedTensors
 from impl.schedule import MOST_AHEAD, Action, Schedule
-from impl.topology import Topology
 from impl.traffic import NORM_BYTES, Phase
-from impl.unit import Holder, Meter, Place, Unit
+from impl.unit import Meter, Unit, ZeroError
+from impl.watch import watch_optimizers
 from impl.wire import Tag, Wire
 
-NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
-GroupOf = Callable[[str, nn.Parameter], int]
-
-
-class ZeroError(RuntimeError):
-    """The engine is used in a way that would train something else; the message says how."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A unit before it is laid out: a module, and the parameters that travel with it."""
-
-    name: str
-    module: nn.Module
-    trainable: bool
-    specs: list[ParameterSpec]
-    parameters: list[nn.Parameter]
-    holders: list[list[Holder]]
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Children of the outermost ``ModuleList`` and ``Sequential`` containers, in model order."""
-    blocks: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # those are never called
-            contained = isinstance(module, nn.ModuleList | nn.Sequential)
-            if contained and callable_child and any(True for _ in child.parameters()):
-                blocks.append(child)
-            else:
-                visit(child)
-
-    visit(model)
-    return list(dict.fromkeys(blocks))
-
-
-def _drafts(
-    model: nn.Module, blocks: Sequence[nn.Module], group_of: GroupOf | None, compute: Dtype
-) -> list[_Draft]:
-    """Every parameter in exactly one draft; shared between blocks, or outside them: the root's.
-
-    Raises:
-        ZeroError: for a block outside the model or inside another, or a parameter of another type
-            than the policy computes in.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    owner: dict[nn.Module, nn.Module] = {}
-    for block in blocks:
-        if block not in names or block is model:
-            raise ZeroError(f"block {type(block).__name__} is not a submodule of the model")
-        for module in block.modules():
-            if module in owner:
-                raise ZeroError(f"blocks {names[owner[module]]!r} and {names[block]!r} overlap")
-            owner[module] = block
-    found: dict[nn.Parameter, tuple[str, list[Holder], set[nn.Module]]] = {}
-    for module, name in names.items():
-        for key, parameter in module._parameters.items():  # noqa: SLF001  # holders are needed, tied ones too
-            if parameter is None:
-                continue
-            full = f"{name}.{key}" if name else key
-            _, holders, homes = found.setdefault(parameter, (full, [], set()))
-            holders.append(Holder(module, key))
-            homes.add(owner.get(module, model))
-    drafts: dict[tuple[nn.Module, bool], _Draft] = {}
-    for module in (model, *blocks):
-        for trainable in (True, False):
-            name = names[module] or "root"
-            draft = _Draft(name if trainable else f"{name}.frozen", module, trainable, [], [], [])
-            drafts[module, trainable] = draft
-    for parameter, (full, holders, homes) in found.items():
-        if parameter.dtype != DTYPES[compute]:
-            raise ZeroError(
-                f"parameter {full!r} is {parameter.dtype}, but the policy computes in {compute}: convert "
-                "the model, or set the policy's compute"
-            )
-        home = next(iter(homes)) if len(homes) == 1 else model
-        draft = drafts[home, parameter.requires_grad]
-        group = group_of(full, parameter) if group_of is not None else 0
-        draft.specs.append(ParameterSpec(full, tuple(parameter.shape), group))
-        draft.parameters.append(parameter)
-        draft.holders.append(holders)
-    for draft in drafts.values():  # slot order: geometry sorts by group, stably
-        order = sorted(range(len(draft.specs)), key=lambda i: draft.specs[i].group)
-        draft.specs = [draft.specs[i] for i in order]
-        draft.parameters = [draft.parameters[i] for i in order]
-        draft.holders = [draft.holders[i] for i in order]
-    return [draft for draft in drafts.values() if sum(spec.numel for spec in draft.specs)]
-
-
-def _geometry(draft: _Draft, topology: Topology, policy: Policy) -> UnitGeometry:
-    return lay_out(
-        draft.name,
-        draft.specs,
-        grain=policy.grain,
-        world=topology.world,
-        max_padding=policy.memory.max_padding,
-        trainable=draft.trainable,
-    )
-
-
-def plan_units(
-    model: nn.Module,
-    topology: Topology,
-    policy: Policy,
-    *,
-    blocks: Sequence[nn.Module] | None = None,
-    group_of: GroupOf | None = None,
-) -> list[UnitGeometry]:
-    """The units that :func:`shard` would make; the root's come first.
-
-    ``model`` may be on the meta device and larger than any machine at hand.
-
-    Raises:
-        PolicyError: if the policy does not fit the topology.
-        GeometryError: if a unit would be padded too much.
-        ZeroError: for blocks that overlap or are not in the model.
-    """
-    policy.check(topology)
-    drafts = _drafts(model, find_blocks(model) if blocks is None else blocks, group_of, policy.compute)
-    return [_geometry(draft, topology, policy) for draft in drafts]
+__all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
 
 
 def shard(
@@ -200,8 +69,8 @@ def shard(
     policy.check(mesh.topology)
     ops.prepare(mesh.device)
     wire = wire if wire is not None else Wire(mesh)
-    drafts = _drafts(model, find_blocks(model) if blocks is None else blocks, group_of, policy.compute)
-    geometries = [_geometry(draft, mesh.topology, policy) for draft in drafts]
+    drafts = drafts_of(model, find_blocks(model) if blocks is None else blocks, group_of, policy.compute)
+    geometries = [geometry_of(draft, mesh.topology, policy) for draft in drafts]
     meter = Meter()
     units = [
         Unit(geometry, draft.parameters, draft.holders, wire=wire, policy=policy, meter=meter)
@@ -242,8 +111,7 @@ class Zero:
         self._seen: list[int] | None = []  # units in the order they ran; None once it is known
         self._calls: dict[nn.Module, int] = {}  # forward calls whose backward is to come
         self._escaped: set[int] = set()  # units of which a parameter left its module as an output
-        self._at: dict[int, Unit] = {}  # units by the address of their weights, when they were gathered last
-        self._saving = contextlib.ExitStack()  # holds the saved-tensor hooks during a forward pass
+        self._saved = SavedTensors()
         self._in_backward = False
         self._reduced: set[int] = set()  # of this backward pass
         self._ready: set[int] = set()
@@ -258,7 +126,7 @@ class Zero:
                 for number, member in enumerate(unit.members):
                     hook = self._collector(index, number)
                     member.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        _watch_optimizers(self)
+        watch_optimizers(self, self.units)
 
     # Training
 
@@ -313,7 +181,7 @@ class Zero:
         Raises:
             ZeroError: before :meth:`finish_backward`.
         """
-        self._check_finished("grad_norm()")
+        self.check_finished("grad_norm()")
         total = torch.zeros((), dtype=torch.float64, device=self.wire.mesh.device)
         for gradient in self._gradients():
             total += gradient.double().square().sum()
@@ -443,7 +311,7 @@ class Zero:
                 case "wait":
                     unit.gather(phase)
                     unit.wait()
-                    self._at[unit.storage_address] = unit
+                    self._saved.gathered(unit)
                 case "release":
                     if action.unit not in self._escaped:
                         unit.release()
@@ -479,21 +347,10 @@ class Zero:
                     "(and drop its gradients with optimizer.zero_grad() if the backward pass failed)"
                 )
             self._calls.clear()
-            self._at.clear()
-            self._saving.enter_context(saved_tensors_hooks(self._pack, _unpack))
+            self._saved.begin()
         self._escaped.clear()
         if self._seen is not None:
             self._seen = []
-
-    def _pack(self, tensor: Tensor) -> _Saved | _SavedWeight:
-        """What autograd keeps of a tensor: of a view of a unit's weights, where to find it again."""
-        address = tensor.untyped_storage().data_ptr()
-        unit = self._at.get(address)
-        if unit is not None and unit.gathered and unit.storage_address == address:
-            return _SavedWeight(unit, unit.weights_version, unit.locate(tensor))
-        # Detached, since an output kept as it is would keep its graph and so itself; with its
-        # version, since hooks switch torch's own check off.
-        return _Saved(tensor.detach(), tensor._version)  # noqa: SLF001
 
     def _after_backward_of(self, module: nn.Module, inputs: Any) -> None:
         """Once the gradients of a block's inputs are there, its weights are not needed any more.
@@ -538,7 +395,7 @@ class Zero:
                     tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _end_forward(self, outputs: Sequence[Tensor]) -> None:
-        self._saving.close()
+        self._saved.end()
         if self._seen is not None:
             rest = [i for i in self._schedule.order if i not in self._seen]
             self._schedule = self._scheduled((*self._seen, *rest), self._schedule.outer)
@@ -616,51 +473,14 @@ class Zero:
         self._transfers.append(self.units[index].reduce())
         self._reduced.add(index)
 
-    def _check_finished(self, what: str) -> None:
+    def check_finished(self, what: str) -> None:
+        """Refuse ``what`` after a backward pass that was not finished.
+
+        Raises:
+            ZeroError: naming it.
+        """
         if self._unfinished:
             raise ZeroError(f"{what} after a backward pass: call finish_backward() first")
-
-
-@dataclass(slots=True)
-class _Saved:
-    """A tensor that autograd keeps, and its version then."""
-
-    tensor: Tensor
-    version: int
-
-
-@dataclass(slots=True)
-class _SavedWeight:
-    """A view of a unit's weights that autograd will ask for: not kept, but found again."""
-
-    unit: Unit
-    version: int
-    place: Place
-
-
-def _unpack(saved: _Saved | _SavedWeight) -> Tensor:
-    """The tensor that was saved; of weights, gathered again if they were released.
-
-    Raises:
-        ZeroError: if it is not what it was.
-    """
-    if isinstance(saved, _Saved):
-        if saved.tensor._version != saved.version:  # noqa: SLF001
-            raise ZeroError(
-                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified by an "
-                "inplace operation"
-            )
-        return saved.tensor
-    if saved.version != saved.unit.weights_version:
-        raise ZeroError(
-            f"the weights of unit {saved.unit.geometry.name!r} changed between its forward and its "
-            "backward pass"
-        )
-    # Usually gathered by its event.  Where a use escapes the events (a module called twice in a
-    # row, outputs that hide tensors, a detached copy), this costs time, not a crash.
-    saved.unit.gather("backward")
-    saved.unit.wait()
-    return saved.unit.view(saved.place)
 
 
 def _refuse_load(module: nn.Module, *_: Any) -> None:
@@ -683,55 +503,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _tensors(getattr(value, field.name))
-
-
-# Optimizers change weights behind the engine's back, and a version counter does not show it (fused
-# AdamW leaves it alone).  So every optimizer's step is watched; masters tell whose it is.
-# Keyed by identity: tensors compare elementwise.
-_owners: MutableMapping[Tensor, weakref.ref[Zero]] = WeakTensorKeyDictionary()
-_visible: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()  # what modules of sharded models show
-_lock = threading.Lock()
-_watching: list[object] = []
-
-
-def _watch_optimizers(zero: Zero) -> None:
-    with _lock:
-        for unit in zero.units:
-            for _, master in unit.masters:
-                _owners[master] = weakref.ref(zero)
-            for member in unit.members:
-                _visible[member.parameter] = _visible[member.stand_in] = True
-        if not _watching:
-            _watching.append(register_optimizer_step_pre_hook(_before_step))
-            _watching.append(register_optimizer_step_post_hook(_after_step))
-
-
-def _owners_of(optimizer: Optimizer) -> set[Zero]:
-    found = set()
-    with _lock:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in _visible:
-                    raise ZeroError(
-                        f"{type(optimizer).__name__} holds parameters of a sharded model, which it cannot "
-                        "change: construct it with Zero.param_groups()"
-                    )
-                reference = _owners.get(parameter)
-                zero = reference() if reference is not None else None
-                if zero is not None:
-                    found.add(zero)
-    return found
-
-
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    owners = _owners_of(optimizer)
-    names = {kind.__name__ for kind in type(optimizer).__mro__} & NOT_ELEMENTWISE
-    if owners and names:
-        raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
-    for zero in owners:
-        zero._check_finished("optimizer.step()")  # noqa: SLF001  # its own hook
-
-
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for zero in _owners_of(optimizer):
-        zero.weights_changed()

@@ -1,0 +1,85 @@
+"""Optimizers, watched from outside: they change weights behind the engine's back.
+
+No version counter shows it (fused AdamW leaves it alone), so every optimizer's step is watched; the
+masters that it holds tell whose weights it changed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, MutableMapping
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from impl.unit import Unit, ZeroError
+
+NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+
+
+class Engine(Protocol):
+    """Whose masters an optimizer may hold."""
+
+    def check_finished(self, what: str) -> None:
+        """Refuse ``what`` after a backward pass that was not finished."""
+
+    def weights_changed(self) -> None:
+        """The masters have new values."""
+
+
+# Keyed by identity: tensors compare elementwise.
+_owners: MutableMapping[Tensor, weakref.ref[Engine]] = WeakTensorKeyDictionary()
+_visible: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()  # what modules of sharded models show
+_lock = threading.Lock()
+_watching: list[object] = []
+
+
+def watch_optimizers(engine: Engine, units: Iterable[Unit]) -> None:
+    """From now on steps of optimizers that hold masters of ``units`` are reported to ``engine``."""
+    with _lock:
+        for unit in units:
+            for _, master in unit.masters:
+                _owners[master] = weakref.ref(engine)
+            for member in unit.members:
+                _visible[member.parameter] = _visible[member.stand_in] = True
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_before_step))
+            _watching.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _owners_of(optimizer: Optimizer) -> set[Engine]:
+    found = set()
+    with _lock:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in _visible:
+                    raise ZeroError(
+                        f"{type(optimizer).__name__} holds parameters of a sharded model, which it cannot "
+                        "change: construct it with Zero.param_groups()"
+                    )
+                reference = _owners.get(parameter)
+                engine = reference() if reference is not None else None
+                if engine is not None:
+                    found.add(engine)
+    return found
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    owners = _owners_of(optimizer)
+    names = {kind.__name__ for kind in type(optimizer).__mro__} & NOT_ELEMENTWISE
+    if owners and names:
+        raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
+    for engine in owners:
+        engine.check_finished("optimizer.step()")
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for engine in _owners_of(optimizer):
+        engine.weights_changed()
