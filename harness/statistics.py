@@ -70,7 +70,10 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
         method="percentile",
         rng=np.random.default_rng(SEED),
     ).confidence_interval
-    return Interval(median, float(found.low), float(found.high), len(data))
+    # The bootstrap's percentiles round: with equal values they may miss the median by an ulp.
+    low = min(max(float(found.low), float(data.min())), median)
+    high = max(min(float(found.high), float(data.max())), median)
+    return Interval(median, low, high, len(data))
 
 
 def ratio_interval(

@@ -1,4 +1,8 @@
-"""Hypothesis budgets: quick by default, ``HYPOTHESIS_PROFILE=ci`` and ``nightly`` for longer ones."""
+"""Hypothesis budgets: quick by default, ``HYPOTHESIS_PROFILE=ci`` and ``nightly`` for longer ones.
+
+The two short ones choose the same examples every time, so that a change is judged by itself; nightly
+searches anew each night, and what it finds becomes an ``@example``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 from hypothesis import HealthCheck, settings
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-settings.register_profile("quick", max_examples=30, **_COMMON)
-settings.register_profile("ci", max_examples=60, **_COMMON)
+settings.register_profile("quick", max_examples=30, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=60, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
