@@ -170,7 +170,10 @@ def test_models_as_people_write_them(options: dict[str, Any]) -> None:
 
 
 def test_odd_parameters_train_too() -> None:
-    """Scalar, empty, tiny, unused, frozen and twice-used parameters, and dicts, train as in one process."""
+    """Scalar, empty, tiny, frozen and twice-used parameters, and dicts, train as in one process.
+
+    Beside an unused one, whose mean gradient is zero where one process has none.
+    """
     results = on_threads(Topology(3, 2), train, model(Odd), EXACT, 4, 1, 7)
     net = model(Odd)
     assert mean_losses(results) == pytest.approx(single(net, 6, 4, 1, 7), rel=1e-5)
