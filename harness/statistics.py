@@ -1,4 +1,4 @@
-"""Intervals for means, medians and ratios of timings.  Formulas: docs/metrics.md.  No torch.
+"""Intervals for medians and paired ratios of timings.  Formulas: docs/metrics.md.  No torch.
 
 Records keep raw values; what is derived from them is derived here, when a report asks.  One
 value says nothing about its spread: its interval has NaN ends, which plots and tables leave out.
@@ -40,18 +40,6 @@ class Interval:
         return self.low <= value <= self.high
 
 
-def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Mean with Student's t interval.
-
-    Raises:
-        ValueError: without values.
-    """
-    data = _data(values)
-    mean = float(data.mean())
-    half = _half_width(data, confidence)
-    return Interval(mean, mean - half, mean + half, len(data))
-
-
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
     """Median with a percentile-bootstrap interval.
 
@@ -74,29 +62,6 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     low = min(max(float(found.low), float(data.min())), median)
     high = max(min(float(found.high), float(data.max())), median)
     return Interval(median, low, high, len(data))
-
-
-def ratio_interval(
-    numerator: Sequence[float], denominator: Sequence[float], confidence: float = CONFIDENCE
-) -> Interval:
-    """Ratio of the geometric means of two independent samples, Welch's t interval on logarithms.
-
-    Raises:
-        ValueError: without values, or for values that are not positive.
-    """
-    above, below = _logs(numerator), _logs(denominator)
-    difference = float(above.mean() - below.mean())
-    n = min(len(above), len(below))
-    if n == 1:
-        return Interval(math.exp(difference), math.nan, math.nan, n)
-    spread_above = float(above.var(ddof=1)) / len(above)
-    spread_below = float(below.var(ddof=1)) / len(below)
-    spread = spread_above + spread_below
-    if spread == 0:
-        return Interval(math.exp(difference), math.exp(difference), math.exp(difference), n)
-    freedom = spread**2 / (spread_above**2 / (len(above) - 1) + spread_below**2 / (len(below) - 1))
-    half = float(stats.t.ppf((1 + confidence) / 2, freedom)) * math.sqrt(spread)
-    return Interval(math.exp(difference), math.exp(difference - half), math.exp(difference + half), n)
 
 
 def paired_ratio_interval(

@@ -48,8 +48,3 @@ def volume() -> pd.DataFrame:
     Rows whose ``published`` is no follow from the rule of the blog and were not printed there.
     """
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
-
-
-def tutorial_log() -> pd.DataFrame:
-    """The tutorial's log lines: times, loss and memory of 18 B parameters on 64 GPUs."""
-    return pd.read_csv(FOLDER / "zeropp_tutorial_log.csv")
