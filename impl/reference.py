@@ -3,12 +3,13 @@
 Shapes: a frame is ``(F,)`` uint8 with ``F = codec.frame_bytes(S)``; leading dimensions are
 batches of frames, and may be strided, so that a transpose costs no copy.  ``S`` is the number of
 elements of a shard.  Arithmetic: fp32, division by the scale (never multiplication by its
-reciprocal), nearest-even, sums in ascending source order.
+reciprocal), nearest-even or with the random bits of :mod:`impl.noise`, sums in ascending source order.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,33 +18,80 @@ from impl.codec import (
     LARGEST,
     SCALE_BYTES,
     SMALLEST_NORMAL,
+    Blocked,
     Codec,
+    FloatCodec,
     IntCodec,
     Raw,
     padded_bytes,
 )
+from impl.noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, Noise
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAME = "reference"  # of this backend
 
 
-def encode(codec: Codec, x: Tensor, frames: Tensor) -> None:
+def supports(codec: Codec) -> bool:  # noqa: ARG001  # the signature of every backend
+    """Whether it has kernels for ``codec``: for all."""
+    return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """Error feedback of one encoding: what it left over, to be added to the next one.
+
+    With ``h = x + error`` encoded in place of ``x``, and ``d`` what the frames decode to in fp32:
+    ``error = decay * error + (1 - decay) * (h - d)``, in fp32 with one rounding an operation, then cast
+    to the state's type, saturated; 0 where it is not finite, so that an overflow does not stay.
+
+    Attributes:
+        error: (..., S) fp32, bf16 or fp16, as many as are encoded; updated in place.
+        decay: 0 is classic error feedback; LoCo's moving average (2407.04480) has 0.8.
+    """
+
+    error: Tensor
+    decay: float = 0.0
+
+
+def encode(
+    codec: Codec, x: Tensor, frames: Tensor, *, noise: Noise | None = None, carried: Carried | None = None
+) -> None:
     """Write the frames of ``x``.
 
     Args:
         codec: how.
         x: (..., S) fp32, bf16 or fp16; any strides.
         frames: (..., F) uint8, the last dimension contiguous; overwritten, padding included.
+        noise: random bits, for a codec that rounds stochastically.
+        carried: error feedback.
 
     Raises:
-        ValueError: if the frames have the wrong size for S elements.
+        ValueError: if the frames have the wrong size for S elements, or noise or carried error do not
+            fit.
     """
     check(codec, x, frames)
-    if isinstance(codec, Raw):
+    check_noise(codec, x.shape[:-1], noise)
+    if carried is not None:
+        check_carried(codec, x.shape, carried)
+        with_error = x.float() + carried.error.float()
+        encode(codec, with_error, frames, noise=noise)
+        _carry(codec, with_error, frames, carried)
+    elif isinstance(codec, Raw):
         _raw_view(codec, frames, x.shape[-1]).copy_(x)
         _zero_padding(frames, codec.code_bytes(x.shape[-1]), frames.shape[-1])
     else:
-        _encode_int(codec, x, frames)
+        _encode_blocks(codec, x, frames, noise)
+
+
+def _carry(codec: Codec, x: Tensor, frames: Tensor, carried: Carried) -> None:
+    """Replace the carried error by what ``frames`` left over of ``x`` (..., S) fp32."""
+    decoded = torch.empty_like(x)
+    decode(codec, frames, decoded)
+    left = x.sub_(decoded).mul_(1.0 - carried.decay)
+    error = carried.error.float().mul_(carried.decay).add_(left)
+    largest = LARGEST[NAMES[carried.error.dtype]]
+    carried.error.copy_(torch.where(error.isfinite(), error, 0.0).clamp_(-largest, largest))
 
 
 def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
@@ -61,7 +109,7 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
     if isinstance(codec, Raw):
         out.copy_(_raw_view(codec, frames, out.shape[-1]))
     else:
-        out.copy_(_decode_int(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
+        out.copy_(_decode_blocks(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
 
 
 def decode_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
@@ -82,10 +130,19 @@ def decode_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
         if isinstance(codec, Raw):
             out.add_(_raw_view(codec, source, numel))
         else:
-            out.add_(_decode_int(codec, source, numel, LARGEST["fp32"]))
+            out.add_(_decode_blocks(codec, source, numel, LARGEST["fp32"]))
 
 
-def decode_sum_encode(first: Codec, second: Codec, frames: Tensor, out: Tensor, numel: int) -> None:
+def decode_sum_encode(
+    first: Codec,
+    second: Codec,
+    frames: Tensor,
+    out: Tensor,
+    numel: int,
+    *,
+    noise: Noise | None = None,
+    carried: Carried | None = None,
+) -> None:
     """Write the frames of the fp32 sum over sources: the middle of a two-hop reduction.
 
     Args:
@@ -94,13 +151,55 @@ def decode_sum_encode(first: Codec, second: Codec, frames: Tensor, out: Tensor, 
         frames: (sources, ..., F) uint8, F of ``first``.
         out: (..., F') uint8, F' of ``second``.
         numel: elements S of a shard.
+        noise: random bits, for a second codec that rounds stochastically.
+        carried: error feedback of the second encoding.
 
     Raises:
-        ValueError: if the frames have the wrong size for S elements.
+        ValueError: if the frames have the wrong size for S elements, or noise or carried error do not
+            fit.
     """
     held = torch.empty((*out.shape[:-1], numel), dtype=torch.float32, device=out.device)
     decode_sum(first, frames, held)
-    encode(second, held, out)
+    encode(second, held, out, noise=noise, carried=carried)
+
+
+def rotated(codec: Codec, x: Tensor) -> Tensor:
+    """(..., S) fp32: what is quantised of ``x``, its Hadamard rotation where the codec has one.
+
+    Groups of ``n = codec.hadamard`` consecutive elements become ``H x / n``, ``H`` the Hadamard matrix in
+    Sylvester's order; what is left over at the end of a row, fewer than ``n``, stays as it is.
+    """
+    values = x.float().contiguous()
+    return _rotate(values.clone(), codec.hadamard) if codec.hadamard else values
+
+
+def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device) -> Tensor:
+    """(..., S) int64 below 2^16: the random bits of each element (see :mod:`impl.noise`)."""
+    starts = torch.full(lead, noise.start, dtype=torch.int64, device=device)
+    for dim, stride in enumerate(noise.strides):
+        steps = torch.arange(lead[dim], device=device) * stride
+        starts += steps.view(-1, *[1] * (len(lead) - dim - 1))
+    octets = (starts // OCTET).unsqueeze(-1) + torch.arange(-(-numel // OCTET), device=device)
+    mask = 0xFFFFFFFF
+    a, b = octets & mask, octets >> 32
+    c, d = (torch.full_like(a, word) for word in noise.words[:2])
+    left, right = noise.words[2:]
+    for _ in range(ROUNDS):
+        low, high = _product(MULTIPLIERS[0], a)
+        low_c, high_c = _product(MULTIPLIERS[1], c)
+        a, b, c, d = high_c ^ b ^ left, low_c, high ^ d ^ right, low
+        left, right = (left + WEYL[0]) & mask, (right + WEYL[1]) & mask
+    words = torch.stack([a, b, c, d], dim=-1)  # (..., octets, 4)
+    halves = torch.stack([words & 0xFFFF, words >> BITS], dim=-1)
+    return halves.reshape(*lead, -1)[..., :numel]
+
+
+def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper 32 bits of ``factor * x``, both below 2^32, without overflow of int64."""
+    low, high = x & 0xFFFF, x >> 16
+    first, second = factor * low, factor * high  # below 2^48
+    total = first + ((second & 0xFFFF) << 16)  # below 2^49
+    return total & 0xFFFFFFFF, (total >> 32) + (second >> 16)
 
 
 def check(codec: Codec, x: Tensor, frames: Tensor) -> None:
@@ -117,6 +216,37 @@ def check(codec: Codec, x: Tensor, frames: Tensor) -> None:
         )
 
 
+def check_noise(codec: Codec, lead: torch.Size, noise: Noise | None) -> None:
+    """Refuse noise that does not fit rows (..., S), and its absence where it is needed.
+
+    Raises:
+        ValueError: naming the codec, and both shapes.
+    """
+    if not codec.stochastic:
+        return
+    if noise is None:
+        raise ValueError(f"{codec} rounds stochastically: it needs noise")
+    if len(noise.strides) != len(lead):
+        raise ValueError(
+            f"{codec}: rows {tuple(lead)} need noise with {len(lead)} strides, got {noise.strides}"
+        )
+
+
+def check_carried(codec: Codec, shape: torch.Size, carried: Carried) -> None:
+    """Refuse carried error that does not fit elements of ``shape``.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if carried.error.shape != shape or carried.error.dtype not in NAMES:
+        raise ValueError(
+            f"{codec}: {tuple(shape)} elements carry as many errors in fp32, bf16 or fp16, got "
+            f"{tuple(carried.error.shape)} {carried.error.dtype}"
+        )
+    if not 0.0 <= carried.decay < 1.0:
+        raise ValueError(f"{codec}: decay of carried error is in [0, 1), got {carried.decay}")
+
+
 def _raw_view(codec: Raw, frames: Tensor, numel: int) -> Tensor:
     """(..., S) view of the frames' elements in their own type."""
     return frames[..., : codec.code_bytes(numel)].view(DTYPES[codec.dtype])
@@ -127,11 +257,11 @@ def _zero_padding(frames: Tensor, start: int, end: int) -> None:
         frames[..., start:end] = 0
 
 
-def _block_size(codec: IntCodec, numel: int) -> int:
+def _block_size(codec: Blocked, numel: int) -> int:
     return numel if codec.block == "shard" else codec.block
 
 
-def _blocked(codec: IntCodec, x: Tensor) -> Tensor:
+def _blocked(codec: Blocked, x: Tensor) -> Tensor:
     """(..., blocks, block) fp32 copy of ``x``; a short last block repeats its last element.
 
     Repeating (not zero) keeps the tail out of minimum, maximum and non-finiteness.
@@ -145,44 +275,80 @@ def _blocked(codec: IntCodec, x: Tensor) -> Tensor:
     return full.view(*x.shape[:-1], blocks, block)
 
 
-def _encode_int(codec: IntCodec, x: Tensor, frames: Tensor) -> None:
+def _rotate(values: Tensor, size: int, *, back: bool = False) -> Tensor:
+    """``values`` (..., S) fp32, contiguous, rotated in place; multiplied by ``size`` on the way back.
+
+    Divided by ``size`` before the butterflies in both directions, so that no sum overflows.  The
+    butterflies of distance 1, 2, 4, ... replace (a, b) by (a + b, a - b).
+    """
+    whole = values.shape[-1] // size * size
+    groups = values[..., :whole].view(*values.shape[:-1], -1, size)
+    groups.mul_(1.0 / size)
+    distance = 1
+    while distance < size:
+        pairs = groups.view(*groups.shape[:-1], size // (2 * distance), 2, distance)
+        a, b = pairs[..., 0, :].clone(), pairs[..., 1, :].clone()
+        torch.add(a, b, out=pairs[..., 0, :])
+        torch.sub(a, b, out=pairs[..., 1, :])
+        distance *= 2
+    if back:
+        groups.mul_(size)
+    return values
+
+
+def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
     numel = x.shape[-1]
     codes_end = codec.code_bytes(numel)
     scales_at = padded_bytes(codes_end)
-    blocks = codec.blocks(numel)
-    if numel == 0:
+    if x.numel() == 0:
         return
-    values = _blocked(codec, x)  # (..., blocks, block)
+    shift = None  # of a quotient before rounding
+    if codec.stochastic:
+        assert noise is not None  # noqa: S101  # checked
+        bits = random_bits(noise, x.shape[:-1], numel, x.device).float()
+        shift = _blocked(codec, bits * 2.0**-16 - (0.5 - 2.0**-17))
+    values = _blocked(codec, rotated(codec, x) if codec.hadamard else x)  # (..., blocks, block)
     low, high = values.aminmax(dim=-1, keepdim=True)  # both propagate NaN
-    if codec.asymmetric:
-        first, last = 0, (1 << codec.bits) - 1
-        low = low + 0.0  # which zero the minimum is depends on the order: both are stored as 0
-        # high / n - low / n, not (high - low) / n: the difference may overflow.
-        steps = torch.full_like(low, last)
-        scale = torch.clamp(high / steps - low / steps, min=SMALLEST_NORMAL)
-        codes = _offset(values, low, scale)
-        broken = ~(torch.isfinite(low) & torch.isfinite(high))
+    broken = ~(torch.isfinite(low) & torch.isfinite(high))
+    offsets = isinstance(codec, IntCodec) and codec.asymmetric
+    if offsets:
+        low = (low + 0.0).masked_fill(broken, 0.0)  # which zero is least depends on the order: both are 0
+        scale = _offset_scale(codec, low, high)
+        values = _offset(values, low, scale)
     else:
-        last = (1 << (codec.bits - 1)) - 1
-        first = -last
-        absmax = torch.maximum(-low, high)
-        scale = torch.clamp(absmax / torch.full_like(absmax, last), min=SMALLEST_NORMAL)
-        codes = values.div_(scale)
-        broken = ~torch.isfinite(absmax)
-    codes.round_().clamp_(first, last)
+        scale = _scale(codec, torch.maximum(-low, high))
+        values = values.div_(scale)
+    codes = _codes(codec, values, shift)
     if broken.any():  # a NaN or an infinity must not decode to something finite: scale NaN, codes 0
-        low = low.masked_fill(broken, 0.0)
         scale = scale.masked_fill(broken, math.nan)
-        codes.masked_fill_(broken, 0.0)
-    integers = codes.to(torch.uint8) if codec.asymmetric else codes.to(torch.int8).view(torch.uint8)
-    _pack(integers.view(*x.shape[:-1], -1)[..., :numel], codec.bits, frames[..., :codes_end])
+        codes.masked_fill_(broken, 0)
+    _pack(codes.view(*x.shape[:-1], -1)[..., :numel], codec.bits, frames[..., :codes_end])
     _zero_padding(frames, codes_end, scales_at)
-    ends = scales_at + SCALE_BYTES * blocks
-    frames[..., scales_at:ends] = scale.squeeze(-1).contiguous().view(torch.uint8)
-    if codec.asymmetric:
-        frames[..., ends : ends + SCALE_BYTES * blocks] = low.squeeze(-1).contiguous().view(torch.uint8)
-        ends += SCALE_BYTES * blocks
-    _zero_padding(frames, ends, frames.shape[-1])
+    stored = scale.squeeze(-1).contiguous()
+    parts = [_e8m0(stored) if isinstance(codec, FloatCodec) and codec.scale == "e8m0" else stored]
+    if offsets:
+        parts.append(low.squeeze(-1).contiguous())
+    end = scales_at
+    for part in parts:
+        raw = part.view(torch.uint8)
+        frames[..., end : end + raw.shape[-1]] = raw
+        end += raw.shape[-1]
+    _zero_padding(frames, end, frames.shape[-1])
+
+
+def _scale(codec: Blocked, absmax: Tensor) -> Tensor:
+    """The scale of symmetric blocks."""
+    top = codec.largest if isinstance(codec, FloatCodec) else (1 << (codec.bits - 1)) - 1
+    scale = torch.clamp(absmax / torch.full_like(absmax, top), min=SMALLEST_NORMAL)
+    if isinstance(codec, FloatCodec) and codec.scale == "e8m0":  # up to a power of two: nothing saturates
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return scale
+
+
+def _offset_scale(codec: Blocked, low: Tensor, high: Tensor) -> Tensor:
+    # high / n - low / n, not (high - low) / n: the difference may overflow.
+    steps = torch.full_like(low, (1 << codec.bits) - 1)
+    return torch.clamp(high / steps - low / steps, min=SMALLEST_NORMAL)
 
 
 def _offset(values: Tensor, low: Tensor, scale: Tensor) -> Tensor:
@@ -190,7 +356,49 @@ def _offset(values: Tensor, low: Tensor, scale: Tensor) -> Tensor:
     return values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)
 
 
-def _decode_int(codec: IntCodec, frames: Tensor, numel: int, largest: float) -> Tensor:
+def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
+    """(...) uint8, in the lowest ``codec.bits`` bits."""
+    if isinstance(codec, FloatCodec):
+        return _float_codes(codec, quotients, shift)
+    if codec.asymmetric:
+        first, last = 0, (1 << codec.bits) - 1
+    else:
+        last = (1 << (codec.bits - 1)) - 1
+        first = -last
+    if shift is not None:
+        quotients.add_(shift)
+    codes = quotients.round_().clamp_(first, last).nan_to_num_(0.0)  # NaN only in broken blocks
+    return codes.to(torch.uint8) if codec.asymmetric else codes.to(torch.int8).view(torch.uint8)
+
+
+def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
+    """Sign, exponent and mantissa of each quotient, rounded to a multiple of its quantum."""
+    bits = v.contiguous().view(torch.int32)
+    exponent = ((bits >> 23) & 0xFF).clamp_(min=codec.smallest_exponent + 127, max=254)
+    quantum = ((exponent - codec.mantissa) << 23).view(torch.float32)
+    steps = v / quantum
+    if shift is not None:
+        steps = steps + shift
+    size = steps.round_().mul_(quantum).abs().clamp_(max=codec.largest)  # exact
+    size = size.nan_to_num(0.0)  # only in broken blocks
+    # The element's pattern: that of fp32 with another bias; below the smallest normal, multiples of
+    # the smallest quantum.
+    normal = (size.view(torch.int32) >> (23 - codec.mantissa)) - (
+        (127 - 1 + codec.smallest_exponent) << codec.mantissa
+    )
+    subnormal = (size / 2.0 ** (codec.smallest_exponent - codec.mantissa)).to(torch.int32)
+    code = torch.where(size >= 2.0**codec.smallest_exponent, normal, subnormal)
+    sign = ((bits >> 31) & 1) << (codec.bits - 1)
+    return (code | sign).to(torch.uint8)
+
+
+def _e8m0(scale: Tensor) -> Tensor:
+    """(...) uint8 exponents of scales that are powers of two; 255 for NaN."""
+    exponents = (scale.view(torch.int32) >> 23) & 0xFF
+    return torch.where(scale.isnan(), 255, exponents).to(torch.uint8)
+
+
+def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -> Tensor:
     """(..., S) fp32, saturated at +-``largest``."""
     lead = frames.shape[:-1]
     if numel == 0:
@@ -199,19 +407,40 @@ def _decode_int(codec: IntCodec, frames: Tensor, numel: int, largest: float) -> 
     scales_at = padded_bytes(codes_end)
     blocks, block = codec.blocks(numel), _block_size(codec, numel)
     codes = _unpack(frames[..., :codes_end], codec.bits, numel)
-    if not codec.asymmetric:
-        half = 1 << (codec.bits - 1)
-        codes = (codes.bitwise_xor_(half) - half).view(torch.int8)  # sign extension
-    scale = _floats(frames, scales_at, blocks)
     values = torch.zeros((*lead, blocks * block), dtype=torch.float32, device=frames.device)
-    values[..., :numel] = codes
+    if isinstance(codec, FloatCodec):
+        values[..., :numel] = _elements(codec, codes)
+    elif codec.asymmetric:
+        values[..., :numel] = codes
+    else:
+        half = 1 << (codec.bits - 1)
+        values[..., :numel] = (codes.bitwise_xor_(half) - half).view(torch.int8)  # sign extension
     values = values.view(*lead, blocks, block)
-    if codec.asymmetric:  # in halves: q * scale alone may exceed the largest fp32
+    if isinstance(codec, FloatCodec) and codec.scale == "e8m0":
+        exponents = frames[..., scales_at : scales_at + blocks].to(torch.int32).unsqueeze(-1)
+        scale = torch.where(exponents == 255, math.nan, (exponents << 23).view(torch.float32))
+    else:
+        scale = _floats(frames, scales_at, blocks)
+    if isinstance(codec, IntCodec) and codec.asymmetric:  # in halves: q * scale alone may overflow
         low = _floats(frames, scales_at + SCALE_BYTES * blocks, blocks)
         values.mul_(scale * 0.5).add_(low * 0.5).mul_(2.0)
     else:
         values.mul_(scale)
-    return values.clamp_(-largest, largest).view(*lead, -1)[..., :numel]
+    values = values.view(*lead, -1)[..., :numel]
+    if codec.hadamard:
+        top = LARGEST["fp32"]  # an infinity would become NaN in a difference
+        values = _rotate(values.clamp(-top, top).contiguous(), codec.hadamard, back=True)
+    return values.clamp_(-largest, largest)
+
+
+def _elements(codec: FloatCodec, codes: Tensor) -> Tensor:
+    """(...) fp32 values of float codes."""
+    size = (codes & ((1 << (codec.bits - 1)) - 1)).to(torch.int32)
+    exponent, fraction = size >> codec.mantissa, size & ((1 << codec.mantissa) - 1)
+    quantum = exponent.clamp(min=1) + (127 + codec.smallest_exponent - 1 - codec.mantissa)
+    whole = torch.where(exponent > 0, fraction + (1 << codec.mantissa), fraction)
+    value = whole.float() * (quantum << 23).view(torch.float32)
+    return torch.where(codes >> (codec.bits - 1) != 0, -value, value)
 
 
 def _floats(frames: Tensor, start: int, count: int) -> Tensor:

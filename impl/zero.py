@@ -279,12 +279,13 @@ class Zero:
 
     def describe(self) -> dict[str, Any]:
         """Algorithms, transports and kernels that ran, for the record."""
-        warning = ops.warning_of(self.wire.mesh.device)
+        device = self.wire.mesh.device
+        warning = ops.warning_of(device)
         return {
             "gather": self.policy.gather,
             "reduce": self.policy.reduce,
             "transports": self.wire.describe(),
-            "kernels": ops.backend_of(self.wire.mesh.device),
+            "kernels": ops.kernels_of(device, [self.policy.weights, *self.policy.gradients]),
             **({} if warning is None else {"kernels_warning": warning}),
         }
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 from torch import Tensor
 
 from impl import reference
-from impl.codec import Codec, IntCodec, Raw, padded_bytes
+from impl.codec import Codec, IntCodec, padded_bytes
+from impl.noise import Noise
+from impl.reference import Carried
 
 MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of kernels.cpp
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -77,10 +79,22 @@ class Kernels:
                 f"{library}: a job has {self._library.job_bytes()} bytes, not {ctypes.sizeof(_Job)}"
             )
 
-    def encode(self, codec: Codec, x: Tensor, frames: Tensor) -> None:
+    def supports(self, codec: Codec) -> bool:
+        """Whether it has kernels for ``codec``; the reference serves the others."""
+        return _has_kernels(codec)
+
+    def encode(
+        self,
+        codec: Codec,
+        x: Tensor,
+        frames: Tensor,
+        *,
+        noise: Noise | None = None,
+        carried: Carried | None = None,
+    ) -> None:
         """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.reference.encode`."""
-        if isinstance(codec, Raw):
-            reference.encode(codec, x, frames)
+        if not _has_kernels(codec) or carried is not None:
+            reference.encode(codec, x, frames, noise=noise, carried=carried)
             return
         reference.check(codec, x, frames)
         _check(codec, x, frames)
@@ -93,7 +107,7 @@ class Kernels:
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.reference.decode`."""
-        if isinstance(codec, Raw):
+        if not _has_kernels(codec):
             reference.decode(codec, frames, out)
             return
         reference.check(codec, out, frames)
@@ -109,7 +123,7 @@ class Kernels:
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.reference.decode_sum`."""
-        if isinstance(codec, Raw):
+        if not _has_kernels(codec):
             reference.decode_sum(codec, frames, out)
             return
         reference.check(codec, out, frames[0])
@@ -126,12 +140,22 @@ class Kernels:
         if values is not out:
             out.copy_(values)
 
-    def decode_sum_encode(self, first: Codec, second: Codec, frames: Tensor, out: Tensor, numel: int) -> None:
+    def decode_sum_encode(
+        self,
+        first: Codec,
+        second: Codec,
+        frames: Tensor,
+        out: Tensor,
+        numel: int,
+        *,
+        noise: Noise | None = None,
+        carried: Carried | None = None,
+    ) -> None:
         """Write the frames of the sum; see :func:`impl.reference.decode_sum_encode`."""
-        if isinstance(first, Raw) or isinstance(second, Raw) or out.numel() == 0:
+        if not (_has_kernels(first) and _has_kernels(second)) or carried is not None or out.numel() == 0:
             held = torch.empty((*out.shape[:-1], numel), dtype=torch.float32)
             self.decode_sum(first, frames, held)
-            self.encode(second, held, out)
+            self.encode(second, held, out, noise=noise, carried=carried)
             return
         shape = (*out.shape[:-1], numel)
         reference.check(first, torch.empty(shape, device="meta"), frames[0])
@@ -146,6 +170,10 @@ class Kernels:
     def _run(self, function: Callable[[_Job], int], job: _Job) -> None:
         if function(job) != 0:
             raise MemoryError(f"no memory for the sums of a block of {job.second.block} elements")
+
+
+def _has_kernels(codec: Codec) -> TypeGuard[IntCodec]:
+    return isinstance(codec, IntCodec) and not codec.hadamard and not codec.stochastic
 
 
 def _job(numel: int, **planes: Tensor) -> _Job:

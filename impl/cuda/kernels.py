@@ -23,15 +23,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from impl import reference
-from impl.codec import FRAME_ALIGNMENT, Codec, IntCodec, Raw, padded_bytes
+from impl.codec import FRAME_ALIGNMENT, Codec, IntCodec, padded_bytes
 from impl.cuda.launch import ARGUMENTS, Launch, on_device
+from impl.noise import Noise
+from impl.reference import Carried
 
 OCTET: Final = 8
 THREADS: Final = 256
@@ -179,10 +181,22 @@ class Kernels:
     def __init__(self, run: Callable[[Launch, torch.device], None]) -> None:
         self._run = run
 
-    def encode(self, codec: Codec, x: Tensor, frames: Tensor) -> None:
+    def supports(self, codec: Codec) -> bool:
+        """Whether it has kernels for ``codec``; the reference serves the others."""
+        return _has_kernels(codec)
+
+    def encode(
+        self,
+        codec: Codec,
+        x: Tensor,
+        frames: Tensor,
+        *,
+        noise: Noise | None = None,
+        carried: Carried | None = None,
+    ) -> None:
         """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.reference.encode`."""
-        if isinstance(codec, Raw):
-            reference.encode(codec, x, frames)
+        if not _has_kernels(codec) or carried is not None:
+            reference.encode(codec, x, frames, noise=noise, carried=carried)
             return
         reference.check(codec, x, frames)
         _check(codec, x, frames)
@@ -213,7 +227,7 @@ class Kernels:
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.reference.decode`."""
-        if isinstance(codec, Raw):
+        if not _has_kernels(codec):
             reference.decode(codec, frames, out)
             return
         reference.check(codec, out, frames)
@@ -228,7 +242,7 @@ class Kernels:
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.reference.decode_sum`."""
-        if isinstance(codec, Raw):
+        if not _has_kernels(codec):
             reference.decode_sum(codec, frames, out)
             return
         reference.check(codec, out, frames[0])
@@ -243,17 +257,27 @@ class Kernels:
         call.code("coding", codec)
         self._run(call.octets("dequantize.cu", f"decode_sum<{_known(codec)}>"), out.device)
 
-    def decode_sum_encode(self, first: Codec, second: Codec, frames: Tensor, out: Tensor, numel: int) -> None:
+    def decode_sum_encode(
+        self,
+        first: Codec,
+        second: Codec,
+        frames: Tensor,
+        out: Tensor,
+        numel: int,
+        *,
+        noise: Noise | None = None,
+        carried: Carried | None = None,
+    ) -> None:
         """Write the frames of the sum; see :func:`impl.reference.decode_sum_encode`."""
         if (
-            isinstance(first, Raw)
-            or isinstance(second, Raw)
+            not (_has_kernels(first) and _has_kernels(second))
+            or carried is not None
             or not _holds(second, numel, HELD_ALONE)
             or out.numel() == 0
         ):
             held = torch.empty((*out.shape[:-1], numel), dtype=torch.float32, device=out.device)
             self.decode_sum(first, frames, held)
-            self.encode(second, held, out)
+            self.encode(second, held, out, noise=noise, carried=carried)
             return
         shape = (*out.shape[:-1], numel)
         reference.check(first, torch.empty(shape, device="meta"), frames[0])
@@ -267,6 +291,10 @@ class Kernels:
         call.code("second", second)
         kernel = f"decode_sum_encode<{_known(first)}, {_known(second)}>"
         self._run(call.held("reduce.cu", kernel, second, 1), out.device)
+
+
+def _has_kernels(codec: Codec) -> TypeGuard[IntCodec]:
+    return isinstance(codec, IntCodec) and not codec.hadamard and not codec.stochastic
 
 
 def _block(codec: IntCodec, numel: int) -> int:
@@ -298,5 +326,5 @@ def _check(codec: IntCodec, x: Tensor | None, *frames: Tensor) -> None:
 
 
 _DEVICE: Final = Kernels(on_device)
-encode, decode = _DEVICE.encode, _DEVICE.decode
+supports, encode, decode = _DEVICE.supports, _DEVICE.encode, _DEVICE.decode
 decode_sum, decode_sum_encode = _DEVICE.decode_sum, _DEVICE.decode_sum_encode

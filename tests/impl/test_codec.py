@@ -42,7 +42,7 @@ def test_bytes_equal_the_published_ratio(text: str, bits_per_element: float) -> 
         ("int9:64", "2 to 8 bits"),
         ("int1:64", "2 to 8 bits"),
         ("int8:0", "at least 1"),
-        ("int8", "expected fp32, bf16, fp16 or int"),
+        ("int8", "expected fp32, bf16, fp16, int"),
         ("int8:x", "not a number"),
         ("int8:64:round", "unknown option 'round'"),
         ("bf16:3", "takes no options"),

@@ -1,0 +1,103 @@
+"""The random bits of stochastic rounding: which ones an element gets, whatever the layout.
+
+Pure: no torch.  An element's 16 bits depend on what it is, never on where it is computed: on a
+:class:`Key` (seed, step, micro-batch, unit, purpose, hop, source) and on its number in the unit.  So
+they are the same for any world size, bucket, chunk, backend and device.
+
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+A key's 128 bits are BLAKE2b of its text; the first half is the upper half of the counter, the second
+half Philox's key; the counter's lower half is the number of the element's octet (element // 8).  One
+call gives 4 words, 128 bits, one octet: element ``j`` of it takes the lower (even ``j``) or upper half
+of word ``j // 2``.  At 32 bits an element, a GPU would be bound by computing them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final, Literal
+
+OCTET: Final = 8  # elements of one Philox call
+BITS: Final = 16  # of randomness an element
+ROUNDS: Final = 10
+MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+WEYL: Final = (0x9E3779B9, 0xBB67AE85)  # added to the key from round to round
+NO_SOURCE: Final = -1  # of weights: all ranks draw what the owner drew
+
+Purpose = Literal["weights", "gradients"]
+Words = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Random bits for the rows of a tensor (..., S).
+
+    Attributes:
+        words: of 32 bits: the upper half of Philox's counter, then its key.
+        start: number of the first row's first element; a multiple of 8.
+        strides: one per leading dimension, in elements, multiples of 8: row (i, j, ...) starts at
+            ``start + i * strides[0] + j * strides[1] + ...``.
+
+    Raises:
+        ValueError: for starts or strides that are not multiples of 8, or negative ones.
+    """
+
+    words: Words
+    start: int = 0
+    strides: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for number in (self.start, *self.strides):
+            if number % OCTET or number < 0:
+                raise ValueError(f"noise starts and strides are multiples of {OCTET} elements, got {number}")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What an encoded tensor is: all that its random bits depend on, but for the element's number.
+
+    Attributes:
+        seed: of the run.
+        step: optimizer steps before it.
+        micro_batch: inside the step; 0 for weights, which do not change there.
+        unit: its name.
+        purpose: weights or gradients.
+        hop: of the collective, 0 first.
+        source: the rank that encodes, for gradients: with one noise for all, the variance of a mean
+            over N ranks would be N times as large.
+    """
+
+    seed: int
+    step: int
+    micro_batch: int
+    unit: str
+    purpose: Purpose
+    hop: int = 0
+    source: int = NO_SOURCE
+
+    def noise(self, start: int = 0, strides: tuple[int, ...] = ()) -> Noise:
+        """Its random bits for rows that start as :class:`Noise` says."""
+        numbers = (self.seed, self.step, self.micro_batch, self.purpose, self.hop, self.source)
+        text = "/".join([*map(str, numbers), self.unit])  # the unit last: it may hold anything
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
+        return Noise((words[0], words[1], words[2], words[3]), start, strides)
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """Philox4x32-10 in plain integers, as its authors give it: the oracle of all versions."""
+    mask = 0xFFFFFFFF
+    (a, b, c, d), (left, right) = counter, key
+    for _ in range(ROUNDS):
+        first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
+        a, b, c, d = (second >> 32) ^ b ^ left, second & mask, (first >> 32) ^ d ^ right, first & mask
+        left, right = (left + WEYL[0]) & mask, (right + WEYL[1]) & mask
+    return a, b, c, d
+
+
+def bits_of(noise: Noise, element: int) -> int:
+    """The 16 random bits of one element, by its number in the unit."""
+    octet, lane = divmod(element, OCTET)
+    counter = (octet & 0xFFFFFFFF, octet >> 32, noise.words[0], noise.words[1])
+    word = philox(counter, (noise.words[2], noise.words[3]))[lane // 2]
+    return word >> BITS * (lane % 2) & 0xFFFF
