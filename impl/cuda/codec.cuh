@@ -105,6 +105,19 @@ struct Scheme {
     CODEC_FN float last() const { return float((1 << (asymmetric ? bits() : bits() - 1)) - 1); }
 };
 
+// Floats of 1, 2 or 3 bits of mantissa: e2m1, e5m2, e4m3.  MANTISSA is 0 where the launch says it.
+// Their patterns are ordered as their sizes, and those of fp32 with another bias.
+template <int MANTISSA>
+struct Floats {
+    int stated;
+    bool powers;  // scales are powers of two, E8M0
+    CODEC_FN int mantissa() const { return MANTISSA != 0 ? MANTISSA : stated; }
+    CODEC_FN int bits() const { return mantissa() == 1 ? 4 : 8; }
+    CODEC_FN int smallest() const { return mantissa() == 1 ? 0 : mantissa() == 2 ? -14 : -6; }  // exponent
+    CODEC_FN u32 top() const { return mantissa() == 1 ? 0x07u : mantissa() == 2 ? 0x7bu : 0x7eu; }  // pattern
+    CODEC_FN float last() const { return mantissa() == 1 ? 6.0f : mantissa() == 2 ? 57344.0f : 448.0f; }
+};
+
 // ---- the extent of a block: keys whose integer maximum is the extreme --------------------------
 
 // Symmetric: high is the sign-cleared bits, so NaN > infinity > every finite magnitude.
@@ -127,6 +140,11 @@ CODEC_FN Extent extent_of(Scheme<BITS> scheme, float value) {
     if (!scheme.asymmetric) return {bits & kAbs, 0};
     const u32 key = ordered(bits);
     return {key, ~key};
+}
+
+template <int MANTISSA>
+CODEC_FN Extent extent_of(Floats<MANTISSA>, float value) {
+    return {bits_of(value) & kAbs, 0};
 }
 
 // ---- scale and offset of a block, as the frame stores them -------------------------------------
@@ -152,6 +170,51 @@ CODEC_FN Stored stored_of(Scheme<BITS> scheme, Extent extent) {
     }
     stored.scale = stored.scale < kSmallestNormal ? kSmallestNormal : stored.scale;
     return stored;
+}
+
+template <int MANTISSA>
+CODEC_FN Stored stored_of(Floats<MANTISSA> scheme, Extent extent) {
+    if (extent.high >= kInfinity) return {float_of(kNaN), 0.0f};
+    float scale = float_of(extent.high) / scheme.last();
+    scale = scale < kSmallestNormal ? kSmallestNormal : scale;
+    if (scheme.powers) scale = float_of((bits_of(scale) + 0x7fffffu) & kInfinity);  // up: nothing saturates
+    return {scale, 0.0f};
+}
+
+// A scale that is a power of two, as its byte of the frame, and back.
+CODEC_FN u8 exponent_of(float scale) { return scale != scale ? u8(255) : u8(bits_of(scale) >> 23); }
+CODEC_FN float power_of(u8 exponent) { return float_of(exponent == 255 ? kNaN : u32(exponent) << 23); }
+
+// ---- random bits of stochastic rounding: Philox4x32-10 (impl/noise.py) --------------------------
+
+// 128 bits: of a key, the upper half of the counter and Philox's key; of an octet, 16 for each element.
+struct Words {
+    u32 word[4];
+};
+
+CODEC_FN Words philox(Words key, u64 octet) {
+    u32 a = u32(octet), b = u32(octet >> 32), c = key.word[0], d = key.word[1];
+    u32 left = key.word[2], right = key.word[3];
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const u64 first = u64(0xd2511f53u) * a, second = u64(0xcd9e8d57u) * c;
+        a = u32(second >> 32) ^ b ^ left;
+        b = u32(second);
+        c = u32(first >> 32) ^ d ^ right;
+        d = u32(first);
+        left += 0x9e3779b9u;
+        right += 0xbb67ae85u;
+    }
+    return {{a, b, c, d}};
+}
+
+// What 16 random bits add to a quotient before it is rounded: (bits - 32767.5) / 65536, exactly.
+CODEC_FN float shift_of(u32 bits) { return (float_of(0x43000000u | bits) - 128.0f) - (0.5f - 0x1p-17f); }
+
+// The same for element `i` of an octet.
+CODEC_FN float shift_of(const Words& random, int i) {
+    const u32 word = random.word[i / 2];
+    return shift_of(i % 2 == 0 ? word & 0xffffu : word >> 16);
 }
 
 // ---- one value to its code ---------------------------------------------------------------------
@@ -216,6 +279,59 @@ CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value) {
     return low_bits(scheme, result.rounded);
 }
 
+// Stochastic: round(quotient + shift), then clamped, for 127 + 0.49999 may round up.
+//
+// With the product for the quotient, the sum is off by less than 2^-21 of `last` as above, and either sum
+// rounds by 2^-24 of at most last + 1: within twice the margin, which is what is left to the division.
+template <int BITS>
+CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value, float shift) {
+    const float numerator = numerator_of(scheme, divider, value);
+    Rounded result = rounded_of(numerator * divider.reciprocal + shift);
+    if (!((result.rest < 0.0f ? -result.rest : result.rest) <= divider.unsafe * 2.0f - 0.5f)) {
+        result = rounded_of(numerator / divider.divisor + shift);
+    }
+    const float last = kRound + scheme.last(), first = kRound + scheme.first();
+    result.rounded = result.rounded > last ? last : result.rounded;
+    return low_bits(scheme, result.rounded < first ? first : result.rounded);
+}
+
+// Floats: the product is the quotient where scales are powers of two.  Elsewhere a quotient is at most 16
+// steps of its quantum, so that product and sum are off by less than 2^-17 of a step; that also holds where
+// the exponent of one is above the other's, since both then round to the power of two between them.
+template <int MANTISSA>
+CODEC_FN Divider divider_of(Floats<MANTISSA> scheme, Stored stored) {
+    return {stored.scale, 1.0f / stored.scale, 0.0f, scheme.powers ? 1.0f : 0.5f - 0x1p-16f};
+}
+
+// The pattern of a quotient, and how far its steps were from a whole number.
+struct Pattern {
+    u32 code;
+    float rest;
+};
+
+template <int MANTISSA>
+CODEC_FN Pattern pattern_of(Floats<MANTISSA> scheme, float quotient, float shift) {
+    const int mantissa = scheme.mantissa();
+    const u32 bits = bits_of(quotient), least = u32(127 + scheme.smallest());
+    u32 exponent = bits >> 23 & 0xffu;
+    exponent = exponent < least ? least : exponent;
+    // Steps of 2^(exponent - 127 - mantissa); without noise the shift is 0, which changes no magnitude.
+    const Rounded result = rounded_of(quotient * float_of((254u + u32(mantissa) - exponent) << 23) + shift);
+    const int steps = int(bits_of(result.rounded) - bits_of(kRound));
+    u32 size = ((exponent - least) << mantissa) + u32(steps < 0 ? -steps : steps);
+    size = size > scheme.top() ? scheme.top() : size;
+    return {size | bits >> 31 << (scheme.bits() - 1), result.rest};
+}
+
+template <int MANTISSA>
+CODEC_FN u32 code_of(Floats<MANTISSA> scheme, Divider divider, float value, float shift = 0.0f) {
+    Pattern pattern = pattern_of(scheme, value * divider.reciprocal, shift);
+    if (!((pattern.rest < 0.0f ? -pattern.rest : pattern.rest) <= divider.unsafe)) {
+        pattern = pattern_of(scheme, value / divider.divisor, shift);
+    }
+    return pattern.code;
+}
+
 // The same question for many values at once, where a test and a branch each would cost too much: two
 // reciprocals, too small and too large by 2^-20, enclose the quotient (reciprocal and its factor are each
 // right to 2^-22 even where denormal, product and quotient to 2^-24).  Rounding keeps order: where both
@@ -242,13 +358,56 @@ CODEC_FN float value_of(Scheme<BITS> scheme, Stored stored, u32 code) {
     return (float_of((0x4b000000u | half) ^ code) - (kInteger + float(half))) * stored.scale;
 }
 
+template <int MANTISSA>
+CODEC_FN float value_of(Floats<MANTISSA> scheme, Stored stored, u32 code) {
+    const u32 sign = code >> (scheme.bits() - 1), size = code & ((1u << (scheme.bits() - 1)) - 1u);
+    // fp32's pattern with the element's bias; the product brings the bias, and normalises.
+    const float element = float_of(size << (23 - scheme.mantissa())) *
+                          float_of(u32(127 + 126 + scheme.smallest()) << 23);
+    return float_of(bits_of(element) | sign << 31) * stored.scale;
+}
+
 // Whether no value of the block exceeds `largest`: then its elements need no comparison each.
 CODEC_FN bool within(Stored stored, float largest) {
     return stored.scale <= largest * 0x1p-10f && stored.low <= largest * 0.5f && stored.low >= largest * -0.5f;
 }
 
+template <int BITS>
+CODEC_FN bool within(Scheme<BITS>, Stored stored, float largest) {
+    return within(stored, largest);
+}
+
+template <int MANTISSA>
+CODEC_FN bool within(Floats<MANTISSA>, Stored stored, float largest) {
+    return stored.scale <= largest * 0x1p-17f;  // the largest pattern of all is 7 * 2^14
+}
+
 CODEC_FN float saturated(float value, float largest) {
     return value > largest ? largest : value < -largest ? -largest : value;
+}
+
+// ---- rotation: groups of n elements become H x / n, H Hadamard's matrix in Sylvester's order --------
+//
+// All elements are divided by n, then butterflies of distance 1, 2, 4, ... n / 2 replace (a, b) by
+// (a + b, a - b); on the way back they are multiplied by n at the end.
+
+// An element's part in a butterfly, by whether it is the second of the pair.
+CODEC_FN float butterfly(float mine, float other, bool second) { return second ? other - mine : mine + other; }
+
+// ---- error feedback ----------------------------------------------------------------------------
+
+// decay and 1 - decay, each rounded once from double.
+struct Decay {
+    float old, fresh;
+};
+
+// What an encoding leaves over: of `value`, the element with its carried error, which decodes to `decoded`.
+template <class State>
+CODEC_FN typename State::Word carried_of(Decay decay, float error, float value, float decoded) {
+    const float left = (value - decoded) * decay.fresh;
+    error = error * decay.old + left;
+    error = (bits_of(error) & kAbs) < kInfinity ? error : 0.0f;
+    return State::narrow(saturated(error, State::largest()));
 }
 
 // ---- eight codes are whole bytes ---------------------------------------------------------------
@@ -285,6 +444,16 @@ CODEC_FN u64 pack(Scheme<BITS> scheme, const u32 (&codes)[kOctet]) {
             default: return packed<8>(codes);
         }
     }
+}
+
+template <int MANTISSA>
+CODEC_FN u64 pack(Floats<MANTISSA> scheme, const u32 (&codes)[kOctet]) {
+    return scheme.bits() == 4 ? packed<4>(codes) : packed<8>(codes);
+}
+
+template <int MANTISSA>
+CODEC_FN void unpack(Floats<MANTISSA> scheme, u64 word, u32 (&codes)[kOctet]) {
+    scheme.bits() == 4 ? unpacked<4>(word, codes) : unpacked<8>(word, codes);
 }
 
 template <int BITS>
