@@ -11,13 +11,14 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 # 1: first schema.
 SCHEMA_VERSION: Final = 1
 
+Model = TypeVar("Model", bound=BaseModel)
 Phase = Literal["forward", "backward", "evaluate", "step", "probe"]
 Link = Literal["inter", "intra"]  # between nodes, inside a node
 
@@ -234,18 +235,29 @@ def path_of(results: Path, record_id: str) -> Path:
 
 
 def write(results: Path, record: Record) -> Path:
-    """Write ``record`` whole or not at all: temporary file, fsync, rename.
+    """Write ``record`` whole or not at all; returns where.
 
     Raises:
         RecordError: if the folder cannot be written.
     """
     target = path_of(results, record.id)
+    write_whole(target, record.model_dump_json(indent=1))
+    return target
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Write a file whole or not at all: temporary file, fsync, rename.
+
+    Raises:
+        RecordError: if its folder cannot be written.
+    """
+    folder = target.parent
     try:
-        results.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=results, prefix=".", suffix=".tmp")
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".", suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(record.model_dump_json(indent=1))
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             Path(name).chmod(0o644)
@@ -255,11 +267,19 @@ def write(results: Path, record: Record) -> Path:
             raise
     except OSError as error:
         raise RecordError(f"{target}: cannot write the record: {error.strerror or error}") from error
-    return target
 
 
 def read(path: Path) -> Record:
     """Read one record.
+
+    Raises:
+        RecordError: naming the file: not JSON, another schema version, or a missing field.
+    """
+    return read_as(Record, path, SCHEMA_VERSION)
+
+
+def read_as(model: type[Model], path: Path, version: int) -> Model:
+    """Read a file of ``model`` in schema ``version``.
 
     Raises:
         RecordError: naming the file: not JSON, another schema version, or a missing field.
@@ -274,13 +294,13 @@ def read(path: Path) -> Record:
         raise RecordError(f"{path}: not a record: {error}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RecordError(f"{path}: not a record: no schema_version")
-    if data["schema_version"] != SCHEMA_VERSION:
+    if data["schema_version"] != version:
         raise RecordError(
             f"{path}: schema version {data['schema_version']}, this program reads and writes "
-            f"{SCHEMA_VERSION}; move the folder aside or use the version that wrote it"
+            f"{version}; move the folder aside or use the version that wrote it"
         )
     try:
-        return Record.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
