@@ -22,7 +22,7 @@ A suite asks one question.  Its file::
     match = { strategy = "zeropp" }
     set = { steps = 4 }
 
-A codec or an hpZ group that [defaults] or [matrix] gives all strategies alike changes only those
+A codec, feedback or an hpZ group that [defaults] or [matrix] gives all strategies alike changes only those
 that quantise there or keep a copy: with it ZeRO-3 stays ZeRO-3.  A [[zip]] or an [[override]] that
 names the strategy may say otherwise, and so may a suite of one policy.  Cells that turn out to be
 the same run are run once.
@@ -457,6 +457,8 @@ def _foreign(trial: Trial) -> Iterator[str]:
             yield path
     if changes.secondary and not base.secondary:
         yield "policy.secondary"
+    if changes.feedback not in (None, "none") and _raw(base.gradients):
+        yield "policy.feedback"
 
 
 def _raw(codecs: Sequence[Codec]) -> bool:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from impl import reference
-from impl.codec import Codec, IntCodec
+from impl.codec import Codec
 from impl.geometry import UnitGeometry
+from impl.noise import Clock
 
 TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
 Batch = tuple[Tensor, Tensor]
@@ -71,32 +72,23 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
 
 
 @contextmanager
-def as_gathered(model: nn.Module, codec: Codec, units: Sequence[UnitGeometry]) -> Iterator[None]:
-    """Let an unsharded model have the weights that a gather brings; they are restored after.
-
-    Blocks start at each parameter, wherever that lies, so each is encoded on its own, padded with
-    zeros to whole blocks; a codec with one scale a shard follows the shards of ``units``.  Both
-    are exact.
+def as_gathered(
+    model: nn.Module, codec: Codec, units: Sequence[UnitGeometry], seed: int = 0
+) -> Iterator[None]:
+    """Let an unsharded model have the weights that the first gather brings; they are restored after.
 
     Args:
         model: its parameters are trained in fp32.
         codec: of the policy's weights.
         units: their layout.
+        seed: of stochastic codecs.
     """
     parameters = dict(model.named_parameters())
     kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
         with torch.no_grad():
-            if isinstance(codec, IntCodec) and codec.block == "shard":
-                for unit in units:
-                    _pass_unit(codec, unit, parameters)
-            else:
-                for parameter in parameters.values():
-                    flat = parameter.reshape(-1).float()
-                    whole = flat.new_zeros(-(-flat.numel() // codec.grain) * codec.grain)
-                    whole[: flat.numel()] = flat
-                    decoded = _decoded(codec, whole)[: flat.numel()]
-                    parameter.copy_(decoded.view(parameter.shape))
+            for unit in units:
+                _pass_unit(codec, unit, parameters, Clock(seed))
         yield
     finally:
         with torch.no_grad():
@@ -104,21 +96,16 @@ def as_gathered(model: nn.Module, codec: Codec, units: Sequence[UnitGeometry]) -
                 parameter.copy_(kept[name])
 
 
-def _pass_unit(codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parameter]) -> None:
-    """Encode and decode every shard of a unit."""
+def _pass_unit(codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parameter], clock: Clock) -> None:
+    """Encode and decode every shard of a unit, by the reference whatever kernels the engine uses."""
     slots = [(slot, parameters[slot.spec.name]) for slot in unit.slots]
     whole = torch.zeros(unit.padded, device=slots[0][1].device)
     for slot, parameter in slots:
         whole[slot.offset : slot.end] = parameter.reshape(-1)
-    decoded = _decoded(codec, whole.view(unit.world, unit.shard)).view(-1)
+    shards = whole.view(unit.world, unit.shard)
+    frames = torch.empty((unit.world, codec.frame_bytes(unit.shard)), dtype=torch.uint8, device=whole.device)
+    noise = clock.weights(unit.name).noise(0, (unit.shard,)) if codec.stochastic else None
+    reference.encode(codec, shards, frames, noise=noise)
+    reference.decode(codec, frames, shards)
     for slot, parameter in slots:
-        parameter.copy_(decoded[slot.offset : slot.end].view(parameter.shape))
-
-
-def _decoded(codec: Codec, x: Tensor) -> Tensor:
-    """(..., S) fp32 after one way over the wire, by the reference whatever kernels the engine uses."""
-    frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8, device=x.device)
-    out = torch.empty_like(x)
-    reference.encode(codec, x, frames)
-    reference.decode(codec, frames, out)
-    return out
+        parameter.copy_(whole[slot.offset : slot.end].view(parameter.shape))

@@ -15,6 +15,7 @@ from torch import Tensor
 from harness.record import QuantisationError
 from impl import ops
 from impl.codec import Block, Codec, IntCodec
+from impl.noise import Clock
 from impl.zero import Zero
 
 BITS: Final = (2, 3, 4, 5, 6, 7, 8)
@@ -62,7 +63,9 @@ def squares(codec: Codec, x: Tensor) -> Squares:
     """
     frames = torch.empty(codec.frame_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     decoded = torch.empty_like(x)
-    ops.encode(codec, x, frames)
+    # Any bits will do: what is summed does not depend on which.
+    noise = Clock().weights("").noise() if codec.stochastic else None
+    ops.encode(codec, x, frames, noise=noise)
     ops.decode(codec, frames, decoded)
     error, value = (decoded - x).double(), x.double()
     return Squares(

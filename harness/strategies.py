@@ -233,7 +233,8 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
         pacer=rank.pacer,
         timeout=trial.timeout_seconds,
     )
-    return Sharded(model, shard(model, mesh=wire.mesh, policy=policy, wire=wire), policy, trial.optimizer)
+    zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
+    return Sharded(model, zero, policy, trial.optimizer)
 
 
 def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from impl.codec import parse
-from impl.policy import PRESETS, Policy
+from impl.policy import MOST_CHUNKS, PRESETS, Policy, parse_feedback
 from impl.topology import Topology
 
 PEERS: Final = ("single", "ddp", "fsdp2")
@@ -118,8 +118,10 @@ class PolicyChanges(_Frozen):
     weights: str | None = None
     gradients: str | tuple[str, str] | None = None
     gather: Literal["flat", "hierarchical"] | None = None
-    reduce: Literal["flat", "one_hop", "two_hop"] | None = None
+    reduce: Literal["ring", "one_hop", "two_hop"] | None = None
+    chunks: int | None = Field(None, ge=1, le=MOST_CHUNKS)
     secondary: int | Literal["node"] | None = None
+    feedback: str | None = None
     prefetch: int | None = Field(None, ge=0)
     max_padding: float | None = Field(None, ge=0)
     align: int = Field(1, ge=1)
@@ -129,6 +131,13 @@ class PolicyChanges(_Frozen):
     def _codecs(cls, value: str | tuple[str, str] | None) -> str | tuple[str, str] | None:
         for text in (value,) if isinstance(value, str) else value or ():
             parse(text)
+        return value
+
+    @field_validator("feedback")
+    @classmethod
+    def _feedback(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_feedback(value)
         return value
 
 
@@ -220,6 +229,8 @@ class Trial(_Frozen):
             gradients=base.gradients if hops is None else (parse(hops[0]), parse(hops[1])),
             gather=changes.gather or base.gather,
             reduce=changes.reduce or base.reduce,
+            chunks=base.chunks if changes.chunks is None else changes.chunks,
+            feedback=base.feedback if changes.feedback is None else parse_feedback(changes.feedback),
             secondary=base.secondary if changes.secondary is None else changes.secondary,
             memory=memory,
             align=changes.align,

@@ -195,7 +195,7 @@ class _Run:
         if policy is None:
             return exact, exact
         units = plan_units(model, self.rank.topology, policy)
-        with as_gathered(model, policy.weights, units):
+        with as_gathered(model, policy.weights, units, self.trial.seed):
             return exact, mean_loss(model, self._first_batches())
 
     def _step(self, index: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,10 @@ from torch import Tensor
 
 from impl import ops
 from impl.codec import Codec
+from impl.feedback import Errors
+from impl.noise import OCTET, Key, Noise
+from impl.policy import Reduce
+from impl.reference import Carried
 from impl.topology import Axis
 from impl.wire import Exchange, Tag, Wire
 
@@ -106,73 +111,124 @@ def placed(flat: Tensor, axes: Sequence[Axis], shard: int) -> Tensor:
     return flat.as_strided((*sizes, shard), (*strides, 1))
 
 
-def reduce_gradients(
-    wire: Wire, hops: Sequence[tuple[Axis, Codec]], gradient: Tensor, tag: Tag
-) -> Steps[Tensor]:
-    """Average ``gradient`` over all ranks; each rank gets its shard.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """How a gradient is reduced, beside its values.
 
-    ``gradient`` may be overwritten once the first message is posted.
-
-    Args:
+    Attributes:
         wire: what sends.
         hops: axes with their codecs, first hop first; together they number the world.
-        gradient: (world * S,) of any floating-point type.
         tag: for the ledger.
+        pieces: (start, end) of the chunks of a shard, whose hops overlap; one by default.
+        key: of stochastic codecs, with this rank as the source; the hop is filled in.
+        errors: of the gradient codecs, for error feedback.
+    """
+
+    wire: Wire
+    hops: Sequence[tuple[Axis, Codec]]
+    tag: Tag
+    pieces: Sequence[tuple[int, int]] | None = None
+    key: Key | None = None
+    errors: Errors | None = None
+
+    def noise(self, hop: int, shard: int, start: int) -> Noise | None:
+        """Random bits of what ``hop`` encodes from element ``start`` of each shard on."""
+        if self.key is None or not self.hops[hop][1].stochastic:
+            return None
+        apart = -(-shard // OCTET) * OCTET  # elements from one shard to the next, as they are numbered
+        rank = self.wire.mesh.rank
+        before = sum(axis.digit(rank) * axis.stride for axis, _ in self.hops[:hop]) * apart
+        strides = tuple(axis.stride * apart for axis, _ in self.hops[hop:])
+        return replace(self.key, hop=hop).noise(before + start, strides)
+
+    def carried(self, hop: int, start: int, end: int) -> Carried | None:
+        """Error feedback of elements [start, end) of each shard."""
+        return None if self.errors is None else self.errors.carried(hop, start, end)
+
+
+def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
+    """Average ``gradient`` over all ranks; each rank gets its shard.
+
+    All chunks of the first hop are posted at once; then each is encoded again and goes on while the
+    later ones still travel.  ``gradient`` may be overwritten once the first message is posted.
+
+    Args:
+        how: along which hops, with which codecs.
+        gradient: (world * S,) of any floating-point type.
 
     Returns:
         (S,) fp32 mean of this rank's shard.
     """
-    world = 1
-    for axis, _ in hops:
-        world *= axis.size
+    axes = [axis for axis, _ in how.hops]
+    sizes = [axis.size for axis in axes]
+    world = math.prod(sizes)
     shard = gradient.numel() // world
-    sizes = [axis.size for axis, _ in hops]
-    before: tuple[Codec, Exchange] | None = None
-    for number, (axis, codec) in enumerate(hops):
-        frame = codec.frame_bytes(shard)
-        rest = sizes[number + 1 :]  # the axes that are still to come
-        exchange = wire.all_to_all(axis, math.prod(rest) * frame, tag)
-        send = exchange.send.view(axis.size, *rest, frame)
-        if before is None:
-            ops.encode(codec, placed(gradient, [axis for axis, _ in hops], shard), send)
-        else:
-            ops.decode_sum_encode(before[0], codec, _frames(before, sizes[number:], shard), send, shard)
-            before[1].close()
-        exchange.post()
+    chunks = how.pieces or ((0, shard),)
+    slices = placed(gradient, axes, shard)  # (axis 0, axis 1, ..., S)
+    under_way: list[tuple[Codec, Exchange]] = []  # of the last hop, chunk by chunk
+    for hop, (axis, codec) in enumerate(how.hops):
+        rest = sizes[hop + 1 :]  # the axes that are still to come
+        for index, (start, end) in enumerate(chunks):
+            frame = codec.frame_bytes(end - start)
+            exchange = how.wire.all_to_all(axis, math.prod(rest) * frame, how.tag)
+            send = exchange.send.view(axis.size, *rest, frame)
+            noise, carried = how.noise(hop, shard, start), how.carried(hop, start, end)
+            if hop == 0:
+                ops.encode(codec, slices[..., start:end], send, noise=noise, carried=carried)
+                under_way.append((codec, exchange))
+            else:
+                before, received = under_way[index]
+                frames = _frames(under_way[index], sizes[hop:], end - start)
+                ops.decode_sum_encode(before, codec, frames, send, end - start, noise=noise, carried=carried)
+                received.close()
+                under_way[index] = codec, exchange
+            exchange.post()
         yield
-        before = codec, exchange
-    assert before is not None  # noqa: S101  # there is a hop
     mean = torch.empty(shard, dtype=torch.float32, device=gradient.device)
-    ops.decode_sum(before[0], _frames(before, [], shard), mean)
-    before[1].close()
+    for (start, end), last in zip(chunks, under_way, strict=True):
+        ops.decode_sum(last[0], _frames(last, [], end - start), mean[start:end])
+        last[1].close()
     return mean.div_(world)
 
 
-def _frames(received: tuple[Codec, Exchange], rest: Sequence[int], shard: int) -> Tensor:
+def _frames(received: tuple[Codec, Exchange], rest: Sequence[int], numel: int) -> Tensor:
     """(source, rest..., F) uint8: what an exchange brought."""
     codec, exchange = received
-    return torch.unflatten(exchange.wait(), 1, (*rest, codec.frame_bytes(shard)))
+    return torch.unflatten(exchange.wait(), 1, (*rest, codec.frame_bytes(numel)))
 
 
-def ring_reduce(wire: Wire, axis: Axis, codec: Codec, gradient: Tensor, tag: Tag) -> Steps[Tensor]:
+def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
     """The same mean by one ring over all ranks: ``world - 1`` steps, partial sums on the wire.
 
-    Blind to nodes: what a library does without knowing the topology.  A partial sum is cast to
-    the codec's type at every step.
+    Blind to nodes: what a library does without knowing the topology.  A partial sum is encoded again
+    at every step, so errors add up ``world - 1`` times (paper section 3.3).
+
+    Args:
+        how: one hop over the world.
+        gradient: (world * S,) of any floating-point type.
     """
-    size = axis.size
-    me = axis.digit(wire.mesh.rank)
+    ((axis, codec),) = how.hops
+    size, me = axis.size, axis.digit(how.wire.mesh.rank)
     slices = gradient.view(size, -1).to(
         torch.float32, copy=True
     )  # (rank, S); the caller's buffer is free again
     shard = slices.shape[1]
+    apart = -(-shard // OCTET) * OCTET
     partial = slices[(me - 1) % size].clone()
     for step in range(size - 1):
-        exchange = wire.shift(axis, codec.frame_bytes(shard), tag)
-        ops.encode(codec, partial, exchange.send)
+        exchange = how.wire.shift(axis, codec.frame_bytes(shard), how.tag)
+        noise = None
+        if codec.stochastic and how.key is not None:
+            noise = replace(how.key, hop=step).noise((me - 1 - step) % size * apart)
+        ops.encode(codec, partial, exchange.send, noise=noise)
         exchange.post()
         yield
         ops.decode(codec, exchange.wait()[0], partial)
         exchange.close()
         partial += slices[(me - 2 - step) % size]
     return partial.div_(size)
+
+
+def reduced(how: Reduction, reduce: Reduce, gradient: Tensor) -> Steps[Tensor]:
+    """The mean by the algorithm that a policy names: (S,) fp32 of this rank's shard."""
+    return ring_reduce(how, gradient) if reduce == "ring" else reduce_gradients(how, gradient)

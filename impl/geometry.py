@@ -7,6 +7,7 @@ shards are cut on block boundaries (architecture, decision 2).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -143,3 +144,16 @@ def lay_out(
             f"blocks of {grain} on {world} ranks; use smaller blocks or raise max_padding"
         )
     return unit
+
+
+def pieces(shard: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
+    """(start, end) of the chunks of a shard: as even as multiples of ``grain`` allow, none empty.
+
+    Args:
+        shard: elements; a rest below ``grain`` belongs to the last chunk.
+        chunks: how many at most.
+        grain: elements on which chunks start, so that no block straddles two.
+    """
+    whole = max(1, shard // grain)
+    bounds = [whole * index // chunks * grain for index in range(chunks)] + [shard]
+    return tuple((start, end) for start, end in itertools.pairwise(bounds) if start < end)

@@ -84,6 +84,38 @@ class Key:
         return Noise((words[0], words[1], words[2], words[3]), start, strides)
 
 
+@dataclass(slots=True)
+class Clock:
+    """The moment of a run, as random bits are keyed by it.
+
+    Attributes:
+        seed: of the run.
+        step: optimizer steps so far.
+        micro_batch: backward passes finished since the last of them.
+    """
+
+    seed: int = 0
+    step: int = 0
+    micro_batch: int = 0
+
+    def next_micro_batch(self) -> None:
+        """A backward pass has been finished."""
+        self.micro_batch += 1
+
+    def next_step(self) -> None:
+        """An optimizer has stepped."""
+        self.step += 1
+        self.micro_batch = 0
+
+    def weights(self, unit: str) -> Key:
+        """The key of a unit's weights: the same for every pass over the same weights."""
+        return Key(self.seed, self.step, 0, unit, "weights")
+
+    def gradients(self, unit: str, rank: int) -> Key:
+        """The key of the gradient that ``rank`` sends of a unit."""
+        return Key(self.seed, self.step, self.micro_batch, unit, "gradients", source=rank)
+
+
 def philox(counter: Words, key: tuple[int, int]) -> Words:
     """Philox4x32-10 in plain integers, as its authors give it: the oracle of all versions."""
     mask = 0xFFFFFFFF

@@ -7,14 +7,17 @@ Pure: no torch.  ZeRO-3, qwZ, hpZ, qgZ and ZeRO++ are values of :class:`Policy`
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Final, Literal
 
-from impl.codec import BF16, FP32, Codec, Dtype, IntCodec, Raw, common_grain
+from impl.codec import BF16, FP32, ITEM_BYTES, Codec, Dtype, IntCodec, Raw, common_grain
 from impl.topology import Axis, Topology
 
 Gather = Literal["flat", "hierarchical"]
-Reduce = Literal["flat", "one_hop", "two_hop"]
+Reduce = Literal["ring", "one_hop", "two_hop"]
+
+MOST_CHUNKS: Final = 8  # each holds a slot of the shared memory between its two hops
 
 
 class PolicyError(ValueError):
@@ -35,6 +38,92 @@ class MemoryLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """Error feedback of gradient codecs: what an encoding leaves over is added to the next step's.
+
+    ``error = decay * error + (1 - decay) * (h - decoded)`` after encoding ``h = gradient + error``
+    (:class:`impl.reference.Carried`).  Classic feedback has decay 0; LoCo (2407.04480) keeps a moving
+    average, which DeepSpeed sets to 0.8, and forgets it every 1024 steps.
+
+    Attributes:
+        decay: share of the old error that stays, in [0, 1).
+        reset: optimizer steps after which the error is forgotten; 0 for never.
+        hops: ``last`` keeps the error of the hop between nodes alone, whose sums are already sharded
+            inside the node: ``padded / ranks_per_node`` elements a rank; ``all`` also that of the first
+            hop, as many as the unsharded gradient has.
+        state: type of the kept error.
+
+    Raises:
+        PolicyError: for a decay outside [0, 1) or a negative reset.
+    """
+
+    decay: float = 0.0
+    reset: int = 0
+    hops: Literal["last", "all"] = "last"
+    state: Dtype = "fp32"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay < 1.0 or self.reset < 0:
+            raise PolicyError(
+                f"feedback: decay = {self.decay} and reset = {self.reset}; a decay is in [0, 1), a reset "
+                "a number of steps or 0 for never"
+            )
+
+    def __str__(self) -> str:
+        head = "loco" if self.decay else "classic"
+        base = FEEDBACKS[head]
+        parts = [head]
+        if self.decay != base.decay:
+            parts.append(f"decay{self.decay!r}")
+        if self.reset != base.reset:
+            parts.append(f"reset{self.reset}")
+        if self.hops != base.hops:
+            parts.append(self.hops)
+        if self.state != base.state:
+            parts.append(self.state)
+        return ":".join(parts)
+
+
+FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=1024, hops="all")}
+
+
+def parse_feedback(text: str) -> Feedback | None:
+    """Read the text form of feedback, which prints back: ``classic``, ``loco:decay0.9:reset512:bf16``.
+
+    Returns:
+        None for ``none``.
+
+    Raises:
+        PolicyError: naming the text and what is allowed.
+    """
+    head, *options = text.strip().split(":")
+    if head == "none" and not options:
+        return None
+    allowed = (
+        "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32, :bf16 or :fp16"
+    )
+    if head not in FEEDBACKS:
+        raise PolicyError(f"feedback {text!r}: {allowed}")
+    found: dict[str, object] = {}
+    for option in options:
+        given: dict[str, object]
+        if option in ("last", "all"):
+            given = {"hops": option}
+        elif option in ITEM_BYTES:
+            given = {"state": option}
+        elif re.fullmatch(r"reset[0-9]+", option):
+            given = {"reset": int(option[5:])}
+        elif re.fullmatch(r"decay[0-9]*\.?[0-9]+(e-?[0-9]+)?", option):
+            given = {"decay": float(option[5:])}
+        else:
+            raise PolicyError(f"feedback {text!r}: unknown option {option!r}; {allowed}")
+        if given.keys() & found.keys():
+            raise PolicyError(f"feedback {text!r}: {option!r} says a thing twice; {allowed}")
+        found |= given
+    return replace(FEEDBACKS[head], **found)  # type: ignore[arg-type]  # checked by Feedback itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """One point of the ablation space of ZeRO stage 3.
 
@@ -44,9 +133,13 @@ class Policy:
         gather: ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is
             one library all-gather over the world.
         reduce: ``two_hop`` (inside nodes, then between them), ``one_hop`` (one all-to-all over
-            the world) or ``flat`` (one ring over all ranks, partial sums on the wire; raw codecs only).
+            the world) or ``ring`` (blind to nodes, partial sums on the wire, encoded again at every one
+            of its ``world - 1`` steps: the paper's counter-example for quantised gradients).
+        chunks: pieces of a unit whose two hops overlap: one travels between nodes while the next
+            travels inside them.
         secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none,
             ``"node"`` for the ranks of a node.
+        feedback: of the gradient codecs; None for none.
         compute: type of gathered weights and of local gradients.
         memory: limits on what is gathered.
         align: elements, beside the codecs' own blocks, on which parameters start; a suite sets
@@ -60,7 +153,9 @@ class Policy:
     gradients: tuple[Codec, Codec] = (BF16, BF16)
     gather: Gather = "hierarchical"
     reduce: Reduce = "two_hop"
+    chunks: int = 1
     secondary: int | Literal["node"] = 0
+    feedback: Feedback | None = None
     compute: Dtype = "fp32"
     memory: MemoryLimits = MemoryLimits()
     align: int = 1
@@ -76,10 +171,21 @@ class Policy:
                 f"reduce={self.reduce!r} has one hop, but two gradient codecs are named: "
                 f"{self.gradients[0]} and {self.gradients[1]}"
             )
-        if self.reduce == "flat" and not isinstance(self.gradients[0], Raw):
+        if not 1 <= self.chunks <= MOST_CHUNKS:
+            raise PolicyError(f"chunks = {self.chunks}: expected 1 to {MOST_CHUNKS}")
+        if self.chunks > 1 and self.reduce != "two_hop":
             raise PolicyError(
-                f"reduce='flat' sends partial sums around a ring and cannot carry {self.gradients[0]}; "
-                "use one_hop or two_hop"
+                f"chunks = {self.chunks} overlap two hops, and reduce={self.reduce!r} has one; use two_hop"
+            )
+        if self.chunks > 1 and any(_one_block(codec) for codec in self.gradients):
+            raise PolicyError(
+                f"chunks = {self.chunks} cut a shard that {' and '.join(map(str, self.gradients))} give "
+                "one scale as a whole; use a block of elements"
+            )
+        if self.feedback is not None and self.reduce == "ring":
+            raise PolicyError(
+                "feedback needs the error of the same values at every step; the partial sums of a ring are "
+                "others' too: use one_hop or two_hop"
             )
         if self.align < 1 or self.memory.prefetch < 0 or self.memory.max_padding < 0:
             raise PolicyError("align is at least 1; prefetch and max_padding are not negative")
@@ -110,6 +216,13 @@ class Policy:
             return (topology.world_axis,), 0
         return topology.gather_axes(self.secondary_ranks(topology))
 
+    def feedback_hops(self, topology: Topology) -> tuple[bool, ...]:
+        """For each hop of a reduction, first hop first, whether its error is kept."""
+        hops = len(self.reduce_axes(topology))
+        if self.feedback is None:
+            return (False,) * hops
+        return tuple(self.feedback.hops == "all" or hop == hops - 1 for hop in range(hops))
+
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
         """Hops of a gradient reduction with the codec of each, first hop first."""
         if self.reduce == "two_hop":
@@ -118,6 +231,10 @@ class Policy:
                 (topology.node_axis, self.gradients[1]),
             )
         return ((topology.world_axis, self.gradients[0]),)
+
+
+def _one_block(codec: Codec) -> bool:
+    return not isinstance(codec, Raw) and codec.block == "shard"
 
 
 _INT8 = IntCodec(8, 2048)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from impl.codec import ITEM_BYTES
-from impl.geometry import UnitGeometry
+from impl.geometry import UnitGeometry, pieces
 from impl.policy import Policy
 from impl.topology import Axis, Topology
 
@@ -163,8 +163,9 @@ def _book_reduce(book: _Book, policy: Policy, unit: UnitGeometry) -> None:
     slices = book.topology.world
     for axis, codec in policy.reduce_axes(book.topology):
         slices //= axis.size
-        size = slices * codec.frame_bytes(unit.shard)
-        book.exchange("backward", "gradients", unit.name, axis, size, ring=policy.reduce == "flat")
+        for start, end in pieces(unit.shard, policy.chunks, policy.grain):
+            size = slices * codec.frame_bytes(end - start)
+            book.exchange("backward", "gradients", unit.name, axis, size, ring=policy.reduce == "ring")
 
 
 def memory(
@@ -173,10 +174,11 @@ def memory(
     """Bytes that one rank holds, by part, at the worst moment of a step.
 
     ``masters`` 4 S; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary``
-    the kept frames (facts A4: alpha M / P at 16 bits); ``gathered`` and ``local_gradients`` the
-    root's units and the largest other one, unsharded, in the compute type.  S is the
-    sum of shards.  Reduces to facts A10 (16 bytes per parameter over P) for stage 3 in 16 bits,
-    less the 16-bit shard, which is encoded from the master on the way out.
+    the kept frames (facts A4: alpha M / P at 16 bits); ``feedback`` the kept errors, of hop k as
+    many as that hop encodes; ``gathered`` and ``local_gradients`` the root's units and the largest
+    other one, unsharded, in the compute type.  S is the sum of shards.  Reduces to facts A10 (16
+    bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit shard, which is encoded from
+    the master on the way out.
 
     Args:
         policy: what is held.
@@ -201,6 +203,19 @@ def memory(
         "gradients": MASTER_BYTES * trainable,
         "optimizer": ADAM_BYTES * trainable,
         "secondary": sum(copies * policy.weights.frame_bytes(u.shard) for u in units) if spared else 0,
+        "feedback": _feedback_bytes(policy, topology, trainable),
         "gathered": item * (around + max((units[i].padded for i in inner), default=0)),
         "local_gradients": item * (outer_gradients + max(gradients, default=0)),
     }
+
+
+def _feedback_bytes(policy: Policy, topology: Topology, trainable: int) -> int:
+    """Bytes of kept errors, for ``trainable`` elements of one rank's shards."""
+    if policy.feedback is None:
+        return 0
+    elements, slices = 0, topology.world
+    hops = zip(policy.reduce_axes(topology), policy.feedback_hops(topology), strict=True)
+    for (axis, _), kept in hops:
+        elements += trainable * slices if kept else 0
+        slices //= axis.size
+    return ITEM_BYTES[policy.feedback.state] * elements

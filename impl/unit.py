@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from impl import ops
-from impl.codec import FP32, Law
-from impl.collectives import Transfer, gather_frames, placed, reduce_gradients, ring_reduce
-from impl.geometry import UnitGeometry
+from impl.codec import FP32, Codec, FloatCodec, Raw
+from impl.collectives import Reduction, Transfer, gather_frames, placed, reduced
+from impl.feedback import Errors
+from impl.geometry import UnitGeometry, pieces
+from impl.noise import Clock
 from impl.policy import Policy
 from impl.reference import DTYPES
 from impl.traffic import Phase
@@ -101,6 +103,13 @@ class Meter:
         self.peak[part] = max(self.peak.get(part, 0), self.now[part])
 
 
+def _keeps_zeros(codec: Codec) -> bool:
+    """Whether a zero decodes to zero whatever else is in its block."""
+    if isinstance(codec, Raw | FloatCodec):
+        return not codec.hadamard
+    return not (codec.asymmetric or codec.hadamard)
+
+
 class Unit:
     """One unit on one rank.
 
@@ -111,6 +120,7 @@ class Unit:
         wire: what sends.
         policy: what is sent.
         meter: where its memory is counted.
+        clock: what stochastic codecs and feedback go by.
 
     Attributes:
         master: (S,) fp32, this rank's shard of the weights: the truth.
@@ -128,14 +138,16 @@ class Unit:
         wire: Wire,
         policy: Policy,
         meter: Meter,
+        clock: Clock,
     ) -> None:
         self.geometry = geometry
-        self.wire, self.policy, self.meter = wire, policy, meter
+        self.wire, self.policy, self.meter, self.clock = wire, policy, meter, clock
         self.secondary = Secondary()
         self._changes = 0  # of the weights, as far as the engine was told
         topology, rank = wire.mesh.topology, wire.mesh.rank
         self._axes, self._spared = policy.gather_axes(topology)
         self._frame = policy.weights.frame_bytes(geometry.shard)
+        self._pieces = pieces(geometry.shard, policy.chunks, policy.grain)
         self._secondary_bytes = self._frame * math.prod(axis.size for axis in self._axes[: self._spared])
         device, dtype = wire.mesh.device, DTYPES[policy.compute]
 
@@ -148,9 +160,9 @@ class Unit:
         ]
         self._spans = [(start, end) for _, start, end in geometry.spans(rank)]
         self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
-        # An offset makes something of padding's zeros; it must not reach norms or weights.
-        exact_zero = all(Law.SIGN in codec.laws for codec in policy.gradients)
-        self._pads = () if exact_zero else geometry.pads(rank)
+        self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
+        # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
+        self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
 
         self._flat = torch.zeros(geometry.padded, dtype=dtype, device=device)
         # A second handle with a version counter of its own: refilling through it does not look
@@ -219,7 +231,8 @@ class Unit:
             held *= axis.size
         slices = self.wire.mesh.topology.world
         for axis, codec in self.policy.reduce_axes(self.wire.mesh.topology):
-            self.wire.reserve(axis, slices * codec.frame_bytes(self.geometry.shard))
+            largest = max(codec.frame_bytes(end - start) for start, end in self._pieces)
+            self.wire.reserve(axis, slices * largest)
             slices //= axis.size
 
     # Weights
@@ -297,7 +310,11 @@ class Unit:
         exchange.close()
 
     def _encode_master(self, frame: Tensor) -> None:
-        ops.encode(self.policy.weights, self.master, frame)
+        codec, noise = self.policy.weights, None
+        if codec.stochastic:
+            key = self.clock.weights(self.geometry.name)
+            noise = key.noise(self.wire.mesh.rank * self.geometry.shard)
+        ops.encode(codec, self.master, frame, noise=noise)
 
     def _copy_secondary(self, frame: Tensor) -> None:
         assert self.secondary.frames is not None  # noqa: S101  # current
@@ -353,14 +370,52 @@ class Unit:
         return transfer
 
     def _reducing(self) -> Generator[None, None, None]:
-        tag = Tag("backward", "gradients", self.geometry.name)
-        topology = self.wire.mesh.topology
-        hops = self.policy.reduce_axes(topology)
-        if self.policy.reduce == "flat":
-            steps = ring_reduce(self.wire, *hops[0], self._gradient, tag)
-        else:
-            steps = reduce_gradients(self.wire, hops, self._gradient, tag)
-        self._accumulate((yield from steps))
+        topology, rank = self.wire.mesh.topology, self.wire.mesh.rank
+        how = Reduction(
+            wire=self.wire,
+            hops=self.policy.reduce_axes(topology),
+            tag=Tag("backward", "gradients", self.geometry.name),
+            pieces=self._pieces,
+            key=self.clock.gradients(self.geometry.name, rank),
+            errors=self._feedback(),
+        )
+        self._accumulate((yield from reduced(how, self.policy.reduce, self._gradient)))
+
+    def _feedback(self) -> Errors | None:
+        """The errors that this step's reduction starts with."""
+        feedback, topology = self.policy.feedback, self.wire.mesh.topology
+        if feedback is None:
+            return None
+        if self._errors is None:
+            sizes = [axis.size for axis, _ in self.policy.reduce_axes(topology)]
+            kept = self.policy.feedback_hops(topology)
+            shapes = [(*sizes[hop:], self.geometry.shard) if kept[hop] else None for hop in range(len(sizes))]
+            self._errors = Errors(feedback, shapes, self.wire.mesh.device)
+            self.meter.add("feedback", self._errors.nbytes)
+        self._errors.begin(self.clock.step)
+        return self._errors
+
+    def clear_feedback(self) -> None:
+        """Forget the errors of the gradient codecs: the gradients they belong to are not used."""
+        if self._errors is not None:
+            self._errors.clear()
+
+    def feedback_state(self) -> dict[str, Tensor]:
+        """The errors of the gradient codecs, as :meth:`load_feedback` takes them."""
+        errors = self._feedback() if self.geometry.trainable else None
+        return {} if errors is None else errors.state()
+
+    def load_feedback(self, state: Mapping[str, Tensor]) -> None:
+        """Take over errors that :meth:`feedback_state` gave.
+
+        Raises:
+            ValueError: if they are of another topology, policy or rank.
+        """
+        errors = self._feedback() if self.geometry.trainable else None
+        if errors is not None:
+            errors.load(state)
+        elif state:
+            raise ValueError(f"feedback state for unit {self.geometry.name!r}, whose policy has no feedback")
 
     def _accumulate(self, mean: Tensor) -> None:
         """Add ``mean`` (S,) to the masters' gradients."""

@@ -30,7 +30,7 @@ class Engine(Protocol):
     def check_finished(self, what: str) -> None:
         """Refuse ``what`` after a backward pass that was not finished."""
 
-    def weights_changed(self) -> None:
+    def optimizer_stepped(self) -> None:
         """The masters have new values."""
 
 
@@ -82,4 +82,4 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for engine in _owners_of(optimizer):
-        engine.weights_changed()
+        engine.optimizer_stepped()

@@ -28,6 +28,7 @@ from impl import ops
 from impl.blocks import GroupOf, drafts_of, find_blocks, geometry_of, plan_units
 from impl.collectives import Transfer
 from impl.mesh import Mesh
+from impl.noise import Clock
 from impl.policy import Policy
 from impl.saved import SavedTensors
 from impl.schedule import MOST_AHEAD, Action, Schedule
@@ -47,6 +48,7 @@ def shard(
     wire: Wire | None = None,
     blocks: Sequence[nn.Module] | None = None,
     group_of: GroupOf | None = None,
+    seed: int = 0,
 ) -> Zero:
     """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
 
@@ -59,6 +61,7 @@ def shard(
         blocks: modules that are gathered and released as a whole; by default the children of the
             outermost ``ModuleList`` and ``Sequential``.
         group_of: optimizer group of a parameter by name (weight decay, learning rate).
+        seed: of stochastic codecs; the same on all ranks.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
@@ -71,14 +74,15 @@ def shard(
     wire = wire if wire is not None else Wire(mesh)
     drafts = drafts_of(model, find_blocks(model) if blocks is None else blocks, group_of, policy.compute)
     geometries = [geometry_of(draft, mesh.topology, policy) for draft in drafts]
-    meter = Meter()
+    meter, clock = Meter(), Clock(seed)
     units = [
-        Unit(geometry, draft.parameters, draft.holders, wire=wire, policy=policy, meter=meter)
+        Unit(geometry, draft.parameters, draft.holders, wire=wire, policy=policy, meter=meter, clock=clock)
         for draft, geometry in zip(drafts, geometries, strict=True)
     ]
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
-    return Zero(model, units, [draft.module for draft in drafts], wire=wire, policy=policy, meter=meter)
+    modules = [draft.module for draft in drafts]
+    return Zero(model, units, modules, wire=wire, policy=policy, meter=meter, clock=clock)
 
 
 class Zero:
@@ -99,9 +103,10 @@ class Zero:
         wire: Wire,
         policy: Policy,
         meter: Meter,
+        clock: Clock,
     ) -> None:
         self.model, self.units, self.wire, self.policy = model, list(units), wire, policy
-        self._meter = meter
+        self._meter, self._clock = meter, clock
         self._of_module: dict[nn.Module, list[int]] = {}
         for index, module in enumerate(modules):
             self._of_module.setdefault(module, []).append(index)
@@ -171,6 +176,7 @@ class Zero:
         self._ready.clear()
         self._calls.clear()
         self._in_backward = self._unfinished = False
+        self._clock.next_micro_batch()
 
     def grad_norm(self) -> Tensor:
         """() fp64 global 2-norm of the mean gradient; NaN and infinity included.
@@ -204,6 +210,8 @@ class Zero:
             ``torch.nn.utils.clip_grad_norm_`` does.
         """
         norm = self.grad_norm()
+        if self.policy.feedback is not None:  # looking waits for the device
+            self._forget_overflow(norm)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
         for gradient in self._gradients():
             gradient.mul_(factor)
@@ -217,8 +225,20 @@ class Zero:
                     yield master.grad
 
     def overflowed(self) -> bool:
-        """Whether any rank's gradient holds a NaN or an infinity; the same answer on all ranks."""
-        return not bool(torch.isfinite(self.grad_norm()))
+        """Whether any rank's gradient holds a NaN or an infinity; the same answer on all ranks.
+
+        If so, the errors that gradient codecs carry are forgotten: they are of gradients that are not
+        used.
+        """
+        return self._forget_overflow(self.grad_norm())
+
+    def _forget_overflow(self, norm: Tensor) -> bool:
+        """Whether ``norm`` is not finite; then no codec carries an error over."""
+        overflowed = not bool(torch.isfinite(norm))
+        if overflowed:
+            for unit in self.units:
+                unit.clear_feedback()
+        return overflowed
 
     # State
 
@@ -229,6 +249,45 @@ class Zero:
         """
         for unit in self.units:
             unit.weights_changed()
+
+    def optimizer_stepped(self) -> None:
+        """An optimizer that holds masters has stepped; called by itself, from the watch.
+
+        Several optimizers that step after one backward pass are one step.
+        """
+        if self._clock.micro_batch:
+            self._clock.next_step()
+        self.weights_changed()
+
+    def communication_state(self) -> dict[str, Tensor]:
+        """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over.
+
+        With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
+        an uninterrupted one, bit for bit.
+        """
+        clock = {
+            "step": torch.tensor(self._clock.step),
+            "micro_batch": torch.tensor(self._clock.micro_batch),
+        }
+        errors = {
+            f"{unit.geometry.name}/{name}": value
+            for unit in self.units
+            for name, value in unit.feedback_state().items()
+        }
+        return {**clock, **errors}
+
+    def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`communication_state` gave on the same rank.
+
+        Raises:
+            ValueError: if it is of another topology, policy or rank, naming the unit; nothing that
+                precedes it in the model is undone then.
+        """
+        self._clock.step, self._clock.micro_batch = int(state["step"]), int(state["micro_batch"])
+        for unit in self.units:
+            prefix = f"{unit.geometry.name}/"
+            errors = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+            unit.load_feedback(errors)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state: fp32 parameters and buffers by their original names.

@@ -65,9 +65,9 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
             continue
         topology = ran.topology()
         units = [UnitGeometry(n, (), padded, topology.world) for n, _, padded in frames.units[str(trial.id)]]
-        raw_codecs = {"weights": BF16, "gradients": (BF16, BF16)}
+        raw_codecs = {"weights": BF16, "gradients": (BF16, BF16), "feedback": None, "chunks": 1}
         ladder = (
-            replace(policy, **raw_codecs, secondary=0, gather="flat", reduce="flat"),  # type: ignore[arg-type]
+            replace(policy, **raw_codecs, secondary=0, gather="flat", reduce="ring"),  # type: ignore[arg-type]
             replace(policy, **raw_codecs, secondary=0),  # type: ignore[arg-type]
             replace(policy, **raw_codecs),  # type: ignore[arg-type]
             policy,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl.codec import BF16, FP16, FP32, Codec, IntCodec
-from impl.policy import MemoryLimits, Policy
+from impl.codec import BF16, FP16, FP32, Codec, IntCodec, parse
+from impl.policy import Feedback, MemoryLimits, Policy
 from impl.topology import Topology
 
 ROOMY = MemoryLimits(max_padding=1e9)  # tiny test models are mostly padding
@@ -76,19 +76,37 @@ def secondaries(topology: Topology) -> list[int]:
     return fits
 
 
+engine_codecs: st.SearchStrategy[Codec] = st.one_of(
+    int_codecs(st.sampled_from([1, 8, 32, "shard"])),
+    st.sampled_from(
+        [parse(t) for t in ("mxfp8", "mxfp4:stochastic", "fp8e5m2:32", "int4:32:hadamard8", "int4:8:stochastic")]
+    ),
+)
+feedbacks = st.builds(
+    Feedback,
+    decay=st.sampled_from([0.0, 0.8]),
+    reset=st.sampled_from([0, 2]),
+    hops=st.sampled_from(["last", "all"]),
+    state=st.sampled_from(["fp32", "bf16", "fp16"]),
+)
+
+
 @st.composite
 def policies(draw: st.DrawFn, topology: Topology) -> Policy:
     """Policies that fit ``topology``, with small blocks."""
-    small = int_codecs(st.sampled_from([1, 8, 32, "shard"]))
-    codec = st.one_of(raw_codecs, small)
-    reduce = draw(st.sampled_from(["two_hop", "two_hop", "one_hop", "flat"]))
-    first = draw(raw_codecs if reduce == "flat" else codec)
+    codec = st.one_of(raw_codecs, engine_codecs)
+    reduce = draw(st.sampled_from(["two_hop", "two_hop", "one_hop", "ring"]))
+    first = draw(codec)
     gather = draw(st.sampled_from(["hierarchical", "hierarchical", "flat"]))
+    gradients = (first, draw(codec) if reduce == "two_hop" else first)
+    whole = any(getattr(each, "block", 0) == "shard" for each in gradients)
     return Policy(
         weights=draw(codec),
-        gradients=(first, draw(codec) if reduce == "two_hop" else first),
+        gradients=gradients,
         gather=gather,
         reduce=reduce,
+        chunks=draw(st.sampled_from([1, 1, 2, 3])) if reduce == "two_hop" and not whole else 1,
         secondary=0 if gather == "flat" else draw(st.sampled_from(secondaries(topology))),
+        feedback=None if reduce == "ring" else draw(st.one_of(st.none(), feedbacks)),
         memory=MemoryLimits(max_padding=1e9, prefetch=draw(st.sampled_from([0, 200, 10**6]))),
     )

@@ -30,7 +30,7 @@ def one(host: Host = HERE, **fields: Any) -> Forecast:
 @given(
     name=st.sampled_from(list(PRESETS)),
     gather=st.sampled_from(["flat", "hierarchical"]),
-    reduce=st.sampled_from(["flat", "one_hop", "two_hop"]),
+    reduce=st.sampled_from(["ring", "one_hop", "two_hop"]),
     topology=st.builds(Topology, st.integers(1, 4), st.integers(1, 4)),
     accumulation=st.integers(1, 4),
     clip=st.booleans(),

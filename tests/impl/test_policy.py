@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import example, given
 
 from impl.codec import BF16, FP32, parse
-from impl.policy import PRESETS, Policy, PolicyError, preset
+from impl.policy import PRESETS, Feedback, Policy, PolicyError, parse_feedback, preset
 from impl.topology import Topology
+from tests.strategies import feedbacks
 
 
 def test_presets_are_the_eight_combinations_and_exact() -> None:
@@ -27,7 +29,13 @@ def test_presets_are_the_eight_combinations_and_exact() -> None:
     [
         ({"gather": "flat", "secondary": 2}, "a flat gather has no such hop"),
         ({"reduce": "one_hop", "gradients": (BF16, FP32)}, "has one hop"),
-        ({"reduce": "flat", "gradients": (parse("int4:64"),) * 2}, "cannot carry int4:64"),
+        ({"reduce": "ring", "feedback": Feedback()}, "the partial sums of a ring are others' too"),
+        ({"reduce": "one_hop", "chunks": 2}, "chunks = 2 overlap two hops, and reduce='one_hop' has one"),
+        ({"chunks": 9}, "chunks = 9: expected 1 to 8"),
+        (
+            {"gradients": (parse("int4:shard"), BF16), "chunks": 2},
+            "a shard that int4:shard and bf16 give one",
+        ),
         ({"align": 0}, "at least 1"),
     ],
 )
@@ -51,3 +59,27 @@ def test_group_size_is_checked_against_the_topology() -> None:
     policy.check(Topology(2, 3))
     with pytest.raises(PolicyError, match="3 ranks does not fit 2 nodes x 2 ranks"):
         policy.check(Topology(2, 2))
+
+
+@given(feedbacks)
+@example(Feedback(decay=0.8, reset=1024, hops="all"))
+def test_the_text_of_feedback_reads_back(feedback: Feedback) -> None:
+    """Reading the text form of any feedback gives the feedback."""
+    assert parse_feedback(str(feedback)) == feedback
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("locko", "expected none, classic or loco"),
+        ("loco:0.9", "unknown option '0.9'"),
+        ("loco:all:last", "'last' says a thing twice"),
+        ("classic:decay1.0", "a decay is in"),
+        ("none:bf16", "expected none"),
+        ("loco:reset-1", "unknown option 'reset-1'"),
+    ],
+)
+def test_impossible_feedback_is_refused(text: str, words: str) -> None:
+    """A text that is no feedback raises one line that says what is allowed."""
+    with pytest.raises(PolicyError, match=words):
+        parse_feedback(text)

@@ -1,0 +1,171 @@
+"""The quantised collectives by themselves, for code that has no engine of ours: FSDP, a hook, a script.
+
+Both take tensors of any shape and length, text forms of codecs, and any :class:`~impl.mesh.Mesh`::
+
+    mesh = Mesh.create(Topology(nodes=2, ranks_per_node=4))
+    weights = quantized_all_gather(shard, "int8:2048", mesh)              # qwZ
+    mean = quantized_reduce_scatter(gradient, ("int4:256", "int4:256"), mesh)  # qgZ
+
+All ranks must call them with equal shapes and options.  A :class:`~impl.wire.Wire` that is passed
+keeps its buffers, its shared memory and its ledger from call to call; without one each call has its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from impl import ops
+from impl.codec import Codec, common_grain, parse
+from impl.collectives import Reduction, Steps, T, Transfer, gather_frames, placed, reduced
+from impl.feedback import Errors
+from impl.geometry import pieces
+from impl.mesh import Mesh
+from impl.noise import OCTET, Key
+from impl.policy import Gather, Policy, Reduce
+from impl.reference import NAMES
+from impl.wire import Tag, Wire
+
+CodecOrText = Codec | str
+
+
+def quantized_all_gather(
+    x: Tensor,
+    codec: CodecOrText,
+    mesh: Mesh,
+    *,
+    gather: Gather = "hierarchical",
+    wire: Wire | None = None,
+    key: Key | None = None,
+) -> Tensor:
+    """All ranks' ``x``, encoded once by its owner and decoded to the same bits everywhere.
+
+    Args:
+        x: (...) fp32, bf16 or fp16; the same shape on all ranks.
+        codec: of the values, e.g. ``int8:2048``.
+        mesh: the ranks.
+        gather: ``hierarchical`` crosses each link between nodes once; ``flat`` is the library's ring.
+        wire: what sends.
+        key: of a stochastic codec's random bits; change its step from call to call.
+
+    Returns:
+        (world, ...) of ``x``'s type, in rank order.
+
+    Raises:
+        ValueError: for another type, or a stochastic codec without a key.
+        CodecError: for a text that is no codec.
+    """
+    codec, numel, world = _codec(codec), x.numel(), mesh.topology.world
+    _check_type(x)
+    wire = wire or Wire(mesh)
+    out = x.new_empty((world, numel))
+    if numel == 0:
+        return out.view(world, *x.shape)
+    axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
+    nbytes = codec.frame_bytes(numel)
+    noise = None
+    if key is not None and codec.stochastic:
+        noise = key.noise(mesh.rank * _apart(numel))
+    flat = x.detach().reshape(-1)
+
+    def write(frame: Tensor) -> None:
+        ops.encode(codec, flat, frame, noise=noise)
+
+    tag = Tag("forward", "weights")
+    exchange = _finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat"))
+    order = list(reversed(axes))
+    frames = torch.unflatten(exchange.wait(), 1, (*(axis.size for axis in order[1:]), nbytes))
+    ops.decode(codec, frames, placed(out.view(-1), order, numel))
+    exchange.close()
+    return out.view(world, *x.shape)
+
+
+def quantized_reduce_scatter(
+    x: Tensor,
+    codecs: CodecOrText | tuple[CodecOrText, CodecOrText],
+    mesh: Mesh,
+    *,
+    reduce: Reduce = "two_hop",
+    op: Literal["mean", "sum"] = "mean",
+    chunks: int = 1,
+    wire: Wire | None = None,
+    key: Key | None = None,
+    errors: Errors | None = None,
+) -> Tensor:
+    """This rank's part of the mean (or sum) of all ranks' ``x``, accumulated in fp32.
+
+    Args:
+        x: (world * n, ...) fp32, bf16 or fp16; the same shape on all ranks.
+        codecs: of the hop inside nodes and of that between them; one for both, or for the only one.
+        mesh: the ranks.
+        reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.policy.Policy`.
+        op: what of the ranks' values.
+        chunks: pieces whose two hops overlap.
+        wire: what sends.
+        key: of stochastic codecs' random bits; change its step from call to call.
+        errors: for error feedback, kept by the caller from call to call.
+
+    Returns:
+        (n, ...) fp32.
+
+    Raises:
+        ValueError: for another type, a first dimension that the world does not divide, or a stochastic
+            codec without a key.
+        CodecError: for a text that is no codec.
+        PolicyError: for a combination that cannot be carried out.
+    """
+    _check_type(x)
+    world = mesh.topology.world
+    if x.dim() == 0 or x.shape[0] % world:
+        raise ValueError(
+            f"{world} ranks cannot share {tuple(x.shape)}: its first dimension must be divisible"
+        )
+    first, second = codecs if isinstance(codecs, tuple) else (codecs, codecs)
+    policy = Policy(gradients=(_codec(first), _codec(second)), reduce=reduce, chunks=chunks)
+    shape = (x.shape[0] // world, *x.shape[1:])
+    shard = math.prod(shape)
+    if shard == 0:
+        return torch.zeros(shape, device=x.device)
+    how = Reduction(
+        wire=wire or Wire(mesh),
+        hops=policy.reduce_axes(mesh.topology),
+        tag=Tag("backward", "gradients"),
+        pieces=pieces(shard, chunks, common_grain(*policy.gradients)),
+        key=None if key is None else _from(key, mesh.rank),
+        errors=errors,
+    )
+    mean = _finish(reduced(how, reduce, x.detach().reshape(-1)))
+    return (mean if op == "mean" else mean.mul_(world)).view(shape)
+
+
+def _codec(given: CodecOrText) -> Codec:
+    return parse(given) if isinstance(given, str) else given
+
+
+def _check_type(x: Tensor) -> None:
+    if x.dtype not in NAMES:
+        raise ValueError(f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}")
+
+
+def _apart(numel: int) -> int:
+    """Elements from one rank's first to the next rank's, as random bits number them."""
+    return -(-numel // OCTET) * OCTET
+
+
+def _from(key: Key, rank: int) -> Key:
+    return dataclasses.replace(key, source=rank)
+
+
+def _finish(steps: Steps[T]) -> T:
+    """Carry a collective to its end and return its result."""
+    results: list[T] = []
+
+    def run() -> Steps[None]:
+        results.append((yield from steps))
+
+    Transfer(run()).wait()
+    return results[0]
