@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl.codec import BF16, FP16, FP32, Codec, IntCodec, parse
+from impl.codec import BF16, FP16, FP32, MX_BLOCK, Block, Blocked, Codec, FloatCodec, IntCodec, parse
+from impl.noise import Key
 from impl.policy import Feedback, MemoryLimits, Policy
 from impl.topology import Topology
 
@@ -16,13 +20,45 @@ ROOMY = MemoryLimits(max_padding=1e9)  # tiny test models are mostly padding
 raw_codecs = st.sampled_from([FP32, BF16, FP16])
 
 
-def int_codecs(blocks: st.SearchStrategy[int | str] | None = None) -> st.SearchStrategy[IntCodec]:
+any_block: st.SearchStrategy[Block] = st.one_of(st.integers(1, 70), st.just("shard"))
+_ELEMENTS = st.sampled_from(["e4m3", "e5m2"])
+
+
+def int_codecs(blocks: st.SearchStrategy[Block] = any_block) -> st.SearchStrategy[IntCodec]:
     """Integer codecs of any width, block and scheme."""
-    any_block = st.one_of(st.integers(1, 70), st.just("shard"))
-    return st.builds(IntCodec, st.integers(2, 8), any_block if blocks is None else blocks, st.booleans())
+    return st.builds(IntCodec, st.integers(2, 8), blocks, st.booleans())
 
 
-codecs: st.SearchStrategy[Codec] = st.one_of(raw_codecs, int_codecs())
+def float_codecs(blocks: st.SearchStrategy[Block] = any_block) -> st.SearchStrategy[FloatCodec]:
+    """Floats of 8 bits with blocks of any size, and the MX formats."""
+    mx = [FloatCodec(element, MX_BLOCK, "e8m0") for element in ("e4m3", "e5m2", "e2m1")]
+    return st.one_of(st.builds(FloatCodec, _ELEMENTS, blocks), st.sampled_from(mx))
+
+
+@st.composite
+def rotated_codecs(draw: st.DrawFn) -> Blocked:
+    """Codecs that rotate 2 to 32 elements, in blocks of a few times as many."""
+    size = draw(st.sampled_from([2, 4, 8, 16, 32]))
+    blocks: st.SearchStrategy[Block] = st.sampled_from([size, 2 * size, 3 * size, "shard"])
+    return replace(draw(st.one_of(int_codecs(blocks), float_codecs(blocks))), hadamard=size)
+
+
+blocked_codecs: st.SearchStrategy[Blocked] = st.one_of(int_codecs(), float_codecs(), rotated_codecs())
+codecs: st.SearchStrategy[Codec] = st.one_of(raw_codecs, blocked_codecs)  # that need no noise
+stochastic_codecs: st.SearchStrategy[Blocked] = st.builds(
+    partial(replace, stochastic=True),  # type: ignore[arg-type]  # of any codec
+    blocked_codecs,
+)
+keys = st.builds(
+    Key,
+    seed=st.integers(0, 2**63),
+    step=st.integers(0, 2**31),
+    micro_batch=st.integers(0, 9),
+    unit=st.sampled_from(["embedding", "blocks.0", "a/b"]),
+    purpose=st.sampled_from(["weights", "gradients"]),
+    hop=st.integers(0, 1),
+    source=st.integers(-1, 9),
+)
 
 _HOSTILE = np.array(
     [0.0, -0.0, 1e-45, -1e-45, 1.17e-38, 3.4028234e38, -3.4028234e38, 1.0, -1.0, 65504.0, 1e-20],
@@ -79,7 +115,10 @@ def secondaries(topology: Topology) -> list[int]:
 engine_codecs: st.SearchStrategy[Codec] = st.one_of(
     int_codecs(st.sampled_from([1, 8, 32, "shard"])),
     st.sampled_from(
-        [parse(t) for t in ("mxfp8", "mxfp4:stochastic", "fp8e5m2:32", "int4:32:hadamard8", "int4:8:stochastic")]
+        [
+            parse(t)
+            for t in ("mxfp8", "mxfp4:stochastic", "fp8e5m2:32", "int4:32:hadamard8", "int4:8:stochastic")
+        ]
     ),
 )
 feedbacks = st.builds(
