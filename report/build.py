@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,8 @@ from report.frame import ReportError, load
 from report.metrics import Derived, derive
 
 PAGE: Final = "report.html"
-_FOLDERS: Final = {  # what a build may leave in each: names and forms
+Folders = Mapping[str, tuple[Sequence[str], Sequence[str]]]
+_FOLDERS: Final[Folders] = {  # what a build may leave in each: names and forms
     "figures": (tuple(plot.name for plot in figures.PLOTS), ("svg", "pdf", "png", "csv")),
     "tables": (tables.NAMES_OF_FILES, ("csv", "md", "tex")),
 }
@@ -38,19 +40,40 @@ def build(results: Path, *, across_pools: bool = False) -> Path:
         RecordError: for a file that is not a record of this schema.
     """
     derived = derive(load(results, across_pools=across_pools))
+    return publish(results, _FOLDERS, lambda folder: _write(folder, derived))
+
+
+def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> Path:
+    """Put a page and its files into ``results``, whole or not at all.
+
+    Args:
+        results: the folder.
+        folders: what a build may leave in each folder beside the page: names and forms.
+        write: writes the page and those folders, which exist, into an empty folder.
+
+    Returns:
+        The page.
+
+    Raises:
+        ReportError: if the folder cannot be written; what was there before is then still there.
+    """
     try:
-        with tempfile.TemporaryDirectory(dir=results, prefix=".report-") as staging:
-            _write(Path(staging), derived)
-            _swap_in(Path(staging), results)
+        with tempfile.TemporaryDirectory(dir=results, prefix=".report-") as name:
+            staging = Path(name)
+            for folder in folders:
+                (staging / folder).mkdir()
+            write(staging)
+            for path in staging.rglob("*"):
+                if path.is_file():
+                    _to_disk(path)
+            _swap_in(staging, results, folders)
     except OSError as error:
         raise ReportError(f"{results}: cannot write the report: {error.strerror or error}") from error
     return results / PAGE
 
 
 def _write(folder: Path, derived: Derived) -> None:
-    """The whole report into an empty folder, on the disk when this returns."""
-    for name in _FOLDERS:
-        (folder / name).mkdir()
+    """The whole report."""
     found = {plot.name: figures.draw(plot, derived, folder / "figures") for plot in figures.PLOTS}
     failed = tables.failures(derived)
     content = page.Content(
@@ -62,9 +85,6 @@ def _write(folder: Path, derived: Derived) -> None:
         folder=folder,
     )
     (folder / PAGE).write_text(page.render(content), encoding="utf-8", newline="\n")
-    for path in folder.rglob("*"):
-        if path.is_file():
-            _to_disk(path)
 
 
 def _to_disk(path: Path) -> None:
@@ -76,17 +96,17 @@ def _to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def _swap_in(staging: Path, results: Path) -> None:
+def _swap_in(staging: Path, results: Path, folders: Folders) -> None:
     """Rename the new files over the old: first what the page links to, then the page, and only then
     remove what the old page alone linked to.  Files that no build made stay.
     """
     fresh: set[Path] = set()
-    for folder in _FOLDERS:
+    for folder in folders:
         (results / folder).mkdir(exist_ok=True)
         for path in sorted((staging / folder).iterdir()):
             fresh.add(path.replace(results / folder / path.name))
     (staging / PAGE).replace(results / PAGE)
-    for folder, (names, forms) in _FOLDERS.items():
+    for folder, (names, forms) in folders.items():
         for name in names:
             for form in forms:
                 path = results / folder / f"{name}.{form}"

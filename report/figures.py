@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from report import bytes_figures, codec_figures, loss_figures, memory_figures, speed_figures, theme
 from report.metrics import Derived
-from report.plot import Plot
+from report.plot import Drawing, Plot
 
 _BY_NAME: Final = {
     plot.name: plot
@@ -48,7 +48,7 @@ class Drawn:
         files: by suffix, where it was written.
     """
 
-    plot: Plot
+    plot: Drawing
     data: pd.DataFrame
     svg: str
     files: dict[str, Path]
@@ -65,7 +65,11 @@ def draw(plot: Plot, derived: Derived, folder: Path) -> Drawn | None:
     Returns:
         None if the records hold nothing to draw.
     """
-    data = plot.data(derived)
+    return write(plot, plot.data(derived), folder)
+
+
+def write(plot: Drawing, data: pd.DataFrame, folder: Path) -> Drawn | None:
+    """Draw a table and write the figure and the table to ``folder``; None if there is nothing to draw."""
     with theme.style():
         figure = plot.draw(data)
         if figure is None:

@@ -6,7 +6,7 @@ import base64
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -85,28 +85,36 @@ class Content:
 
 def render(content: Content) -> str:
     """The page as HTML."""
-    environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
     frames = content.derived.frames
-    tables = [_table(table, files, content.folder) for table, files in content.tables]
+    tables = [table_on_page(table, files, content.folder) for table, files in content.tables]
     first = [table for table in tables if table.name == "summary" and len(table.rows) <= _SHORT]
-    page: str = environment.get_template(_TEMPLATE).render(
-        style=(_HERE / _STYLE).read_text(encoding="utf-8"),
-        suite=frames.suite,
+    failures = table_on_page(*content.failures, content.folder) if content.failures else None
+    return fill(
+        title=f"{NAMES[PROPOSED]} against {NAMES[BASELINE]}: {frames.suite}",
+        kicker=f"Results of suite {frames.suite}",
+        heading=(f"{NAMES[PROPOSED]} against", NAMES[BASELINE]),
         questions=frames.questions,
         headline=headline(content.derived),
         facts=facts(content.derived),
         warnings=warnings(content.derived),
-        figures=[_figure(drawn, content.folder) for drawn in content.drawn],
+        figures=[figure_on_page(drawn, content.folder) for drawn in content.drawn],
         missing=content.missing,
         summary=first,
         tables=[table for table in tables if table.name not in _LAST and table not in first],
         last=[table for table in tables if table.name in _LAST],
-        failures=_table(*content.failures, content.folder) if content.failures else None,
+        failures=failures,
         pools=frames.pools,
     )
+
+
+def fill(**parts: Any) -> str:
+    """The template with its parts; one that is left out is an error."""
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    style = (_HERE / _STYLE).read_text(encoding="utf-8")
+    page: str = environment.get_template(_TEMPLATE).render(style=style, **parts)
     return page
 
 
@@ -114,7 +122,8 @@ def _links(files: dict[str, Path], folder: Path) -> list[Link]:
     return [Link(suffix.upper(), path.relative_to(folder).as_posix()) for suffix, path in files.items()]
 
 
-def _figure(drawn: Drawn, folder: Path) -> FigureOnPage:
+def figure_on_page(drawn: Drawn, folder: Path) -> FigureOnPage:
+    """A figure with links relative to ``folder``."""
     plot, data = drawn.plot, drawn.data
     image = base64.b64encode(drawn.svg.encode()).decode("ascii")
     return FigureOnPage(
@@ -128,7 +137,8 @@ def _figure(drawn: Drawn, folder: Path) -> FigureOnPage:
     )
 
 
-def _table(table: Table, files: dict[str, Path], folder: Path) -> TableOnPage:
+def table_on_page(table: Table, files: dict[str, Path], folder: Path) -> TableOnPage:
+    """A table with links relative to ``folder``."""
     heads = [(column.title, column.numeric) for column in table.columns]
     return TableOnPage(table.name, table.title, table.caption, heads, table.rows(), _links(files, folder))
 

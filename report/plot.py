@@ -13,16 +13,13 @@ from report.metrics import Derived
 from report.wording import listed
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One figure of the report.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """How one tidy table of raw values, with a column ``id`` (records), becomes a figure.
 
     Attributes:
         name: file name without suffix, and anchor on the page.
         title: heading on the page.
-        suite: the suite to run when there is no data.
-        data: one tidy table of raw values with a column ``id`` (records) and sometimes
-            ``baseline``; empty when the records hold nothing to draw.
         draw: the table as a figure, or None for an empty table.
         caption: what is shown, with its formula.
         alt: what a reader who cannot see the figure should know, with its main numbers.
@@ -30,11 +27,23 @@ class Plot:
 
     name: str
     title: str
-    suite: str
-    data: Callable[[Derived], pd.DataFrame]
     draw: Callable[[pd.DataFrame], Figure | None]
     caption: Callable[[pd.DataFrame], str]
     alt: Callable[[pd.DataFrame], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot(Drawing):
+    """One figure of a suite's report.
+
+    Attributes:
+        suite: the suite to run when there is no data.
+        data: the table, sometimes with a column ``baseline`` of further records; empty when the
+            records hold nothing to draw.
+    """
+
+    suite: str
+    data: Callable[[Derived], pd.DataFrame]
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
