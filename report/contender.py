@@ -1,7 +1,7 @@
 """Who ran: strategies and policies by the names that figures print.
 
 A contender is a strategy with the policy fields in which a trial differs from the preset.  How a
-folder's policies all move their data (prefetch, gather, reduce) says nothing in a comparison and
+folder's policies all move their data (prefetch, gather, reduce, chunks) says nothing in a comparison and
 is left out of the names; codecs and hpZ groups are always told.
 """
 
@@ -35,7 +35,7 @@ NAMES: Final = {
 """Printed names, in the order in which figures and tables list strategies."""
 
 _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
-_MAY_BE_SHARED: Final = ("gather", "reduce", "prefetch")
+_MAY_BE_SHARED: Final = ("gather", "reduce", "chunks", "prefetch")
 
 
 def order_of(strategy: str) -> int:
@@ -65,6 +65,8 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "secondary": str(policy.secondary_ranks(topology)),
         "gather": policy.gather,
         "reduce": policy.reduce,
+        "chunks": str(policy.chunks),
+        "feedback": str(policy.feedback or "none"),
         "prefetch": str(policy.memory.prefetch),
     }
 

@@ -1,0 +1,36 @@
+"""Contenders: no two policies that move or keep different things share a name."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from harness.suite import PolicyChanges, Trial
+from impl.policy import PRESETS, Policy, parse_feedback
+from report.contender import _fields, label_of
+
+LAYOUT = {"align", "compute"}  # they change the layout, or nothing here
+
+
+def test_every_field_of_a_policy_is_told() -> None:
+    """A changed field of a policy changes what tells contenders apart, whichever field it is."""
+    trial = Trial()
+    others = {
+        "weights": PRESETS["exact"].weights,
+        "gradients": PRESETS["exact"].gradients,
+        "gather": "flat",
+        "reduce": "one_hop",
+        "chunks": 4,
+        "secondary": 1,
+        "feedback": parse_feedback("loco"),
+        "memory": replace(PRESETS["zero3"].memory, prefetch=1),
+    }
+    assert others.keys() | LAYOUT == {field.name for field in fields(Policy)}
+    usual = _fields(PRESETS["zero3"], trial.topology())
+    for name, value in others.items():
+        assert _fields(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
+
+
+def test_feedback_and_chunks_are_named() -> None:
+    """The label of a trial with feedback and chunks says both."""
+    changes = PolicyChanges(feedback="loco:bf16", chunks=4)
+    assert label_of(Trial(policy=changes), {}) == "ZeRO++ (chunks 4, feedback loco:bf16)"
