@@ -3,8 +3,8 @@
 One process measures: for every round and operation first ``calls`` copies of the same elements into an
 existing buffer, then ``calls`` operations on existing buffers, so that a ratio compares neighbours.
 Rounds of all operations interleave; a slow operation has fewer, spread over the run.  The reference
-backend, ten to a hundred times slower, is timed on an eighth of the elements, beside copies of that
-eighth.  Elements are normal random numbers.  On a GPU seconds are the device's, by events, and its
+backend, ten to a hundred times slower, is timed on an eighth of the elements, but at least 2 M where
+there are so many, beside copies of those.  Elements are normal random numbers.  On a GPU seconds are the device's, by events, and its
 cache is flushed before every call.
 """
 
@@ -39,7 +39,8 @@ OURS: Final = ("cpu", "cuda", "reference")
 BACKENDS: Final = (*OURS, *bench_peers.NAMES)
 SOURCES: Final = 4  # frames that a sum adds
 MEBIBYTES: Final = {"cpu": 64, "cuda": 256}  # of elements, where nothing is asked for
-REFERENCE_SHARE: Final = 8  # the reference backend is timed on one part of so many
+REFERENCE_SHARE: Final = 8  # the reference backend is timed on one part of so many,
+REFERENCE_NUMEL: Final = 1 << 21  # of at least so many elements: a core's cache must not hold them
 GRAIN: Final = 1 << 15  # elements: whole blocks of every usual codec
 MOST_ROUNDS: Final = 15
 FEWEST_ROUNDS: Final = 3
@@ -234,8 +235,8 @@ def _works(setting: Setting, device: str) -> Iterator[Work]:
             codec = parse(text)
             for name in backends:
                 if _serves(name, codec, backends):
-                    share = REFERENCE_SHARE if name == "reference" else 1
-                    yield from _of_codec(codec, x[: x.numel() // share], name)
+                    part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
+                    yield from _of_codec(codec, x[:part] if name == "reference" else x, name)
         peers = [name for name in setting.backends if name in bench_peers.NAMES and device == "cpu"]
         for peer in (coding for name in peers for coding in bench_peers.codings(name, x)):
             nbytes = x.nbytes + peer.nbytes

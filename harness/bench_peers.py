@@ -6,9 +6,10 @@ On a CPU neither writes into an existing buffer, so making new ones is in their 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -44,6 +45,11 @@ def why_missing(name: str) -> str | None:
     if importlib.util.find_spec(name) is not None:
         return None
     return f"{name} is not installed: pip install -c constraints.txt -e '.[peers]'"
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of the peers among ``names``, for the record."""
+    return {name: importlib.metadata.version(name) for name in names if name in NAMES}
 
 
 def codings(name: str, x: Tensor) -> list[Coding]:

@@ -1,4 +1,4 @@
-"""``zeropp``: plan, run, show, report, doctor.
+"""``zeropp``: plan, run, show, report, bench, doctor.
 
 A suite file says what happens; there is no option that it could state.  What cannot be done is
 one line on standard error and exit status 2, and nothing is touched.  torch is imported only by
@@ -21,7 +21,7 @@ from typing import Annotated, Final
 
 import typer
 
-from harness import machine, terminal
+from harness import bench, bench_record, machine, terminal
 from harness.expansion import SuiteError, load
 from harness.inputs import digests
 from harness.plan import Forecast, PlanError, forecast, this_host
@@ -38,6 +38,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(bench.app, name="bench")
 
 SuiteFile = Annotated[Path, typer.Argument(help="Suite file in TOML.", metavar="SUITE.toml")]
 ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
@@ -99,7 +101,9 @@ def show(what: Question, results: ResultsFolder = RESULTS) -> None:
     """Print one record, or all records of a suite as a table."""
     out = terminal.console()
     folder = _folder(what, results)
-    if folder is not None:
+    if folder is not None and bench_record.holds(folder):
+        bench.show(folder, out)
+    elif folder is not None:
         found = read_all(folder)
         if not found:
             raise RefusalError(f"{folder}: no records in it; `zeropp run` writes them")
@@ -129,9 +133,9 @@ def doctor() -> None:
 
 
 def _build_report(folder: Path) -> None:
-    from report.build import build
+    from report import bench_page, build
 
-    print(build(folder))
+    print(bench_page.build(folder) if bench_record.holds(folder) else build.build(folder))
 
 
 def _check_folder(folder: Path) -> None:
@@ -245,7 +249,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         status = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
-    except (SuiteError, PlanError, RecordError, RefusalError) as error:
+    except (SuiteError, PlanError, RecordError, RefusalError, bench_record.BenchError) as error:
         return _complain(str(error), REFUSED)
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)

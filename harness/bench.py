@@ -1,0 +1,274 @@
+"""``zeropp bench``: the speed of codecs and of collectives, each beside what it has to be compared with.
+
+A run leaves one record in ``<results>/bench-codecs`` or ``<results>/bench-collectives``, prints its table
+and draws the page of its folder.  Records of other machines or code are not joined.  torch is imported
+only once the command runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from harness import bench_record, machine, terminal
+from harness.bench_record import Bench, BenchError, Kind, Subject
+
+app = typer.Typer(
+    help="Measure codecs against a copy, and collectives against gloo's own.", no_args_is_help=True
+)
+
+Result = TypeVar("Result")
+ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
+RESULTS: Final = Path("results")
+KINDS: Final[tuple[Kind, ...]] = ("fp32", "bf16", "fp16")
+SIZES: Final = "1,16,64"
+MOST_MEBIBYTES: Final = 1 << 16
+GOAL_MISSED: Final = 1
+_TIMEOUT_SECONDS: Final = 7200.0
+_LOG: Final = "bench.log"
+
+# The goals at 64 MiB with 4 ranks on one node, fp32: times gloo's own collective, by transport.
+GOAL_SIZE: Final = 64 << 20
+GOAL_TOPOLOGY: Final = (1, 4)
+GOALS: Final = {
+    ("all_gather", "shm"): 7.0,
+    ("reduce_scatter", "shm"): 10.0,
+    ("all_gather", "backend"): 2.0,
+    ("reduce_scatter", "backend"): 3.5,
+}
+
+
+@app.command()
+def codecs(  # noqa: PLR0917  # typer passes by name
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="Codec, e.g. int8:2048; may be repeated. Default: one of every kind."),
+    ] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="cpu, cuda, reference, bitsandbytes, torchao; may be repeated. Default: all found."
+        ),
+    ] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Type of the elements: fp32, bf16, fp16; may be repeated.")
+    ] = None,
+    megabytes: Annotated[
+        int | None,
+        typer.Option(help="MiB of elements. Default: 64, on a GPU 256.", min=1, max=MOST_MEBIBYTES),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
+    seconds: Annotated[float, typer.Option(help="For each operation, about.", min=0.0)] = 0.5,
+    results: ResultsFolder = RESULTS,
+) -> None:
+    """GB/s of every codec and backend, each against a copy in the same round."""
+    folder, pool = _folder("codecs", results)
+    kinds = _chosen(kind or ["fp32"], KINDS, "type of elements")
+
+    from harness import bench_codecs, bench_peers
+    from impl.codec import CodecError, parse
+
+    try:
+        texts = tuple(dict.fromkeys(str(parse(text)) for text in codec or bench_codecs.CODECS))
+    except CodecError as error:
+        raise BenchError(str(error)) from None
+    asked = _chosen(backend or bench_codecs.BACKENDS, bench_codecs.BACKENDS, "backend")
+    here, missing = bench_codecs.found()
+    for name in backend or []:
+        if name in missing:
+            raise BenchError(f"backend {name!r} is not here: {missing[name]}")
+    if codec is not None and backend is None:  # peers have no codec of ours
+        asked = tuple(name for name in asked if name not in bench_peers.NAMES)
+    setting = bench_codecs.Setting(
+        texts, tuple(name for name in asked if name in here), kinds, megabytes, threads, seconds
+    )
+    told = {
+        "codecs": list(texts), "backends": list(setting.backends), "kinds": list(kinds),
+        "megabytes": megabytes, "threads": threads, "seconds": seconds,
+        "peers": bench_peers.versions(setting.backends),
+    }  # fmt: skip
+    started = _now()
+    (samples,) = _on_ranks(bench_codecs.measure, setting, folder, threads=threads)
+    if not samples:
+        raise BenchError(
+            f"nothing to measure: no chosen backend ({', '.join(setting.backends)}) has kernels for "
+            f"{', '.join(texts)}"
+        )
+    _finish(folder, _bench("codecs", started, told, pool, missing=missing, codecs=samples))
+
+
+@app.command()
+def collectives(  # noqa: PLR0917  # typer passes by name
+    nodes: Annotated[int | None, typer.Option(help="Nodes. Default: 1x4 ranks, then 2x2.", min=1)] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)] = None,
+    megabytes: Annotated[str, typer.Option(help="MiB of the whole tensor, by commas.")] = SIZES,
+    rate: Annotated[
+        str, typer.Option(help="Of the link between nodes, e.g. '1 Gbit/s', or unshaped.")
+    ] = "unshaped",
+    seconds: Annotated[float, typer.Option(help="For each size, about.", min=0.0)] = 20.0,
+    results: ResultsFolder = RESULTS,
+) -> None:
+    """Seconds and bytes of every algorithm and transport beside gloo's own; status 1 below the goals."""
+    folder, pool = _folder("collectives", results)
+    sizes, mbit = _sizes(megabytes), _rate(rate)
+    topologies = [(nodes or 1, ranks or 4)] if nodes or ranks else [GOAL_TOPOLOGY, (2, 2)]
+    for each in topologies:
+        if each[0] * each[1] < 2:
+            raise BenchError(f"{each[0]} nodes x {each[1]} ranks: a collective needs 2 ranks at least")
+
+    from harness import bench_collectives
+
+    setting = bench_collectives.Setting(sizes, mbit, seconds)
+    told = {
+        "topologies": [list(each) for each in topologies], "megabytes": list(sizes), "rate_mbit": mbit,
+        "seconds": seconds,
+    }  # fmt: skip
+    started = _now()
+    samples = []
+    for topology in topologies:
+        of_ranks = _on_ranks(bench_collectives.measure, setting, folder, topology=topology, rate_mbit=mbit)
+        samples += bench_collectives.together(of_ranks)
+    bench = _bench("collectives", started, told, pool, collectives=samples)
+    _finish(folder, bench)
+    if any(not met for met in _goals(bench).values()):
+        raise typer.Exit(GOAL_MISSED)
+
+
+def show(folder: Path, out: Console) -> None:
+    """Print the table of a folder of benchmark records."""
+    _print(bench_record.read_all(folder), out)
+
+
+def _finish(folder: Path, bench: Bench) -> None:
+    """Write the record, print its table, and draw the page of all records of the folder."""
+    bench_record.write(folder, bench)
+    out = terminal.console()
+    _print([bench], out)
+    for name, why in bench.missing.items():
+        out.print(f"not here: {escape(name)}: {escape(why)}")
+
+    from report.bench_page import build
+
+    print(build(folder))
+
+
+def _print(benches: list[Bench], out: Console) -> None:
+    from report.bench_page import table_of
+
+    found = table_of(benches)
+    table = Table(box=box.SIMPLE_HEAD, title=found.title, title_justify="left")
+    for column in found.columns:
+        table.add_column(column.title, justify="right" if column.numeric else "left", overflow="fold")
+    for row in found.rows():
+        table.add_row(*(escape(cell) for cell in row))
+    out.print(table)
+    for (operation, transport), met in _goals(benches[-1]).items():
+        goal = GOALS[operation, transport]
+        out.print(f"goal: {operation} over {transport} >= {goal:g} x gloo's: {'met' if met else 'MISSED'}")
+
+
+def _goals(bench: Bench) -> dict[tuple[str, str], bool]:
+    """Whether the best fp32 algorithm reaches each goal; empty where the goals' setting was not run."""
+    from harness.statistics import median_interval
+
+    best: dict[tuple[str, str], float] = {}
+    for sample in bench.collectives:
+        at_goal = (sample.nodes, sample.ranks_per_node, 4 * sample.numel) == (*GOAL_TOPOLOGY, GOAL_SIZE)
+        if at_goal and set(sample.codecs) == {"fp32"}:
+            pairs = zip(sample.reference_seconds, sample.seconds, strict=True)
+            ratio = median_interval([reference / took for reference, took in pairs]).estimate
+            key = sample.operation, sample.transport
+            best[key] = max(best.get(key, 0.0), ratio)
+    return {key: best[key] >= goal for key, goal in GOALS.items() if key in best}
+
+
+def _bench(subject: Subject, started: str, setting: dict[str, Any], pool: str, **samples: Any) -> Bench:
+    return Bench(
+        subject=subject, started=started, finished=_now(), setting=setting, machine=machine.facts(),
+        code=machine.code(), pool=pool, **samples,
+    )  # fmt: skip
+
+
+def _folder(subject: Subject, results: Path) -> tuple[Path, str]:
+    """The folder of records, which this machine and code may join, and their pool."""
+    folder, pool = results / bench_record.FOLDERS[subject], machine.pool_key(machine.facts(), machine.code())
+    bench_record.check_pool(folder, pool)
+    return folder, pool
+
+
+def _on_ranks(
+    target: Callable[[Any, Any], Result],
+    setting: Any,
+    folder: Path,
+    *,
+    topology: tuple[int, int] = (1, 1),
+    rate_mbit: float | None = None,
+    threads: int = 1,
+) -> list[Result]:
+    """Run ``target`` on fresh processes, and show how far they are."""
+    from harness.launch import Launch, LaunchError, run_ranks
+    from harness.link import LinkError, Setting, open_link
+    from impl.topology import Topology
+
+    wanted = Setting("none" if rate_mbit is None else "auto", topology[0], rate_mbit)
+    try:
+        with open_link(wanted, "bench") as link, _shown() as report:
+            launch = Launch(
+                Topology(*topology), link.ports, link.paced_mbit, threads, _TIMEOUT_SECONDS, folder / _LOG
+            )
+            return run_ranks(target, setting, launch, report)
+    except LinkError as error:
+        raise BenchError(str(error)) from None
+    except LaunchError as error:
+        log = f"; log {error.log}" if error.log else ""
+        raise BenchError(f"{str(error).splitlines()[0]}{log}") from None
+
+
+@contextlib.contextmanager
+def _shown() -> Iterator[Callable[[Any], None]]:
+    """A bar on standard error, on a terminal only."""
+    out = terminal.console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        task = bar.add_task("set-up", total=None)
+        yield lambda far: bar.update(task, description=far.stage, completed=far.step, total=far.steps or None)
+
+
+def _chosen(given: Any, allowed: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    for name in given:
+        if name not in allowed:
+            raise BenchError(f"unknown {what} {name!r}: expected one of {', '.join(allowed)}")
+    return tuple(dict.fromkeys(given))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """MiB from ``1,16,64``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and part.isascii() and 0 < int(part) <= MOST_MEBIBYTES for part in parts):
+        raise BenchError(f"--megabytes {text!r}: expected whole MiB from 1 to {MOST_MEBIBYTES}, by commas")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _rate(text: str) -> float | None:
+    """Mbit/s from a rate with its unit; None for unshaped."""
+    from harness.suite import parse_rate
+
+    try:
+        found = parse_rate(text)
+    except ValueError as error:
+        raise BenchError(f"--rate {text!r}: {error}") from None
+    return found if isinstance(found, float) else None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
