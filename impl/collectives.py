@@ -83,11 +83,10 @@ def gather_frames(
         ring: the hop is the library's ring over the whole world.
 
     Returns:
-        The last exchange, received but not closed: its ``wait()`` gives
-        ``(size of last axis, bytes)``, earlier axes inside a row, the latest outermost.
+        The last exchange, received but not closed: :func:`gathered` gives its frames.
     """
     held: Exchange | None = None
-    for axis in axes:
+    for axis in _sending(axes):
         exchange = wire.all_gather(axis, nbytes, tag, ring=ring)
         if held is None:
             write(exchange.send)
@@ -104,6 +103,24 @@ def gather_frames(
     return held
 
 
+def _sending(axes: Sequence[Axis]) -> Sequence[Axis]:
+    """The axes along which something is sent: hops among one rank would only copy; but at least one."""
+    return [axis for axis in axes if axis.size > 1] or axes[:1]
+
+
+def gathered(exchange: Exchange, axes: Sequence[Axis], nbytes: int) -> Tensor:
+    """(sizes of ``axes`` from the last to the first..., nbytes) what :func:`gather_frames` brought.
+
+    Args:
+        exchange: that it returned.
+        axes: that it was given.
+        nbytes: of a frame of the first hop's message.
+    """
+    sizes = [axis.size for axis in reversed(_sending(axes))]
+    frames = torch.unflatten(exchange.wait(), 1, (*sizes[1:], nbytes))
+    return frames.view(*(axis.size for axis in reversed(axes)), nbytes)
+
+
 def placed(flat: Tensor, axes: Sequence[Axis], shard: int) -> Tensor:
     """View of ``flat`` (world * S,) as (sizes of ``axes`` in this order..., S), by rank digits."""
     sizes = [axis.size for axis in axes]
@@ -117,7 +134,8 @@ class Reduction:
 
     Attributes:
         wire: what sends.
-        hops: axes with their codecs, first hop first; together they number the world.
+        hops: axes with their codecs, first hop first; together they number the world; none for one
+            rank.
         tag: for the ledger.
         pieces: (start, end) of the chunks of a shard, whose hops overlap; one by default.
         key: of stochastic codecs, with this rank as the source; the hop is filled in.
@@ -159,6 +177,8 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
     Returns:
         (S,) fp32 mean of this rank's shard.
     """
+    if not how.hops:  # one rank
+        return gradient.to(torch.float32, copy=True)
     axes = [axis for axis, _ in how.hops]
     sizes = [axis.size for axis in axes]
     world = math.prod(sizes)
@@ -207,6 +227,8 @@ def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
         how: one hop over the world.
         gradient: (world * S,) of any floating-point type.
     """
+    if not how.hops:  # one rank
+        return gradient.to(torch.float32, copy=True)
     ((axis, codec),) = how.hops
     size, me = axis.size, axis.digit(how.wire.mesh.rank)
     slices = gradient.view(size, -1).to(

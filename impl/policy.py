@@ -48,9 +48,9 @@ class Feedback:
     Attributes:
         decay: share of the old error that stays, in [0, 1).
         reset: optimizer steps after which the error is forgotten; 0 for never.
-        hops: ``last`` keeps the error of the hop between nodes alone, whose sums are already sharded
-            inside the node: ``padded / ranks_per_node`` elements a rank; ``all`` also that of the first
-            hop, as many as the unsharded gradient has.
+        hops: ``last`` keeps the error of the last hop alone: between nodes, where sums are already
+            sharded inside the node, ``padded / ranks_per_node`` elements a rank; ``all`` also that of the
+            first hop, as many as the unsharded gradient has.
         state: type of the kept error.
 
     Raises:
@@ -224,13 +224,14 @@ class Policy:
         return tuple(self.feedback.hops == "all" or hop == hops - 1 for hop in range(hops))
 
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
-        """Hops of a gradient reduction with the codec of each, first hop first."""
+        """Hops of a gradient reduction with the codec of each, first hop first.
+
+        A hop among one rank sends nothing: it is none, and its codec is not used.
+        """
+        hops = [(topology.world_axis, self.gradients[0])]
         if self.reduce == "two_hop":
-            return (
-                (topology.local_axis, self.gradients[0]),
-                (topology.node_axis, self.gradients[1]),
-            )
-        return ((topology.world_axis, self.gradients[0]),)
+            hops = [(topology.local_axis, self.gradients[0]), (topology.node_axis, self.gradients[1])]
+        return tuple((axis, codec) for axis, codec in hops if axis.size > 1)
 
 
 def _one_block(codec: Codec) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from impl import ops
 from impl.codec import Codec, common_grain, parse
-from impl.collectives import Reduction, Steps, T, Transfer, gather_frames, placed, reduced
+from impl.collectives import Reduction, Steps, T, Transfer, gather_frames, gathered, placed, reduced
 from impl.feedback import Errors
 from impl.geometry import pieces
 from impl.mesh import Mesh
@@ -77,9 +77,7 @@ def quantized_all_gather(
 
     tag = Tag("forward", "weights")
     exchange = _finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat"))
-    order = list(reversed(axes))
-    frames = torch.unflatten(exchange.wait(), 1, (*(axis.size for axis in order[1:]), nbytes))
-    ops.decode(codec, frames, placed(out.view(-1), order, numel))
+    ops.decode(codec, gathered(exchange, axes, nbytes), placed(out.view(-1), axes[::-1], numel))
     exchange.close()
     return out.view(world, *x.shape)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.codec import FP32, Codec, FloatCodec, Raw
-from impl.collectives import Reduction, Transfer, gather_frames, placed, reduced
+from impl.collectives import Reduction, Transfer, gather_frames, gathered, placed, reduced
 from impl.feedback import Errors
 from impl.geometry import UnitGeometry, pieces
 from impl.noise import Clock
@@ -303,10 +303,10 @@ class Unit:
             write = self._encode_master
         ring = self.policy.gather == "flat"
         exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring)
-        order = list(reversed(self._axes))
-        frames = torch.unflatten(exchange.wait(), 1, (*(axis.size for axis in order[1:]), self._frame))
+        frames = gathered(exchange, axes, nbytes)
+        frames = frames.view(*(axis.size for axis in reversed(self._axes)), self._frame)
         self._resize(self._flat, full=True)
-        ops.decode(codec, frames, placed(self._storage, order, self.geometry.shard))
+        ops.decode(codec, frames, placed(self._storage, self._axes[::-1], self.geometry.shard))
         exchange.close()
 
     def _encode_master(self, frame: Tensor) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from impl import reference
 from impl.codec import BF16, FP32, Codec, parse
-from impl.collectives import Reduction, Transfer, gather_frames, placed
+from impl.collectives import Reduction, Transfer, gather_frames, gathered, placed
 from impl.collectives import reduced as reduction
 from impl.feedback import Errors
 from impl.geometry import pieces
@@ -148,10 +148,8 @@ def _gathered(mesh: Mesh, policy: Policy) -> torch.Tensor:
             ring=policy.gather == "flat",
         )
     )
-    order = list(reversed(axes))
     flat = torch.empty(mesh.topology.world * shard)
-    frames = exchange.wait().unflatten(1, (*(axis.size for axis in order[1:]), frame))
-    reference.decode(policy.weights, frames, placed(flat, order, shard))
+    reference.decode(policy.weights, gathered(exchange, axes, frame), placed(flat, axes[::-1], shard))
     return flat
 
 
