@@ -4,8 +4,8 @@ One process measures: for every round and operation first ``calls`` copies of th
 existing buffer, then ``calls`` operations on existing buffers, so that a ratio compares neighbours.
 Rounds of all operations interleave; a slow operation has fewer, spread over the run.  The reference
 backend, ten to a hundred times slower, is timed on an eighth of the elements, but at least 2 M where
-there are so many, beside copies of those.  Elements are normal random numbers.  On a GPU seconds are the device's, by events, and its
-cache is flushed before every call.
+there are so many, beside copies of those.  Elements are normal random numbers.  On a GPU seconds are
+the device's, by events, and its cache is flushed before every call.
 """
 
 from __future__ import annotations
