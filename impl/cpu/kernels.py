@@ -10,20 +10,33 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeGuard
+from typing import Final, Self, TypeGuard
 
 import torch
 from torch import Tensor
 
 from impl import reference
-from impl.codec import Codec, IntCodec, padded_bytes
+from impl.codec import Blocked, Codec, FloatCodec, IntCodec, padded_bytes
 from impl.noise import Noise
 from impl.reference import Carried
 
-MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of kernels.cpp
+MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of job.hpp
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CODING: Final = ("bits", "asymmetric", "block", "blocks", "codes_end", "scales_at", "frame_bytes")
+_CODING: Final = (
+    "kind",
+    "bits",
+    "mantissa",
+    "powers",
+    "hadamard",
+    "stochastic",
+    "block",
+    "blocks",
+    "codes_end",
+    "scales_at",
+    "frame_bytes",
+)
 _Dims: Final = ctypes.c_int64 * MOST_DIMS
+_Steps = tuple[int, ...]  # from one row to the next, one per leading dimension
 
 
 class _Plane(ctypes.Structure):
@@ -39,7 +52,7 @@ class _Coding(ctypes.Structure):
 
 
 class _Job(ctypes.Structure):
-    """One call: ``Job`` of kernels.cpp, field by field."""
+    """One call: ``Job`` of job.hpp, field by field."""
 
     _fields_ = (
         ("numel", ctypes.c_int64),
@@ -51,8 +64,13 @@ class _Job(ctypes.Structure):
         ("values", _Plane),
         ("frames", _Plane),
         ("output", _Plane),
+        ("random", _Plane),  # numbers of elements, not bytes
+        ("errors", _Plane),
         ("coding", _Coding),
         ("second", _Coding),
+        ("error_kind", ctypes.c_int64),
+        ("key", ctypes.c_uint32 * 4),
+        ("decay", ctypes.c_float * 2),
     )
 
 
@@ -93,17 +111,19 @@ class Kernels:
         carried: Carried | None = None,
     ) -> None:
         """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.reference.encode`."""
-        if not _has_kernels(codec) or carried is not None:
+        if not _has_kernels(codec):
             reference.encode(codec, x, frames, noise=noise, carried=carried)
             return
         reference.check(codec, x, frames)
         _check(codec, x, frames)
+        _check_state(codec, x.shape, noise, carried)
         if x.numel() == 0:
             return
         values = x if _is_contiguous(x) else x.contiguous()
-        job = _job(x.shape[-1], values=values, frames=frames)
-        job.kind, job.coding = KINDS[x.dtype], _coding(codec, x.shape[-1])
-        self._run(self._library.encode, job)
+        with _State(codec, noise, carried) as state:
+            job = _job(x.shape, state, values=values, frames=frames)
+            job.kind, job.coding = KINDS[x.dtype], _coding(codec, x.shape[-1])
+            self._run(self._library.encode, job)
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.reference.decode`."""
@@ -115,7 +135,7 @@ class Kernels:
         if out.numel() == 0:
             return
         values = out if _is_contiguous(out) else torch.empty(out.shape, dtype=out.dtype)
-        job = _job(out.shape[-1], values=values, frames=frames)
+        job = _job(out.shape, None, values=values, frames=frames)
         job.kind, job.coding = KINDS[out.dtype], _coding(codec, out.shape[-1])
         self._run(self._library.decode, job)
         if values is not out:
@@ -133,7 +153,7 @@ class Kernels:
         if out.numel() == 0:
             return
         values = out if _is_contiguous(out) else torch.empty(out.shape)
-        job = _job(out.shape[-1], values=values, frames=frames[0])
+        job = _job(out.shape, None, values=values, frames=frames[0])
         job.sources, job.source_stride = len(frames), frames.stride(0)
         job.coding = _coding(codec, out.shape[-1])
         self._run(self._library.decode_sum, job)
@@ -152,41 +172,82 @@ class Kernels:
         carried: Carried | None = None,
     ) -> None:
         """Write the frames of the sum; see :func:`impl.reference.decode_sum_encode`."""
-        if not (_has_kernels(first) and _has_kernels(second)) or carried is not None or out.numel() == 0:
-            held = torch.empty((*out.shape[:-1], numel), dtype=torch.float32)
+        shape = torch.Size((*out.shape[:-1], numel))
+        if not (_has_kernels(first) and _has_kernels(second)) or out.numel() == 0:
+            held = torch.empty(shape)
             self.decode_sum(first, frames, held)
             self.encode(second, held, out, noise=noise, carried=carried)
             return
-        shape = (*out.shape[:-1], numel)
         reference.check(first, torch.empty(shape, device="meta"), frames[0])
         reference.check(second, torch.empty(shape, device="meta"), out)
         _check(first, None, frames)
         _check(second, None, out)
-        job = _job(numel, frames=frames[0], output=out)
-        job.sources, job.source_stride = len(frames), frames.stride(0)
-        job.coding, job.second = _coding(first, numel), _coding(second, numel)
-        self._run(self._library.decode_sum_encode, job)
+        _check_state(second, shape, noise, carried)
+        with _State(second, noise, carried) as state:
+            job = _job(shape, state, frames=frames[0], output=out)
+            job.sources, job.source_stride = len(frames), frames.stride(0)
+            job.coding, job.second = _coding(first, numel), _coding(second, numel)
+            self._run(self._library.decode_sum_encode, job)
 
     def _run(self, function: Callable[[_Job], int], job: _Job) -> None:
         if function(job) != 0:
             raise MemoryError(f"no memory for the sums of a block of {job.second.block} elements")
 
 
-def _has_kernels(codec: Codec) -> TypeGuard[IntCodec]:
-    return isinstance(codec, IntCodec) and not codec.hadamard and not codec.stochastic
+class _State:
+    """What an encoding has beside its elements; inside ``with``, carried errors are rows that lie in order.
+
+    Attributes:
+        noise: of a codec that rounds stochastically.
+        errors: what is carried.
+        decay: of it.
+    """
+
+    def __init__(self, codec: Blocked, noise: Noise | None, carried: Carried | None) -> None:
+        self.noise = noise if codec.stochastic else None
+        self._carried = carried
+        self.decay = 0.0 if carried is None else carried.decay
+        self.errors: Tensor | None = None
+        if carried is not None:
+            self.errors = carried.error if _is_contiguous(carried.error) else carried.error.contiguous()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._carried is not None and self.errors is not None and self.errors is not self._carried.error:
+            self._carried.error.copy_(self.errors)
 
 
-def _job(numel: int, **planes: Tensor) -> _Job:
-    """A job over the rows of two tensors with equal leading dimensions, merged to as few as possible.
+def _has_kernels(codec: Codec) -> TypeGuard[Blocked]:
+    return isinstance(codec, (IntCodec, FloatCodec))
+
+
+def _job(shape: torch.Size, state: _State | None, **tensors: Tensor) -> _Job:
+    """A job over the rows of tensors with equal leading dimensions, merged to as few as possible.
+
+    Args:
+        shape: (..., S) of the elements.
+        state: random bits and carried errors, whose rows are those of the tensors.
+        tensors: by the name of their plane.
 
     Raises:
         ValueError: if more than MOST_DIMS remain.
     """
-    tensors = list(planes.values())
-    shape = tensors[0].shape[:-1]
-    merged: list[tuple[int, tuple[int, ...]]] = []
-    for dim, size in enumerate(shape):
-        steps = tuple(t.stride(dim) * t.element_size() for t in tensors)
+    lead = shape[:-1]
+    if state is not None and state.errors is not None:
+        tensors["errors"] = state.errors
+    planes = {name: (tensor.data_ptr(), _byte_strides(tensor)) for name, tensor in tensors.items()}
+    job = _Job(numel=shape[-1], error_kind=-1)
+    if state is not None and state.errors is not None:
+        job.error_kind = KINDS[state.errors.dtype]
+        job.decay[:] = (state.decay, 1.0 - state.decay)
+    if state is not None and state.noise is not None:
+        planes["random"] = (state.noise.start, state.noise.strides)
+        job.key[:] = state.noise.words
+    merged: list[tuple[int, _Steps]] = []
+    for dim, size in enumerate(lead):
+        steps = tuple(strides[dim] for _, strides in planes.values())
         if size == 1:
             continue
         if merged and merged[-1][1] == tuple(size * step for step in steps):
@@ -195,20 +256,29 @@ def _job(numel: int, **planes: Tensor) -> _Job:
             merged.append((size, steps))
     if len(merged) > MOST_DIMS:
         raise ValueError(
-            f"leading dimensions {tuple(shape)} with strides {[t.stride() for t in tensors]}: "
+            f"leading dimensions {tuple(lead)} with strides {[t.stride() for t in tensors.values()]}: "
             f"the C++ kernels take {MOST_DIMS}, and these do not merge to so few"
         )
-    job = _Job(numel=numel, dims=len(merged), sizes=_Dims(*(size for size, _ in merged)))
-    for index, (name, tensor) in enumerate(planes.items()):
-        setattr(job, name, _Plane(tensor.data_ptr(), _Dims(*(steps[index] for _, steps in merged))))
+    job.dims, job.sizes = len(merged), _Dims(*(size for size, _ in merged))
+    for index, (name, (address, _)) in enumerate(planes.items()):
+        setattr(job, name, _Plane(address, _Dims(*(steps[index] for _, steps in merged))))
     return job
 
 
-def _coding(codec: IntCodec, numel: int) -> _Coding:
+def _byte_strides(x: Tensor) -> _Steps:
+    """Of the leading dimensions."""
+    return tuple(stride * x.element_size() for stride in x.stride()[:-1])
+
+
+def _coding(codec: Blocked, numel: int) -> _Coding:
     codes_end = codec.code_bytes(numel)
     return _Coding(
+        2 if isinstance(codec, FloatCodec) else int(codec.asymmetric),
         codec.bits,
-        codec.asymmetric,
+        codec.mantissa if isinstance(codec, FloatCodec) else 0,
+        isinstance(codec, FloatCodec) and codec.scale == "e8m0",
+        codec.hadamard,
+        codec.stochastic,
         numel if codec.block == "shard" else min(codec.block, numel),
         codec.blocks(numel),
         codes_end,
@@ -222,7 +292,7 @@ def _is_contiguous(x: Tensor) -> bool:
     return x.shape[-1] == 1 or x.stride(-1) == 1
 
 
-def _check(codec: IntCodec, x: Tensor | None, frames: Tensor) -> None:
+def _check(codec: Blocked, x: Tensor | None, frames: Tensor) -> None:
     """What the kernels need beyond the reference's checks."""
     if frames.shape[-1] > 1 and frames.stride(-1) != 1:
         raise ValueError(f"{codec}: a frame's bytes are contiguous, got strides {frames.stride()}")
@@ -231,3 +301,14 @@ def _check(codec: IntCodec, x: Tensor | None, frames: Tensor) -> None:
     devices = {each.device.type for each in (frames, *([] if x is None else [x]))}
     if devices != {"cpu"}:
         raise ValueError(f"{codec}: the C++ kernels are the CPU's, elements and frames on {sorted(devices)}")
+
+
+def _check_state(codec: Blocked, shape: torch.Size, noise: Noise | None, carried: Carried | None) -> None:
+    """Refuse noise and carried errors that do not fit elements of ``shape``."""
+    reference.check_noise(codec, shape[:-1], noise)
+    if carried is not None:
+        reference.check_carried(codec, shape, carried)
+        if carried.error.device.type != "cpu":
+            raise ValueError(
+                f"{codec}: the C++ kernels are the CPU's, carried errors on {carried.error.device.type}"
+            )

@@ -146,7 +146,7 @@ def test_the_name_changes_with_what_makes_the_library(
         "FLAGS": ("-O1",),
         "_processor": lambda: "another",
         "SOURCE": source,
-        "HEADER": source,
+        "HEADERS": (source,),
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(build, name, value)

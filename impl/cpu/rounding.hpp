@@ -1,0 +1,241 @@
+// Values to codes: the extent of a block, its scale, and the code of each element as a byte.
+//
+// The arithmetic is codec.cuh's; here it is in forms without a branch for each element, which compilers
+// vectorise: a product decides for a group of elements, and a division where it leaves doubt.
+#pragma once
+
+#include "job.hpp"
+
+#include <type_traits>
+
+namespace {
+
+constexpr i64 kGroup = 256;  // elements that share one test for doubt
+
+// ---- extent and scale --------------------------------------------------------------------------
+
+// The largest key of a block.  Without an offset the stored words' magnitudes order as the numbers
+// do, so 16-bit words are compared as they are.
+template <class T, bool ASYMMETRIC>
+Extent extent(const typename T::Word* __restrict values, i64 count) {
+    using Word = typename T::Word;
+    if constexpr (ASYMMETRIC) {
+        u32 high = 0, low = 0;
+        for (i64 i = 0; i < count; ++i) {
+            const u32 key = ordered(bits_of(T::widen(values[i])));
+            high = key > high ? key : high;
+            low = ~key > low ? ~key : low;
+        }
+        return {high, low};
+    } else {
+        constexpr Word magnitude = Word(Word(~Word(0)) >> 1);
+        Word most = 0;
+        for (i64 i = 0; i < count; ++i) {
+            const Word word = values[i] & magnitude;
+            most = word > most ? word : most;
+        }
+        return {bits_of(T::widen(most)) & kAbs, 0};
+    }
+}
+
+template <class T>
+Extent extent(const Code& code, const typename T::Word* values, i64 count) {
+    return code.kind == kAsymmetric ? extent<T, true>(values, count) : extent<T, false>(values, count);
+}
+
+inline Stored stored_of(const Code& code, Extent extent) {
+    if (code.kind == kFloats) return stored_of(code.floats(), extent);
+    return stored_of(code.integers(code.kind == kAsymmetric), extent);
+}
+
+// ---- one quotient ------------------------------------------------------------------------------
+
+// How a block's elements are rounded, ready for a loop.
+template <Kind KIND>
+struct Rule {
+    Scheme<0> integers;
+    Divider divider;
+
+    Rule(const Code& code, Stored stored)
+        : integers(code.integers(KIND == kAsymmetric)), divider(divider_of(integers, stored)) {}
+
+    u32 mask() const { return (1u << integers.bits()) - 1u; }
+    float numerator(float value) const { return numerator_of(Scheme<0>{integers.stated, KIND == kAsymmetric}, divider, value); }
+
+    // The pattern whose low bits are the code.  Without an offset and chance no quotient of a finite block
+    // passes the ends by more than a rounding.  With an offset none is negative, and the scale may be so
+    // much rounded that quotients are huge.  Patterns of positive floats order as they do.
+    template <bool STOCHASTIC>
+    u32 pattern(float quotient, float shift) const {
+        const u32 most = bits_of(kRound + last()), least = bits_of(kRound + first());
+        u32 bits = bits_of((STOCHASTIC ? quotient + shift : quotient) + kRound);
+        if (STOCHASTIC || KIND == kAsymmetric) bits = bits > most ? most : bits;
+        if (STOCHASTIC) bits = bits < least ? least : bits;
+        return bits;
+    }
+
+    float last() const { return Scheme<0>{integers.stated, KIND == kAsymmetric}.last(); }
+    float first() const { return Scheme<0>{integers.stated, KIND == kAsymmetric}.first(); }
+};
+
+// `pattern_of` of codec.cuh, with what its scheme says taken out of the loop.
+template <>
+struct Rule<kFloats> {
+    Divider divider;
+    u32 bits, mantissa, least, top;  // least: the smallest normal element's exponent, in fp32's bias
+
+    Rule(const Code& code, Stored stored)
+        : divider(divider_of(code.floats(), stored)), bits(u32(code.bits)), mantissa(u32(code.mantissa)),
+          least(u32(127 + code.floats().smallest())), top(code.floats().top()) {}
+
+    u32 mask() const { return (1u << bits) - 1u; }
+    float numerator(float value) const { return value; }
+
+    template <bool STOCHASTIC>
+    u32 pattern(float quotient, float shift) const {
+        const u32 word = bits_of(quotient);
+        u32 exponent = word >> 23 & 0xffu;
+        exponent = exponent < least ? least : exponent;
+        float steps = quotient * float_of((254u + mantissa - exponent) << 23);
+        if (STOCHASTIC) steps += shift;
+        const int whole = int(bits_of(steps + kRound) - bits_of(kRound));
+        u32 size = ((exponent - least) << mantissa) + u32(whole < 0 ? -whole : whole);
+        size = size > top ? top : size;
+        return size | word >> 31 << (bits - 1);
+    }
+};
+
+// ---- a product that decides alone ----------------------------------------------------------------
+
+// Whether the `bits` that codes have make 2^(bits - 1) - 1 and `mantissa` share a factor.
+inline bool shares_factor(i64 bits, u32 mantissa) {
+    const bool threes = mantissa % 3 == 0;
+    switch (bits) {
+        case 2: return false;
+        case 3: return threes;
+        case 4: return mantissa % 7 == 0;
+        case 5: return threes || mantissa % 5 == 0;
+        case 6: return mantissa % 31 == 0;
+        case 7: return threes || mantissa % 7 == 0;
+        default: return mantissa % 127 == 0;
+    }
+}
+
+// A factor whose products round as the quotients do, or 0 where none is known.
+//
+// That is the reciprocal of a power of two.  It is also known for symmetric codes of 16-bit words.  There
+// the largest magnitude A and an element x have mantissas a and x of at most 11 bits, and m x / A is a
+// fraction: it is a tie k + 1/2, or at least 1 / (2 m 2^11) > 2^-19 of itself away from each (for
+// 2 m x - (2 k + 1) A is an integer, times a power of two); scale, product and factor are off by less.  Where
+// m and a share no factor, the only tie is x = A / 2, since m must divide 2 k + 1.  How its quotient
+// rounds is tried, and the reciprocal moved by 2^-20 to that side.
+template <class T, Kind KIND>
+float lone_factor(const Code& code, Divider divider) {
+    constexpr u32 fraction = 0x7fffffu;
+    const float scale = divider.divisor;
+    if ((bits_of(scale) & fraction) == 0) return divider.reciprocal;
+    if constexpr (KIND == kSymmetric && sizeof(typename T::Word) == 2) {
+        const float last = code.integers(false).last();
+        const u32 largest = (bits_of(scale * last) + 0x1000u) & ~0x1fffu;  // A again: 10 bits after the point
+        if (shares_factor(code.bits, ((largest & fraction) | (fraction + 1)) >> 13)) return 0.0f;
+        const bool up = (float_of(largest) * 0.5f / scale + kRound) - kRound > last * 0.5f;
+        return divider.reciprocal * (up ? 1.0f + 0x1p-20f : 1.0f - 0x1p-20f);
+    }
+    return 0.0f;
+}
+
+// ---- many values -------------------------------------------------------------------------------
+
+// Asks for memory, which need not exist.
+template <class Word>
+void fetch(const Word* values, i64 count) {
+    const auto* bytes = reinterpret_cast<const char*>(values);
+    for (i64 at = 0; at < count * i64(sizeof(Word)); at += 64) __builtin_prefetch(bytes + at);
+}
+
+// How a quotient is found.
+enum Way { kLone, kBracketed, kDivided };
+
+// Codes of values that share a scale; returns 0 where none is in doubt.
+template <class T, Kind KIND, bool STOCHASTIC, Way WAY>
+inline __attribute__((always_inline)) u32 round_each(
+    const Rule<KIND> rule, float factor, const typename T::Word* __restrict values, const u16* __restrict random,
+    u8* __restrict codes, i64 count) {
+    const Bracket bracket = bracket_of(rule.divider);
+    const u8 mask = u8(rule.mask());
+    u32 doubt = 0;
+    const auto pattern = [&](float value, float shift) __attribute__((always_inline)) {
+        const float numerator = rule.numerator(value);
+        if (WAY == kDivided) return rule.template pattern<STOCHASTIC>(numerator / rule.divider.divisor, shift);
+        if (WAY == kLone) return rule.template pattern<STOCHASTIC>(numerator * factor, shift);
+        const u32 low = rule.template pattern<STOCHASTIC>(numerator * bracket.low, shift);
+        doubt |= low ^ rule.template pattern<STOCHASTIC>(numerator * bracket.high, shift);
+        return low;
+    };
+    i64 first = 0;
+    if constexpr (std::is_same_v<T, Bf16> && !STOCHASTIC && WAY != kDivided) {
+        // Two in a word: halves need no shuffles to become fp32.
+        for (i64 i = 0; i < count / 2; ++i) {
+            u32 both;
+            std::memcpy(&both, values + 2 * i, 4);
+            const u32 even = pattern(float_of(both << 16), 0.0f), odd = pattern(float_of(both & 0xffff0000u), 0.0f);
+            const u16 pair = u16(u16((even & 0xffu) | odd << 8) & u16(mask | mask << 8));
+            std::memcpy(codes + 2 * i, &pair, 2);
+        }
+        first = count / 2 * 2;
+    }
+    for (i64 i = first; i < count; ++i) {
+        codes[i] = u8(pattern(T::widen(values[i]), STOCHASTIC ? shift_of(random[i]) : 0.0f)) & mask;
+    }
+    return doubt;
+}
+
+template <class T, Kind KIND, bool STOCHASTIC>
+__attribute__((noinline)) void divide_each(
+    const Rule<KIND>& rule, const typename T::Word* values, const u16* random, u8* codes, i64 count) {
+    round_each<T, KIND, STOCHASTIC, kDivided>(rule, 0.0f, values, random, codes, count);
+}
+
+// What round_values says, for one kind.
+template <class T, Kind KIND, bool STOCHASTIC>
+__attribute__((noinline)) void round_kind(const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead,
+                u8* codes, i64 count) {
+    const Rule<KIND> rule(code, stored);
+    const float factor = lone_factor<T, KIND>(code, rule.divider);
+    for (i64 at = 0; at < count; at += kGroup) {
+        const i64 group = smaller(kGroup, count - at);
+        if (ahead != 0) fetch(values + at + ahead, group);
+        if (factor != 0.0f) {
+            round_each<T, KIND, STOCHASTIC, kLone>(rule, factor, values + at, random + at, codes + at, group);
+        } else if (round_each<T, KIND, STOCHASTIC, kBracketed>(
+                       rule, 0.0f, values + at, random + at, codes + at, group) != 0) {
+            divide_each<T, KIND, STOCHASTIC>(rule, values + at, random + at, codes + at, group);
+        }
+    }
+}
+
+// Codes, a byte each, of `count` values of one block; `random` has 16 bits an element where they are drawn.
+// Meanwhile fetches what lies `ahead` elements on, where that is not 0: memory would otherwise rest
+// while a block that has been fetched is rounded.  Other kinds than nearest integers come as fp32.
+template <class T>
+__attribute__((noinline)) void round_values(const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead,
+                  u8* codes, i64 count) {
+    if (stored.broken()) {
+        std::memset(codes, 0, std::size_t(count));
+        return;
+    }
+    const auto with = [&](auto kind, auto stochastic) {
+        round_kind<T, decltype(kind)::value, decltype(stochastic)::value>(
+            code, stored, values, random, ahead, codes, count);
+    };
+    using Symmetric = std::integral_constant<Kind, kSymmetric>;
+    using Asymmetric = std::integral_constant<Kind, kAsymmetric>;
+    using FloatKind = std::integral_constant<Kind, kFloats>;
+    if constexpr (std::is_same_v<T, Fp32>) {
+        if (code.kind == kFloats) return code.stochastic ? with(FloatKind{}, std::true_type{}) : with(FloatKind{}, std::false_type{});
+        if (code.stochastic) return code.kind == kAsymmetric ? with(Asymmetric{}, std::true_type{}) : with(Symmetric{}, std::true_type{});
+    }
+    code.kind == kAsymmetric ? with(Asymmetric{}, std::false_type{}) : with(Symmetric{}, std::false_type{});
+}
+
+}  // namespace
