@@ -1,4 +1,4 @@
-"""``zeropp``: plan, run, show, report, bench, doctor.
+"""``zeropp``: plan, run, show, report, bench, check, doctor.
 
 A suite file says what happens; there is no option that it could state.  What cannot be done is
 one line on standard error and exit status 2, and nothing is touched.  torch is imported only by
@@ -21,7 +21,7 @@ from typing import Annotated, Final
 
 import typer
 
-from harness import bench, bench_record, machine, terminal
+from harness import bench, bench_record, check, machine, terminal
 from harness.expansion import SuiteError, load
 from harness.inputs import digests
 from harness.plan import Forecast, PlanError, forecast, this_host
@@ -40,6 +40,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench.app, name="bench")
+app.add_typer(check.app, name="check")
 
 SuiteFile = Annotated[Path, typer.Argument(help="Suite file in TOML.", metavar="SUITE.toml")]
 ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
@@ -249,7 +250,14 @@ def _main(arguments: Sequence[str] | None) -> int:
         status = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
-    except (SuiteError, PlanError, RecordError, RefusalError, bench_record.BenchError) as error:
+    except (
+        SuiteError,
+        PlanError,
+        RecordError,
+        RefusalError,
+        bench_record.BenchError,
+        check.CheckError,
+    ) as error:
         return _complain(str(error), REFUSED)
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)

@@ -1,0 +1,108 @@
+"""Rows that are hard on codecs, as Hypothesis strategies; the search for the smallest that breaks a law."""
+
+from __future__ import annotations
+
+from typing import Final, get_args
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.laws import Case, Claim, Subject, Violation, attempt
+from impl.codec import LARGEST, SMALLEST_NORMAL, Block, Dtype, Law
+from impl.noise import OCTET, Noise
+from impl.reference import DTYPES
+
+LONGEST: Final = 5000  # elements of a row
+FEWER: Final = 10  # times fewer examples of UNBIASED, which encodes thousands of rows for each
+_LARGEST: Final = LARGEST["fp32"]
+_EDGES: Final = [
+    0.0, 1.0, -1.0, -0.0, 0.5, 2.0, 1.5, 2.5, 1e-20, SMALLEST_NORMAL, -SMALLEST_NORMAL,
+    2.0**-149, -(2.0**-149), 65504.0, 1e30, _LARGEST, -_LARGEST,
+]  # fmt: skip
+_BROKEN: Final = [float("nan"), float("inf"), float("-inf")]
+
+_numbers = st.one_of(
+    st.sampled_from(_EDGES),
+    st.integers(-127, 127).map(float),
+    st.floats(-8.0, 8.0, width=32),
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+)
+noises = st.builds(
+    Noise,
+    st.tuples(*[st.integers(0, 2**32 - 1)] * 4),
+    st.integers(0, 2**40).map(lambda octet: octet * OCTET),
+)
+
+
+@st.composite
+def rows(draw: st.DrawFn, block: Block) -> Tensor:
+    """(S,) fp32: equal, alternating, one spike, denormals, zeros, extremes; now and then NaN and infinities.
+
+    A few numbers, all within some powers of two or anywhere, repeated to a length around the block's.
+    """
+    few = draw(st.lists(_numbers, min_size=1, max_size=24))
+    size = 16 if block == "shard" else block
+    lengths = sorted({n for n in (len(few), 8, size - 1, size, size + 1, 2 * size + 7) if 0 < n <= LONGEST})
+    numel = draw(st.one_of(st.just(len(few)), st.sampled_from(lengths)))
+    x = torch.tensor(few, dtype=torch.float32).repeat(-(-numel // len(few)))[:numel].contiguous()
+    power = draw(st.one_of(st.just(0), st.integers(-140, 120)))
+    x = torch.ldexp(x.double(), torch.tensor(power)).clamp(-_LARGEST, _LARGEST).float()
+    if draw(st.integers(0, 3)) == 1:
+        x[draw(st.integers(0, numel - 1))] = draw(_numbers)  # one that the others do not repeat
+    if draw(st.integers(0, 5)) == 1:
+        x[draw(st.integers(0, numel - 1))] = draw(st.sampled_from(_BROKEN))
+    return x
+
+
+@st.composite
+def cases(draw: st.DrawFn, block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype)) -> Case:
+    """What a law is tried on, for codecs with such blocks and types."""
+    return Case(
+        x=draw(rows(block)).to(DTYPES[draw(st.sampled_from(kinds))]),
+        out=draw(st.sampled_from(kinds)),
+        power=draw(st.integers(-30, 30)),
+        noise=draw(noises),
+    )
+
+
+def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Violation | None:
+    """Try a claim on ``examples`` rows; the violation of the smallest row that breaks it, or None.
+
+    What the subject raises is a violation too.  ``UNBIASED`` is tried on a tenth as many rows.
+    """
+    last: list[Violation] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=max(2, examples // FEWER) if claim is Law.UNBIASED else examples,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=[Phase.generate, Phase.shrink],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
+    )
+    @hypothesis.given(cases(subject.block, subject.kinds))
+    def every(case: Case) -> None:
+        try:
+            attempt(subject, claim, case)
+        except Violation as violation:
+            last[:] = [violation]
+            raise
+        except Exception as error:
+            words = " ".join(str(error).split())
+            last[:] = [Violation(f"raised {type(error).__name__}: {words}", case.x)]
+            raise last[0] from error
+
+    try:
+        every()
+    except Violation as violation:
+        return violation
+    except hypothesis.errors.Flaky:
+        first = last[0]
+        return Violation(f"{first}; not every time, for the same row", first.x, first.frame)
+    return None
