@@ -295,6 +295,15 @@ CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value, float sh
     return low_bits(scheme, result.rounded < first ? first : result.rounded);
 }
 
+// The same with the division at once.
+template <int BITS>
+CODEC_FN u32 divided_code(Scheme<BITS> scheme, Divider divider, float value, float shift) {
+    float rounded = numerator_of(scheme, divider, value) / divider.divisor + shift + kRound;
+    const float last = kRound + scheme.last(), first = kRound + scheme.first();
+    rounded = rounded > last ? last : rounded;
+    return low_bits(scheme, rounded < first ? first : rounded);
+}
+
 // Floats: the product is the quotient where scales are powers of two.  Elsewhere a quotient is at most 16
 // steps of its quantum, so that product and sum are off by less than 2^-17 of a step; that also holds where
 // the exponent of one is above the other's, since both then round to the power of two between them.
@@ -330,6 +339,11 @@ CODEC_FN u32 code_of(Floats<MANTISSA> scheme, Divider divider, float value, floa
         pattern = pattern_of(scheme, value / divider.divisor, shift);
     }
     return pattern.code;
+}
+
+template <int MANTISSA>
+CODEC_FN u32 divided_code(Floats<MANTISSA> scheme, Divider divider, float value, float shift) {
+    return pattern_of(scheme, value / divider.divisor, shift).code;
 }
 
 // The same question for many values at once, where a test and a branch each would cost too much: two
@@ -402,17 +416,65 @@ struct Decay {
 };
 
 // What an encoding leaves over: of `value`, the element with its carried error, which decodes to `decoded`.
-template <class State>
-CODEC_FN typename State::Word carried_of(Decay decay, float error, float value, float decoded) {
+CODEC_FN float carried_of(Decay decay, float error, float value, float decoded) {
     const float left = (value - decoded) * decay.fresh;
     error = error * decay.old + left;
-    error = (bits_of(error) & kAbs) < kInfinity ? error : 0.0f;
-    return State::narrow(saturated(error, State::largest()));
+    return (bits_of(error) & kAbs) < kInfinity ? error : 0.0f;
+}
+
+// The same as its state stores it.
+template <class State>
+CODEC_FN typename State::Word carried_of(Decay decay, float error, float value, float decoded) {
+    return State::narrow(saturated(carried_of(decay, error, value, decoded), State::largest()));
 }
 
 // ---- eight codes are whole bytes ---------------------------------------------------------------
 
 constexpr int kOctet = 8;  // elements; `bits` bytes
+
+// Codes of values of one block, whose extent gave the divider.  One branch for eight: where any is in
+// doubt, all are divided.  No symmetric quotient needs clamping: it is at most `last` but for rounding, and
+// what a shift of 0.49999 carries over a tie is in doubt.  `shift(i)` is of element i; 0 rounds to nearest.
+template <bool STOCHASTIC, int BITS, class Shift>
+CODEC_FN void codes_of(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
+                       u32 (&codes)[kOctet]) {
+    const float safe = STOCHASTIC ? divider.unsafe * 2.0f - 0.5f : divider.unsafe;
+    const float last = kRound + scheme.last();
+    bool sure = true;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+        const float quotient = numerator_of(scheme, divider, values[i]) * divider.reciprocal;
+        Rounded result = rounded_of(STOCHASTIC ? quotient + shift(i) : quotient);
+        sure = sure & ((result.rest < 0.0f ? -result.rest : result.rest) <= safe);
+        if (scheme.asymmetric) {
+            result.rounded = result.rounded > last ? last : result.rounded;
+            result.rounded = result.rounded < kRound ? kRound : result.rounded;
+        }
+        codes[i] = low_bits(scheme, result.rounded);
+    }
+    if (!sure) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i)
+            codes[i] = divided_code(scheme, divider, values[i], STOCHASTIC ? shift(i) : 0.0f);
+    }
+}
+
+template <bool STOCHASTIC, int MANTISSA, class Shift>
+CODEC_FN void codes_of(Floats<MANTISSA> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
+                       u32 (&codes)[kOctet]) {
+    bool sure = true;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+        const Pattern pattern = pattern_of(scheme, values[i] * divider.reciprocal, STOCHASTIC ? shift(i) : 0.0f);
+        sure = sure & ((pattern.rest < 0.0f ? -pattern.rest : pattern.rest) <= divider.unsafe);
+        codes[i] = pattern.code;
+    }
+    if (!sure) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i)
+            codes[i] = divided_code(scheme, divider, values[i], STOCHASTIC ? shift(i) : 0.0f);
+    }
+}
 
 template <int BITS>
 CODEC_FN u64 packed(const u32 (&codes)[kOctet]) {

@@ -1,28 +1,80 @@
 // Frames to elements, and to sums of elements over sources.
 //
-// One version: an octet a thread, 16-byte stores, scales through the cache.  A scale is shared by a
-// whole block, so its loads hit the first-level cache.  decode_sum adds in registers, sources in
-// ascending order, in fp32; decode is the sum of one source, saturating at the output's type.
+// An octet a thread, 16-byte stores, scales through the cache: a scale is shared by a whole block, so its
+// loads hit the first-level cache.  decode_sum adds in registers, sources in ascending order, in fp32.
+// Versions (impl/cuda/kernels.py chooses):
+//   1. decode_general, decode_sum_general: any codec, types and rotation as the launch says.
+//   2. decode, decode_sum: integers of 4 and 8 bits without rotation, compiled for their types.  Codes are
+//      few bytes a thread: decode has two octets, decode_sum four or eight sources under way.
 #include "frames.cuh"
 
 using namespace frames;
 
-template <class T, int BITS>
-__global__ void __launch_bounds__(256) decode(const Arguments a) {
-    const i64 octet = i64(blockIdx.x) * 256 + threadIdx.x;
+template <class Scheme>
+__global__ void __launch_bounds__(256) decode_general(const Arguments a) {
+    const Coding& c = a.coding;
+    const Scheme scheme = scheme_of<Scheme>(c);
+    const i64 octet = i64(blockIdx.x) * 256 + slot();
     const int count = octet_count(octet, a.numel);
-    if (count == 0) return;
-    float values[kOctet];
-    decode_octet<BITS>(row_start(a, a.frames), a.frames, a.coding, octet, count, T::largest(), values);
-    store_octet<T>(row_start(a, a.values), a.values, octet, count, values);
+    const bool together = octet_count(octet | 31, a.numel) == kOctet;
+    const u8* frame = row_start(a, a.frames);
+    const float largest = largest_of(a.values);
+    float values[kOctet] = {};
+    if (count > 0) {
+        const Within in = within_blocks(c, octet);
+        const Fetched fetched = fetch_octet(scheme, frame, a.frames, c, octet, count, in);
+        expand_octet(scheme, frame, a.frames, c, count, c.rotation != 0 ? Fp32::largest() : largest, in, fetched,
+                     values);
+    }
+    if (c.rotation != 0) rotate_back(c, octet, a.numel, largest, values);
+    store_any(row_start(a, a.values), a.values, octet, count, together, values);
 }
 
-template <int BITS>
+template <class Scheme>
+__global__ void __launch_bounds__(256) decode_sum_general(const Arguments a) {
+    const i64 octet = i64(blockIdx.x) * 256 + slot();
+    const int count = octet_count(octet, a.numel);
+    float sums[kOctet];
+    sum_octet<Scheme, 2, true>(a, row_start(a, a.frames), octet, count, sums);
+    store_octet<Fp32>(row_start(a, a.values), a.values, octet, count, octet_count(octet | 31, a.numel) == kOctet, sums);
+}
+
+template <class T, class Scheme>
+__global__ void __launch_bounds__(256) decode(const Arguments a) {
+    constexpr int kOctets = 2;
+    const Scheme scheme = scheme_of<Scheme>(a.coding);
+    const i64 first = i64(blockIdx.x) * (256 * kOctets) + slot();
+    const u8* frame = row_start(a, a.frames);
+    u8* row = row_start(a, a.values);
+    Within in[kOctets] = {};
+    Fetched fetched[kOctets] = {};
+#pragma unroll
+    for (int j = 0; j < kOctets; ++j) {
+        const i64 octet = first + 256 * j;
+        const int count = octet_count(octet, a.numel);
+        if (count > 0) {
+            in[j] = within_blocks(a.coding, octet);
+            fetched[j] = fetch_octet(scheme, frame, a.frames, a.coding, octet, count, in[j]);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < kOctets; ++j) {
+        const i64 octet = first + 256 * j;
+        const int count = octet_count(octet, a.numel);
+        if (count > 0) {
+            float values[kOctet];
+            expand_octet(scheme, frame, a.frames, a.coding, count, T::largest(), in[j], fetched[j], values);
+            store_octet<T>(row, a.values, octet, count, octet_count(octet | 31, a.numel) == kOctet, values);
+        }
+    }
+}
+
+template <class Scheme, int AHEAD>
 __global__ void __launch_bounds__(256) decode_sum(const Arguments a) {
-    const i64 octet = i64(blockIdx.x) * 256 + threadIdx.x;
+    const i64 octet = i64(blockIdx.x) * 256 + slot();
     const int count = octet_count(octet, a.numel);
     if (count == 0) return;
     float sums[kOctet];
-    sum_octet<BITS, 2>(a, row_start(a, a.frames), octet, count, Fp32::largest(), sums);
-    store_octet<Fp32>(row_start(a, a.values), a.values, octet, count, sums);
+    sum_octet<Scheme, AHEAD, false>(a, row_start(a, a.frames), octet, count, sums);
+    store_octet<Fp32>(row_start(a, a.values), a.values, octet, count, octet_count(octet | 31, a.numel) == kOctet, sums);
 }

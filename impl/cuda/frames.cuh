@@ -13,33 +13,46 @@ using namespace codec;
 
 // Where rows lie: element or byte `i` of row (a, b, c) is at address + a*stride[0] + b*stride[1] +
 // c*stride[2] + i*inner; all in bytes.  `vectors`: every row starts on 16 bytes and inner is dense.
+// `kind`: type of the elements, Fp32, Bf16, Fp16, for kernels that were not compiled for one.
 struct Place {
-    i64 address, stride[3], inner, vectors;
+    i64 address, stride[3], inner, vectors, kind;
 };
 
-// `shift` is the logarithm of a block that is a power of two, else -1.
+// `bits`: of mantissa, for floats.  `special`: an offset, or, for floats, scales that are powers of two.
+// `shift` is the logarithm of a block that is a power of two, else -1.  `rotation`: elements, or 0.
 struct Coding {
-    i64 bits, asymmetric, block, shift, blocks, codes_end, scales_at, frame_bytes;
+    i64 bits, special, block, shift, blocks, codes_end, scales_at, scales_end, frame_bytes, rotation;
 };
 
-// The one argument of every kernel, all 8 bytes wide; impl/cuda/launch.py has the same fields.
+// Random bits: octet `i` of row (a, b, c) is number start + a*stride[0] + b*stride[1] + c*stride[2] + i.
+struct Noise {
+    i64 on, start, stride[3];
+    Words key;
+};
+
+// The one argument of every kernel; impl/cuda/launch.py has the same fields.
 struct Arguments {
     i64 numel, middle;  // elements of a row; number of b's
-    i64 team_shift, tile, parts, sources, source_stride, extents;
-    Place values, frames, output;
+    i64 team_shift, tile, parts, sources, source_stride, extents, carried;
+    Place values, frames, output, error;
     Coding coding, second;
+    Noise noise;
+    Decay decay;
 };
 
 // The grid is (thread blocks of a row, c's, a's * b's): no division where there is one b.
-__device__ __forceinline__ u8* row_start(const Arguments& a, const Place& place) {
+__device__ __forceinline__ i64 row_offset(const Arguments& a, const i64 (&stride)[3]) {
     const u32 middle = u32(a.middle), outer = middle == 1 ? blockIdx.z : blockIdx.z / middle;
-    return reinterpret_cast<u8*>(place.address) + i64(outer) * place.stride[0] +
-           i64(blockIdx.z - outer * middle) * place.stride[1] + i64(blockIdx.y) * place.stride[2];
+    return i64(outer) * stride[0] + i64(blockIdx.z - outer * middle) * stride[1] + i64(blockIdx.y) * stride[2];
 }
 
-template <int BITS>
-__device__ __forceinline__ Scheme<BITS> scheme_of(const Coding& coding) {
-    return {int(coding.bits), coding.asymmetric != 0};
+__device__ __forceinline__ u8* row_start(const Arguments& a, const Place& place) {
+    return reinterpret_cast<u8*>(place.address) + row_offset(a, place.stride);
+}
+
+template <class Scheme>
+__device__ __forceinline__ Scheme scheme_of(const Coding& coding) {
+    return {int(coding.bits), coding.special != 0};
 }
 
 // Elements of octet `octet` that exist: 8, fewer at the end of a row, at most 0 beyond it.
@@ -48,59 +61,157 @@ __device__ __forceinline__ int octet_count(i64 octet, i64 numel) {
     return left < kOctet ? (left < 0 ? 0 : int(left)) : kOctet;
 }
 
+// ---- lanes -------------------------------------------------------------------------------------
+
+// Which octet of its thread block a thread has.  Even lanes of a warp have its first sixteen, odd lanes
+// the others: then two neighbours have two octets of fp32 whose halves they can swap, so that every load
+// and store of a warp covers 512 bytes without gaps.
+__device__ __forceinline__ int slot() {
+    const u32 thread = threadIdx.x;
+    return int((thread & ~31u) | (thread & 31u) >> 1 | (thread & 1u) << 4);
+}
+
+constexpr u32 kWarp = 0xffffffffu;
+
+// What to flip of a lane to find the one whose octet is `distance` away, a power of two below 32.
+__device__ __forceinline__ u32 lanes_apart(int distance) { return distance == 16 ? 1u : u32(distance) << 1; }
+
+__device__ __forceinline__ uint4 swapped(uint4 mine) {
+    return make_uint4(__shfl_xor_sync(kWarp, mine.x, 1), __shfl_xor_sync(kWarp, mine.y, 1),
+                      __shfl_xor_sync(kWarp, mine.z, 1), __shfl_xor_sync(kWarp, mine.w, 1));
+}
+
+__device__ __forceinline__ uint4 either(bool first, uint4 x, uint4 y) {
+    return make_uint4(first ? x.x : y.x, first ? x.y : y.y, first ? x.z : y.z, first ? x.w : y.w);
+}
+
 // ---- elements ----------------------------------------------------------------------------------
 
+// An octet of elements as they are stored, in 4 or 8 words.
 template <class T>
-__device__ __forceinline__ float load_value(const u8* row, const Place& place, i64 index) {
-    return T::widen(*reinterpret_cast<const typename T::Word*>(row + index * place.inner));
-}
-
-// Absent elements repeat the first, which keeps them out of every extreme.
-template <class T>
-__device__ __forceinline__ void load_octet(const u8* row, const Place& place, i64 octet, int count,
-                                           float (&values)[kOctet]) {
-    if (count == kOctet && place.vectors != 0) {
-        if constexpr (sizeof(typename T::Word) == 4) {
-            const uint4* from = reinterpret_cast<const uint4*>(row) + octet * 2;
-            const uint4 x = from[0], y = from[1];
-            const u32 words[kOctet] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
-#pragma unroll
-            for (int i = 0; i < kOctet; ++i) values[i] = T::widen(words[i]);
+struct Held {
+    static constexpr int kWords = int(sizeof(typename T::Word)) * kOctet / 4;
+    u32 words[kWords];
+    __device__ __forceinline__ typename T::Word word(int i) const {
+        if constexpr (kWords == kOctet) {
+            return words[i];
         } else {
-            const uint4 x = reinterpret_cast<const uint4*>(row)[octet];
-            const u32 words[kOctet / 2] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int i = 0; i < kOctet; ++i) values[i] = T::widen(u16(words[i / 2] >> (i % 2 * 16)));
+            return u16(words[i / 2] >> (i % 2 * 16));
         }
+    }
+    __device__ __forceinline__ void set(int i, typename T::Word word) {
+        if constexpr (kWords == kOctet) {
+            words[i] = word;
+        } else {
+            const u32 kept = words[i / 2] & (i % 2 == 0 ? 0xffff0000u : 0xffffu);
+            words[i / 2] = kept | u32(word) << (i % 2 * 16);
+        }
+    }
+    __device__ __forceinline__ uint4 quad(int i) const {
+        return make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+    }
+    __device__ __forceinline__ void set_quad(int i, uint4 quad) {
+        words[4 * i] = quad.x;
+        words[4 * i + 1] = quad.y;
+        words[4 * i + 2] = quad.z;
+        words[4 * i + 3] = quad.w;
+    }
+};
+
+// `together`: all lanes of the warp are here, and have whole octets, in the order of their slots.  Absent
+// elements repeat the first, which keeps them out of every extreme.
+template <class T>
+__device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place, i64 octet, int count,
+                                              bool together) {
+    Held<T> held;
+    const uint4* from = reinterpret_cast<const uint4*>(row);
+    if constexpr (Held<T>::kWords == kOctet) {
+        if (together && place.vectors != 0) {
+            const int lane = int(threadIdx.x & 31u);
+            from += (octet - (slot() & 31)) * 2 + lane;
+            const uint4 near = from[0], far = from[32];
+            const bool even = lane % 2 == 0;
+            const uint4 other = swapped(either(even, far, near));
+            held.set_quad(0, either(even, near, other));
+            held.set_quad(1, either(even, other, far));
+            return held;
+        }
+    }
+    if (count == kOctet && place.vectors != 0) {
+        constexpr int kQuads = Held<T>::kWords / 4;
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) held.set_quad(i, from[octet * kQuads + i]);
     } else {
+        using Word = typename T::Word;
+        row += octet * kOctet * place.inner;
+        const Word first = count > 0 ? *reinterpret_cast<const Word*>(row) : Word(0);
+#pragma unroll
+        for (int i = 0; i < Held<T>::kWords; ++i) held.words[i] = 0;
 #pragma unroll
         for (int i = 0; i < kOctet; ++i)
-            values[i] = i < count ? load_value<T>(row, place, octet * kOctet + i) : values[0];
+            held.set(i, i < count ? *reinterpret_cast<const Word*>(row + i * place.inner) : first);
     }
+    return held;
 }
 
 template <class T>
-__device__ __forceinline__ void store_octet(u8* row, const Place& place, i64 octet, int count,
+__device__ __forceinline__ void store_octet(u8* row, const Place& place, i64 octet, int count, bool together,
                                             const float (&values)[kOctet]) {
-    typename T::Word words[kOctet];
+    Held<T> held{};
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) words[i] = T::narrow(values[i]);
-    if (count == kOctet && place.vectors != 0) {
-        if constexpr (sizeof(typename T::Word) == 4) {
-            uint4* to = reinterpret_cast<uint4*>(row) + octet * 2;
-            to[0] = make_uint4(words[0], words[1], words[2], words[3]);
-            to[1] = make_uint4(words[4], words[5], words[6], words[7]);
-        } else {
-            reinterpret_cast<uint4*>(row)[octet] =
-                make_uint4(words[0] | u32(words[1]) << 16, words[2] | u32(words[3]) << 16,
-                           words[4] | u32(words[5]) << 16, words[6] | u32(words[7]) << 16);
+    for (int i = 0; i < kOctet; ++i) held.set(i, T::narrow(values[i]));
+    uint4* to = reinterpret_cast<uint4*>(row);
+    if constexpr (Held<T>::kWords == kOctet) {
+        if (together && place.vectors != 0) {
+            const int lane = int(threadIdx.x & 31u);
+            const bool even = lane % 2 == 0;
+            const uint4 other = swapped(even ? held.quad(1) : held.quad(0));
+            to += (octet - (slot() & 31)) * 2 + lane;
+            to[0] = either(even, held.quad(0), other);
+            to[32] = either(even, other, held.quad(1));
+            return;
         }
+    }
+    if (count == kOctet && place.vectors != 0) {
+        constexpr int kQuads = Held<T>::kWords / 4;
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) to[octet * kQuads + i] = held.quad(i);
     } else {
+        row += octet * kOctet * place.inner;
 #pragma unroll
         for (int i = 0; i < kOctet; ++i)
-            if (i < count)
-                *reinterpret_cast<typename T::Word*>(row + (octet * kOctet + i) * place.inner) = words[i];
+            if (i < count) *reinterpret_cast<typename T::Word*>(row + i * place.inner) = held.word(i);
     }
+}
+
+template <class T>
+__device__ __forceinline__ void widen_octet(const Held<T>& held, float (&values)[kOctet]) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) values[i] = T::widen(held.word(i));
+}
+
+// The same where the launch says the type.
+__device__ __forceinline__ void load_any(const u8* row, const Place& place, i64 octet, int count, bool together,
+                                         float (&values)[kOctet]) {
+    switch (place.kind) {
+        case 0: return widen_octet(load_octet<Fp32>(row, place, octet, count, together), values);
+        case 1: return widen_octet(load_octet<Bf16>(row, place, octet, count, together), values);
+        default: return widen_octet(load_octet<Fp16>(row, place, octet, count, together), values);
+    }
+}
+
+// Values that saturated before.
+__device__ __forceinline__ void store_any(u8* row, const Place& place, i64 octet, int count, bool together,
+                                          const float (&values)[kOctet]) {
+    switch (place.kind) {
+        case 0: return store_octet<Fp32>(row, place, octet, count, together, values);
+        case 1: return store_octet<Bf16>(row, place, octet, count, together, values);
+        default: return store_octet<Fp16>(row, place, octet, count, together, values);
+    }
+}
+
+__device__ __forceinline__ float largest_of(const Place& place) {
+    return place.kind == 0 ? Fp32::largest() : place.kind == 1 ? Bf16::largest() : Fp16::largest();
 }
 
 // ---- codes -------------------------------------------------------------------------------------
@@ -160,22 +271,43 @@ __device__ __forceinline__ void store_float(u8* to, bool vectors, float value) {
     }
 }
 
-__device__ __forceinline__ Stored load_scale(const u8* frame, const Place& place, const Coding& c, i64 block) {
+template <int BITS>
+__device__ __forceinline__ Stored load_scale(Scheme<BITS> scheme, const u8* frame, const Place& place,
+                                             const Coding& c, i64 block) {
     const u8* from = frame + c.scales_at + 4 * block;
     const bool vectors = place.vectors != 0;
-    return {load_float(from, vectors), c.asymmetric != 0 ? load_float(from + 4 * c.blocks, vectors) : 0.0f};
+    return {load_float(from, vectors), scheme.asymmetric ? load_float(from + 4 * c.blocks, vectors) : 0.0f};
 }
 
-__device__ __forceinline__ void store_scale(u8* frame, const Place& place, const Coding& c, i64 block, Stored s) {
+template <int MANTISSA>
+__device__ __forceinline__ Stored load_scale(Floats<MANTISSA> scheme, const u8* frame, const Place& place,
+                                             const Coding& c, i64 block) {
+    const u8* scales = frame + c.scales_at;
+    return {scheme.powers ? power_of(scales[block]) : load_float(scales + 4 * block, place.vectors != 0), 0.0f};
+}
+
+template <int BITS>
+__device__ __forceinline__ void store_scale(Scheme<BITS> scheme, u8* frame, const Place& place, const Coding& c,
+                                            i64 block, Stored s) {
     u8* to = frame + c.scales_at + 4 * block;
     store_float(to, place.vectors != 0, s.scale);
-    if (c.asymmetric != 0) store_float(to + 4 * c.blocks, place.vectors != 0, s.low);
+    if (scheme.asymmetric) store_float(to + 4 * c.blocks, place.vectors != 0, s.low);
+}
+
+template <int MANTISSA>
+__device__ __forceinline__ void store_scale(Floats<MANTISSA> scheme, u8* frame, const Place& place, const Coding& c,
+                                            i64 block, Stored s) {
+    u8* scales = frame + c.scales_at;
+    if (scheme.powers) {
+        scales[block] = exponent_of(s.scale);
+    } else {
+        store_float(scales + 4 * block, place.vectors != 0, s.scale);
+    }
 }
 
 // Zero the at most 15 bytes after the codes and after the scales; any 32 threads of a row.
 __device__ __forceinline__ void store_padding(u8* frame, const Coding& c, int thread) {
-    const i64 scales_end = c.scales_at + 4 * c.blocks * (c.asymmetric != 0 ? 2 : 1);
-    const i64 at = thread < 16 ? c.codes_end + thread : scales_end + thread - 16;
+    const i64 at = thread < 16 ? c.codes_end + thread : c.scales_end + thread - 16;
     const i64 end = thread < 16 ? c.scales_at : c.frame_bytes;
     if (thread < 32 && at < end) frame[at] = 0;
 }
@@ -188,28 +320,99 @@ __device__ __forceinline__ i64 block_of(const Coding& c, i64 element) {
     return element / c.block;
 }
 
-// Decode octet `octet`; any block, also one that begins inside it.
-template <int BITS>
-__device__ __forceinline__ void decode_octet(const u8* frame, const Place& place, const Coding& c, i64 octet,
-                                             int count, float largest, float (&values)[kOctet]) {
-    const Scheme<BITS> scheme = scheme_of<BITS>(c);
+// Which blocks an octet lies in: the first one, and how many elements until the next, at most eight.
+struct Within {
+    i64 block;
+    int left;
+};
+
+__device__ __forceinline__ Within within_blocks(const Coding& c, i64 octet) {
+    const i64 block = block_of(c, octet * kOctet), left = (block + 1) * c.block - octet * kOctet;
+    return {block, left < kOctet ? int(left) : kOctet};
+}
+
+// ---- rotation ----------------------------------------------------------------------------------
+
+// Rotate the groups of c.rotation elements that are whole in a row of `numel`; all lanes of the warp, whose
+// octets are those of their slots, in whole groups.  Absent elements are then to be filled again.
+__device__ __forceinline__ void rotate_octet(const Coding& c, i64 octet, i64 numel, bool back,
+                                             float (&values)[kOctet]) {
+    const int size = int(c.rotation), inside = size < kOctet ? size : kOctet;
+    // Elements of this octet below `limit` are in whole groups.
+    const i64 groups = (octet * kOctet | (size - 1)) + 1;  // where the group of a whole octet ends
+    const int limit = size <= kOctet ? octet_count(octet, numel) & ~(inside - 1) : groups <= numel ? kOctet : 0;
+    const float part = float_of(0x7f000000u - bits_of(float(size)));  // 1 / size
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i)
+        if (i < limit) values[i] = values[i] * part;
+#pragma unroll
+    for (int distance = 1; distance < kOctet; distance *= 2) {
+        if (distance >= inside) break;
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) {
+            if ((i & distance) == 0 && i < limit) {
+                const float first = values[i], second = values[i + distance];
+                values[i] = butterfly(first, second, false);
+                values[i + distance] = butterfly(second, first, true);
+            }
+        }
+    }
+    for (int distance = 1; distance * kOctet < size; distance *= 2) {
+        const bool second = (octet & distance) != 0;
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) {
+            const float other = __shfl_xor_sync(kWarp, values[i], lanes_apart(distance));
+            if (limit != 0) values[i] = butterfly(values[i], other, second);
+        }
+    }
+    if (back) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i)
+            if (i < limit) values[i] = values[i] * float(size);
+    }
+}
+
+__device__ __forceinline__ void fill_absent(int count, float (&values)[kOctet]) {
+#pragma unroll
+    for (int i = 1; i < kOctet; ++i)
+        if (i >= count) values[i] = values[0];
+}
+
+// ---- decoding ----------------------------------------------------------------------------------
+
+// Codes and scale of an octet while they are under way.
+struct Fetched {
+    u64 codes;
+    Stored stored;
+};
+
+template <class Scheme>
+__device__ __forceinline__ Fetched fetch_octet(Scheme scheme, const u8* frame, const Place& place, const Coding& c,
+                                               i64 octet, int count, Within in) {
+    return {load_codes(frame, place, scheme.bits(), octet, count), load_scale(scheme, frame, place, c, in.block)};
+}
+
+// Any block, also one that begins inside the octet; saturates at `largest`.
+template <class Scheme>
+__device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, const Place& place, const Coding& c,
+                                             int count, float largest, Within in, Fetched fetched,
+                                             float (&values)[kOctet]) {
     u32 codes[kOctet];
-    unpack(scheme, load_codes(frame, place, scheme.bits(), octet, count), codes);
-    i64 block = block_of(c, octet * kOctet);
-    i64 left = (block + 1) * c.block - octet * kOctet;  // elements until the next block
-    Stored stored = load_scale(frame, place, c, block);
-    if (left >= count) {
+    unpack(scheme, fetched.codes, codes);
+    Stored stored = fetched.stored;
+    if (in.left >= count) {
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) values[i] = value_of(scheme, stored, codes[i]);
-        if (!within(stored, largest)) {
+        if (!within(scheme, stored, largest)) {
 #pragma unroll
             for (int i = 0; i < kOctet; ++i) values[i] = saturated(values[i], largest);
         }
     } else {
+        i64 block = in.block, left = in.left;
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
             if (left == 0 && i < count) {
-                stored = load_scale(frame, place, c, ++block);
+                stored = load_scale(scheme, frame, place, c, ++block);
                 left = c.block;
             }
             values[i] = saturated(value_of(scheme, stored, codes[i]), largest);
@@ -218,30 +421,59 @@ __device__ __forceinline__ void decode_octet(const u8* frame, const Place& place
     }
 }
 
-// The sum over sources in ascending order, in fp32; each term saturates at `largest`.  AHEAD sources
-// are under way at a time: 2 hides latency, but spilled beside an encoder on sm_100.
-template <int BITS, int AHEAD>
-__device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, i64 octet, int count, float largest,
-                                          float (&sums)[kOctet]) {
-    decode_octet<BITS>(frame, a.frames, a.coding, octet, count, largest, sums);
-#pragma unroll AHEAD
-    for (i64 source = 1; source < a.sources; ++source) {
-        float term[kOctet];
-        frame += a.source_stride;
-        decode_octet<BITS>(frame, a.frames, a.coding, octet, count, largest, term);
+// From the values of codes to elements: rotated back, where the codec rotates, and saturated.
+__device__ __forceinline__ void rotate_back(const Coding& c, i64 octet, i64 numel, float largest,
+                                            float (&values)[kOctet]) {
+    rotate_octet(c, octet, numel, true, values);
 #pragma unroll
-        for (int i = 0; i < kOctet; ++i) sums[i] = sums[i] + term[i];
+    for (int i = 0; i < kOctet; ++i) values[i] = saturated(values[i], largest);
+}
+
+// The sum over sources in ascending order, in fp32; each term saturates.  Codes and scales of AHEAD
+// sources are under way at a time.  ROTATED: the launch may ask for a rotation; then all lanes come.
+template <class Scheme, int AHEAD, bool ROTATED>
+__device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, i64 octet, int count,
+                                          float (&sums)[kOctet]) {
+    const Coding& c = a.coding;
+    const Scheme scheme = scheme_of<Scheme>(c);
+    const Within in = count > 0 ? within_blocks(c, octet) : Within{0, kOctet};
+    const float largest = Fp32::largest();
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) sums[i] = -0.0f;  // changes no first term, zeros' signs included
+    for (i64 source = 0; source < a.sources; source += AHEAD) {
+        Fetched fetched[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k)
+            if (source + k < a.sources && count > 0)
+                fetched[k] = fetch_octet(scheme, frame + k * a.source_stride, a.frames, c, octet, count, in);
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+            if (source + k < a.sources) {
+                float term[kOctet] = {};
+                if (count > 0)
+                    expand_octet(scheme, frame + k * a.source_stride, a.frames, c, count, largest, in, fetched[k],
+                                 term);
+                if constexpr (ROTATED) {
+                    if (c.rotation != 0) rotate_back(c, octet, a.numel, largest, term);
+                }
+#pragma unroll
+                for (int i = 0; i < kOctet; ++i) sums[i] = sums[i] + term[i];
+            }
+        }
+        frame += AHEAD * a.source_stride;
     }
 }
 
-// ---- the extent of a block, over a team --------------------------------------------------------
+// ---- encoding ----------------------------------------------------------------------------------
 
-// All threads of the thread block call it, once in a kernel; blockDim is a multiple of the team and
-// of 32.
-__device__ __forceinline__ Extent team_extent(Extent mine, int team) {
+// All threads of the thread block call it, once in a kernel; blockDim is a multiple of the team and of 32,
+// and a team's threads are those of consecutive slots.  `two`: the extent has two ends.
+__device__ __forceinline__ Extent team_extent(Extent mine, int team, bool two) {
     __shared__ u32 highs[32], lows[32];
-    for (int offset = (team < 32 ? team : 32) / 2; offset > 0; offset /= 2)
-        mine.include({__shfl_xor_sync(0xffffffffu, mine.high, offset), __shfl_xor_sync(0xffffffffu, mine.low, offset)});
+    for (int offset = (team < 32 ? team : 32) / 2; offset > 0; offset /= 2) {
+        const u32 apart = lanes_apart(offset), high = __shfl_xor_sync(kWarp, mine.high, apart);
+        mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
+    }
     if (team > 32) {
         const int thread = int(threadIdx.x);
         if (thread % 32 == 0) {
@@ -255,44 +487,167 @@ __device__ __forceinline__ Extent team_extent(Extent mine, int team) {
     return mine;
 }
 
-// Encode octets held in registers (any grid of whole rows): thread `lane` of a team has octets lane, lane + team, ... of its
-// block.  `load(octet, count, values)` brings an octet of the row, absent elements as repetitions of the
-// first.
-template <int BITS, int OCTETS, class Load>
+// Which octets a thread of a team has: lane, lane + team, ... of its block, and whether it has them in step
+// with its warp.  Blocks are multiples of 8, or the whole row.
+struct Team {
+    int size, lane;
+    i64 block, octets;
+    bool consecutive;
+    __device__ __forceinline__ Team(const Arguments& a, const Coding& c) {
+        const int mine = slot(), shift = int(a.team_shift);
+        size = 1 << shift;
+        lane = mine & (size - 1);
+        block = i64(blockIdx.x) * (blockDim.x >> shift) + (mine >> shift);
+        octets = (c.block + kOctet - 1) / kOctet;
+        consecutive = size >= 32 || octets == size;
+    }
+    __device__ __forceinline__ i64 octet(int j) const { return block * octets + lane + j * size; }
+    __device__ __forceinline__ int count(const Arguments& a, const Coding& c, int j) const {
+        return lane + j * size < octets && block < c.blocks ? octet_count(octet(j), a.numel) : 0;
+    }
+    __device__ __forceinline__ bool together(int count) const {
+        return __all_sync(kWarp, consecutive && count == kOctet) != 0;
+    }
+};
+
+__device__ __forceinline__ Words random_words(const Arguments& a, i64 row, i64 octet) {
+    return philox(a.noise.key, u64(a.noise.start + row + octet));
+}
+
+// The same where the launch says whether there are any.
+__device__ __forceinline__ Words any_words(const Arguments& a, i64 octet) {
+    if (a.noise.on == 0) return {};
+    return random_words(a, row_offset(a, a.noise.stride), octet);
+}
+
+__device__ __forceinline__ float any_shift(const Arguments& a, const Words& random, int i) {
+    return a.noise.on != 0 ? shift_of(random, i) : 0.0f;
+}
+
+template <class Scheme>
+__device__ __forceinline__ u64 word_of(Scheme scheme, Stored stored, int count, u32 (&codes)[kOctet]) {
+#pragma unroll
+    for (int i = 1; i < kOctet; ++i)
+        if (i >= count) codes[i] = 0;  // spare bits are 0
+    return stored.broken() ? 0 : pack(scheme, codes);
+}
+
+// Encode octets held in registers.  `load(j, octet, count, together)` brings an octet of the row as Held<T>.
+template <class T, class Scheme, int OCTETS, bool STOCHASTIC, class Load>
 __device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c, const Place& place, u8* frame,
                                             Load load) {
-    const Scheme<BITS> scheme = scheme_of<BITS>(c);
-    const int thread = int(threadIdx.x), shift = int(a.team_shift), team = 1 << shift, lane = thread & (team - 1);
-    const i64 block = i64(blockIdx.x) * (blockDim.x >> shift) + (thread >> shift);
-    const i64 octets = (c.block + kOctet - 1) / kOctet;  // of a block: a multiple of 8, or the whole row
-    float values[OCTETS][kOctet];
+    const Scheme scheme = scheme_of<Scheme>(c);
+    const Team team(a, c);
+    Held<T> held[OCTETS];
+    Words random[OCTETS];
     int counts[OCTETS];
+#pragma unroll
+    for (int j = 0; j < OCTETS; ++j) {
+        counts[j] = team.count(a, c, j);
+        bool together = false;
+        if constexpr (Held<T>::kWords == kOctet) together = team.together(counts[j]);
+        held[j] = load(team.octet(j), counts[j], together);
+    }
+    if constexpr (STOCHASTIC) {  // while the elements are under way
+        const i64 row = row_offset(a, a.noise.stride);
+#pragma unroll
+        for (int j = 0; j < OCTETS; ++j) random[j] = random_words(a, row, team.octet(j));
+    }
     Extent extent{0, 0};
 #pragma unroll
     for (int j = 0; j < OCTETS; ++j) {
-        const i64 inside = lane + j * team, octet = block * octets + inside;
-        counts[j] = inside < octets && block < c.blocks ? octet_count(octet, a.numel) : 0;
         if (counts[j] > 0) {
-            load(octet, counts[j], values[j]);
 #pragma unroll
-            for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, values[j][i]));
+            for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, T::widen(held[j].word(i))));
         }
     }
-    const Stored stored = stored_of(scheme, team_extent(extent, team));
+    const Stored stored = stored_of(scheme, team_extent(extent, team.size, scheme.asymmetric));
     const Divider divider = divider_of(scheme, stored);
 #pragma unroll
     for (int j = 0; j < OCTETS; ++j) {
         if (counts[j] > 0) {
             u32 codes[kOctet];
-#pragma unroll
-            for (int i = 0; i < kOctet; ++i)
-                codes[i] = i < counts[j] ? code_of(scheme, divider, values[j][i]) : 0;  // spare bits are 0
-            const u64 word = stored.broken() ? 0 : pack(scheme, codes);
-            store_codes(frame, place, scheme.bits(), block * octets + lane + j * team, counts[j], word);
+            float values[kOctet];
+            widen_octet(held[j], values);
+            const auto shift = [&](int i) { return shift_of(random[j], i); };
+            codes_of<STOCHASTIC>(scheme, divider, values, shift, codes);
+            store_codes(frame, place, scheme.bits(), team.octet(j), counts[j],
+                        word_of(scheme, stored, counts[j], codes));
         }
     }
-    if (lane == 0 && block < c.blocks) store_scale(frame, place, c, block, stored);
-    if (blockIdx.x == 0) store_padding(frame, c, thread);
+    if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, place, c, team.block, stored);
+    if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
+}
+
+// ---- what general kernels do beside: rotation, error feedback, whatever the launch asks for ------
+
+// An octet with what it carries: x + error, not rotated.  All lanes of the warp.
+__device__ __forceinline__ void load_carried(const Arguments& a, const u8* row, const u8* error, i64 octet, int count,
+                                             bool together, float (&values)[kOctet]) {
+    load_any(row, a.values, octet, count, together, values);
+    if (a.carried != 0) {
+        float errors[kOctet];
+        load_any(error, a.error, octet, count, together, errors);
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) values[i] = values[i] + errors[i];
+    }
+}
+
+// Replace the carried error of an octet by what its codes leave over of `values`, which are x + error.
+// `decoded`: the values of its codes, still rotated.  All lanes of the warp.
+__device__ __forceinline__ void store_carried(const Arguments& a, const Coding& c, u8* error, i64 octet, int count,
+                                              bool together, const float (&values)[kOctet],
+                                              float (&decoded)[kOctet]) {
+    if (c.rotation != 0) rotate_back(c, octet, a.numel, Fp32::largest(), decoded);
+    float errors[kOctet];
+    load_any(error, a.error, octet, count, together, errors);
+    const float largest = largest_of(a.error);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i)
+        errors[i] = saturated(carried_of(a.decay, errors[i], values[i], decoded[i]), largest);
+    store_any(error, a.error, octet, count, together, errors);
+}
+
+// The codes of an octet in one block, and in `values` what they decode to, where it is wanted.
+template <class Scheme>
+__device__ __forceinline__ void encode_octet(const Arguments& a, const Coding& c, Scheme scheme, Stored stored,
+                                             Divider divider, const Words& random, int count, bool decoded,
+                                             float (&values)[kOctet], u32 (&codes)[kOctet]) {
+    const auto shift = [&](int i) { return any_shift(a, random, i); };
+    codes_of<true>(scheme, divider, values, shift, codes);
+    if (decoded) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i)
+            values[i] = saturated(value_of(scheme, stored, codes[i]), Fp32::largest());
+    }
+}
+
+// The same for an octet that may lie in several blocks: `scale(block, starts)` gives a block's, and hears
+// whether the block starts in this octet.  Gives the word of its codes.
+template <class Scheme, class Scale>
+__device__ __forceinline__ u64 encode_across(const Arguments& a, const Coding& c, Scheme scheme, const Words& random,
+                                             i64 octet, int count, Scale scale, float (&values)[kOctet]) {
+    const Within in = within_blocks(c, octet);
+    i64 block = in.block, left = in.left;
+    Stored stored = scale(block, octet * kOctet == block * c.block);
+    Divider divider = divider_of(scheme, stored);
+    u32 codes[kOctet];
+    if (left >= count) {
+        encode_octet(a, c, scheme, stored, divider, random, count, a.carried != 0, values, codes);
+        return word_of(scheme, stored, count, codes);
+    }
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+        if (left == 0 && i < count) {
+            left = c.block;
+            stored = scale(++block, true);
+            divider = divider_of(scheme, stored);
+        }
+        codes[i] = i < count && !stored.broken() ? divided_code(scheme, divider, values[i], any_shift(a, random, i)) : 0;
+        values[i] = saturated(value_of(scheme, stored, codes[i]), Fp32::largest());
+        --left;
+    }
+    return pack(scheme, codes);
 }
 
 }  // namespace frames

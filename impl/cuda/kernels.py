@@ -1,64 +1,78 @@
 """Codecs on CUDA: which kernel encodes and decodes what, bit-equal to :mod:`impl.reference`.
 
 :class:`Kernels` turns an operation on tensors into launches, and hands them to whatever runs them: a
-device (:func:`impl.cuda.launch.on_device`), or a host that runs the same sources, in tests.  Raw
-codecs are casts, which torch does at the speed of memory: they use the reference.
+device (:func:`impl.cuda.launch.on_device`), or a host that runs the same sources, in tests.  Every codec
+with scales has kernels.  Raw codecs are casts, which torch does at the speed of memory: they use the
+reference.
 
-Which kernel (the sources say why):
+Which kernel (the sources say why).  *Plain* are integers of 4 and 8 bits without rotation and error
+feedback, nearest or stochastic: their kernels are compiled for codec and type.  All else is asked of
+general kernels at launch.
 
-=====================================  =======================================================
-block                                  encode
-=====================================  =======================================================
-multiple of 8, or the row; to 16,384   ``encode_held``: one launch, one read
-other, lcm(block, 8) to 8,192          ``encode_staged``: one launch, one read
-all else                               ``encode_extents``, ``encode_given``: two reads
-=====================================  =======================================================
+===================================  =============================================================
+block                                encode
+===================================  =============================================================
+multiple of 8, or the row; to 8,192  ``encode_held``, not plain ``encode_general``: one read
+other, lcm(block, 8) to 8,192        ``encode_staged``: one read
+all else                             ``encode_extents``, ``encode_given``: two launches, two reads
+===================================  =============================================================
 
-``decode_sum_encode`` is one launch where the second codec's block is a multiple of 8, or the row, up to
-8,192 elements; otherwise ``decode_sum`` into fp32 and ``encode``.
+``decode`` and ``decode_sum`` are plain, ``decode_general`` and ``decode_sum_general`` the others.
+``decode_sum_encode`` is one launch (plain to plain, or its general version) where the second codec's block
+is a multiple of 8, or the row, up to 4,096 elements, and unless it rotates and carries error, or the first
+codec rotates groups that its blocks cut.  Otherwise it is ``decode_sum`` into fp32, then ``encode``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeGuard
+from typing import Final, TypeGuard, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from impl import reference
-from impl.codec import FRAME_ALIGNMENT, Codec, IntCodec, padded_bytes
+from impl.codec import FRAME_ALIGNMENT, Blocked, Codec, IntCodec, padded_bytes
 from impl.cuda.launch import ARGUMENTS, Launch, on_device
-from impl.noise import Noise
+from impl.noise import OCTET, Noise
 from impl.reference import Carried
 
-OCTET: Final = 8
 THREADS: Final = 256
-HELD: Final = 16_384  # elements of a block in registers: 512 threads of four octets
-HELD_ALONE: Final = 8_192  # 1024 threads of one octet
+HELD: Final = 8_192  # elements of a block in registers: 1024 threads of an octet, or 512 of two
+HELD_ALONE: Final = 4_096  # 512 threads of one octet
 STAGED: Final = 8_192  # elements of a tile in shared memory, kStaged of quantize.cu
 STAGED_BLOCKS: Final = 1_024  # kStagedBlocks
 STAGED_TILE: Final = 2_048  # a tile is about this where the block allows
 SCANNED: Final = 4_096  # elements that a thread block of encode_extents scans
 MOST_PARTS: Final = 2**31 - 1  # thread blocks along x
 MOST_ROWS: Final = 65_535  # along y, and along z
-KNOWN_BITS: Final = (4, 8)  # compiled in; 0 stands for all others, said by the launch
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}  # as launches say them
+AHEAD: Final = {4: 8, 8: 4}  # sources under way at a time, by width: 32 bytes of codes a thread
+DECODED: Final = 2  # octets a thread of the plain decode
 
-_BITS: Final = (0, *KNOWN_BITS)
+_PLAIN: Final = ("Scheme<4>", "Scheme<8>")
+_ANY: Final = ("Scheme<0>", "Floats<0>")
+_SUMS: Final = tuple(f"Scheme<{bits}>, {ahead}" for bits, ahead in AHEAD.items())
+_ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
 VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be asked for
     "quantize.cu": (
-        *(f"encode_held<{t}, {b}, {octets}>" for t in TYPES.values() for b in _BITS for octets in (1, 4)),
-        *(f"encode_{how}<{t}>" for how in ("staged", "extents", "given") for t in TYPES.values()),
+        *(f"encode_held<{t}, {s}, {r}>" for t in TYPES.values() for s in _PLAIN for r in _ROUNDINGS),
+        *(f"encode_general<{s}, {octets}>" for s in _ANY for octets in (1, 2)),
+        *(f"encode_{how}<{s}>" for how in ("staged", "extents", "given") for s in _ANY),
     ),
     "dequantize.cu": (
-        *(f"decode<{t}, {b}>" for t in TYPES.values() for b in _BITS),
-        *(f"decode_sum<{b}>" for b in _BITS),
+        *(f"decode<{t}, {s}>" for t in TYPES.values() for s in _PLAIN),
+        *(f"decode_sum<{s}>" for s in _SUMS),
+        *(f"{kernel}_general<{s}>" for kernel in ("decode", "decode_sum") for s in _ANY),
     ),
-    "reduce.cu": tuple(f"decode_sum_encode<{first}, {second}>" for first in _BITS for second in _BITS),
+    "reduce.cu": (
+        *(f"decode_sum_encode<{f}, {s}, {r}>" for f in _SUMS for s in _PLAIN for r in _ROUNDINGS),
+        *(f"decode_sum_encode_general<{f}, {s}>" for f in _ANY for s in _ANY),
+    ),
 }
 
 
@@ -68,21 +82,24 @@ class _Rows:
 
     Attributes:
         sizes: (a, b, c).
-        strides: for each tensor, its three strides in bytes.
+        strides: for each tensor, its three strides in bytes; for noise, in octets.
     """
 
     sizes: tuple[int, int, int]
     strides: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def of(cls, *tensors: Tensor) -> _Rows:
-        """Rows of tensors with equal leading dimensions; the last dimension is left out.
+    def of(cls, *tensors: Tensor, noise: Noise | None = None) -> _Rows:
+        """Rows of tensors with equal leading dimensions, and of their noise; the last dimension is left out.
 
         Raises:
             ValueError: if three strides cannot describe them, or a grid cannot hold them.
         """
         shape = tensors[0].shape[:-1]
         steps = [[t.stride(dim) * t.element_size() for t in tensors] for dim in range(len(shape))]
+        if noise is not None:
+            for step, stride in zip(steps, noise.strides, strict=True):
+                step.append(stride // OCTET)
         merged: list[tuple[int, list[int]]] = []
         for size, step in zip(shape, steps, strict=True):
             if size == 1:
@@ -91,16 +108,18 @@ class _Rows:
                 merged[-1] = (merged[-1][0] * size, step)
             else:
                 merged.append((size, step))
-        padded = [(1, [0] * len(tensors))] * (3 - len(merged)) + merged
+        count = len(tensors) + (noise is not None)
+        padded = [(1, [0] * count)] * (3 - len(merged)) + merged
         if len(padded) > 3:
+            random = "" if noise is None else f" and noise with {noise.strides}"
             raise ValueError(
-                f"leading dimensions {tuple(shape)} with strides {[t.stride() for t in tensors]}: "
+                f"leading dimensions {tuple(shape)} with strides {[t.stride() for t in tensors]}{random}: "
                 "the CUDA kernels take 3, and these do not merge to so few"
             )
         a, b, c = (size for size, _ in padded)
         if a * b > MOST_ROWS or c > MOST_ROWS:
             raise ValueError(f"{a * b} x {c} rows: a grid holds {MOST_ROWS} each way")
-        strides = [(padded[0][1][i], padded[1][1][i], padded[2][1][i]) for i in range(len(tensors))]
+        strides = [(padded[0][1][i], padded[1][1][i], padded[2][1][i]) for i in range(count)]
         return cls((a, b, c), tuple(strides))
 
 
@@ -127,22 +146,37 @@ class _Call:
             starts.append(tensor.stride(0) if sources > 1 else 0)
         inner = tensor.stride(-1) * item
         vectors = inner == item and all(start % FRAME_ALIGNMENT == 0 for start in starts)
-        self.arguments[name] = (tensor.data_ptr(), strides, inner, vectors)
+        self.arguments[name] = (tensor.data_ptr(), strides, inner, vectors, KINDS.get(tensor.dtype, 0))
 
-    def code(self, name: str, codec: IntCodec) -> None:
+    def code(self, name: str, codec: Blocked) -> None:
         """Say how the row is coded."""
         block, codes_end = _block(codec, self.numel), codec.code_bytes(self.numel)
-        shift = block.bit_length() - 1 if block & (block - 1) == 0 else -1
+        scheme = (
+            (codec.bits, codec.asymmetric)
+            if isinstance(codec, IntCodec)
+            else (codec.mantissa, codec.scale == "e8m0")
+        )
         self.arguments[name] = (
-            codec.bits,
-            codec.asymmetric,
+            *scheme,
             block,
-            shift,
+            block.bit_length() - 1 if block & (block - 1) == 0 else -1,
             codec.blocks(self.numel),
             codes_end,
             padded_bytes(codes_end),
+            padded_bytes(codes_end) + codec.scale_bytes(self.numel),
             codec.frame_bytes(self.numel),
+            codec.hadamard,
         )
+
+    def randomise(self, noise: Noise) -> None:
+        """Say which random bits the rows have; their strides are the last of the rows'."""
+        self.arguments["noise"] = (1, noise.start // OCTET, self.rows.strides[-1], noise.words)
+
+    def carry(self, carried: Carried, index: int) -> None:
+        """Say where the carried error lies, the ``index``-th of the rows."""
+        self.place("error", carried.error, index)
+        self.arguments["decay"] = (carried.decay, 1.0 - carried.decay)  # each rounded to fp32, once
+        self.set(carried=1)
 
     def launch(self, file: str, kernel: str, parts: int, threads: int = THREADS) -> Launch:
         """The launch of ``parts`` thread blocks a row.
@@ -155,7 +189,7 @@ class _Call:
         a, b, c = self.rows.sizes
         return Launch(file, kernel, (parts, c, a * b), threads, self.arguments)
 
-    def held(self, file: str, kernel: str, codec: IntCodec, octets: int) -> Launch:
+    def held(self, file: str, kernel: str, codec: Blocked, octets: int) -> Launch:
         """The launch of a kernel whose teams hold a block of ``codec``, ``octets`` octets a thread."""
         team = 1
         while team * octets * OCTET < _block(codec, self.numel):
@@ -164,9 +198,9 @@ class _Call:
         self.set(team_shift=team.bit_length() - 1)
         return self.launch(file, kernel, -(-codec.blocks(self.numel) // (threads // team)), threads)
 
-    def octets(self, file: str, kernel: str) -> Launch:
-        """The launch of a kernel with an octet a thread."""
-        return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS)))
+    def octets(self, file: str, kernel: str, each: int = 1) -> Launch:
+        """The launch of a kernel with ``each`` octets a thread."""
+        return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * each)))
 
 
 class Kernels:
@@ -195,35 +229,25 @@ class Kernels:
         carried: Carried | None = None,
     ) -> None:
         """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.reference.encode`."""
-        if not _has_kernels(codec) or carried is not None:
+        if not _has_kernels(codec):
             reference.encode(codec, x, frames, noise=noise, carried=carried)
             return
         reference.check(codec, x, frames)
-        _check(codec, x, frames)
+        noise = _checked(codec, x.shape, noise, carried)
+        tensors = [x, frames] if carried is None else [x, frames, carried.error]
+        _check(codec, x, frames, *tensors[2:])
         if x.numel() == 0:
             return
-        call = _Call(x.shape[-1], _Rows.of(x, frames))
+        call = _Call(x.shape[-1], _Rows.of(*tensors, noise=noise))
         call.place("values", x, 0)
         call.place("frames", frames, 1)
         call.code("coding", codec)
-        block, blocks, kind = _block(codec, call.numel), codec.blocks(call.numel), TYPES[x.dtype]
-        whole = math.lcm(block, OCTET)  # whole blocks and whole octets
-        if _holds(codec, call.numel, HELD):
-            octets = 1 if block <= HELD_ALONE else 4
-            kernel = f"encode_held<{kind}, {_known(codec)}, {octets}>"
-            self._run(call.held("quantize.cu", kernel, codec, octets), x.device)
-        elif whole <= STAGED:
-            tile = whole * max(1, min(STAGED_TILE, STAGED_BLOCKS * block) // whole)
-            call.set(tile=tile)
-            parts = -(-call.numel // tile)
-            self._run(call.launch("quantize.cu", f"encode_staged<{kind}>", parts), x.device)
-        else:
-            count = 2 * blocks * math.prod(call.rows.sizes)
-            extents = torch.zeros(count, dtype=torch.int32, device=x.device)
-            parts = -(-block // SCANNED)
-            call.set(tile=SCANNED, parts=parts, extents=extents.data_ptr())
-            self._run(call.launch("quantize.cu", f"encode_extents<{kind}>", blocks * parts), x.device)
-            self._run(call.octets("quantize.cu", f"encode_given<{kind}>"), x.device)
+        if noise is not None:
+            call.randomise(noise)
+        if carried is not None:
+            call.carry(carried, 2)
+        for launch in _encoding(call, codec, x, plain=_is_plain(codec) and carried is None):
+            self._run(launch, x.device)
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.reference.decode`."""
@@ -238,7 +262,11 @@ class Kernels:
         call.place("values", out, 0)
         call.place("frames", frames, 1)
         call.code("coding", codec)
-        self._run(call.octets("dequantize.cu", f"decode<{TYPES[out.dtype]}, {_known(codec)}>"), out.device)
+        if _is_plain(codec):
+            kernel = f"decode<{TYPES[out.dtype]}, {_scheme(codec)}>"
+            self._run(call.octets("dequantize.cu", kernel, DECODED), out.device)
+        else:
+            self._run(call.octets("dequantize.cu", f"decode_general<{_any(codec)}>"), out.device)
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.reference.decode_sum`."""
@@ -255,7 +283,9 @@ class Kernels:
         call.place("values", out, 0)
         call.place("frames", frames, 1, sources=len(frames))
         call.code("coding", codec)
-        self._run(call.octets("dequantize.cu", f"decode_sum<{_known(codec)}>"), out.device)
+        plain = _is_plain(codec)
+        kernel = f"decode_sum<{_ahead(codec)}>" if plain else f"decode_sum_general<{_any(codec)}>"
+        self._run(call.octets("dequantize.cu", kernel), out.device)
 
     def decode_sum_encode(
         self,
@@ -271,56 +301,124 @@ class Kernels:
         """Write the frames of the sum; see :func:`impl.reference.decode_sum_encode`."""
         if (
             not (_has_kernels(first) and _has_kernels(second))
-            or carried is not None
-            or not _holds(second, numel, HELD_ALONE)
+            or not _fuses(first, second, numel, carries=carried is not None)
             or out.numel() == 0
         ):
             held = torch.empty((*out.shape[:-1], numel), dtype=torch.float32, device=out.device)
             self.decode_sum(first, frames, held)
             self.encode(second, held, out, noise=noise, carried=carried)
             return
-        shape = (*out.shape[:-1], numel)
+        shape = torch.Size([*out.shape[:-1], numel])
         reference.check(first, torch.empty(shape, device="meta"), frames[0])
         reference.check(second, torch.empty(shape, device="meta"), out)
+        noise = _checked(second, shape, noise, carried)
+        errors = [] if carried is None else [carried.error]
         _check(first, None, frames)
-        _check(second, None, out, frames)
-        call = _Call(numel, _Rows.of(frames[0], out))
+        _check(second, None, out, frames, *errors)
+        call = _Call(numel, _Rows.of(frames[0], out, *errors, noise=noise))
         call.place("frames", frames, 0, sources=len(frames))
         call.place("output", out, 1)
         call.code("coding", first)
         call.code("second", second)
-        kernel = f"decode_sum_encode<{_known(first)}, {_known(second)}>"
+        if noise is not None:
+            call.randomise(noise)
+        if carried is not None:
+            call.carry(carried, 2)
+        if _is_plain(first) and _is_plain(second) and carried is None:
+            kernel = f"decode_sum_encode<{_ahead(first)}, {_scheme(second)}, {_rounding(second)}>"
+        else:
+            kernel = f"decode_sum_encode_general<{_any(first)}, {_any(second)}>"
         self._run(call.held("reduce.cu", kernel, second, 1), out.device)
 
 
-def _has_kernels(codec: Codec) -> TypeGuard[IntCodec]:
-    return isinstance(codec, IntCodec) and not codec.hadamard and not codec.stochastic
+def _encoding(call: _Call, codec: Blocked, x: Tensor, *, plain: bool) -> Iterator[Launch]:
+    """The launches that encode ``x``, as the table at the top says."""
+    block, blocks, file = _block(codec, call.numel), codec.blocks(call.numel), "quantize.cu"
+    whole = math.lcm(block, OCTET)  # whole blocks and whole octets
+    if plain and _holds(codec, call.numel, HELD):
+        kernel = f"encode_held<{TYPES[x.dtype]}, {_scheme(codec)}, {_rounding(codec)}>"
+        yield call.held(file, kernel, codec, 1 if x.dtype == torch.float32 else 2)
+    elif _holds(codec, call.numel, HELD):
+        octets = 1 if block <= HELD_ALONE else 2
+        yield call.held(file, f"encode_general<{_any(codec)}, {octets}>", codec, octets)
+    elif whole <= STAGED:
+        tile = whole * max(1, min(STAGED_TILE, STAGED_BLOCKS * block) // whole)
+        call.set(tile=tile)
+        yield call.launch(file, f"encode_staged<{_any(codec)}>", -(-call.numel // tile))
+    else:
+        count = 2 * blocks * math.prod(call.rows.sizes)
+        extents = torch.zeros(count, dtype=torch.int32, device=x.device)
+        parts = -(-block // SCANNED)
+        call.set(tile=SCANNED, parts=parts, extents=extents.data_ptr())
+        yield call.launch(file, f"encode_extents<{_any(codec)}>", blocks * parts)
+        yield call.octets(file, f"encode_given<{_any(codec)}>")
 
 
-def _block(codec: IntCodec, numel: int) -> int:
+def _has_kernels(codec: Codec) -> TypeGuard[Blocked]:
+    return isinstance(codec, get_args(Blocked))
+
+
+def _block(codec: Blocked, numel: int) -> int:
     """Elements that share a scale; a block beyond the row is the row."""
     return numel if codec.block == "shard" else min(codec.block, numel)
 
 
-def _known(codec: IntCodec) -> int:
-    """The width that the kernel was compiled for, 0 for any."""
-    return codec.bits if codec.bits in KNOWN_BITS else 0
+def _is_plain(codec: Blocked) -> bool:
+    """Whether kernels were compiled for it."""
+    return isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
 
 
-def _holds(codec: IntCodec, numel: int, most: int) -> bool:
+def _scheme(codec: Blocked) -> str:
+    return f"Scheme<{codec.bits}>"
+
+
+def _ahead(codec: Blocked) -> str:
+    return f"Scheme<{codec.bits}>, {AHEAD[codec.bits]}"
+
+
+def _any(codec: Blocked) -> str:
+    return "Scheme<0>" if isinstance(codec, IntCodec) else "Floats<0>"
+
+
+def _rounding(codec: Blocked) -> str:
+    return _ROUNDINGS[codec.stochastic]
+
+
+def _holds(codec: Blocked, numel: int, most: int) -> bool:
     """Whether a block is whole octets, or the whole row, of at most ``most`` elements."""
     block = _block(codec, numel)
     return block <= most and (block % OCTET == 0 or block == numel)
 
 
-def _check(codec: IntCodec, x: Tensor | None, *frames: Tensor) -> None:
+def _fuses(first: Codec, second: Blocked, numel: int, *, carries: bool) -> bool:
+    """Whether one launch sums and encodes.
+
+    Threads that rotate back together must be neighbours where the second codec's blocks are encoded too:
+    they are, unless those blocks cut the groups at other places than their halves.
+    """
+    if not _holds(second, numel, HELD_ALONE) or (carries and second.hadamard):
+        return False
+    block = _block(second, numel)
+    powers = block & (block - 1) == 0
+    return first.hadamard <= OCTET or block % first.hadamard == 0 or block == numel or powers
+
+
+def _checked(codec: Blocked, shape: torch.Size, noise: Noise | None, carried: Carried | None) -> Noise | None:
+    """The noise that ``codec`` needs, checked as the reference does, and the carried error."""
+    reference.check_noise(codec, shape[:-1], noise)
+    if carried is not None:
+        reference.check_carried(codec, shape, carried)
+    return noise if codec.stochastic else None
+
+
+def _check(codec: Blocked, x: Tensor | None, frames: Tensor, *others: Tensor) -> None:
     """What the kernels need beyond the reference's checks."""
-    for each in frames:
+    for each in (frames, *(other for other in others if other.dtype == torch.uint8)):
         if each.shape[-1] > 1 and each.stride(-1) != 1:
             raise ValueError(f"{codec}: a frame's bytes are contiguous, got strides {each.stride()}")
     if x is not None and x.dtype not in TYPES:
         raise ValueError(f"{codec}: elements are fp32, bf16 or fp16, got {x.dtype}")
-    devices = {each.device for each in (*frames, *([] if x is None else [x]))}
+    devices = {each.device for each in (frames, *others, *([] if x is None else [x]))}
     if len(devices) > 1:
         raise ValueError(f"{codec}: elements and frames on {sorted(map(str, devices))}")
 

@@ -1,6 +1,6 @@
 """Launching the kernels of this folder on a CUDA device: CuPy compiles and launches, torch owns.
 
-Every kernel takes one argument, a structure of 8-byte integers that :data:`ARGUMENTS` mirrors field by
+Every kernel takes one argument, a structure that :data:`ARGUMENTS` mirrors field by
 field (``Arguments`` of ``frames.cuh``), passed by value.  The sources are files, compiled per kernel by
 NVRTC the first time it is launched; CuPy keeps the results on disk.
 """
@@ -23,15 +23,21 @@ SOURCES: Final = Path(__file__).parent
 # No fused multiply-add: bit equality with the reference.  Division and denormals are IEEE by default.
 OPTIONS: Final = ("--fmad=false", "-std=c++17", f"-I{SOURCES}")
 
-PLACE: Final = np.dtype([("address", "i8"), ("stride", "i8", 3), ("inner", "i8"), ("vectors", "i8")])
-_CODING: Final = ("bits", "asymmetric", "block", "shift", "blocks", "codes_end", "scales_at", "frame_bytes")
-CODING: Final = np.dtype([(name, "i8") for name in _CODING])
+PLACE: Final = np.dtype(
+    [("address", "i8"), ("stride", "i8", 3), ("inner", "i8"), ("vectors", "i8"), ("kind", "i8")]
+)
+_CODING: Final = ("bits", "special", "block", "shift", "blocks", "codes_end", "scales_at", "scales_end")
+CODING: Final = np.dtype([(name, "i8") for name in (*_CODING, "frame_bytes", "rotation")])
+NOISE: Final = np.dtype([("on", "i8"), ("start", "i8"), ("stride", "i8", 3), ("key", "u4", 4)])
+DECAY: Final = np.dtype([("old", "f4"), ("fresh", "f4")])
 _PLAIN: Final = ("numel", "middle", "team_shift", "tile", "parts", "sources", "source_stride", "extents")
 ARGUMENTS: Final = np.dtype(
     [
-        *((name, "i8") for name in _PLAIN),
-        *((name, PLACE) for name in ("values", "frames", "output")),
+        *((name, "i8") for name in (*_PLAIN, "carried")),
+        *((name, PLACE) for name in ("values", "frames", "output", "error")),
         *((name, CODING) for name in ("coding", "second")),
+        ("noise", NOISE),
+        ("decay", DECAY),
     ]
 )
 

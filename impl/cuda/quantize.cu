@@ -1,4 +1,5 @@
-// Elements to frames: integer codecs of 2 to 8 bits, any block, any length, strided rows.
+// Elements to frames: any codec with scales, any block, any length, strided rows, nearest or stochastic,
+// rotated or not, with error feedback or without.
 //
 // Versions, each for what the one before it cannot do as well (impl/cuda/kernels.py chooses):
 //   1. encode_extents + encode_given: two launches.  Extremes of a block are merged with an integer
@@ -6,10 +7,15 @@
 //      block; reads each element twice.
 //   2. encode_staged: one launch, one read.  A tile of whole blocks that is also whole octets waits in
 //      shared memory.  For blocks that are not multiples of 8.
-//   3. encode_held: one launch, one read.  A block waits in the registers of a team of threads; 16-byte
-//      loads, one shuffle tree.  For multiples of 8 (and whole rows) up to 16,384 elements: 1024 threads of one
-//      octet, or 512 of four; four on 1024 threads spilled.
-// Rows are strided, so that the transpose of a two-hop reduction costs no pass of its own.
+//   3. encode_general: one launch, one read.  A block waits in the registers of a team of threads; 16-byte
+//      loads, one shuffle tree.  For multiples of 8 (and whole rows) up to 8,192 elements: 512 threads of one
+//      octet or two; four spilled.
+//   4. encode_held: the same for integers of 4 and 8 bits without rotation and error feedback, compiled
+//      for their types.  16-bit elements wait as they came, two octets a thread: 32 bytes under way for
+//      each thread, whatever the type, and half the shuffles.
+// Random bits are computed while the elements are under way.  Error feedback reads its elements a second
+// time, from the cache.  Rows are strided, so that the transpose of a two-hop reduction costs no pass of
+// its own.
 #include "frames.cuh"
 
 using namespace frames;
@@ -23,27 +29,28 @@ __device__ __forceinline__ u32* row_extents(const Arguments& a) {
 }
 
 // Version 1, first launch: blocks * a.parts thread blocks of 256 a row, a.tile elements each.
-template <class T>
+template <class Scheme>
 __global__ void __launch_bounds__(256) encode_extents(const Arguments a) {
     const Coding& c = a.coding;
-    const Scheme<0> scheme = scheme_of<0>(c);
+    const Scheme scheme = scheme_of<Scheme>(c);
     const u32 block = blockIdx.x / u32(a.parts), part = blockIdx.x % u32(a.parts);
-    const u8* values = row_start(a, a.values);
+    const u8 *row = row_start(a, a.values), *error = row_start(a, a.error);
     const i64 start = i64(block) * c.block, stop = start + c.block < a.numel ? start + c.block : a.numel;
     const i64 from = start + part * a.tile, to = from + a.tile < stop ? from + a.tile : stop;
     Extent extent{0, 0};
-    if (a.values.vectors != 0 && c.block % kOctet == 0) {
-        for (i64 octet = from / kOctet + threadIdx.x; octet * kOctet < to; octet += 256) {
-            float held[kOctet];
-            load_octet<T>(values, a.values, octet, octet_count(octet, to), held);
+    for (i64 base = from / kOctet; base * kOctet < to; base += 256) {
+        const i64 octet = base + slot();
+        const int count = octet * kOctet < to ? octet_count(octet, a.numel) : 0;
+        float values[kOctet];
+        load_carried(a, row, error, octet, count, __all_sync(kWarp, count == kOctet) != 0, values);
+        if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
 #pragma unroll
-            for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, held[i]));
+        for (int i = 0; i < kOctet; ++i) {
+            const i64 index = octet * kOctet + i;
+            if (index >= from && index < to) extent.include(extent_of(scheme, values[i]));
         }
-    } else {
-        for (i64 index = from + threadIdx.x; index < to; index += 256)
-            extent.include(extent_of(scheme, load_value<T>(values, a.values, index)));
     }
-    extent = team_extent(extent, 256);
+    extent = team_extent(extent, 256, true);
     if (threadIdx.x == 0) {
         u32* merged = row_extents(a) + 2 * block;
         atomicMax(merged, extent.high);
@@ -52,57 +59,58 @@ __global__ void __launch_bounds__(256) encode_extents(const Arguments a) {
 }
 
 // Version 1, second launch: thread blocks of 256, an octet a thread.
-template <class T>
+template <class Scheme>
 __global__ void __launch_bounds__(256) encode_given(const Arguments a) {
     const Coding& c = a.coding;
-    const Scheme<0> scheme = scheme_of<0>(c);
-    const i64 octet = i64(blockIdx.x) * 256 + threadIdx.x;
+    const Scheme scheme = scheme_of<Scheme>(c);
+    const i64 octet = i64(blockIdx.x) * 256 + slot();
     const int count = octet_count(octet, a.numel);
-    u8* frame = row_start(a, a.frames);
+    const bool together = octet_count(octet | 31, a.numel) == kOctet;
+    const u8* row = row_start(a, a.values);
+    u8 *frame = row_start(a, a.frames), *error = row_start(a, a.error);
     if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
-    if (count == 0) return;
     float values[kOctet];
-    load_octet<T>(row_start(a, a.values), a.values, octet, count, values);
-    const u32* extents = row_extents(a);
-    i64 block = block_of(c, octet * kOctet), left = (block + 1) * c.block - octet * kOctet;
-    Stored stored = stored_of(scheme, {extents[2 * block], extents[2 * block + 1]});
-    Divider divider = divider_of(scheme, stored);
-    if (octet * kOctet == block * c.block) store_scale(frame, a.frames, c, block, stored);
-    u32 codes[kOctet];
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) {
-        if (left == 0 && i < count) {
-            left = c.block;
-            ++block;
-            stored = stored_of(scheme, {extents[2 * block], extents[2 * block + 1]});
-            divider = divider_of(scheme, stored);
-            store_scale(frame, a.frames, c, block, stored);
-        }
-        codes[i] = i < count && !stored.broken() ? code_of(scheme, divider, values[i]) : 0;
-        --left;
+    load_carried(a, row, error, octet, count, together, values);
+    if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
+    if (count > 0) {
+        const u32* extents = row_extents(a);
+        const auto scale = [&](i64 block, bool starts) {
+            const Stored stored = stored_of(scheme, {extents[2 * block], extents[2 * block + 1]});
+            if (starts) store_scale(scheme, frame, a.frames, c, block, stored);
+            return stored;
+        };
+        const u64 word = encode_across(a, c, scheme, any_words(a, octet), octet, count, scale, values);
+        store_codes(frame, a.frames, scheme.bits(), octet, count, word);
     }
-    store_codes(frame, a.frames, scheme.bits(), octet, count, pack(scheme, codes));
+    if (a.carried != 0) {
+        float again[kOctet];
+        load_carried(a, row, error, octet, count, together, again);
+        store_carried(a, c, error, octet, count, together, again, values);
+    }
 }
 
-// Version 2: thread blocks of 256 with a tile each; a.tile is a multiple of the block and of 8.
-template <class T>
+// Version 2: thread blocks of 256 with a tile each; a.tile is a multiple of the block and of 8.  A rotation
+// of such blocks has groups of 2 or 4, inside octets.
+template <class Scheme>
 __global__ void __launch_bounds__(256) encode_staged(const Arguments a) {
     __shared__ float staged[kStaged];
     __shared__ float scales[kStagedBlocks], offsets[kStagedBlocks];
     const Coding& c = a.coding;
-    const Scheme<0> scheme = scheme_of<0>(c);
+    const Scheme scheme = scheme_of<Scheme>(c);
     const int thread = int(threadIdx.x), block = int(c.block);
     const i64 start = blockIdx.x * a.tile;
     const int count = int(start + a.tile < a.numel ? a.tile : a.numel - start), blocks = (count + block - 1) / block;
     const int octets = (count + kOctet - 1) / kOctet;
-    const u8* values = row_start(a, a.values);
-    u8* frame = row_start(a, a.frames);
+    const u8* row = row_start(a, a.values);
+    u8 *frame = row_start(a, a.frames), *error = row_start(a, a.error);
 
-    for (int octet = thread; octet < octets; octet += 256) {
-        float held[kOctet];
-        load_octet<T>(values, a.values, start / kOctet + octet, octet_count(octet, count), held);
+    for (int each = thread; each < octets; each += 256) {
+        const i64 octet = start / kOctet + each;
+        float values[kOctet];
+        load_carried(a, row, error, octet, octet_count(each, count), false, values);
+        if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
 #pragma unroll
-        for (int i = 0; i < kOctet; ++i) staged[octet * kOctet + i] = held[i];
+        for (int i = 0; i < kOctet; ++i) staged[each * kOctet + i] = values[i];
     }
     __syncthreads();
 
@@ -113,45 +121,84 @@ __global__ void __launch_bounds__(256) encode_staged(const Arguments a) {
         Extent extent{0, 0};
         for (int i = b * block + lane; i < stop; i += team) extent.include(extent_of(scheme, staged[i]));
         for (int offset = team / 2; offset > 0; offset /= 2)
-            extent.include({__shfl_xor_sync(0xffffffffu, extent.high, offset),
-                            __shfl_xor_sync(0xffffffffu, extent.low, offset)});
+            extent.include(
+                {__shfl_xor_sync(kWarp, extent.high, offset), __shfl_xor_sync(kWarp, extent.low, offset)});
         if (lane == 0) {
             const Stored stored = stored_of(scheme, extent);
             scales[b] = stored.scale;
             offsets[b] = stored.low;
-            store_scale(frame, a.frames, c, start / block + b, stored);
+            store_scale(scheme, frame, a.frames, c, start / block + b, stored);
         }
     }
     __syncthreads();
 
-    for (int octet = thread; octet < octets; octet += 256) {
-        int b = octet * kOctet / block, left = (b + 1) * block - octet * kOctet;
-        Stored stored{scales[b], offsets[b]};
-        Divider divider = divider_of(scheme, stored);
-        const int present = octet_count(octet, count);
-        u32 codes[kOctet];
+    for (int each = thread; each < octets; each += 256) {
+        const i64 octet = start / kOctet + each, first = start / block;
+        const int present = octet_count(each, count);
+        float values[kOctet];
 #pragma unroll
-        for (int i = 0; i < kOctet; ++i) {
-            if (left == 0 && i < present) {
-                left = block;
-                ++b;
-                stored = {scales[b], offsets[b]};
-                divider = divider_of(scheme, stored);
-            }
-            codes[i] = i < present && !stored.broken() ? code_of(scheme, divider, staged[octet * kOctet + i]) : 0;
-            --left;
+        for (int i = 0; i < kOctet; ++i) values[i] = staged[each * kOctet + i];
+        const auto scale = [&](i64 b, bool) { return Stored{scales[b - first], offsets[b - first]}; };
+        const u64 word = encode_across(a, c, scheme, any_words(a, octet), octet, present, scale, values);
+        store_codes(frame, a.frames, scheme.bits(), octet, present, word);
+        if (a.carried != 0) {
+            float again[kOctet];
+            load_carried(a, row, error, octet, present, false, again);
+            store_carried(a, c, error, octet, present, false, again, values);
         }
-        store_codes(frame, a.frames, scheme.bits(), start / kOctet + octet, present, pack(scheme, codes));
     }
     if (blockIdx.x == 0) store_padding(frame, c, thread);
 }
 
 // Version 3: each team of 2^a.team_shift threads has one block.
-template <class T, int BITS, int OCTETS>
-__global__ void __launch_bounds__(OCTETS == 1 ? 1024 : 512, 1) encode_held(const Arguments a) {
-    const u8* from = row_start(a, a.values);
-    encode_team<BITS, OCTETS>(a, a.coding, a.frames, row_start(a, a.frames),
-                              [&](i64 octet, int count, float(&values)[kOctet]) {
-                                  load_octet<T>(from, a.values, octet, count, values);
-                              });
+template <class Scheme, int OCTETS>
+__global__ void __launch_bounds__(512, 1) encode_general(const Arguments a) {
+    const Coding& c = a.coding;
+    const Scheme scheme = scheme_of<Scheme>(c);
+    const Team team(a, c);
+    const u8* row = row_start(a, a.values);
+    u8 *frame = row_start(a, a.frames), *error = row_start(a, a.error);
+    float values[OCTETS][kOctet];
+    Extent extent{0, 0};
+#pragma unroll
+    for (int j = 0; j < OCTETS; ++j) {
+        const int count = team.count(a, c, j);
+        load_carried(a, row, error, team.octet(j), count, team.together(count), values[j]);
+        if (c.rotation != 0) {
+            rotate_octet(c, team.octet(j), a.numel, false, values[j]);
+            fill_absent(count, values[j]);
+        }
+        if (count > 0) {
+#pragma unroll
+            for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, values[j][i]));
+        }
+    }
+    const Stored stored = stored_of(scheme, team_extent(extent, team.size, true));
+    const Divider divider = divider_of(scheme, stored);
+#pragma unroll
+    for (int j = 0; j < OCTETS; ++j) {
+        const i64 octet = team.octet(j);
+        const int count = team.count(a, c, j);
+        u32 codes[kOctet];
+        encode_octet(a, c, scheme, stored, divider, any_words(a, octet), count, a.carried != 0, values[j], codes);
+        if (count > 0)
+            store_codes(frame, a.frames, scheme.bits(), octet, count, word_of(scheme, stored, count, codes));
+        if (a.carried != 0) {
+            const bool together = team.together(count);
+            float again[kOctet];
+            load_carried(a, row, error, octet, count, together, again);
+            store_carried(a, c, error, octet, count, together, again, values[j]);
+        }
+    }
+    if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, a.frames, c, team.block, stored);
+    if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
+}
+
+// Version 4.
+template <class T, class Scheme, bool STOCHASTIC>
+__global__ void __launch_bounds__(sizeof(typename T::Word) == 4 ? 1024 : 512, 1) encode_held(const Arguments a) {
+    const u8* row = row_start(a, a.values);
+    encode_team<T, Scheme, sizeof(typename T::Word) == 4 ? 1 : 2, STOCHASTIC>(
+        a, a.coding, a.frames, row_start(a, a.frames),
+        [&](i64 octet, int count, bool together) { return load_octet<T>(row, a.values, octet, count, together); });
 }

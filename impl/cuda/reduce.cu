@@ -3,22 +3,64 @@
 //
 // Versions (impl/cuda/kernels.py chooses):
 //   1. decode_sum, then encode: two or three launches and an fp32 buffer between them.  Any codecs.
-//   2. decode_sum_encode: one launch; the sum never leaves the registers of the team that encodes it.
-//      For second codecs whose block is a multiple of 8 (or the whole row) up to 8,192 elements: four
-//      octets a thread spilled 200 to 400 bytes.
+//   2. decode_sum_encode_general: one launch; the sum never leaves the registers of the team that encodes
+//      it.  For second codecs whose block is a multiple of 8 (or the whole row) up to 4,096 elements, 512
+//      threads: 1024 spilled, and so did more octets a thread.  Error feedback too, but not of rotated sums: both would
+//      have to be held.
+//   3. decode_sum_encode: the same for integers of 4 and 8 bits without rotation and error feedback.
 // Sums are fp32, sources in ascending order (DeepSpeed adds halves).
 #include "frames.cuh"
 
 using namespace frames;
 
-template <int FIRST, int SECOND>
-__global__ void __launch_bounds__(1024) decode_sum_encode(const Arguments a) {
-    const u8* from = row_start(a, a.frames);
-    encode_team<SECOND, 1>(a, a.second, a.output, row_start(a, a.output),
-                           [&](i64 octet, int count, float(&values)[kOctet]) {
-                               sum_octet<FIRST, 1>(a, from, octet, count, Fp32::largest(), values);
+template <class First, class Second>
+__global__ void __launch_bounds__(512, 1) decode_sum_encode_general(const Arguments a) {
+    const Coding& c = a.second;
+    const Second scheme = scheme_of<Second>(c);
+    const Team team(a, c);
+    const i64 octet = team.octet(0);
+    const int count = team.count(a, c, 0);
+    const bool together = team.together(count);
+    u8 *frame = row_start(a, a.output), *error = row_start(a, a.error);
+    float values[kOctet];
+    sum_octet<First, 2, true>(a, row_start(a, a.frames), octet, count, values);
+    if (a.carried != 0) {
+        float errors[kOctet];
+        load_any(error, a.error, octet, count, together, errors);
 #pragma unroll
-                               for (int i = 1; i < kOctet; ++i)  // spare codes decode to offsets: out of extremes
-                                   if (i >= count) values[i] = values[0];
-                           });
+        for (int i = 0; i < kOctet; ++i) values[i] = values[i] + errors[i];
+    }
+    if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
+    fill_absent(count, values);  // spare codes decode to offsets: out of extremes
+    Extent extent{0, 0};
+    if (count > 0) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, values[i]));
+    }
+    const Stored stored = stored_of(scheme, team_extent(extent, team.size, true));
+    float decoded[kOctet];
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) decoded[i] = values[i];
+    u32 codes[kOctet];
+    encode_octet(a, c, scheme, stored, divider_of(scheme, stored), any_words(a, octet), count, a.carried != 0,
+                 decoded, codes);
+    if (count > 0) store_codes(frame, a.output, scheme.bits(), octet, count, word_of(scheme, stored, count, codes));
+    if (a.carried != 0) store_carried(a, c, error, octet, count, together, values, decoded);
+    if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, a.output, c, team.block, stored);
+    if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
+}
+
+template <class First, int AHEAD, class Second, bool STOCHASTIC>
+__global__ void __launch_bounds__(512, 1) decode_sum_encode(const Arguments a) {
+    const u8* from = row_start(a, a.frames);
+    encode_team<Fp32, Second, 1, STOCHASTIC>(a, a.second, a.output, row_start(a, a.output),
+                                             [&](i64 octet, int count, bool) {
+                                                 float sums[kOctet];
+                                                 sum_octet<First, AHEAD, false>(a, from, octet, count, sums);
+                                                 fill_absent(count, sums);
+                                                 Held<Fp32> held;
+#pragma unroll
+                                                 for (int i = 0; i < kOctet; ++i) held.words[i] = bits_of(sums[i]);
+                                                 return held;
+                                             });
 }

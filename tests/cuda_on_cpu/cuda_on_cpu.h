@@ -47,7 +47,7 @@ namespace cuda_on_cpu {
 
 constexpr std::size_t kStack = std::size_t{256} << 10;
 enum class State { ready, barrier, collective, done };
-enum class Source { exact, exclusive };  // of a shuffle: lane = argument, lane = own ^ argument
+enum class Source { exact, exclusive, every };  // lane = argument, lane = own ^ argument, all named by the mask
 
 struct Fiber {
     void* stack_pointer = nullptr;
@@ -116,8 +116,14 @@ inline bool release() {
         for (std::size_t lane = 0; lane < lanes; ++lane) {
             Fiber& fiber = fibers[warp + lane];
             if ((waiting >> lane & 1u) == 0 || (fiber.mask & present & ~waiting) != 0) continue;
-            const unsigned from = fiber.source == Source::exact ? fiber.argument : unsigned(lane) ^ fiber.argument;
-            if (from < lanes) fiber.value = values[from];
+            if (fiber.source == Source::every) {
+                fiber.value = 1;
+                for (std::size_t other = 0; other < lanes; ++other)
+                    if ((fiber.mask >> other & 1u) != 0 && values[other] == 0) fiber.value = 0;
+            } else {
+                const unsigned from = fiber.source == Source::exact ? fiber.argument : unsigned(lane) ^ fiber.argument;
+                if (from < lanes) fiber.value = values[from];
+            }
             fiber.state = State::ready;
             any = true;
         }
@@ -208,6 +214,10 @@ T __shfl_xor_sync(unsigned mask, T value, unsigned lanes) {
 template <class T>
 T __shfl_sync(unsigned mask, T value, unsigned lane) {
     return shuffled(mask, value, lane, cuda_on_cpu::Source::exact);
+}
+
+inline int __all_sync(unsigned mask, bool holds) {
+    return int(cuda_on_cpu::collective(mask, holds, 0, cuda_on_cpu::Source::every));
 }
 
 template <class T>

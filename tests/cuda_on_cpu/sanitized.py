@@ -16,43 +16,64 @@ import torch
 from impl.codec import IntCodec, parse
 from impl.cuda.kernels import Kernels
 from impl.cuda.launch import Launch
+from impl.noise import Key
+from impl.reference import Carried
 from tests.cuda_on_cpu import host
 
 PLANTED = Path(__file__).parent / "planted.cu"
 BUGS = ("one_too_many", "behind_shared", "shift_by_width")
 VARIANTS = {
     "quantize.cu": [
-        *("encode_held<Fp32, 0, 1>", "encode_held<Bf16, 4, 1>", "encode_held<Fp32, 8, 4>"),
-        *(f"encode_{how}<Fp32>" for how in ("staged", "extents", "given")),
+        *("encode_held<Fp32, Scheme<8>, true>", "encode_held<Bf16, Scheme<4>, false>"),
+        *(f"encode_general<{scheme}>" for scheme in ("Scheme<0>, 1", "Scheme<0>, 2", "Floats<0>, 1")),
+        *(f"encode_{how}<Scheme<0>>" for how in ("staged", "extents", "given")),
     ],
-    "dequantize.cu": ["decode<Fp32, 0>", "decode<Fp16, 4>", "decode<Fp32, 8>", "decode_sum<0>"],
-    "reduce.cu": ["decode_sum_encode<0, 4>"],
+    "dequantize.cu": [
+        *("decode<Fp32, Scheme<8>>", "decode<Bf16, Scheme<4>>", "decode_sum<Scheme<4>, 8>"),
+        *("decode_general<Scheme<0>>", "decode_general<Floats<0>>", "decode_sum_general<Scheme<0>>"),
+    ],
+    "reduce.cu": [
+        *(
+            "decode_sum_encode<Scheme<4>, 8, Scheme<4>, false>",
+            "decode_sum_encode_general<Scheme<0>, Floats<0>>",
+        )
+    ],
 }
+KEY = Key(0, 0, 0, "unit", "weights")
 
 
 def healthy(folder: Path) -> None:
     """Every kernel, on buffers that end where the tensors end."""
     kernels = Kernels(host.Host(folder, sanitize=True, variants=VARIANTS))
-    for text, numel in itertools.product(
-        ["int5:8", "int3:7:asym", "int5:999", "int8:8200"], [1, 9, 1023, 16_401]
-    ):
-        codec = parse(text)
-        x, frames = torch.randn(2, numel), torch.empty(2, codec.frame_bytes(numel), dtype=torch.uint8)
-        if codec.bits == 8 and numel <= 8192:
-            continue  # that variant is not built
-        kernels.encode(codec, x, frames)
+    texts = {
+        "int8:256:stochastic": torch.float32,
+        "int4:16": torch.bfloat16,
+        "int5:8:stochastic": torch.float32,
+        "int3:7:asym": torch.float16,
+        "int5:999": torch.float32,
+        "int8:8200:stochastic": torch.float32,
+        "int6:64:asym:hadamard64": torch.float32,
+        "fp8e4m3:96": torch.float16,
+        "mxfp4:hadamard32:stochastic": torch.bfloat16,
+    }
+    for (text, dtype), numel, carries in itertools.product(texts.items(), [1, 9, 1023, 8_209], [False, True]):
+        codec, x = parse(text), torch.randn(2, numel).to(dtype)
+        frames = torch.empty(2, codec.frame_bytes(numel), dtype=torch.uint8)
+        if isinstance(codec, IntCodec) and codec.bits == 8 and codec.block == 8200 and numel <= 8192:
+            continue  # held, by a kernel that is not built
+        noise = KEY.noise(0, (8,)) if codec.stochastic else None
+        carried = Carried(torch.zeros(2, numel, dtype=torch.float16), 0.8) if carries else None
+        kernels.encode(codec, x, frames, noise=noise, carried=carried)
         kernels.decode(codec, frames, x)
-    codec, odd = IntCodec(4, 16), IntCodec(3, 5, asymmetric=True)
-    for numel in (1, 100, 257):
-        half = torch.randn(3, numel).to(torch.bfloat16)
-        frames = torch.empty(3, codec.frame_bytes(numel), dtype=torch.uint8)
-        kernels.encode(codec, half, frames)
-        kernels.decode(codec, frames, torch.empty(3, numel, dtype=torch.float16))
-        kernels.encode(odd, half.float(), frames := torch.empty(3, odd.frame_bytes(numel), dtype=torch.uint8))
-        kernels.decode_sum(odd, frames, torch.empty(numel))
-        kernels.decode_sum_encode(
-            odd, codec, frames, torch.empty(codec.frame_bytes(numel), dtype=torch.uint8), numel
-        )
+        if isinstance(codec, IntCodec) and codec.bits != 8:
+            kernels.decode_sum(codec, frames, torch.empty(numel))
+    four, odd, mx = parse("int4:16"), parse("int3:5:asym"), parse("mxfp8")
+    for (first, second), numel in itertools.product([(four, four), (odd, mx)], [1, 100, 257]):
+        frames = torch.empty(3, first.frame_bytes(numel), dtype=torch.uint8)
+        x = torch.randn(3, numel).to(torch.bfloat16)
+        kernels.encode(first, x, frames)
+        out = torch.empty(second.frame_bytes(numel), dtype=torch.uint8)
+        kernels.decode_sum_encode(first, second, frames, out, numel)
 
 
 def planted(folder: Path, kernel: str) -> None:

@@ -106,7 +106,7 @@ def shifts(values: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 def test_the_product_decides_as_the_division_with_random_bits(
     libraries: Path, bits: int, *, asymmetric: bool
 ) -> None:
-    """At and beside every sum that is a tie, for scales across the whole range, the code is the divided one."""
+    """At and beside every sum that is a tie, for scales of any size, the code is the divided one."""
     steps, count = (1 << bits) - 1 if asymmetric else (1 << (bits - 1)) - 1, 60_000
     values, scale = hardest(count, steps, bits, 0 if asymmetric else -steps)
     random, shift = shifts(values, bits)
@@ -142,8 +142,10 @@ def test_floats_are_coded_as_the_reference_does(
     bits, shift = shifts(v, 1)
     if at_random:
         smallest = 2.0 ** (codec.smallest_exponent - codec.mantissa)
-        v[::2] -= shift[::2] * torch.exp2(v[::2].clamp(smallest * 2**codec.mantissa).log2().floor()) / (
-            2.0**codec.mantissa
+        v[::2] -= (
+            shift[::2]
+            * torch.exp2(v[::2].clamp(smallest * 2**codec.mantissa).log2().floor())
+            / (2.0**codec.mantissa)
         )
     v = (v * scale).view(torch.int32) + torch.randint(-3, 4, (count,), generator=random, dtype=torch.int32)
     v = torch.where(v < 0, 0, v).view(torch.float32).clamp(max=(codec.largest * scale))

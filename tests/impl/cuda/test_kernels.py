@@ -11,11 +11,15 @@ from impl.cuda.launch import Launch
 from tests.impl.properties import (
     Backend,
     garbage,
+    noise_of,
     test_blocks_at_the_limits_of_each_version,
     test_elements_need_not_be_contiguous,
+    test_error_feedback_in_each_version,
+    test_error_feedback_is_that_of_the_reference,
     test_hostile_blocks_are_coded_as_the_reference_does,
     test_large_sums_encoded_again,
     test_lengths_at_the_edges_of_octets_and_tiles,
+    test_rotations_of_every_size,
     test_strided_batches_are_coded_in_place,
     test_sums_are_those_of_the_reference,
     test_sums_encoded_again_are_those_of_the_reference,
@@ -25,9 +29,12 @@ from tests.impl.properties import (
 __all__ = [
     "test_blocks_at_the_limits_of_each_version",
     "test_elements_need_not_be_contiguous",
+    "test_error_feedback_in_each_version",
+    "test_error_feedback_is_that_of_the_reference",
     "test_hostile_blocks_are_coded_as_the_reference_does",
     "test_large_sums_encoded_again",
     "test_lengths_at_the_edges_of_octets_and_tiles",
+    "test_rotations_of_every_size",
     "test_strided_batches_are_coded_in_place",
     "test_sums_are_those_of_the_reference",
     "test_sums_encoded_again_are_those_of_the_reference",
@@ -38,13 +45,16 @@ __all__ = [
 @pytest.mark.parametrize(
     ("text", "numel", "kernels"),
     [
-        ("int8:2048", 4096, ["encode_held<Fp32, 8, 1>"]),
-        ("int4:16384", 40_000, ["encode_held<Fp32, 4, 4>"]),
-        ("int3:shard", 9001, ["encode_held<Fp32, 0, 4>"]),
-        ("int6:100", 4096, ["encode_staged<Fp32>"]),
-        ("int8:1023", 4096, ["encode_staged<Fp32>"]),
-        ("int8:1025", 4096, ["encode_extents<Fp32>", "encode_given<Fp32>"]),
-        ("int8:shard", 16_385, ["encode_extents<Fp32>", "encode_given<Fp32>"]),
+        ("int8:2048", 4096, ["encode_held<Fp32, Scheme<8>, false>"]),
+        ("int4:256:stochastic", 4096, ["encode_held<Fp32, Scheme<4>, true>"]),
+        ("int4:8192", 40_000, ["encode_held<Fp32, Scheme<4>, false>"]),
+        ("int3:shard", 7001, ["encode_general<Scheme<0>, 2>"]),
+        ("int4:256:hadamard32", 4096, ["encode_general<Scheme<0>, 1>"]),
+        ("mxfp4:stochastic", 4096, ["encode_general<Floats<0>, 1>"]),
+        ("int6:100", 4096, ["encode_staged<Scheme<0>>"]),
+        ("fp8e4m3:1023", 4096, ["encode_staged<Floats<0>>"]),
+        ("int8:1025", 4096, ["encode_extents<Scheme<0>>", "encode_given<Scheme<0>>"]),
+        ("fp8e5m2:shard", 8_193, ["encode_extents<Floats<0>>", "encode_given<Floats<0>>"]),
     ],
 )
 def test_the_version_follows_from_the_block(
@@ -53,7 +63,8 @@ def test_the_version_follows_from_the_block(
     """Each block is encoded by the version that the table names."""
     before, codec = len(backend.run.ran), parse(text)
     x = torch.randn(numel, device=backend.device)
-    backend.kernels.encode(codec, x, garbage(codec, x.shape, x.device))
+    frames = garbage(codec, x.shape, x.device)
+    backend.kernels.encode(codec, x, frames, noise=noise_of(codec, x.shape[:-1]))
     assert backend.run.ran[before:] == kernels
 
 
