@@ -50,25 +50,27 @@ def user_folder() -> Path:
     return platformdirs.user_cache_path("zeropp-bench") / "kernels"
 
 
-def library(folder: Path, compiler: str | None = None) -> Path:
+def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] | None = None) -> Path:
     """The shared library, built if ``folder`` does not hold it whole.
 
     Args:
         folder: where libraries are kept; made if missing.
         compiler: a command; by default the first of COMPILERS that is installed.
+        flags: by default FLAGS.
 
     Raises:
         BuildError: without a compiler, if it fails, or if the folder cannot be written.
     """
     command = _compiler() if compiler is None else compiler
-    path = folder / f"kernels-{_key(command)}.so"
+    flags = FLAGS if flags is None else flags
+    path = folder / f"kernels-{_key(command, flags)}.so"
     if _is_whole(path):
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock"), timeout=_SECONDS):
             if not _is_whole(path):
-                _build(command, path)
+                _build(command, flags, path)
     except Timeout as problem:
         raise BuildError(
             f"another process has been building {path.name} for {_SECONDS:.0f} seconds"
@@ -85,10 +87,10 @@ def _compiler() -> str:
     raise BuildError(f"no C++ compiler installed: looked for {', '.join(COMPILERS)}")
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
     """16 hexadecimal digits that change with anything that changes the library."""
     total = hashlib.sha256()
-    facts = (_run([compiler, "--version"]), " ".join(FLAGS), platform.machine(), _processor())
+    facts = (_run([compiler, "--version"]), " ".join(flags), platform.machine(), _processor())
     for part in (*(fact.encode() for fact in facts), *(path.read_bytes() for path in (SOURCE, *HEADERS))):
         total.update(len(part).to_bytes(8, "little") + part)
     return total.hexdigest()[:16]
@@ -104,10 +106,10 @@ def _processor() -> str:
     return "\n".join(line for line in lines if line.startswith(("model", "flags", "CPU", "Features")))
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     unfinished = path.with_suffix(f".{os.getpid()}")
     try:
-        _run([compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)])
+        _run([compiler, *flags, str(SOURCE), "-o", str(unfinished)])
         _digest_path(path).unlink(missing_ok=True)
         digest = _digest(unfinished)
         unfinished.replace(path)

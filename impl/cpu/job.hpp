@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(PORTABLE)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define WIDE 1  // vectors of 16 fp32 by name, where compilers do not find them
 #else

@@ -30,7 +30,12 @@ def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return tmp_path_factory.mktemp("cpu_kernels") if cache is None else cache.mkdir("cpu_kernels")
 
 
-@pytest.fixture(scope="session")
-def backend(libraries: Path) -> Backend:
-    """The kernels on the CPU."""
-    return Backend(Kernels(build.library(libraries)), Alone(), torch.device("cpu"))
+# For any x86 or Arm: the loops that stand beside those for AVX-512.
+PLAIN = tuple(flag for flag in build.FLAGS if flag not in ("-march=native", "-mprefer-vector-width=512"))
+
+
+@pytest.fixture(scope="session", params=["native", "plain"])
+def backend(request: pytest.FixtureRequest, libraries: Path) -> Backend:
+    """The kernels on the CPU, built for this processor and for every one."""
+    flags = build.FLAGS if request.param == "native" else PLAIN
+    return Backend(Kernels(build.library(libraries, flags=flags)), Alone(), torch.device("cpu"))

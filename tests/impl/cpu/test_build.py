@@ -141,7 +141,7 @@ def test_the_name_changes_with_what_makes_the_library(
     one, two = (script(tmp_path / name, f"echo {name}") for name in ("one", "two"))
     source = tmp_path / "kernels.cpp"
     source.write_text("other", encoding="utf-8")
-    keys = {build._key(one), build._key(two)}
+    keys = {build._key(one, build.FLAGS), build._key(two, build.FLAGS)}
     for name, value in {
         "FLAGS": ("-O1",),
         "_processor": lambda: "another",
@@ -150,5 +150,5 @@ def test_the_name_changes_with_what_makes_the_library(
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(build, name, value)
-            keys.add(build._key(one))
+            keys.add(build._key(one, build.FLAGS))
     assert len(keys) == 6

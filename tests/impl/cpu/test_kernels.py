@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from impl import reference
 from impl.codec import IntCodec, parse
+from impl.cpu import build
 from tests.impl.properties import (
     Backend,
     check,
     encoded,
     garbage,
+    noise_of,
+    same,
     test_blocks_at_the_limits_of_each_version,
     test_elements_need_not_be_contiguous,
+    test_error_feedback_in_each_version,
+    test_error_feedback_is_that_of_the_reference,
     test_hostile_blocks_are_coded_as_the_reference_does,
     test_large_sums_encoded_again,
     test_lengths_at_the_edges_of_octets_and_tiles,
+    test_rotations_of_every_size,
     test_strided_batches_are_coded_in_place,
     test_sums_are_those_of_the_reference,
     test_sums_encoded_again_are_those_of_the_reference,
@@ -28,9 +37,12 @@ from tests.impl.properties import (
 __all__ = [
     "test_blocks_at_the_limits_of_each_version",
     "test_elements_need_not_be_contiguous",
+    "test_error_feedback_in_each_version",
+    "test_error_feedback_is_that_of_the_reference",
     "test_hostile_blocks_are_coded_as_the_reference_does",
     "test_large_sums_encoded_again",
     "test_lengths_at_the_edges_of_octets_and_tiles",
+    "test_rotations_of_every_size",
     "test_strided_batches_are_coded_in_place",
     "test_sums_are_those_of_the_reference",
     "test_sums_encoded_again_are_those_of_the_reference",
@@ -56,6 +68,27 @@ def test_the_product_decides_as_the_division(
     check(backend, IntCodec(bits, 512, asymmetric), x, kind)
 
 
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("kind", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
+def test_one_product_decides_for_16_bit_words(backend: Backend, bits: int, kind: torch.dtype) -> None:
+    """Every mantissa under every largest one is coded as by division, ten powers of two down."""
+    digits = {torch.bfloat16: 7, torch.float16: 10}[kind]
+    mantissas = 1 + torch.arange(2**digits) / 2**digits
+    values = torch.cat([mantissas * 2.0**-down for down in range(10)])
+    for scale in (1.0, 2.0**-14) if kind == torch.float16 else (1.0, 2.0**-126, 2.0**127):
+        for largest in mantissas.split(64):  # a block each: nothing in it is larger
+            x = torch.where(values <= largest[:, None], values, 0.0)
+            x[:, 0] = largest
+            check(backend, IntCodec(bits, x.shape[1]), (x * scale).flatten().to(kind), kind)
+
+
+def test_it_has_kernels_for_all_blocked_codecs(backend: Backend) -> None:
+    """None but casts are left to the reference, and no call of these reaches it."""
+    texts = ["int5:24:asym", "fp8e5m2:32", "mxfp4", "int4:64:hadamard32:stochastic"]
+    assert all(backend.kernels.supports(parse(text)) for text in texts)
+    assert not backend.kernels.supports(parse("bf16"))
+
+
 def test_an_offset_whose_scale_is_lost_in_rounding(backend: Backend) -> None:
     """A block of neighbouring large values, whose scale rounds to the smallest, saturates alike."""
     x = torch.full((300,), 1e30)
@@ -65,7 +98,7 @@ def test_an_offset_whose_scale_is_lost_in_rounding(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("sources", range(1, 12))
-@pytest.mark.parametrize("text", ["int8:256", "int4:96:asym", "int3:7"])
+@pytest.mark.parametrize("text", ["int8:256", "int4:96:asym", "int3:7", "mxfp4", "int6:64:hadamard64"])
 def test_any_number_of_sources(backend: Backend, text: str, sources: int) -> None:
     """Sums over any number of sources, taken by fours, twos and ones, are bit-equal."""
     codec, x = parse(text), torch.randn(sources, 3, 2500)
@@ -88,13 +121,24 @@ def test_blocks_whose_sums_are_not_kept(backend: Backend, block: int | str, *, a
     assert torch.equal(got, wanted)
 
 
+LENGTHS = [
+    *[("int3:8", 1), ("int5:8", 13), ("int7:8", 2049), ("int4:8", 4097), ("int8:8", 31), ("mxfp8", 33)],
+    *[("mxfp4:stochastic", 4097), ("fp8e5m2:64:hadamard32", 77), ("int4:shard:hadamard2", 99)],
+]
+
+
 def test_nothing_beyond_the_frame_is_written(backend: Backend) -> None:
     """Bytes around each frame and each row stay as they were."""
-    for bits, numel in [(3, 1), (5, 13), (7, 2049), (4, 4097), (8, 31)]:
-        codec = IntCodec(bits, 8)
+    for text, numel in LENGTHS:
+        codec = parse(text)
         size = codec.frame_bytes(numel)
         around = torch.full((3, size + 32), 0x5A, dtype=torch.uint8)
-        backend.kernels.encode(codec, torch.randn(3, numel), around[:, 16 : 16 + size])
+        noise, error = noise_of(codec, torch.Size([3])), torch.full((3, numel + 32), 7.0)
+        carried = reference.Carried(error[:, 16 : 16 + numel])
+        frames = around[:, 16 : 16 + size]
+        backend.kernels.encode(codec, torch.randn(3, numel), frames, noise=noise, carried=carried)
+        assert bool((error[:, :16] == 7.0).all())
+        assert bool((error[:, 16 + numel :] == 7.0).all())
         values = torch.full((3, numel + 32), 7.0)
         backend.kernels.decode(codec, around[:, 16 : 16 + size], values[:, 16 : 16 + numel])
         assert bool((around[:, :16] == 0x5A).all())
@@ -103,20 +147,44 @@ def test_nothing_beyond_the_frame_is_written(backend: Backend) -> None:
         assert bool((values[:, 16 + numel :] == 7.0).all())
 
 
-def test_threads_code_at_once(backend: Backend) -> None:
-    """Calls from several threads do not disturb each other."""
-    codec = parse("int4:256")
-    x = torch.randn(4, 100_000)
-    wanted = encoded(codec, x)
+@pytest.mark.parametrize("undefined", [False, True])
+def test_nothing_beyond_a_page_is_touched(libraries: Path, *, undefined: bool) -> None:
+    """Rows, frames and errors that end where memory does are coded, also with checks of each operation."""
+    checks = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all") if undefined else ()
+    try:
+        library = build.library(libraries, flags=(*build.FLAGS, *checks))
+    except build.BuildError as problem:
+        if not undefined:
+            raise
+        pytest.skip(f"no undefined-behaviour sanitizer: {problem}")
+    command = [sys.executable, "-m", "tests.impl.cpu.at_the_edge", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    assert done.stdout.strip() == "nothing touched", done.stderr
+
+
+@pytest.mark.parametrize("text", ["int4:256", "int4:256:hadamard32:stochastic", "mxfp8:stochastic"])
+def test_threads_code_at_once(backend: Backend, text: str) -> None:
+    """Calls from several threads do not disturb each other, nor the errors that each carries."""
+    codec = parse(text)
+    x, error = torch.randn(4, 100_000), torch.randn(4, 100_000)
+    noise, wanted = noise_of(codec, torch.Size([])), garbage(codec, x.shape, x.device)
+    expected = error.clone()
     got = garbage(codec, x.shape, x.device)
-    threads = [
-        threading.Thread(target=backend.kernels.encode, args=(codec, x[row], got[row])) for row in range(4)
-    ]
+    for row in range(4):
+        carried = reference.Carried(expected[row])
+        reference.encode(codec, x[row], wanted[row], noise=noise, carried=carried)
+
+    def work(row: int) -> None:
+        carried = reference.Carried(error[row])
+        backend.kernels.encode(codec, x[row], got[row], noise=noise, carried=carried)
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert torch.equal(got, wanted)
+    assert same(error, expected)
 
 
 def test_what_a_kernel_cannot_do_is_refused(backend: Backend) -> None:
@@ -133,6 +201,10 @@ def test_what_a_kernel_cannot_do_is_refused(backend: Backend) -> None:
         kernels.decode_sum(codec, frames.view(4, 4, 48), torch.zeros(4, 32, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"elements and frames on \['cpu', 'meta'\]"):
         kernels.encode(codec, torch.zeros(16, 32, device="meta"), frames)
+    with pytest.raises(ValueError, match=r"\(16, 32\) elements carry as many errors .* got \(16, 31\)"):
+        kernels.encode(codec, torch.zeros(16, 32), frames, carried=reference.Carried(torch.zeros(16, 31)))
+    with pytest.raises(ValueError, match="int8:8:stochastic rounds stochastically: it needs noise"):
+        kernels.encode(parse("int8:8:stochastic"), torch.zeros(16, 32), frames)
     many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
     with pytest.raises(ValueError, match="the C\\+\\+ kernels take 8"):
         kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))

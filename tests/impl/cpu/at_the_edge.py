@@ -1,0 +1,66 @@
+"""Runs the C++ kernels on tensors that end where the memory of the process does, as a program.
+
+Reading or writing one byte beyond a frame, a row or a carried error ends the process.  With a library built
+with ``-fsanitize=undefined``, so does undefined behaviour.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from impl.codec import Codec, parse
+from impl.cpu.kernels import Kernels
+from impl.noise import Noise
+from impl.reference import Carried
+
+CODECS = (
+    *[f"int{bits}:24" for bits in range(2, 9)],
+    *["int5:7:asym", "int8:shard:stochastic", "int4:256:asym:stochastic", "int3:16:hadamard4"],
+    *["fp8e4m3:40", "fp8e5m2:64:hadamard32:stochastic", "mxfp8", "mxfp8e5m2:stochastic", "mxfp4:hadamard16"],
+)
+LENGTHS = (1, 7, 16, 33, 255, 2049, 4100)
+KEPT: list[mmap.mmap] = []  # views do not keep their memory
+
+
+def at_the_edge(numel: int, kind: torch.dtype) -> Tensor:
+    """(numel,) of zeros, followed by a page that cannot be touched."""
+    size = numel * kind.itemsize
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, whole + mmap.PAGESIZE)
+    KEPT.append(memory)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(flat.data_ptr() + whole), mmap.PAGESIZE, 0) != 0:
+        raise OSError(ctypes.get_errno(), "mprotect")
+    return flat[whole - size : whole].view(kind)
+
+
+def run(kernels: Kernels, codec: Codec, numel: int, kind: torch.dtype) -> None:
+    """Encode, decode and sum one row."""
+    x, frame = at_the_edge(numel, kind), at_the_edge(codec.frame_bytes(numel), torch.uint8)
+    x.copy_(torch.randn(numel))
+    noise = Noise((1, 2, 3, 4), 8) if codec.stochastic else None
+    kernels.encode(codec, x, frame, noise=noise)
+    error = at_the_edge(numel, kind)
+    kernels.encode(codec, x, frame, noise=noise, carried=Carried(error, 0.5))
+    out, total = at_the_edge(numel, kind), at_the_edge(numel, torch.float32)
+    kernels.decode(codec, frame, out)
+    frames = frame.expand(3, -1)
+    kernels.decode_sum(codec, frames, total)
+    again = at_the_edge(codec.frame_bytes(numel), torch.uint8)
+    kernels.decode_sum_encode(codec, codec, frames, again, numel, noise=noise, carried=Carried(error))
+
+
+if __name__ == "__main__":
+    built = Kernels(Path(sys.argv[1]))
+    for text in CODECS:
+        for index, length in enumerate(LENGTHS):
+            run(built, parse(text), length, (torch.float32, torch.bfloat16, torch.float16)[index % 3])
+        KEPT.clear()
+    print("nothing touched")
