@@ -140,7 +140,7 @@ def collectives(  # noqa: PLR0917  # typer passes by name
         samples += bench_collectives.together(of_ranks)
     bench = _bench("collectives", started, told, pool, collectives=samples)
     _finish(folder, bench)
-    if any(not met for met in _goals(bench).values()):
+    if any(not met for met in goals(bench).values()):
         raise typer.Exit(GOAL_MISSED)
 
 
@@ -172,12 +172,12 @@ def _print(benches: list[Bench], out: Console) -> None:
     for row in found.rows():
         table.add_row(*(escape(cell) for cell in row))
     out.print(table)
-    for (operation, transport), met in _goals(benches[-1]).items():
+    for (operation, transport), met in goals(benches[-1]).items():
         goal = GOALS[operation, transport]
         out.print(f"goal: {operation} over {transport} >= {goal:g} x gloo's: {'met' if met else 'MISSED'}")
 
 
-def _goals(bench: Bench) -> dict[tuple[str, str], bool]:
+def goals(bench: Bench) -> dict[tuple[str, str], bool]:
     """Whether the best fp32 algorithm reaches each goal; empty where the goals' setting was not run."""
     from harness.statistics import median_interval
 

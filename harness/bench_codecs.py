@@ -129,7 +129,7 @@ def measure(rank: Rank, setting: Setting) -> list[CodecSample]:
     timed = []
     for index, work in enumerate(works):
         rank.report(Progress("warm-up", index, len(works)))
-        timed.append(_Timed(work, clocks[work.x.device.type], setting.seconds))
+        timed.append(Timed(work, clocks[work.x.device.type], setting.seconds))
     most = max(each.rounds for each in timed)
     for index in range(most):
         rank.report(Progress("round", index, most))
@@ -173,7 +173,7 @@ class _Device:
         return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3 / calls
 
 
-class _Timed:
+class Timed:
     """One operation with its rounds; warms up when made."""
 
     def __init__(self, work: Work, clock: _Clock, seconds: float) -> None:

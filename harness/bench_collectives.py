@@ -21,7 +21,7 @@ from harness.bench_record import CollectiveSample
 from harness.rank import Progress, Rank
 from impl import ops
 from impl.codec import Codec, parse
-from impl.collectives import Reduction, Steps, Transfer, gather_frames, placed, reduced
+from impl.collectives import Reduction, Steps, Transfer, gather_frames, gathered, placed, reduced
 from impl.mesh import Mesh
 from impl.policy import Gather, Policy, Reduce
 from impl.wire import Tag, Transport, Wire
@@ -215,8 +215,7 @@ def _gather(mesh: Mesh, wire: Wire, policy: Policy, mine: Tensor, out: Tensor) -
     codec: Codec = policy.weights
     shard = mine.numel()
     nbytes = codec.frame_bytes(shard)
-    order = list(reversed(axes))
-    place = placed(out, order, shard)
+    place = placed(out, axes[::-1], shard)
 
     def steps() -> Steps[None]:
         exchange = yield from gather_frames(
@@ -227,8 +226,7 @@ def _gather(mesh: Mesh, wire: Wire, policy: Policy, mine: Tensor, out: Tensor) -
             _TAG,
             ring=policy.gather == "flat",
         )
-        frames = torch.unflatten(exchange.wait(), 1, (*(axis.size for axis in order[1:]), nbytes))
-        ops.decode(codec, frames, place)
+        ops.decode(codec, gathered(exchange, axes, nbytes), place)
         exchange.close()
 
     return lambda: Transfer(steps()).wait()

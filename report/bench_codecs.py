@@ -36,7 +36,7 @@ BACKENDS: Final = {
 }  # fmt: skip
 FAMILIES: Final = {
     "raw": "o", "integers": "s", "integers, asymmetric": "D", "fp8": "^", "MX": "v", "rotated": "P",
-    "stochastic": "X", "other arithmetic": "*",
+    "stochastic": "X", "other arithmetic": "p",
 }  # fmt: skip
 DEVICES: Final = ("cpu", "cuda")
 KINDS: Final = ("fp32", "bf16", "fp16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -15,6 +15,8 @@ from matplotlib.lines import Line2D
 from harness.statistics import Interval
 from report import drawing, theme
 from report.wording import number, text
+
+_WIDE: Final = 300.0  # an axis whose ends have a larger ratio is labelled at decades only
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,11 @@ def draw(ax: Axes, dots: Sequence[Dot], names: Sequence[str], limits: tuple[floa
         ax.plot(dot.found.estimate, at, dot.marker, color=dot.colour, ms=5, mec="white", mew=0.5, zorder=4)
     drawing.row_names(ax, names)
     ax.grid(visible=True, axis="y")
-    drawing.decades(ax, "x")
+    if limits[1] / limits[0] < _WIDE:
+        ticks = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 5)]
+        drawing.log_ticks(ax, [tick for tick in ticks if limits[0] <= tick <= limits[1]])
+    else:
+        drawing.decades(ax, "x")
 
 
 def limits(found: Sequence[Interval]) -> tuple[float, float]:

@@ -1,0 +1,178 @@
+"""``zeropp bench`` times what it says it does, keeps raw seconds, and refuses in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import bench, bench_codecs, bench_record, cli
+from harness.bench_collectives import together
+from harness.bench_record import Bench, BenchError, CodecSample, CollectiveSample
+from harness.rank import Progress, Rank
+from harness.record import RecordError
+from impl import ops
+from impl.codec import parse
+from tests.harness.test_cli import folder, refused
+from tests.report.bench_records import codecs, collectives
+
+__all__ = ["folder"]  # a fixture
+
+
+def local() -> Rank:
+    """A process of its own, as the benchmark of codecs sees it."""
+    return Rank(0, None, None, None, lambda _: None, 1)  # type: ignore[arg-type]
+
+
+BAD = {
+    "no codec": (("codecs", "--codec", "int9:64"), "2 to 8 bits"),
+    "no backend": (("codecs", "--backend", "gpu"), "unknown backend 'gpu'"),
+    "no type": (("codecs", "--kind", "fp64"), "unknown type of elements 'fp64'"),
+    "no size": (("codecs", "--megabytes", "0"), "--megabytes"),
+    "no sizes": (("collectives", "--megabytes", "1,x"), "whole MiB"),
+    "negative size": (("collectives", "--megabytes", "-4"), "whole MiB"),
+    "a rate without unit": (("collectives", "--rate", "50"), "with a unit"),
+    "one rank": (("collectives", "--nodes", "1", "--ranks", "1"), "2 ranks at least"),
+    "no such benchmark": (("codec",), "No such command"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD)
+def test_bad_input(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    """What cannot be measured is one line with status 2, and nothing is touched."""
+    assert words in refused(folder, capsys, "bench", *arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_backend_that_is_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A backend that is asked for and missing is refused with the reason, never left out."""
+    error = refused(folder, capsys, "bench", "codecs", "--backend", "cuda")
+    assert "backend 'cuda' is not here: torch finds no CUDA device" in error
+
+
+def test_other_machines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records of another machine or code are not joined."""
+    bench_record.write(folder / "results" / "bench-codecs", codecs())
+    assert "another machine or code" in refused(folder, capsys, "bench", "codecs")
+
+
+def test_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run leaves one record of raw seconds in pairs, prints its table and draws the page."""
+    arguments = ["bench", "codecs", "--codec", "int8:64", "--codec", "bf16", "--megabytes", "1"]
+    assert cli.main([*arguments, "--seconds", "0.01"]) == cli.OK
+    out, _ = capsys.readouterr()
+    assert "int8:64" in out
+    assert out.endswith("results/bench-codecs/report.html\n")
+    assert (folder / "results" / "bench-codecs" / "report.html").exists()
+    (found,) = bench_record.read_all(folder / "results" / "bench-codecs")
+    own = [sample for sample in found.codecs if sample.codec == "int8:64" and sample.backend != "reference"]
+    assert {sample.operation for sample in own} <= set(bench_codecs.OPERATIONS)
+    for sample in found.codecs:
+        assert len(sample.seconds) >= bench_codecs.FEWEST_ROUNDS
+    assert cli.main(["show", "bench-codecs"]) == cli.OK
+    assert "int8:64" in capsys.readouterr().out
+    assert cli.main(["report", "bench-codecs"]) == cli.OK
+
+
+def test_moved_bytes() -> None:
+    """Bytes moved are those that each operation must read and write once."""
+    setting = bench_codecs.Setting(("int4:256",), ("reference",), ("fp32",), 1, 1, 0.0)
+    samples = {sample.operation: sample for sample in bench_codecs.measure(local(), setting)}
+    elements, frame = 4 << 18, parse("int4:256").frame_bytes(1 << 18)
+    assert {name: sample.moved_bytes for name, sample in samples.items()} == {
+        "encode": elements + frame,
+        "decode": elements + frame,
+        "decode_sum": 4 * frame + elements,
+        "decode_sum_encode": 5 * frame,
+        "encode_carried": 3 * elements + frame,
+    }
+
+
+def test_every_backend_serves_what_it_is_timed_for() -> None:
+    """A codec is timed only on backends that have kernels for it, and on the reference."""
+    here, missing = bench_codecs.found()
+    assert set(here) | set(missing) == set(bench_codecs.BACKENDS)
+    names = tuple(name for name in here if name in ("cpu", "reference"))
+    setting = bench_codecs.Setting(("int8:64", "mxfp4"), names, ("fp32",), 1, 1, 0.0)
+    said: list[Progress] = []
+    rank = Rank(0, None, None, None, said.append, 1)  # type: ignore[arg-type]
+    for sample in bench_codecs.measure(rank, setting):
+        assert ops.operations_of(sample.backend).supports(parse(sample.codec))
+    assert said[-1].step < said[-1].steps
+
+
+@given(st.integers(1, 15), st.integers(15, 40))
+def test_rounds_are_spread(rounds: int, most: int) -> None:
+    """An operation takes part in as many rounds as it has, wherever they fall."""
+    timed = bench_codecs.Timed.__new__(bench_codecs.Timed)
+    timed.rounds = rounds
+    assert sum(timed.takes_part(index, most) for index in range(most)) == rounds
+
+
+def test_together() -> None:
+    """A round lasts as long as the slowest rank's, and all ranks' bytes count."""
+    one = collectives().collectives[0]
+    fast = one.model_copy(update={"seconds": [1.0, 2.0], "reference_seconds": [3.0, 3.0], "sent_intra": 5})
+    slow = one.model_copy(update={"seconds": [2.0, 1.0], "reference_seconds": [4.0, 1.0], "sent_intra": 6})
+    (found,) = together([[fast], [slow]])
+    assert (found.seconds, found.reference_seconds) == ([2.0, 2.0], [4.0, 3.0])
+    assert found.sent_intra == 11
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(1.0, False), (100.0, True)])
+def test_goals(ratio: float, *, met: bool) -> None:
+    """The goals are judged by fp32 at 64 MiB on one node of four ranks, and nowhere else."""
+    found = collectives(ratio=ratio)
+    assert set(bench.goals(found)) == set(bench.GOALS)
+    assert set(bench.goals(found).values()) == {met}
+    elsewhere = [sample.model_copy(update={"numel": 1 << 20}) for sample in found.collectives]
+    assert bench.goals(found.model_copy(update={"collectives": elsewhere})) == {}
+    quantised = [sample.model_copy(update={"codecs": ("int8:2048",)}) for sample in found.collectives]
+    assert bench.goals(found.model_copy(update={"collectives": quantised})) == {}
+
+
+@pytest.mark.timeout(120)
+def test_collectives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks leave every algorithm, codec and transport, with the ledger's bytes beside gloo's."""
+    arguments = ["--nodes", "2", "--ranks", "1", "--megabytes", "1", "--seconds", "0"]
+    assert cli.main(["bench", "collectives", *arguments]) == cli.OK
+    (found,) = bench_record.read_all(folder / "results" / "bench-collectives")
+    by = {(s.operation, s.algorithm, s.codecs, s.transport): s for s in found.collectives}
+    flat = by["all_gather", "flat", ("fp32",), "shm"]
+    assert flat.sent_inter == flat.reference_sent == 1 << 20
+    assert by["reduce_scatter", "two_hop", ("fp32",), "backend"].reference_sent == 2 << 20
+    assert by["reduce_scatter", "ring", ("int8:2048",), "backend"].sent_intra == 0
+    assert "times gloo" in capsys.readouterr().out
+
+
+@given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=5))
+def test_records_come_back(seconds: list[float]) -> None:
+    """A record reads back as it was written."""
+    sample = codecs().codecs[0].model_copy(update={"seconds": seconds, "reference_seconds": seconds})
+    made = codecs().model_copy(update={"codecs": [sample]})
+    assert Bench.model_validate_json(made.model_dump_json()) == made
+
+
+def test_records_refuse(tmp_path: Path) -> None:
+    """Unpaired seconds, other schemas and suites' records are no records of a benchmark."""
+    sample = codecs().codecs[0].model_dump()
+    with pytest.raises(ValueError, match="2 rounds of seconds beside 1 of the reference"):
+        CodecSample(**(sample | {"seconds": [1.0, 2.0], "reference_seconds": [1.0]}))
+    with pytest.raises(ValueError, match="above 0"):
+        CollectiveSample(**(collectives().collectives[0].model_dump() | {"seconds": [0.0, 1.0]}))
+    with pytest.raises(RecordError, match="no records in it"):
+        bench_record.read_all(tmp_path)
+    path = bench_record.write(tmp_path, codecs())
+    assert bench_record.holds(tmp_path)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(data | {"schema_version": 99}), encoding="utf-8")
+    with pytest.raises(RecordError, match="schema version 99"):
+        bench_record.read_all(tmp_path)
+    with pytest.raises((BenchError, RecordError)):
+        bench_record.check_pool(tmp_path, "another")

@@ -1,0 +1,58 @@
+"""Records of benchmarks that never ran."""
+
+from __future__ import annotations
+
+from harness.bench_codecs import CODECS, OPERATIONS
+from harness.bench_record import Bench, CodecSample, CollectiveSample
+from impl.codec import parse
+from tests.report.records import CODE, MACHINE, POOL
+
+_NUMEL = 1 << 20
+
+
+def codecs(names: tuple[str, ...] = CODECS, *, pool: str = POOL) -> Bench:
+    """A record of ``names`` on two backends and of one peer."""
+    samples = []
+    for place, name in enumerate(names):
+        for backend, slower in (("cpu", 1.0), ("reference", 30.0)):
+            for operation in OPERATIONS:
+                seconds = [slower * (1 + 0.1 * place + 0.01 * index) * 1e-3 for index in range(4)]
+                samples.append(_codec(operation, name, backend, seconds))
+    samples.append(_codec("encode", "nf4:64", "bitsandbytes", [0.1, 0.2, 0.15], other="4-bit <codebook>"))
+    return Bench(
+        subject="codecs", started="2026-01-01T00:00:00.000+00:00", finished="2026-01-01T00:01:00.000+00:00",
+        setting={"threads": 1}, machine=MACHINE, code=CODE, pool=pool, missing={"cuda": "no device"},
+        codecs=samples,
+    )  # fmt: skip
+
+
+def _codec(
+    operation: str, name: str, backend: str, seconds: list[float], other: str | None = None
+) -> CodecSample:
+    frame = _NUMEL // 2 if other else parse(name).frame_bytes(_NUMEL)
+    return CodecSample(
+        operation=operation, codec=name, backend=backend, device="cpu", kind="fp32", threads=1, numel=_NUMEL,
+        element_bytes=4 * _NUMEL, moved_bytes=4 * _NUMEL + frame, calls=1, other=other, seconds=seconds,
+        reference_seconds=[1e-3] * len(seconds),
+    )  # fmt: skip
+
+
+def collectives(*, ratio: float = 5.0) -> Bench:
+    """A record in which everything takes gloo's seconds over ``ratio``."""
+    algorithms = {"all_gather": ("flat", "hierarchical"), "reduce_scatter": ("one_hop", "two_hop")}
+    samples = [
+        CollectiveSample(
+            operation=operation, algorithm=algorithm, codecs=(codec,), transport=transport, nodes=1,
+            ranks_per_node=4, rate_mbit=None, numel=16 << 20, sent_inter=0, sent_intra=3 << 26,
+            reference_sent=3 << 26, seconds=[0.1 / ratio, 0.11 / ratio], reference_seconds=[0.1, 0.11],
+        )
+        for operation in ("all_gather", "reduce_scatter")
+        for algorithm in algorithms[operation]
+        for codec in ("fp32", "int8:2048")
+        for transport in ("shm", "backend")
+    ]  # fmt: skip
+    return Bench(
+        subject="collectives", started="2026-01-01T00:00:00.000+00:00",
+        finished="2026-01-01T00:01:00.000+00:00", setting={}, machine=MACHINE, code=CODE, pool=POOL,
+        collectives=samples,
+    )  # fmt: skip

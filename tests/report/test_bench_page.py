@@ -1,0 +1,73 @@
+"""Records of benchmarks become a page whose numbers are those of the rounds."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from harness import bench_record
+from harness.record import RecordError
+from report import bench_codecs, bench_collectives, bench_dots
+from report.bench_page import build
+from report.frame import ReportError
+from tests.report.bench_records import codecs, collectives
+
+
+def test_ratios_are_of_pairs() -> None:
+    """A speed is the median over rounds of the copy's seconds over the operation's, of one round."""
+    record = codecs(("int8:256",))
+    found = bench_codecs.derived(bench_codecs.frame([record]))
+    for sample, row in zip(record.codecs, bench_dots.rows_of(found), strict=True):
+        pairs = zip(sample.reference_seconds, sample.seconds, strict=True)
+        assert row["speed"] == pytest.approx(statistics.median(copy / took for copy, took in pairs))
+        assert row["speed_low"] <= row["speed"] <= row["speed_high"]
+        assert row["of_copy"] == pytest.approx(row["speed"] * sample.moved_bytes / (2 * sample.element_bytes))
+
+
+def test_runs_of_one_machine_are_put_together() -> None:
+    """Rounds of several runs count as one run's."""
+    once = bench_codecs.derived(bench_codecs.frame([codecs()]))
+    twice = bench_codecs.derived(bench_codecs.frame([codecs(), codecs()]))
+    assert list(twice["rounds"]) == [2 * rounds for rounds in once["rounds"]]
+    assert list(twice["speed"]) == list(once["speed"])
+
+
+def test_times_gloo() -> None:
+    """Times gloo is gloo's seconds over ours."""
+    found = bench_collectives.derived(bench_collectives.frame([collectives(ratio=5.0)]))
+    assert found["ratio"].to_list() == pytest.approx([5.0] * len(found))
+
+
+@pytest.mark.parametrize("subject", ["codecs", "collectives"])
+def test_page(tmp_path: Path, subject: str) -> None:
+    """The page holds every figure and its table, escapes what records hold, and comes out equal twice."""
+    bench_record.write(tmp_path, codecs() if subject == "codecs" else collectives())
+    page = build(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    names = (
+        ("roofline-cpu-fp32", "speeds-cpu-fp32")
+        if subject == "codecs"
+        else bench_collectives.NAMES_OF_FIGURES
+    )
+    for name in names:
+        assert f'<figure id="{name}">' in text
+        assert (tmp_path / "figures" / f"{name}.svg").exists()
+    assert (tmp_path / "tables" / f"{subject}.csv").exists()
+    assert "<codebook>" not in text
+    assert build(tmp_path).read_text(encoding="utf-8") == text
+
+
+def test_what_is_not_put_together(tmp_path: Path) -> None:
+    """Records of two machines, or of two subjects, are refused."""
+    with pytest.raises(RecordError, match="no records in it"):
+        build(tmp_path)
+    bench_record.write(tmp_path, codecs())
+    other = bench_record.write(tmp_path, codecs(pool="b" * 12))
+    with pytest.raises(ReportError, match="2 machines or codes"):
+        build(tmp_path)
+    other.unlink()
+    bench_record.write(tmp_path, collectives())
+    with pytest.raises(ReportError, match="2 subjects"):
+        build(tmp_path)
