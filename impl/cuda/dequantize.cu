@@ -14,7 +14,7 @@ template <class Scheme>
 __global__ void __launch_bounds__(256) decode_general(const Arguments a) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
-    const i64 octet = i64(blockIdx.x) * 256 + slot();
+    const u32 octet = blockIdx.x * 256 + slot();
     const int count = octet_count(octet, a.numel);
     const bool together = octet_count(octet | 31, a.numel) == kOctet;
     const u8* frame = row_start(a, a.frames);
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(256) decode_general(const Arguments a) {
 
 template <class Scheme>
 __global__ void __launch_bounds__(256) decode_sum_general(const Arguments a) {
-    const i64 octet = i64(blockIdx.x) * 256 + slot();
+    const u32 octet = blockIdx.x * 256 + slot();
     const int count = octet_count(octet, a.numel);
     float sums[kOctet];
     sum_octet<Scheme, 2, true>(a, row_start(a, a.frames), octet, count, sums);
@@ -41,40 +41,46 @@ __global__ void __launch_bounds__(256) decode_sum_general(const Arguments a) {
 
 template <class T, class Scheme>
 __global__ void __launch_bounds__(256) decode(const Arguments a) {
-    constexpr int kOctets = 2;
+    constexpr u32 kOctets = 2;
     const Scheme scheme = scheme_of<Scheme>(a.coding);
-    const i64 first = i64(blockIdx.x) * (256 * kOctets) + slot();
     const u8* frame = row_start(a, a.frames);
     u8* row = row_start(a, a.values);
-    Within in[kOctets] = {};
-    Fetched fetched[kOctets] = {};
+    u32 first = blockIdx.x * (256 * kOctets) + slot();
+    for (u32 turn = 0; turn < a.loops; ++turn, first += gridDim.x * (256 * kOctets)) {
+        Within in[kOctets] = {};
+        Fetched fetched[kOctets] = {};
 #pragma unroll
-    for (int j = 0; j < kOctets; ++j) {
-        const i64 octet = first + 256 * j;
-        const int count = octet_count(octet, a.numel);
-        if (count > 0) {
-            in[j] = within_blocks(a.coding, octet);
-            fetched[j] = fetch_octet(scheme, frame, a.frames, a.coding, octet, count, in[j]);
+        for (u32 j = 0; j < kOctets; ++j) {
+            const u32 octet = first + 256 * j;
+            const int count = octet_count(octet, a.numel);
+            if (count > 0) {
+                in[j] = within_blocks(a.coding, octet);
+                fetched[j] = fetch_octet(scheme, frame, a.frames, a.coding, octet, count, in[j]);
+            }
         }
-    }
 #pragma unroll
-    for (int j = 0; j < kOctets; ++j) {
-        const i64 octet = first + 256 * j;
-        const int count = octet_count(octet, a.numel);
-        if (count > 0) {
-            float values[kOctet];
-            expand_octet(scheme, frame, a.frames, a.coding, count, T::largest(), in[j], fetched[j], values);
-            store_octet<T>(row, a.values, octet, count, octet_count(octet | 31, a.numel) == kOctet, values);
+        for (u32 j = 0; j < kOctets; ++j) {
+            const u32 octet = first + 256 * j;
+            const int count = octet_count(octet, a.numel);
+            if (count > 0) {
+                float values[kOctet];
+                expand_octet(scheme, frame, a.frames, a.coding, count, T::largest(), in[j], fetched[j], values);
+                store_octet<T>(row, a.values, octet, count, octet_count(octet | 31, a.numel) == kOctet, values);
+            }
         }
     }
 }
 
 template <class Scheme, int AHEAD>
-__global__ void __launch_bounds__(256) decode_sum(const Arguments a) {
-    const i64 octet = i64(blockIdx.x) * 256 + slot();
-    const int count = octet_count(octet, a.numel);
-    if (count == 0) return;
-    float sums[kOctet];
-    sum_octet<Scheme, AHEAD, false>(a, row_start(a, a.frames), octet, count, sums);
-    store_octet<Fp32>(row_start(a, a.values), a.values, octet, count, octet_count(octet | 31, a.numel) == kOctet, sums);
+__global__ void __launch_bounds__(256, 1) decode_sum(const Arguments a) {
+    const u8* frame = row_start(a, a.frames);
+    u8* row = row_start(a, a.values);
+    u32 octet = blockIdx.x * 256 + slot();
+    for (u32 turn = 0; turn < a.loops; ++turn, octet += gridDim.x * 256) {
+        const int count = octet_count(octet, a.numel);
+        if (count == 0) return;
+        float sums[kOctet];
+        sum_octet<Scheme, AHEAD, false>(a, frame, octet, count, sums);
+        store_octet<Fp32>(row, a.values, octet, count, octet_count(octet | 31, a.numel) == kOctet, sums);
+    }
 }

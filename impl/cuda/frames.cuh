@@ -15,25 +15,31 @@ using namespace codec;
 // c*stride[2] + i*inner; all in bytes.  `vectors`: every row starts on 16 bytes and inner is dense.
 // `kind`: type of the elements, Fp32, Bf16, Fp16, for kernels that were not compiled for one.
 struct Place {
-    i64 address, stride[3], inner, vectors, kind;
+    i64 address, stride[3], inner;
+    u32 vectors, kind;
 };
 
 // `bits`: of mantissa, for floats.  `special`: an offset, or, for floats, scales that are powers of two.
 // `shift` is the logarithm of a block that is a power of two, else -1.  `rotation`: elements, or 0.
 struct Coding {
-    i64 bits, special, block, shift, blocks, codes_end, scales_at, scales_end, frame_bytes, rotation;
+    i64 codes_end, scales_at, scales_end, frame_bytes;
+    u32 bits, special, block, blocks, rotation;
+    int shift;
 };
 
 // Random bits: octet `i` of row (a, b, c) is number start + a*stride[0] + b*stride[1] + c*stride[2] + i.
 struct Noise {
-    i64 on, start, stride[3];
+    i64 start, stride[3];
     Words key;
+    u32 on, unused;
 };
 
-// The one argument of every kernel; impl/cuda/launch.py has the same fields.
+// The one argument of every kernel; impl/cuda/launch.py has the same fields.  Elements of a row are fewer
+// than 2^31, so that their numbers, and those of octets and blocks, are 32 bits.
 struct Arguments {
-    i64 numel, middle;  // elements of a row; number of b's
-    i64 team_shift, tile, parts, sources, source_stride, extents, carried;
+    i64 source_stride, extents;
+    u32 numel, middle;  // elements of a row; number of b's
+    u32 loops, team_shift, tile, parts, sources, carried;
     Place values, frames, output, error;
     Coding coding, second;
     Noise noise;
@@ -42,8 +48,9 @@ struct Arguments {
 
 // The grid is (thread blocks of a row, c's, a's * b's): no division where there is one b.
 __device__ __forceinline__ i64 row_offset(const Arguments& a, const i64 (&stride)[3]) {
-    const u32 middle = u32(a.middle), outer = middle == 1 ? blockIdx.z : blockIdx.z / middle;
-    return i64(outer) * stride[0] + i64(blockIdx.z - outer * middle) * stride[1] + i64(blockIdx.y) * stride[2];
+    if (gridDim.y == 1 && gridDim.z == 1) return 0;
+    const u32 outer = a.middle == 1 ? blockIdx.z : blockIdx.z / a.middle;
+    return i64(outer) * stride[0] + i64(blockIdx.z - outer * a.middle) * stride[1] + i64(blockIdx.y) * stride[2];
 }
 
 __device__ __forceinline__ u8* row_start(const Arguments& a, const Place& place) {
@@ -55,10 +62,10 @@ __device__ __forceinline__ Scheme scheme_of(const Coding& coding) {
     return {int(coding.bits), coding.special != 0};
 }
 
-// Elements of octet `octet` that exist: 8, fewer at the end of a row, at most 0 beyond it.
-__device__ __forceinline__ int octet_count(i64 octet, i64 numel) {
-    const i64 left = numel - octet * kOctet;
-    return left < kOctet ? (left < 0 ? 0 : int(left)) : kOctet;
+// Elements of octet `octet` that exist: 8, fewer at the end of a row, 0 beyond it.
+__device__ __forceinline__ int octet_count(u32 octet, u32 numel) {
+    const u32 whole = numel / kOctet;
+    return octet < whole ? kOctet : octet == whole ? int(numel % kOctet) : 0;
 }
 
 // ---- lanes -------------------------------------------------------------------------------------
@@ -66,9 +73,9 @@ __device__ __forceinline__ int octet_count(i64 octet, i64 numel) {
 // Which octet of its thread block a thread has.  Even lanes of a warp have its first sixteen, odd lanes
 // the others: then two neighbours have two octets of fp32 whose halves they can swap, so that every load
 // and store of a warp covers 512 bytes without gaps.
-__device__ __forceinline__ int slot() {
+__device__ __forceinline__ u32 slot() {
     const u32 thread = threadIdx.x;
-    return int((thread & ~31u) | (thread & 31u) >> 1 | (thread & 1u) << 4);
+    return (thread & ~31u) | (thread & 31u) >> 1 | (thread & 1u) << 4;
 }
 
 constexpr u32 kWarp = 0xffffffffu;
@@ -121,14 +128,14 @@ struct Held {
 // `together`: all lanes of the warp are here, and have whole octets, in the order of their slots.  Absent
 // elements repeat the first, which keeps them out of every extreme.
 template <class T>
-__device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place, i64 octet, int count,
+__device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place, u32 octet, int count,
                                               bool together) {
     Held<T> held;
     const uint4* from = reinterpret_cast<const uint4*>(row);
     if constexpr (Held<T>::kWords == kOctet) {
         if (together && place.vectors != 0) {
-            const int lane = int(threadIdx.x & 31u);
-            from += (octet - (slot() & 31)) * 2 + lane;
+            const u32 lane = threadIdx.x & 31u;
+            from += (octet - (slot() & 31u)) * 2 + lane;
             const uint4 near = from[0], far = from[32];
             const bool even = lane % 2 == 0;
             const uint4 other = swapped(either(even, far, near));
@@ -143,7 +150,7 @@ __device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place,
         for (int i = 0; i < kQuads; ++i) held.set_quad(i, from[octet * kQuads + i]);
     } else {
         using Word = typename T::Word;
-        row += octet * kOctet * place.inner;
+        row += i64(octet * kOctet) * place.inner;
         const Word first = count > 0 ? *reinterpret_cast<const Word*>(row) : Word(0);
 #pragma unroll
         for (int i = 0; i < Held<T>::kWords; ++i) held.words[i] = 0;
@@ -155,7 +162,7 @@ __device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place,
 }
 
 template <class T>
-__device__ __forceinline__ void store_octet(u8* row, const Place& place, i64 octet, int count, bool together,
+__device__ __forceinline__ void store_octet(u8* row, const Place& place, u32 octet, int count, bool together,
                                             const float (&values)[kOctet]) {
     Held<T> held{};
 #pragma unroll
@@ -163,10 +170,10 @@ __device__ __forceinline__ void store_octet(u8* row, const Place& place, i64 oct
     uint4* to = reinterpret_cast<uint4*>(row);
     if constexpr (Held<T>::kWords == kOctet) {
         if (together && place.vectors != 0) {
-            const int lane = int(threadIdx.x & 31u);
+            const u32 lane = threadIdx.x & 31u;
             const bool even = lane % 2 == 0;
             const uint4 other = swapped(even ? held.quad(1) : held.quad(0));
-            to += (octet - (slot() & 31)) * 2 + lane;
+            to += (octet - (slot() & 31u)) * 2 + lane;
             to[0] = either(even, held.quad(0), other);
             to[32] = either(even, other, held.quad(1));
             return;
@@ -177,7 +184,7 @@ __device__ __forceinline__ void store_octet(u8* row, const Place& place, i64 oct
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) to[octet * kQuads + i] = held.quad(i);
     } else {
-        row += octet * kOctet * place.inner;
+        row += i64(octet * kOctet) * place.inner;
 #pragma unroll
         for (int i = 0; i < kOctet; ++i)
             if (i < count) *reinterpret_cast<typename T::Word*>(row + i * place.inner) = held.word(i);
@@ -191,7 +198,7 @@ __device__ __forceinline__ void widen_octet(const Held<T>& held, float (&values)
 }
 
 // The same where the launch says the type.
-__device__ __forceinline__ void load_any(const u8* row, const Place& place, i64 octet, int count, bool together,
+__device__ __forceinline__ void load_any(const u8* row, const Place& place, u32 octet, int count, bool together,
                                          float (&values)[kOctet]) {
     switch (place.kind) {
         case 0: return widen_octet(load_octet<Fp32>(row, place, octet, count, together), values);
@@ -201,7 +208,7 @@ __device__ __forceinline__ void load_any(const u8* row, const Place& place, i64 
 }
 
 // Values that saturated before.
-__device__ __forceinline__ void store_any(u8* row, const Place& place, i64 octet, int count, bool together,
+__device__ __forceinline__ void store_any(u8* row, const Place& place, u32 octet, int count, bool together,
                                           const float (&values)[kOctet]) {
     switch (place.kind) {
         case 0: return store_octet<Fp32>(row, place, octet, count, together, values);
@@ -216,8 +223,8 @@ __device__ __forceinline__ float largest_of(const Place& place) {
 
 // ---- codes -------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u64 load_codes(const u8* frame, const Place& place, int bits, i64 octet, int count) {
-    const u8* from = frame + octet * bits;
+__device__ __forceinline__ u64 load_codes(const u8* frame, const Place& place, int bits, u32 octet, int count) {
+    const u8* from = frame + octet * u32(bits);
     if (count == kOctet && place.vectors != 0) {
         if (bits == 8) {
             const uint2 pair = *reinterpret_cast<const uint2*>(from);
@@ -234,8 +241,8 @@ __device__ __forceinline__ u64 load_codes(const u8* frame, const Place& place, i
     return word;
 }
 
-__device__ __forceinline__ void store_codes(u8* frame, const Place& place, int bits, i64 octet, int count, u64 word) {
-    u8* to = frame + octet * bits;
+__device__ __forceinline__ void store_codes(u8* frame, const Place& place, int bits, u32 octet, int count, u64 word) {
+    u8* to = frame + octet * u32(bits);
     if (count == kOctet && place.vectors != 0) {
         if (bits == 8) {
             *reinterpret_cast<uint2*>(to) = make_uint2(u32(word), u32(word >> 32));
@@ -273,35 +280,35 @@ __device__ __forceinline__ void store_float(u8* to, bool vectors, float value) {
 
 template <int BITS>
 __device__ __forceinline__ Stored load_scale(Scheme<BITS> scheme, const u8* frame, const Place& place,
-                                             const Coding& c, i64 block) {
-    const u8* from = frame + c.scales_at + 4 * block;
+                                             const Coding& c, u32 block) {
+    const u8* from = frame + c.scales_at + 4 * i64(block);
     const bool vectors = place.vectors != 0;
-    return {load_float(from, vectors), scheme.asymmetric ? load_float(from + 4 * c.blocks, vectors) : 0.0f};
+    return {load_float(from, vectors), scheme.asymmetric ? load_float(from + 4 * i64(c.blocks), vectors) : 0.0f};
 }
 
 template <int MANTISSA>
 __device__ __forceinline__ Stored load_scale(Floats<MANTISSA> scheme, const u8* frame, const Place& place,
-                                             const Coding& c, i64 block) {
+                                             const Coding& c, u32 block) {
     const u8* scales = frame + c.scales_at;
-    return {scheme.powers ? power_of(scales[block]) : load_float(scales + 4 * block, place.vectors != 0), 0.0f};
+    return {scheme.powers ? power_of(scales[block]) : load_float(scales + 4 * i64(block), place.vectors != 0), 0.0f};
 }
 
 template <int BITS>
 __device__ __forceinline__ void store_scale(Scheme<BITS> scheme, u8* frame, const Place& place, const Coding& c,
-                                            i64 block, Stored s) {
-    u8* to = frame + c.scales_at + 4 * block;
+                                            u32 block, Stored s) {
+    u8* to = frame + c.scales_at + 4 * i64(block);
     store_float(to, place.vectors != 0, s.scale);
-    if (scheme.asymmetric) store_float(to + 4 * c.blocks, place.vectors != 0, s.low);
+    if (scheme.asymmetric) store_float(to + 4 * i64(c.blocks), place.vectors != 0, s.low);
 }
 
 template <int MANTISSA>
 __device__ __forceinline__ void store_scale(Floats<MANTISSA> scheme, u8* frame, const Place& place, const Coding& c,
-                                            i64 block, Stored s) {
+                                            u32 block, Stored s) {
     u8* scales = frame + c.scales_at;
     if (scheme.powers) {
         scales[block] = exponent_of(s.scale);
     } else {
-        store_float(scales + 4 * block, place.vectors != 0, s.scale);
+        store_float(scales + 4 * i64(block), place.vectors != 0, s.scale);
     }
 }
 
@@ -312,22 +319,20 @@ __device__ __forceinline__ void store_padding(u8* frame, const Coding& c, int th
     if (thread < 32 && at < end) frame[at] = 0;
 }
 
-// The block of an element; a shift where it can be, for a division costs as much as an octet's codes.
-__device__ __forceinline__ i64 block_of(const Coding& c, i64 element) {
+// The block of an element; a shift where it can be.
+__device__ __forceinline__ u32 block_of(const Coding& c, u32 element) {
     if (c.blocks == 1) return 0;
-    if (c.shift >= 0) return element >> c.shift;
-    if ((element | c.block) >> 32 == 0) return u32(element) / u32(c.block);
-    return element / c.block;
+    return c.shift >= 0 ? element >> c.shift : element / c.block;
 }
 
 // Which blocks an octet lies in: the first one, and how many elements until the next, at most eight.
 struct Within {
-    i64 block;
+    u32 block;
     int left;
 };
 
-__device__ __forceinline__ Within within_blocks(const Coding& c, i64 octet) {
-    const i64 block = block_of(c, octet * kOctet), left = (block + 1) * c.block - octet * kOctet;
+__device__ __forceinline__ Within within_blocks(const Coding& c, u32 octet) {
+    const u32 block = block_of(c, octet * kOctet), left = (block + 1) * c.block - octet * kOctet;
     return {block, left < kOctet ? int(left) : kOctet};
 }
 
@@ -335,12 +340,12 @@ __device__ __forceinline__ Within within_blocks(const Coding& c, i64 octet) {
 
 // Rotate the groups of c.rotation elements that are whole in a row of `numel`; all lanes of the warp, whose
 // octets are those of their slots, in whole groups.  Absent elements are then to be filled again.
-__device__ __forceinline__ void rotate_octet(const Coding& c, i64 octet, i64 numel, bool back,
+__device__ __forceinline__ void rotate_octet(const Coding& c, u32 octet, u32 numel, bool back,
                                              float (&values)[kOctet]) {
     const int size = int(c.rotation), inside = size < kOctet ? size : kOctet;
+    const u32 end = (octet * kOctet | (c.rotation - 1)) + 1;  // of the group of a whole octet
     // Elements of this octet below `limit` are in whole groups.
-    const i64 groups = (octet * kOctet | (size - 1)) + 1;  // where the group of a whole octet ends
-    const int limit = size <= kOctet ? octet_count(octet, numel) & ~(inside - 1) : groups <= numel ? kOctet : 0;
+    const int limit = size <= kOctet ? octet_count(octet, numel) & ~(inside - 1) : end <= numel ? kOctet : 0;
     const float part = float_of(0x7f000000u - bits_of(float(size)));  // 1 / size
 #pragma unroll
     for (int i = 0; i < kOctet; ++i)
@@ -358,7 +363,7 @@ __device__ __forceinline__ void rotate_octet(const Coding& c, i64 octet, i64 num
         }
     }
     for (int distance = 1; distance * kOctet < size; distance *= 2) {
-        const bool second = (octet & distance) != 0;
+        const bool second = (octet & u32(distance)) != 0;
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
             const float other = __shfl_xor_sync(kWarp, values[i], lanes_apart(distance));
@@ -388,7 +393,7 @@ struct Fetched {
 
 template <class Scheme>
 __device__ __forceinline__ Fetched fetch_octet(Scheme scheme, const u8* frame, const Place& place, const Coding& c,
-                                               i64 octet, int count, Within in) {
+                                               u32 octet, int count, Within in) {
     return {load_codes(frame, place, scheme.bits(), octet, count), load_scale(scheme, frame, place, c, in.block)};
 }
 
@@ -408,7 +413,7 @@ __device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, con
             for (int i = 0; i < kOctet; ++i) values[i] = saturated(values[i], largest);
         }
     } else {
-        i64 block = in.block, left = in.left;
+        u32 block = in.block, left = u32(in.left);
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
             if (left == 0 && i < count) {
@@ -422,7 +427,7 @@ __device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, con
 }
 
 // From the values of codes to elements: rotated back, where the codec rotates, and saturated.
-__device__ __forceinline__ void rotate_back(const Coding& c, i64 octet, i64 numel, float largest,
+__device__ __forceinline__ void rotate_back(const Coding& c, u32 octet, u32 numel, float largest,
                                             float (&values)[kOctet]) {
     rotate_octet(c, octet, numel, true, values);
 #pragma unroll
@@ -432,7 +437,7 @@ __device__ __forceinline__ void rotate_back(const Coding& c, i64 octet, i64 nume
 // The sum over sources in ascending order, in fp32; each term saturates.  Codes and scales of AHEAD
 // sources are under way at a time.  ROTATED: the launch may ask for a rotation; then all lanes come.
 template <class Scheme, int AHEAD, bool ROTATED>
-__device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, i64 octet, int count,
+__device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u32 octet, int count,
                                           float (&sums)[kOctet]) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
@@ -440,7 +445,7 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, i
     const float largest = Fp32::largest();
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) sums[i] = -0.0f;  // changes no first term, zeros' signs included
-    for (i64 source = 0; source < a.sources; source += AHEAD) {
+    for (u32 source = 0; source < a.sources; source += AHEAD) {
         Fetched fetched[AHEAD];
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k)
@@ -466,56 +471,58 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, i
 
 // ---- encoding ----------------------------------------------------------------------------------
 
-// All threads of the thread block call it, once in a kernel; blockDim is a multiple of the team and of 32,
-// and a team's threads are those of consecutive slots.  `two`: the extent has two ends.
-__device__ __forceinline__ Extent team_extent(Extent mine, int team, bool two) {
-    __shared__ u32 highs[32], lows[32];
-    for (int offset = (team < 32 ? team : 32) / 2; offset > 0; offset /= 2) {
-        const u32 apart = lanes_apart(offset), high = __shfl_xor_sync(kWarp, mine.high, apart);
+// All threads of the thread block call it, `turn` 0, 1, 2, ...; blockDim is a multiple of the team and of
+// 32, and a team's threads are those of consecutive slots.  `two`: the extent has two ends.
+__device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
+    __shared__ u32 highs[2][32], lows[2][32];  // by turns: who is a turn ahead disturbs nobody who still reads
+    for (u32 offset = (team < 32 ? team : 32) / 2; offset > 0; offset /= 2) {
+        const u32 apart = lanes_apart(int(offset)), high = __shfl_xor_sync(kWarp, mine.high, apart);
         mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
     }
     if (team > 32) {
-        const int thread = int(threadIdx.x);
+        const u32 thread = threadIdx.x;
+        u32(&high)[32] = highs[turn % 2], (&low)[32] = lows[turn % 2];
         if (thread % 32 == 0) {
-            highs[thread / 32] = mine.high;
-            lows[thread / 32] = mine.low;
+            high[thread / 32] = mine.high;
+            low[thread / 32] = mine.low;
         }
         __syncthreads();
-        const int first = thread / team * (team / 32);
-        for (int warp = first; warp < first + team / 32; ++warp) mine.include({highs[warp], lows[warp]});
+        const u32 first = (thread & ~(team - 1)) / 32;
+        for (u32 warp = first; warp < first + team / 32; ++warp) mine.include({high[warp], low[warp]});
     }
     return mine;
 }
 
 // Which octets a thread of a team has: lane, lane + team, ... of its block, and whether it has them in step
-// with its warp.  Blocks are multiples of 8, or the whole row.
+// with its warp.  Blocks are multiples of 8, or the whole row.  A team has a.loops blocks, one a turn.
 struct Team {
-    int size, lane;
-    i64 block, octets;
+    u32 size, lane, block, octets, step;
     bool consecutive;
     __device__ __forceinline__ Team(const Arguments& a, const Coding& c) {
-        const int mine = slot(), shift = int(a.team_shift);
-        size = 1 << shift;
+        const u32 mine = slot(), teams = blockDim.x >> a.team_shift;
+        size = 1u << a.team_shift;
         lane = mine & (size - 1);
-        block = i64(blockIdx.x) * (blockDim.x >> shift) + (mine >> shift);
+        block = blockIdx.x * teams + (mine >> a.team_shift);
+        step = gridDim.x * teams;
         octets = (c.block + kOctet - 1) / kOctet;
         consecutive = size >= 32 || octets == size;
     }
-    __device__ __forceinline__ i64 octet(int j) const { return block * octets + lane + j * size; }
+    __device__ __forceinline__ void advance() { block += step; }
+    __device__ __forceinline__ u32 octet(int j) const { return block * octets + lane + u32(j) * size; }
     __device__ __forceinline__ int count(const Arguments& a, const Coding& c, int j) const {
-        return lane + j * size < octets && block < c.blocks ? octet_count(octet(j), a.numel) : 0;
+        return lane + u32(j) * size < octets && block < c.blocks ? octet_count(octet(j), a.numel) : 0;
     }
     __device__ __forceinline__ bool together(int count) const {
         return __all_sync(kWarp, consecutive && count == kOctet) != 0;
     }
 };
 
-__device__ __forceinline__ Words random_words(const Arguments& a, i64 row, i64 octet) {
-    return philox(a.noise.key, u64(a.noise.start + row + octet));
+__device__ __forceinline__ Words random_words(const Arguments& a, i64 row, u32 octet) {
+    return philox(a.noise.key, u64(a.noise.start + row + i64(octet)));
 }
 
 // The same where the launch says whether there are any.
-__device__ __forceinline__ Words any_words(const Arguments& a, i64 octet) {
+__device__ __forceinline__ Words any_words(const Arguments& a, u32 octet) {
     if (a.noise.on == 0) return {};
     return random_words(a, row_offset(a, a.noise.stride), octet);
 }
@@ -532,57 +539,80 @@ __device__ __forceinline__ u64 word_of(Scheme scheme, Stored stored, int count, 
     return stored.broken() ? 0 : pack(scheme, codes);
 }
 
-// Encode octets held in registers.  `load(j, octet, count, together)` brings an octet of the row as Held<T>.
-template <class T, class Scheme, int OCTETS, bool STOCHASTIC, class Load>
+// Octets of a team as they came.
+template <class T, int OCTETS>
+struct Mine {
+    Held<T> held[OCTETS];
+    int counts[OCTETS];
+};
+
+// Encode octets held in registers.  `load(octet, count, together)` brings an octet of the row as Held<T>.
+// AHEAD: those of the next turn are under way while this turn's are encoded.
+template <class T, class Scheme, int OCTETS, bool STOCHASTIC, bool AHEAD, class Load>
 __device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c, const Place& place, u8* frame,
                                             Load load) {
     const Scheme scheme = scheme_of<Scheme>(c);
-    const Team team(a, c);
-    Held<T> held[OCTETS];
-    Words random[OCTETS];
-    int counts[OCTETS];
+    const i64 row = STOCHASTIC ? row_offset(a, a.noise.stride) : 0;
+    const auto fetch = [&](const Team& team) {
+        Mine<T, OCTETS> mine;
 #pragma unroll
-    for (int j = 0; j < OCTETS; ++j) {
-        counts[j] = team.count(a, c, j);
-        bool together = false;
-        if constexpr (Held<T>::kWords == kOctet) together = team.together(counts[j]);
-        held[j] = load(team.octet(j), counts[j], together);
-    }
-    if constexpr (STOCHASTIC) {  // while the elements are under way
-        const i64 row = row_offset(a, a.noise.stride);
-#pragma unroll
-        for (int j = 0; j < OCTETS; ++j) random[j] = random_words(a, row, team.octet(j));
-    }
-    Extent extent{0, 0};
-#pragma unroll
-    for (int j = 0; j < OCTETS; ++j) {
-        if (counts[j] > 0) {
-#pragma unroll
-            for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, T::widen(held[j].word(i))));
+        for (int j = 0; j < OCTETS; ++j) {
+            mine.counts[j] = team.count(a, c, j);
+            bool together = false;
+            if constexpr (Held<T>::kWords == kOctet) together = team.together(mine.counts[j]);
+            mine.held[j] = load(team.octet(j), mine.counts[j], together);
         }
-    }
-    const Stored stored = stored_of(scheme, team_extent(extent, team.size, scheme.asymmetric));
-    const Divider divider = divider_of(scheme, stored);
-#pragma unroll
-    for (int j = 0; j < OCTETS; ++j) {
-        if (counts[j] > 0) {
-            u32 codes[kOctet];
-            float values[kOctet];
-            widen_octet(held[j], values);
-            const auto shift = [&](int i) { return shift_of(random[j], i); };
-            codes_of<STOCHASTIC>(scheme, divider, values, shift, codes);
-            store_codes(frame, place, scheme.bits(), team.octet(j), counts[j],
-                        word_of(scheme, stored, counts[j], codes));
-        }
-    }
-    if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, place, c, team.block, stored);
+        return mine;
+    };
     if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
+    Team team(a, c);
+    Mine<T, OCTETS> mine, following;
+    if constexpr (AHEAD) following = fetch(team);
+    for (u32 turn = 0; turn < a.loops; ++turn) {
+        Team next = team;
+        next.advance();
+        if constexpr (AHEAD) {
+            mine = following;
+            if (turn + 1 < a.loops) following = fetch(next);
+        } else {
+            mine = fetch(team);
+        }
+        Words random[OCTETS];
+        if constexpr (STOCHASTIC) {  // while the elements are under way
+#pragma unroll
+            for (int j = 0; j < OCTETS; ++j) random[j] = random_words(a, row, team.octet(j));
+        }
+        Extent extent{0, 0};
+#pragma unroll
+        for (int j = 0; j < OCTETS; ++j) {
+            if (mine.counts[j] > 0) {
+#pragma unroll
+                for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, T::widen(mine.held[j].word(i))));
+            }
+        }
+        const Stored stored = stored_of(scheme, team_extent(extent, team.size, scheme.asymmetric, turn));
+        const Divider divider = divider_of(scheme, stored);
+#pragma unroll
+        for (int j = 0; j < OCTETS; ++j) {
+            if (mine.counts[j] > 0) {
+                u32 codes[kOctet];
+                float values[kOctet];
+                widen_octet(mine.held[j], values);
+                const auto shift = [&](int i) { return shift_of(random[j], i); };
+                codes_of<STOCHASTIC>(scheme, divider, values, shift, codes);
+                store_codes(frame, place, scheme.bits(), team.octet(j), mine.counts[j],
+                            word_of(scheme, stored, mine.counts[j], codes));
+            }
+        }
+        if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, place, c, team.block, stored);
+        team = next;
+    }
 }
 
 // ---- what general kernels do beside: rotation, error feedback, whatever the launch asks for ------
 
 // An octet with what it carries: x + error, not rotated.  All lanes of the warp.
-__device__ __forceinline__ void load_carried(const Arguments& a, const u8* row, const u8* error, i64 octet, int count,
+__device__ __forceinline__ void load_carried(const Arguments& a, const u8* row, const u8* error, u32 octet, int count,
                                              bool together, float (&values)[kOctet]) {
     load_any(row, a.values, octet, count, together, values);
     if (a.carried != 0) {
@@ -595,7 +625,7 @@ __device__ __forceinline__ void load_carried(const Arguments& a, const u8* row, 
 
 // Replace the carried error of an octet by what its codes leave over of `values`, which are x + error.
 // `decoded`: the values of its codes, still rotated.  All lanes of the warp.
-__device__ __forceinline__ void store_carried(const Arguments& a, const Coding& c, u8* error, i64 octet, int count,
+__device__ __forceinline__ void store_carried(const Arguments& a, const Coding& c, u8* error, u32 octet, int count,
                                               bool together, const float (&values)[kOctet],
                                               float (&decoded)[kOctet]) {
     if (c.rotation != 0) rotate_back(c, octet, a.numel, Fp32::largest(), decoded);
@@ -626,9 +656,10 @@ __device__ __forceinline__ void encode_octet(const Arguments& a, const Coding& c
 // whether the block starts in this octet.  Gives the word of its codes.
 template <class Scheme, class Scale>
 __device__ __forceinline__ u64 encode_across(const Arguments& a, const Coding& c, Scheme scheme, const Words& random,
-                                             i64 octet, int count, Scale scale, float (&values)[kOctet]) {
+                                             u32 octet, int count, Scale scale, float (&values)[kOctet]) {
     const Within in = within_blocks(c, octet);
-    i64 block = in.block, left = in.left;
+    u32 block = in.block;
+    int left = in.left;
     Stored stored = scale(block, octet * kOctet == block * c.block);
     Divider divider = divider_of(scheme, stored);
     u32 codes[kOctet];
@@ -639,7 +670,7 @@ __device__ __forceinline__ u64 encode_across(const Arguments& a, const Coding& c
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
         if (left == 0 && i < count) {
-            left = c.block;
+            left = int(c.block);
             stored = scale(++block, true);
             divider = divider_of(scheme, stored);
         }

@@ -47,6 +47,9 @@ STAGED: Final = 8_192  # elements of a tile in shared memory, kStaged of quantiz
 STAGED_BLOCKS: Final = 1_024  # kStagedBlocks
 STAGED_TILE: Final = 2_048  # a tile is about this where the block allows
 SCANNED: Final = 4_096  # elements that a thread block of encode_extents scans
+LONGEST: Final = 2**31 - 1  # elements of a row
+SPREAD: Final = 4_096  # thread blocks, some thirty for each multiprocessor of a large device
+MOST_LOOPS: Final = 16  # parts that a thread block does
 MOST_PARTS: Final = 2**31 - 1  # thread blocks along x
 MOST_ROWS: Final = 65_535  # along y, and along z
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
@@ -124,13 +127,20 @@ class _Rows:
 
 
 class _Call:
-    """The argument of a kernel while it is filled in, and the rows that its grid covers."""
+    """The argument of a kernel while it is filled in, and the rows that its grid covers.
 
-    def __init__(self, numel: int, rows: _Rows) -> None:
+    Raises:
+        ValueError: for rows that are too long.
+    """
+
+    def __init__(self, numel: int, rows: _Rows, spread: int) -> None:
+        if numel > LONGEST:
+            raise ValueError(f"{numel} elements a row: the CUDA kernels take {LONGEST}")
         self.numel = numel
         self.rows = rows
+        self.spread = spread
         self.arguments = np.zeros(1, ARGUMENTS)
-        self.set(numel=numel, middle=rows.sizes[1])
+        self.set(numel=numel, middle=rows.sizes[1], loops=1)
 
     def set(self, **values: int) -> None:
         """Write plain fields."""
@@ -157,20 +167,20 @@ class _Call:
             else (codec.mantissa, codec.scale == "e8m0")
         )
         self.arguments[name] = (
-            *scheme,
-            block,
-            block.bit_length() - 1 if block & (block - 1) == 0 else -1,
-            codec.blocks(self.numel),
             codes_end,
             padded_bytes(codes_end),
             padded_bytes(codes_end) + codec.scale_bytes(self.numel),
             codec.frame_bytes(self.numel),
+            *scheme,
+            block,
+            codec.blocks(self.numel),
             codec.hadamard,
+            block.bit_length() - 1 if block & (block - 1) == 0 else -1,
         )
 
     def randomise(self, noise: Noise) -> None:
         """Say which random bits the rows have; their strides are the last of the rows'."""
-        self.arguments["noise"] = (1, noise.start // OCTET, self.rows.strides[-1], noise.words)
+        self.arguments["noise"] = (noise.start // OCTET, self.rows.strides[-1], noise.words, 1, 0)
 
     def carry(self, carried: Carried, index: int) -> None:
         """Say where the carried error lies, the ``index``-th of the rows."""
@@ -189,18 +199,26 @@ class _Call:
         a, b, c = self.rows.sizes
         return Launch(file, kernel, (parts, c, a * b), threads, self.arguments)
 
-    def held(self, file: str, kernel: str, codec: Blocked, octets: int) -> Launch:
+    def looping(self, file: str, kernel: str, parts: int, threads: int = THREADS) -> Launch:
+        """The same for a kernel whose thread blocks may do several parts, one after the other."""
+        loops = max(1, min(MOST_LOOPS, parts * math.prod(self.rows.sizes) // self.spread))
+        self.set(loops=loops)
+        return self.launch(file, kernel, -(-parts // loops), threads)
+
+    def held(self, file: str, kernel: str, codec: Blocked, octets: int, *, loops: bool = True) -> Launch:
         """The launch of a kernel whose teams hold a block of ``codec``, ``octets`` octets a thread."""
         team = 1
         while team * octets * OCTET < _block(codec, self.numel):
             team *= 2
         threads = max(THREADS, team)
         self.set(team_shift=team.bit_length() - 1)
-        return self.launch(file, kernel, -(-codec.blocks(self.numel) // (threads // team)), threads)
+        parts = -(-codec.blocks(self.numel) // (threads // team))
+        return (self.looping if loops else self.launch)(file, kernel, parts, threads)
 
-    def octets(self, file: str, kernel: str, each: int = 1) -> Launch:
+    def octets(self, file: str, kernel: str, each: int = 1, *, loops: bool = False) -> Launch:
         """The launch of a kernel with ``each`` octets a thread."""
-        return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * each)))
+        parts = -(-self.numel // (OCTET * THREADS * each))
+        return (self.looping if loops else self.launch)(file, kernel, parts)
 
 
 class Kernels:
@@ -210,10 +228,12 @@ class Kernels:
 
     Args:
         run: carries a launch out for tensors on a device.
+        spread: thread blocks that a launch has before they begin to do several parts each.
     """
 
-    def __init__(self, run: Callable[[Launch, torch.device], None]) -> None:
+    def __init__(self, run: Callable[[Launch, torch.device], None], spread: int = SPREAD) -> None:
         self._run = run
+        self._spread = spread
 
     def supports(self, codec: Codec) -> bool:
         """Whether it has kernels for ``codec``; the reference serves the others."""
@@ -238,7 +258,7 @@ class Kernels:
         _check(codec, x, frames, *tensors[2:])
         if x.numel() == 0:
             return
-        call = _Call(x.shape[-1], _Rows.of(*tensors, noise=noise))
+        call = _Call(x.shape[-1], _Rows.of(*tensors, noise=noise), self._spread)
         call.place("values", x, 0)
         call.place("frames", frames, 1)
         call.code("coding", codec)
@@ -258,13 +278,13 @@ class Kernels:
         _check(codec, out, frames)
         if out.numel() == 0:
             return
-        call = _Call(out.shape[-1], _Rows.of(out, frames))
+        call = _Call(out.shape[-1], _Rows.of(out, frames), self._spread)
         call.place("values", out, 0)
         call.place("frames", frames, 1)
         call.code("coding", codec)
         if _is_plain(codec):
             kernel = f"decode<{TYPES[out.dtype]}, {_scheme(codec)}>"
-            self._run(call.octets("dequantize.cu", kernel, DECODED), out.device)
+            self._run(call.octets("dequantize.cu", kernel, DECODED, loops=True), out.device)
         else:
             self._run(call.octets("dequantize.cu", f"decode_general<{_any(codec)}>"), out.device)
 
@@ -279,13 +299,13 @@ class Kernels:
             raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
         if out.numel() == 0:
             return
-        call = _Call(out.shape[-1], _Rows.of(out, frames[0]))
+        call = _Call(out.shape[-1], _Rows.of(out, frames[0]), self._spread)
         call.place("values", out, 0)
         call.place("frames", frames, 1, sources=len(frames))
         call.code("coding", codec)
         plain = _is_plain(codec)
         kernel = f"decode_sum<{_ahead(codec)}>" if plain else f"decode_sum_general<{_any(codec)}>"
-        self._run(call.octets("dequantize.cu", kernel), out.device)
+        self._run(call.octets("dequantize.cu", kernel, loops=plain), out.device)
 
     def decode_sum_encode(
         self,
@@ -315,7 +335,7 @@ class Kernels:
         errors = [] if carried is None else [carried.error]
         _check(first, None, frames)
         _check(second, None, out, frames, *errors)
-        call = _Call(numel, _Rows.of(frames[0], out, *errors, noise=noise))
+        call = _Call(numel, _Rows.of(frames[0], out, *errors, noise=noise), self._spread)
         call.place("frames", frames, 0, sources=len(frames))
         call.place("output", out, 1)
         call.code("coding", first)
@@ -324,11 +344,12 @@ class Kernels:
             call.randomise(noise)
         if carried is not None:
             call.carry(carried, 2)
-        if _is_plain(first) and _is_plain(second) and carried is None:
+        plain = _is_plain(first) and _is_plain(second) and carried is None
+        if plain:
             kernel = f"decode_sum_encode<{_ahead(first)}, {_scheme(second)}, {_rounding(second)}>"
         else:
             kernel = f"decode_sum_encode_general<{_any(first)}, {_any(second)}>"
-        self._run(call.held("reduce.cu", kernel, second, 1), out.device)
+        self._run(call.held("reduce.cu", kernel, second, 1, loops=plain), out.device)
 
 
 def _encoding(call: _Call, codec: Blocked, x: Tensor, *, plain: bool) -> Iterator[Launch]:

@@ -24,16 +24,24 @@ SOURCES: Final = Path(__file__).parent
 OPTIONS: Final = ("--fmad=false", "-std=c++17", f"-I{SOURCES}")
 
 PLACE: Final = np.dtype(
-    [("address", "i8"), ("stride", "i8", 3), ("inner", "i8"), ("vectors", "i8"), ("kind", "i8")]
+    [("address", "i8"), ("stride", "i8", 3), ("inner", "i8"), ("vectors", "u4"), ("kind", "u4")]
 )
-_CODING: Final = ("bits", "special", "block", "shift", "blocks", "codes_end", "scales_at", "scales_end")
-CODING: Final = np.dtype([(name, "i8") for name in (*_CODING, "frame_bytes", "rotation")])
-NOISE: Final = np.dtype([("on", "i8"), ("start", "i8"), ("stride", "i8", 3), ("key", "u4", 4)])
+CODING: Final = np.dtype(
+    [
+        *((name, "i8") for name in ("codes_end", "scales_at", "scales_end", "frame_bytes")),
+        *((name, "u4") for name in ("bits", "special", "block", "blocks", "rotation")),
+        ("shift", "i4"),
+    ]
+)
+NOISE: Final = np.dtype(
+    [("start", "i8"), ("stride", "i8", 3), ("key", "u4", 4), ("on", "u4"), ("unused", "u4")]
+)
 DECAY: Final = np.dtype([("old", "f4"), ("fresh", "f4")])
-_PLAIN: Final = ("numel", "middle", "team_shift", "tile", "parts", "sources", "source_stride", "extents")
+_PLAIN: Final = ("numel", "middle", "loops", "team_shift", "tile", "parts", "sources", "carried")
 ARGUMENTS: Final = np.dtype(
     [
-        *((name, "i8") for name in (*_PLAIN, "carried")),
+        *((name, "i8") for name in ("source_stride", "extents")),
+        *((name, "u4") for name in _PLAIN),
         *((name, PLACE) for name in ("values", "frames", "output", "error")),
         *((name, CODING) for name in ("coding", "second")),
         ("noise", NOISE),

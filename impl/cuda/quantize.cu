@@ -25,7 +25,7 @@ constexpr int kStagedBlocks = 1024;  // blocks of a tile, 8 kB
 
 // (blocks, 2) merged extremes of this row, zero before the first launch.
 __device__ __forceinline__ u32* row_extents(const Arguments& a) {
-    return reinterpret_cast<u32*>(a.extents) + 2 * a.coding.blocks * (i64(blockIdx.z) * gridDim.y + blockIdx.y);
+    return reinterpret_cast<u32*>(a.extents) + 2 * i64(a.coding.blocks) * (i64(blockIdx.z) * gridDim.y + blockIdx.y);
 }
 
 // Version 1, first launch: blocks * a.parts thread blocks of 256 a row, a.tile elements each.
@@ -33,20 +33,20 @@ template <class Scheme>
 __global__ void __launch_bounds__(256) encode_extents(const Arguments a) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
-    const u32 block = blockIdx.x / u32(a.parts), part = blockIdx.x % u32(a.parts);
+    const u32 block = blockIdx.x / a.parts, part = blockIdx.x % a.parts;
     const u8 *row = row_start(a, a.values), *error = row_start(a, a.error);
-    const i64 start = i64(block) * c.block, stop = start + c.block < a.numel ? start + c.block : a.numel;
-    const i64 from = start + part * a.tile, to = from + a.tile < stop ? from + a.tile : stop;
+    const u32 start = block * c.block, stop = a.numel - start < c.block ? a.numel : start + c.block;
+    const u32 from = start + part * a.tile, to = from + a.tile < stop ? from + a.tile : stop;
     Extent extent{0, 0};
-    for (i64 base = from / kOctet; base * kOctet < to; base += 256) {
-        const i64 octet = base + slot();
+    for (u32 base = from / kOctet; base * kOctet < to; base += 256) {
+        const u32 octet = base + slot();
         const int count = octet * kOctet < to ? octet_count(octet, a.numel) : 0;
         float values[kOctet];
         load_carried(a, row, error, octet, count, __all_sync(kWarp, count == kOctet) != 0, values);
         if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
-            const i64 index = octet * kOctet + i;
+            const u32 index = octet * kOctet + u32(i);
             if (index >= from && index < to) extent.include(extent_of(scheme, values[i]));
         }
     }
@@ -63,7 +63,7 @@ template <class Scheme>
 __global__ void __launch_bounds__(256) encode_given(const Arguments a) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
-    const i64 octet = i64(blockIdx.x) * 256 + slot();
+    const u32 octet = blockIdx.x * 256 + slot();
     const int count = octet_count(octet, a.numel);
     const bool together = octet_count(octet | 31, a.numel) == kOctet;
     const u8* row = row_start(a, a.values);
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(256) encode_given(const Arguments a) {
     if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
     if (count > 0) {
         const u32* extents = row_extents(a);
-        const auto scale = [&](i64 block, bool starts) {
+        const auto scale = [&](u32 block, bool starts) {
             const Stored stored = stored_of(scheme, {extents[2 * block], extents[2 * block + 1]});
             if (starts) store_scale(scheme, frame, a.frames, c, block, stored);
             return stored;
@@ -98,16 +98,16 @@ __global__ void __launch_bounds__(256) encode_staged(const Arguments a) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
     const int thread = int(threadIdx.x), block = int(c.block);
-    const i64 start = blockIdx.x * a.tile;
-    const int count = int(start + a.tile < a.numel ? a.tile : a.numel - start), blocks = (count + block - 1) / block;
+    const u32 start = blockIdx.x * a.tile;
+    const int count = int(a.numel - start < a.tile ? a.numel - start : a.tile), blocks = (count + block - 1) / block;
     const int octets = (count + kOctet - 1) / kOctet;
     const u8* row = row_start(a, a.values);
     u8 *frame = row_start(a, a.frames), *error = row_start(a, a.error);
 
     for (int each = thread; each < octets; each += 256) {
-        const i64 octet = start / kOctet + each;
+        const u32 octet = start / kOctet + u32(each);
         float values[kOctet];
-        load_carried(a, row, error, octet, octet_count(each, count), false, values);
+        load_carried(a, row, error, octet, octet_count(u32(each), u32(count)), false, values);
         if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) staged[each * kOctet + i] = values[i];
@@ -127,18 +127,18 @@ __global__ void __launch_bounds__(256) encode_staged(const Arguments a) {
             const Stored stored = stored_of(scheme, extent);
             scales[b] = stored.scale;
             offsets[b] = stored.low;
-            store_scale(scheme, frame, a.frames, c, start / block + b, stored);
+            store_scale(scheme, frame, a.frames, c, start / c.block + u32(b), stored);
         }
     }
     __syncthreads();
 
     for (int each = thread; each < octets; each += 256) {
-        const i64 octet = start / kOctet + each, first = start / block;
-        const int present = octet_count(each, count);
+        const u32 octet = start / kOctet + u32(each), first = start / c.block;
+        const int present = octet_count(u32(each), u32(count));
         float values[kOctet];
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) values[i] = staged[each * kOctet + i];
-        const auto scale = [&](i64 b, bool) { return Stored{scales[b - first], offsets[b - first]}; };
+        const auto scale = [&](u32 b, bool) { return Stored{scales[b - first], offsets[b - first]}; };
         const u64 word = encode_across(a, c, scheme, any_words(a, octet), octet, present, scale, values);
         store_codes(frame, a.frames, scheme.bits(), octet, present, word);
         if (a.carried != 0) {
@@ -155,50 +155,52 @@ template <class Scheme, int OCTETS>
 __global__ void __launch_bounds__(512, 1) encode_general(const Arguments a) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
-    const Team team(a, c);
+    Team team(a, c);
     const u8* row = row_start(a, a.values);
     u8 *frame = row_start(a, a.frames), *error = row_start(a, a.error);
-    float values[OCTETS][kOctet];
-    Extent extent{0, 0};
-#pragma unroll
-    for (int j = 0; j < OCTETS; ++j) {
-        const int count = team.count(a, c, j);
-        load_carried(a, row, error, team.octet(j), count, team.together(count), values[j]);
-        if (c.rotation != 0) {
-            rotate_octet(c, team.octet(j), a.numel, false, values[j]);
-            fill_absent(count, values[j]);
-        }
-        if (count > 0) {
-#pragma unroll
-            for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, values[j][i]));
-        }
-    }
-    const Stored stored = stored_of(scheme, team_extent(extent, team.size, true));
-    const Divider divider = divider_of(scheme, stored);
-#pragma unroll
-    for (int j = 0; j < OCTETS; ++j) {
-        const i64 octet = team.octet(j);
-        const int count = team.count(a, c, j);
-        u32 codes[kOctet];
-        encode_octet(a, c, scheme, stored, divider, any_words(a, octet), count, a.carried != 0, values[j], codes);
-        if (count > 0)
-            store_codes(frame, a.frames, scheme.bits(), octet, count, word_of(scheme, stored, count, codes));
-        if (a.carried != 0) {
-            const bool together = team.together(count);
-            float again[kOctet];
-            load_carried(a, row, error, octet, count, together, again);
-            store_carried(a, c, error, octet, count, together, again, values[j]);
-        }
-    }
-    if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, a.frames, c, team.block, stored);
     if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
+    for (u32 turn = 0; turn < a.loops; ++turn, team.advance()) {
+        float values[OCTETS][kOctet];
+        Extent extent{0, 0};
+#pragma unroll
+        for (int j = 0; j < OCTETS; ++j) {
+            const int count = team.count(a, c, j);
+            load_carried(a, row, error, team.octet(j), count, team.together(count), values[j]);
+            if (c.rotation != 0) {
+                rotate_octet(c, team.octet(j), a.numel, false, values[j]);
+                fill_absent(count, values[j]);
+            }
+            if (count > 0) {
+#pragma unroll
+                for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, values[j][i]));
+            }
+        }
+        const Stored stored = stored_of(scheme, team_extent(extent, team.size, true, turn));
+        const Divider divider = divider_of(scheme, stored);
+#pragma unroll
+        for (int j = 0; j < OCTETS; ++j) {
+            const u32 octet = team.octet(j);
+            const int count = team.count(a, c, j);
+            u32 codes[kOctet];
+            encode_octet(a, c, scheme, stored, divider, any_words(a, octet), count, a.carried != 0, values[j], codes);
+            if (count > 0)
+                store_codes(frame, a.frames, scheme.bits(), octet, count, word_of(scheme, stored, count, codes));
+            if (a.carried != 0) {
+                const bool together = team.together(count);
+                float again[kOctet];
+                load_carried(a, row, error, octet, count, together, again);
+                store_carried(a, c, error, octet, count, together, again, values[j]);
+            }
+        }
+        if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, a.frames, c, team.block, stored);
+    }
 }
 
 // Version 4.
 template <class T, class Scheme, bool STOCHASTIC>
 __global__ void __launch_bounds__(sizeof(typename T::Word) == 4 ? 1024 : 512, 1) encode_held(const Arguments a) {
     const u8* row = row_start(a, a.values);
-    encode_team<T, Scheme, sizeof(typename T::Word) == 4 ? 1 : 2, STOCHASTIC>(
+    encode_team<T, Scheme, sizeof(typename T::Word) == 4 ? 1 : 2, STOCHASTIC, true>(
         a, a.coding, a.frames, row_start(a, a.frames),
-        [&](i64 octet, int count, bool together) { return load_octet<T>(row, a.values, octet, count, together); });
+        [&](u32 octet, int count, bool together) { return load_octet<T>(row, a.values, octet, count, together); });
 }

@@ -17,8 +17,8 @@ template <class First, class Second>
 __global__ void __launch_bounds__(512, 1) decode_sum_encode_general(const Arguments a) {
     const Coding& c = a.second;
     const Second scheme = scheme_of<Second>(c);
-    const Team team(a, c);
-    const i64 octet = team.octet(0);
+    const Team team(a, c);  // one turn
+    const u32 octet = team.octet(0);
     const int count = team.count(a, c, 0);
     const bool together = team.together(count);
     u8 *frame = row_start(a, a.output), *error = row_start(a, a.error);
@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(512, 1) decode_sum_encode_general(const Argume
 template <class First, int AHEAD, class Second, bool STOCHASTIC>
 __global__ void __launch_bounds__(512, 1) decode_sum_encode(const Arguments a) {
     const u8* from = row_start(a, a.frames);
-    encode_team<Fp32, Second, 1, STOCHASTIC>(a, a.second, a.output, row_start(a, a.output),
-                                             [&](i64 octet, int count, bool) {
+    encode_team<Fp32, Second, 1, STOCHASTIC, false>(a, a.second, a.output, row_start(a, a.output),
+                                             [&](u32 octet, int count, bool) {
                                                  float sums[kOctet];
                                                  sum_octet<First, AHEAD, false>(a, from, octet, count, sums);
                                                  fill_absent(count, sums);

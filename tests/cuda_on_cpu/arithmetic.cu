@@ -68,8 +68,8 @@ __global__ void random_words(const Probe p) {
 // Size of the arguments, and where their parts start.
 __global__ void layout(const Probe p) {
     const Arguments* a = nullptr;
-    const i64 at[] = {i64(sizeof(Arguments)), i64(&a->numel),  i64(&a->team_shift), i64(&a->extents),
-                      i64(&a->values),        i64(&a->frames), i64(&a->output),     i64(&a->coding),
-                      i64(&a->second)};
+    const i64 at[] = {i64(sizeof(Arguments)), i64(&a->numel), i64(&a->carried), i64(&a->values),
+                      i64(&a->error.kind),    i64(&a->coding), i64(&a->second.shift), i64(&a->noise.key),
+                      i64(&a->decay)};
     for (int i = 0; i < 9; ++i) reinterpret_cast<i64*>(p.out)[i] = at[i];
 }

@@ -44,7 +44,7 @@ KEY = Key(0, 0, 0, "unit", "weights")
 
 def healthy(folder: Path) -> None:
     """Every kernel, on buffers that end where the tensors end."""
-    kernels = Kernels(host.Host(folder, sanitize=True, variants=VARIANTS))
+    kernels = Kernels(host.Host(folder, sanitize=True, variants=VARIANTS), spread=2)
     texts = {
         "int8:256:stochastic": torch.float32,
         "int4:16": torch.bfloat16,

@@ -38,7 +38,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     """The kernels on the host, or on a device."""
     if request.param == "host":
         host = Host(request.getfixturevalue("libraries"))
-        return Backend(Kernels(host), host, torch.device("cpu"))
+        return Backend(Kernels(host, spread=2), host, torch.device("cpu"))  # threads loop in small rows too
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
     pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")

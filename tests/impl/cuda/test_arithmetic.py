@@ -172,7 +172,13 @@ def test_random_words_are_those_of_the_oracle(libraries: Path) -> None:
 def test_the_argument_has_the_same_fields_on_both_sides(libraries: Path) -> None:
     """The structure that Python fills lies as the one that C++ reads."""
     got = probe(libraries, "layout", torch.zeros(1), torch.empty(9, dtype=torch.int64)).tolist()
-    fields = ARGUMENTS.fields
-    assert fields is not None
-    names = ("numel", "team_shift", "extents", "values", "frames", "output", "coding", "second")
-    assert got == [ARGUMENTS.itemsize, *(fields[name][1] for name in names)]
+    names = ("numel", "carried", "values", "error.kind", "coding", "second.shift", "noise.key", "decay")
+    assert got == [ARGUMENTS.itemsize, *(offset(ARGUMENTS, name) for name in names)]
+
+
+def offset(structure: np.dtype[np.void], name: str) -> int:
+    """Bytes before a field, or a field of a field."""
+    head, _, rest = name.partition(".")
+    assert structure.fields is not None
+    kind, start = structure.fields[head][:2]
+    return int(start) + (offset(kind, rest) if rest else 0)
