@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from harness.bench_record import Bench
-from harness.statistics import Interval, median_interval
+from harness.statistics import Interval
 from impl.codec import FloatCodec, Raw, parse
 from report import bench_dots, drawing, theme
 from report.frame import groups
@@ -79,8 +79,8 @@ def derived(data: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for key, group in groups(data, _IDENTITY):
         fixed = dict(zip(_IDENTITY, key, strict=True))
-        speed = median_interval((group["copy_seconds"] / group["seconds"]).tolist())
-        rate = median_interval((fixed["moved_bytes"] / group["seconds"] / 1e9).tolist())
+        speed = bench_dots.median(tuple(group["copy_seconds"] / group["seconds"]))
+        rate = bench_dots.median(tuple(fixed["moved_bytes"] / group["seconds"] / 1e9))
         work = fixed["moved_bytes"] / (2 * fixed["element_bytes"])  # of a copy's, in bytes
         rows.append(
             fixed

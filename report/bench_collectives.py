@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from harness.bench_record import Bench
-from harness.statistics import Interval, median_interval
+from harness.statistics import Interval
 from report import bench_dots, drawing
 from report.frame import groups, rate_text
 from report.plot import Drawing
@@ -46,7 +46,7 @@ def derived(data: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for key, group in groups(data, _IDENTITY):
         fixed = dict(zip(_IDENTITY, key, strict=True))
-        ratio = median_interval((group["gloo_seconds"] / group["seconds"]).tolist())
+        ratio = bench_dots.median(tuple(group["gloo_seconds"] / group["seconds"]))
         rows.append(
             fixed
             | {"id": ", ".join(sorted(set(group["id"]))), "rounds": ratio.n}

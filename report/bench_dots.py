@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from harness.statistics import Interval
+from harness.statistics import Interval, median_interval
 from report import drawing, theme
 from report.wording import number, text
 
@@ -39,6 +40,12 @@ class Dot:
 def rows_of(data: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows as dictionaries by column."""
     return [{str(key): value for key, value in row.items()} for row in data.to_dict("records")]
+
+
+@functools.cache
+def median(values: tuple[float, ...]) -> Interval:
+    """Their median with its interval; remembered, since figures, captions and tables of a page all ask."""
+    return median_interval(values)
 
 
 def told(found: Interval) -> str:
