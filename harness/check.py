@@ -87,7 +87,7 @@ def verdicts(subject: Subject, examples: int, seed: int) -> list[Verdict]:
 
 def show(found: Mapping[Subject, list[Verdict]], out: Console) -> None:
     """Print the table of subjects and claims, then every violation."""
-    from harness.laws import Duty
+    from harness.laws import Duty, title
 
     claims: list[Claim] = [*Duty, *Law]
     table = Table(box=box.SIMPLE_HEAD)
@@ -105,13 +105,10 @@ def show(found: Mapping[Subject, list[Verdict]], out: Console) -> None:
                     out.print(escape(line), soft_wrap=True)
 
 
-def title(claim: Claim) -> str:
-    """A claim's name, as it is written in tables and in ``laws``."""
-    return claim.name.lower()
-
-
 def told(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
     """A violation in lines: what is broken and how far, the row, its bits, its frame and scales."""
+    from harness.laws import title
+
     x, size = violation.x, violation.x.element_size()
     values = [f"{value:.9g}" for value in x[:_MOST_SHOWN].tolist()]
     patterns = [

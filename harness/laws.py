@@ -132,6 +132,11 @@ def attempt(subject: Subject, claim: Claim, case: Case) -> None:
     _TRIALS[claim](subject, case)
 
 
+def title(claim: Claim) -> str:
+    """A claim's name, as tables and ``laws`` of other people's objects write it."""
+    return claim.name.lower()
+
+
 def block_slices(block: Block, numel: int) -> Iterator[slice]:
     """Where the blocks of a row of ``numel`` elements lie; the last may be short."""
     size = numel if block == "shard" else block

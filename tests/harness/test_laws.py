@@ -1,0 +1,287 @@
+"""The laws hold for every codec that declares them, and catch whoever breaks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.hostile import cases, search, violation_of
+from harness.laws import Case, Claim, Duty, Subject, Violation, attempt, block_slices
+from harness.subject import missing, of_codec, of_object, served
+from impl.codec import Codec, Law, parse
+from impl.noise import Noise
+from tests.strategies import codecs, stochastic_codecs
+
+BACKENDS = ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HOLD = [claim for claim in (*Duty, *Law) if claim is not Law.UNBIASED]
+BUDGET = settings(max_examples=3 * settings.default.max_examples)
+ROW = torch.tensor([-1e-45, 0.0, 1e-45])
+
+
+def trials(every: st.SearchStrategy[Codec]) -> st.SearchStrategy[tuple[Codec, Case]]:
+    """Codecs, each with a row that is hard on its blocks."""
+    return every.flatmap(lambda codec: st.tuples(st.just(codec), cases(getattr(codec, "block", 1))))
+
+
+def keeps(backend: str, claim: Claim, codec: Codec, case: Case) -> None:
+    """Try a claim, where the codec makes it and the backend has kernels of its own."""
+    if served(codec, backend):
+        subject = of_codec(codec, backend)
+        if claim in subject.claims:
+            attempt(subject, claim, case)
+
+
+@pytest.fixture(autouse=True)
+def _there(request: pytest.FixtureRequest) -> None:
+    backend = request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
+    if backend is not None and missing(backend) is not None:
+        pytest.skip(str(missing(backend)))
+
+
+@pytest.mark.parametrize("claim", HOLD)
+@pytest.mark.parametrize("backend", BACKENDS)
+@BUDGET
+@given(trial=trials(st.one_of(codecs, codecs, stochastic_codecs)))
+@example(trial=(parse("int4:8"), Case(ROW)))
+@example(trial=(parse("int8:shard"), Case(torch.tensor([3.4028234e38, -3.4028234e38, 1.0]))))
+@example(trial=(parse("int3:shard:asym"), Case(torch.tensor([3.4028234e38, -3.4028234e38, 1.0]))))
+def test_every_claim_is_kept(backend: str, claim: Claim, trial: tuple[Codec, Case]) -> None:
+    """Codecs keep all that they declare on hostile rows, in every type, on every backend."""
+    keeps(backend, claim, *trial)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=max(10, settings.default.max_examples // 2))
+@given(trial=trials(stochastic_codecs))
+def test_random_rounding_is_unbiased(backend: str, trial: tuple[Codec, Case]) -> None:
+    """The mean over random bits is the value; an unbiased codec fails once in 1e9 rows."""
+    keeps(backend, Law.UNBIASED, *trial)
+
+
+@pytest.mark.parametrize(
+    ("text", "law"),
+    [
+        ("int4:4:asym", Law.SIGN),
+        ("int3:4:asym", Law.IDEMPOTENT),
+        ("int4:4:stochastic", Law.SIGN),
+        ("int4:4:hadamard4", Law.IDEMPOTENT),
+        ("int4:4", Law.UNBIASED),
+    ],
+)
+def test_what_is_not_declared_does_not_hold(text: str, law: Law) -> None:
+    """Laws that a codec leaves out are ones that it breaks."""
+    assert law not in parse(text).laws
+    subject, random = of_codec(parse(text), "reference"), torch.Generator().manual_seed(0)
+    rows = (Case(torch.randn(4, generator=random)) for _ in range(300))
+    assert any(violation_of(subject, law, case) for case in rows)
+
+
+class Toy:
+    """Eight bits, blocks of 4, fp32 scales behind the codes: keeps every law of a deterministic codec."""
+
+    laws = ("bound", "zero", "idempotent", "sign", "power_of_two", "nonfinite")
+    block = 4
+    stochastic = False
+
+    def frame_bytes(self, numel: int) -> int:
+        """Codes and scales."""
+        return numel + 4 * -(-numel // 4)
+
+    def error_bound(self, low: float, high: float, out: str) -> float:
+        """Half a scale, all of it if stochastic, and the roundings."""
+        top = max(-low, high)
+        return max(top / 127, 2.0**-126) * (1.001 if self.stochastic else 0.501) + top * 2.0**-23
+
+    def scales(self, blocks: Tensor) -> Tensor:
+        """(blocks, 1) of blocks (blocks, 4)."""
+        return (blocks.abs().amax(dim=1, keepdim=True) / 127).clamp(min=2.0**-126)
+
+    def rounded(self, quotients: Tensor, noise: Noise | None) -> Tensor:
+        """Codes in fp32."""
+        return quotients.round()
+
+    def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
+        """Codes, then scales; a short last block repeats its last element."""
+        numel = len(x)
+        blocks = torch.cat([x, x[-1:].expand(-numel % 4)]).view(-1, 4)
+        scales = self.scales(blocks)
+        codes = self.rounded(blocks / scales, noise).clamp(-127, 127).nan_to_num(0.0)
+        scales = scales.masked_fill(~blocks.isfinite().all(dim=1, keepdim=True), torch.nan)
+        frame[:numel] = codes.to(torch.int8).view(torch.uint8).flatten()[:numel]
+        frame[numel : numel + 4 * len(blocks)] = scales.flatten().view(torch.uint8)
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """Codes times scales."""
+        scales = frame[len(out) : len(out) + 4 * -(-len(out) // 4)].clone().view(torch.float32)
+        values = frame[: len(out)].view(torch.int8).float() * scales.repeat_interleave(4)[: len(out)]
+        out.copy_(values.clamp(-3.4028234663852886e38, 3.4028234663852886e38))
+
+
+class Random(Toy):
+    """The same, with random bits."""
+
+    laws = ("bound", "zero", "unbiased", "nonfinite", "power_of_two")
+    stochastic = True
+
+    def rounded(self, quotients: Tensor, noise: Noise | None) -> Tensor:
+        """Up with the probability of the fraction."""
+        assert noise is not None
+        generator = torch.Generator().manual_seed(noise.words[0] ^ noise.start)
+        return (quotients + torch.rand(quotients.shape, generator=generator) - 0.5).round()
+
+
+class Leaky(Toy):
+    """Leaves the last byte of its frame as it was."""
+
+    def frame_bytes(self, numel: int) -> int:
+        """One more."""
+        return super().frame_bytes(numel) + 4
+
+
+class Forgetful(Toy):
+    """Takes its scale from the maximum, not from the magnitude."""
+
+    def scales(self, blocks: Tensor) -> Tensor:
+        """(blocks, 1) of blocks (blocks, 4)."""
+        return (blocks.amax(dim=1, keepdim=True) / 127).clamp(min=2.0**-126)
+
+
+class Ghostly(Toy):
+    """Adds a little to everything."""
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """Codes times scales, and more."""
+        super().decode(frame, out)
+        out += 2.0**-140
+
+
+class Shrinking(Toy):
+    """Loses a little on every trip."""
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """Less than codes times scales."""
+        super().decode(frame, out)
+        out *= 1 - 2.0**-12
+
+
+class Upward(Toy):
+    """Rounds halves up."""
+
+    def rounded(self, quotients: Tensor, noise: Noise | None) -> Tensor:
+        """Codes in fp32."""
+        return (quotients + 0.5).floor()
+
+
+class Floored(Toy):
+    """Has a smallest scale that data can reach."""
+
+    def scales(self, blocks: Tensor) -> Tensor:
+        """(blocks, 1) of blocks (blocks, 4)."""
+        return super().scales(blocks).clamp(min=1e-8)
+
+
+class Silent(Toy):
+    """Makes zeros of NaN."""
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """Codes times scales."""
+        super().decode(frame, out)
+        out.nan_to_num_(0.0)
+
+
+def broken(toy: Any, claim: Claim) -> Violation | None:
+    """What a search of a few hundred rows finds."""
+    return search(of_object("toy", toy), claim, examples=300, seed=1)
+
+
+@pytest.mark.parametrize("toy", [Toy, Random])
+def test_honest_codecs_of_others_pass(toy: type[Toy]) -> None:
+    """An object that keeps its promises is found to keep them."""
+    subject = of_object("toy", toy)
+    assert len(subject.claims) == 1 + len(toy.laws)
+    for claim in subject.claims:
+        assert search(subject, claim, examples=30, seed=1) is None
+
+
+@pytest.mark.parametrize(
+    ("toy", "claim", "most", "words"),
+    [
+        (Leaky, Duty.FRAME, 1, "byte 5 of 9 depends on what was there: 00 or ff"),
+        (Forgetful, Law.BOUND, 1, "above the bound"),
+        (Ghostly, Law.ZERO, 1, "in a block of zeros"),
+        (Shrinking, Law.IDEMPOTENT, 1, "again"),
+        (Upward, Law.SIGN, 2, "its negative to"),
+        (Floored, Law.POWER_OF_TWO, 1, "times it to"),
+        (Silent, Law.NONFINITE, 1, "in a block that holds a NaN or an infinity"),
+    ],
+)
+def test_who_breaks_a_law_is_found(toy: type[Toy], claim: Claim, most: int, words: str) -> None:
+    """For each claim there is a codec that breaks it, and a row of one or two elements that shows it."""
+    violation = broken(toy, claim)
+    assert violation is not None
+    assert words in str(violation)
+    assert violation.x.numel() <= most
+
+
+def claiming(text: str, change: Callable[[Tensor], None]) -> Subject:
+    """The reference, whose frames are changed afterwards."""
+    honest = of_codec(parse(text), "reference")
+
+    def encode(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
+        honest.encode(x, frames, noise)
+        change(frames)
+
+    return replace(honest, encode=encode, specification=False)
+
+
+@pytest.mark.parametrize("text", ["int8:16", "mxfp4", "int4:32:hadamard8:stochastic"])
+def test_other_bits_than_the_references_are_found(text: str) -> None:
+    """A frame that differs in one bit of a code or of a scale is no frame of the codec."""
+    subject = claiming(text, lambda frames: frames[..., 0].bitwise_xor_(1))
+    violation = search(subject, Duty.BITS, examples=20, seed=0)
+    assert "byte 0 of the frame (codes)" in str(violation)
+    subject = claiming(text, lambda frames: frames[..., -16].bitwise_xor_(1))
+    violation = search(subject, Duty.BITS, examples=20, seed=0)
+    assert "(scales)" in str(violation)
+    assert search(claiming(text, lambda _: None), Duty.BITS, examples=20, seed=0) is None
+
+
+def test_what_a_codec_raises_is_a_violation() -> None:
+    """An error of somebody's code is reported with the smallest row, not thrown."""
+
+    class Fragile(Toy):
+        def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
+            if len(x) > 3:
+                raise IndexError("no room for a fourth")
+            super().encode(x, frame)
+
+    violation = broken(Fragile, Law.ZERO)
+    assert str(violation) == "raised IndexError: no room for a fourth"
+    assert violation is not None
+    assert violation.x.tolist() == [0.0] * 4
+
+
+def test_what_does_not_repeat_is_said_to() -> None:
+    """A codec that fails by chance is a violation too."""
+    times = iter([True] + [False] * 10**6)
+
+    class Moody(Toy):
+        def decode(self, frame: Tensor, out: Tensor) -> None:
+            super().decode(frame, out)
+            out += float(next(times))
+
+    assert str(broken(Moody, Law.ZERO)) == "zero broke once, and not when the same row was tried again"
+
+
+@given(st.one_of(st.integers(1, 40), st.just("shard")), st.integers(1, 100))
+def test_blocks_cover_a_row(block: Any, numel: int) -> None:
+    """Block slices are the row, in order, each of the block's size but the last."""
+    covered = [i for where in block_slices(block, numel) for i in range(numel)[where]]
+    assert covered == list(range(numel))
