@@ -54,7 +54,7 @@ class Law(enum.Enum):
 
     BOUND = "the error of each element is within error_bound of its block"
     ZERO = "zeros decode to zeros"
-    IDEMPOTENT = "encoding what was decoded gives the same codes"
+    IDEMPOTENT = "what was decoded, encoded again, decodes to the same, but for the last bits of a scale"
     SIGN = "encoding -x decodes to minus what x decodes to"
     POWER_OF_TWO = "scaling by a power of two commutes, away from the ends of the range"
     NONFINITE = "a block with a NaN or an infinity decodes to NaN, or to itself"
