@@ -219,6 +219,11 @@ class _State:
             self._carried.error.copy_(self.errors)
 
 
+def supports(codec: Codec) -> bool:
+    """Whether there are kernels for ``codec``, asked without building them."""
+    return _has_kernels(codec)
+
+
 def _has_kernels(codec: Codec) -> TypeGuard[Blocked]:
     return isinstance(codec, (IntCodec, FloatCodec))
 
