@@ -40,6 +40,7 @@ CODEC_FN float float_of(u32 bits) {
 #endif
 }
 
+constexpr int kOctet = 8;  // elements, whose codes are whole bytes
 constexpr u32 kAbs = 0x7fffffffu, kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
 constexpr float kSmallestNormal = 1.17549435082228750797e-38f;  // 2^-126, the floor of scales
 
@@ -145,6 +146,26 @@ CODEC_FN Extent extent_of(Scheme<BITS> scheme, float value) {
 template <int MANTISSA>
 CODEC_FN Extent extent_of(Floats<MANTISSA>, float value) {
     return {bits_of(value) & kAbs, 0};
+}
+
+// Widen an extent by eight values of its block; what the scheme is, is asked once.
+template <int BITS>
+CODEC_FN void include_octet(Scheme<BITS> scheme, const float (&values)[kOctet], Extent& extent) {
+    if (scheme.asymmetric) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) extent.include(extent_of(Scheme<BITS>{scheme.stated, true}, values[i]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) {
+            const u32 high = bits_of(values[i]) & kAbs;
+            extent.high = high > extent.high ? high : extent.high;
+        }
+    }
+}
+
+template <int MANTISSA>
+CODEC_FN void include_octet(Floats<MANTISSA>, const float (&values)[kOctet], Extent& extent) {
+    include_octet(Scheme<8>{8, false}, values, extent);
 }
 
 // ---- scale and offset of a block, as the frame stores them -------------------------------------
@@ -381,6 +402,25 @@ CODEC_FN float value_of(Floats<MANTISSA> scheme, Stored stored, u32 code) {
     return float_of(bits_of(element) | sign << 31) * stored.scale;
 }
 
+// Eight codes of one block; what the scheme is, is asked once.
+template <int BITS>
+CODEC_FN void values_of(Scheme<BITS> scheme, Stored stored, const u32 (&codes)[kOctet], float (&values)[kOctet]) {
+    if (scheme.asymmetric) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) values[i] = value_of(Scheme<BITS>{scheme.stated, true}, stored, codes[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) values[i] = value_of(Scheme<BITS>{scheme.stated, false}, stored, codes[i]);
+    }
+}
+
+template <int MANTISSA>
+CODEC_FN void values_of(Floats<MANTISSA> scheme, Stored stored, const u32 (&codes)[kOctet],
+                        float (&values)[kOctet]) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) values[i] = value_of(scheme, stored, codes[i]);
+}
+
 // Whether no value of the block exceeds `largest`: then its elements need no comparison each.
 CODEC_FN bool within(Stored stored, float largest) {
     return stored.scale <= largest * 0x1p-10f && stored.low <= largest * 0.5f && stored.low >= largest * -0.5f;
@@ -430,14 +470,13 @@ CODEC_FN typename State::Word carried_of(Decay decay, float error, float value, 
 
 // ---- eight codes are whole bytes ---------------------------------------------------------------
 
-constexpr int kOctet = 8;  // elements; `bits` bytes
-
-// Codes of values of one block, whose extent gave the divider.  One branch for eight: where any is in
-// doubt, all are divided.  No symmetric quotient needs clamping: it is at most `last` but for rounding, and
-// what a shift of 0.49999 carries over a tie is in doubt.  `shift(i)` is of element i; 0 rounds to nearest.
-template <bool STOCHASTIC, int BITS, class Shift>
-CODEC_FN void codes_of(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
-                       u32 (&codes)[kOctet]) {
+// Codes of values of one block, whose extent gave the divider, by products; and whether none is in doubt.
+// No symmetric quotient needs clamping: it is at most `last` but for rounding, and what a shift of 0.49999
+// carries over a tie is in doubt.
+template <bool STOCHASTIC, bool ASYMMETRIC, int BITS, class Shift>
+CODEC_FN bool quick_codes(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], Shift shift,
+                          u32 (&codes)[kOctet]) {
+    const Scheme<BITS> scheme{stated.stated, ASYMMETRIC};
     const float safe = STOCHASTIC ? divider.unsafe * 2.0f - 0.5f : divider.unsafe;
     const float last = kRound + scheme.last();
     bool sure = true;
@@ -446,12 +485,22 @@ CODEC_FN void codes_of(Scheme<BITS> scheme, Divider divider, const float (&value
         const float quotient = numerator_of(scheme, divider, values[i]) * divider.reciprocal;
         Rounded result = rounded_of(STOCHASTIC ? quotient + shift(i) : quotient);
         sure = sure & ((result.rest < 0.0f ? -result.rest : result.rest) <= safe);
-        if (scheme.asymmetric) {
+        if (ASYMMETRIC) {
             result.rounded = result.rounded > last ? last : result.rounded;
             result.rounded = result.rounded < kRound ? kRound : result.rounded;
         }
         codes[i] = low_bits(scheme, result.rounded);
     }
+    return sure;
+}
+
+// The same, all divided where any is in doubt: one branch for eight.  `shift(i)` is of element i; 0 rounds to
+// nearest.
+template <bool STOCHASTIC, int BITS, class Shift>
+CODEC_FN void codes_of(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
+                       u32 (&codes)[kOctet]) {
+    const bool sure = scheme.asymmetric ? quick_codes<STOCHASTIC, true>(scheme, divider, values, shift, codes)
+                                        : quick_codes<STOCHASTIC, false>(scheme, divider, values, shift, codes);
     if (!sure) {
 #pragma unroll
         for (int i = 0; i < kOctet; ++i)

@@ -125,22 +125,19 @@ struct Held {
     }
 };
 
-// `together`: all lanes of the warp are here, and have whole octets, in the order of their slots.  Absent
+// Ask for an octet: to be settled before it is used.  `together`: all lanes of the warp are here, and have
+// whole octets, in the order of their slots; then lanes have their halves of fp32 octets crossed.  Absent
 // elements repeat the first, which keeps them out of every extreme.
 template <class T>
-__device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place, u32 octet, int count,
-                                              bool together) {
+__device__ __forceinline__ Held<T> fetch_elements(const u8* row, const Place& place, u32 octet, int count,
+                                                  bool together) {
     Held<T> held;
     const uint4* from = reinterpret_cast<const uint4*>(row);
     if constexpr (Held<T>::kWords == kOctet) {
         if (together && place.vectors != 0) {
-            const u32 lane = threadIdx.x & 31u;
-            from += (octet - (slot() & 31u)) * 2 + lane;
-            const uint4 near = from[0], far = from[32];
-            const bool even = lane % 2 == 0;
-            const uint4 other = swapped(either(even, far, near));
-            held.set_quad(0, either(even, near, other));
-            held.set_quad(1, either(even, other, far));
+            from += (octet - (slot() & 31u)) * 2 + (threadIdx.x & 31u);
+            held.set_quad(0, from[0]);
+            held.set_quad(1, from[32]);
             return held;
         }
     }
@@ -162,6 +159,26 @@ __device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place,
 }
 
 template <class T>
+__device__ __forceinline__ void settle(const Place& place, bool together, Held<T>& held) {
+    if constexpr (Held<T>::kWords == kOctet) {
+        if (together && place.vectors != 0) {
+            const bool even = threadIdx.x % 2 == 0;
+            const uint4 near = held.quad(0), far = held.quad(1), other = swapped(either(even, far, near));
+            held.set_quad(0, either(even, near, other));
+            held.set_quad(1, either(even, other, far));
+        }
+    }
+}
+
+template <class T>
+__device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place, u32 octet, int count,
+                                              bool together) {
+    Held<T> held = fetch_elements<T>(row, place, octet, count, together);
+    settle(place, together, held);
+    return held;
+}
+
+template <class T>
 __device__ __forceinline__ void store_octet(u8* row, const Place& place, u32 octet, int count, bool together,
                                             const float (&values)[kOctet]) {
     Held<T> held{};
@@ -170,10 +187,9 @@ __device__ __forceinline__ void store_octet(u8* row, const Place& place, u32 oct
     uint4* to = reinterpret_cast<uint4*>(row);
     if constexpr (Held<T>::kWords == kOctet) {
         if (together && place.vectors != 0) {
-            const u32 lane = threadIdx.x & 31u;
-            const bool even = lane % 2 == 0;
-            const uint4 other = swapped(even ? held.quad(1) : held.quad(0));
-            to += (octet - (slot() & 31u)) * 2 + lane;
+            const bool even = threadIdx.x % 2 == 0;
+            const uint4 other = swapped(either(even, held.quad(1), held.quad(0)));
+            to += (octet - (slot() & 31u)) * 2 + (threadIdx.x & 31u);
             to[0] = either(even, held.quad(0), other);
             to[32] = either(even, other, held.quad(1));
             return;
@@ -406,8 +422,7 @@ __device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, con
     unpack(scheme, fetched.codes, codes);
     Stored stored = fetched.stored;
     if (in.left >= count) {
-#pragma unroll
-        for (int i = 0; i < kOctet; ++i) values[i] = value_of(scheme, stored, codes[i]);
+        values_of(scheme, stored, codes, values);
         if (!within(scheme, stored, largest)) {
 #pragma unroll
             for (int i = 0; i < kOctet; ++i) values[i] = saturated(values[i], largest);
@@ -475,7 +490,9 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u
 // 32, and a team's threads are those of consecutive slots.  `two`: the extent has two ends.
 __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
     __shared__ u32 highs[2][32], lows[2][32];  // by turns: who is a turn ahead disturbs nobody who still reads
-    for (u32 offset = (team < 32 ? team : 32) / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (u32 offset = 16; offset > 0; offset /= 2) {
+        if (offset >= team) continue;
         const u32 apart = lanes_apart(int(offset)), high = __shfl_xor_sync(kWarp, mine.high, apart);
         mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
     }
@@ -539,15 +556,16 @@ __device__ __forceinline__ u64 word_of(Scheme scheme, Stored stored, int count, 
     return stored.broken() ? 0 : pack(scheme, codes);
 }
 
-// Octets of a team as they came.
+// Octets of a thread, as they came.
 template <class T, int OCTETS>
 struct Mine {
     Held<T> held[OCTETS];
     int counts[OCTETS];
+    bool together[OCTETS];
 };
 
 // Encode octets held in registers.  `load(octet, count, together)` brings an octet of the row as Held<T>.
-// AHEAD: those of the next turn are under way while this turn's are encoded.
+// AHEAD: it only asks for it, and those of the next turn are under way while this turn's are encoded.
 template <class T, class Scheme, int OCTETS, bool STOCHASTIC, bool AHEAD, class Load>
 __device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c, const Place& place, u8* frame,
                                             Load load) {
@@ -558,9 +576,9 @@ __device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c,
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
             mine.counts[j] = team.count(a, c, j);
-            bool together = false;
-            if constexpr (Held<T>::kWords == kOctet) together = team.together(mine.counts[j]);
-            mine.held[j] = load(team.octet(j), mine.counts[j], together);
+            mine.together[j] = false;
+            if constexpr (AHEAD && Held<T>::kWords == kOctet) mine.together[j] = team.together(mine.counts[j]);
+            mine.held[j] = load(team.octet(j), mine.counts[j], mine.together[j]);
         }
         return mine;
     };
@@ -585,9 +603,11 @@ __device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c,
         Extent extent{0, 0};
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
+            if constexpr (AHEAD) settle(a.values, mine.together[j], mine.held[j]);
             if (mine.counts[j] > 0) {
-#pragma unroll
-                for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, T::widen(mine.held[j].word(i))));
+                float values[kOctet];
+                widen_octet(mine.held[j], values);
+                include_octet(scheme, values, extent);
             }
         }
         const Stored stored = stored_of(scheme, team_extent(extent, team.size, scheme.asymmetric, turn));
@@ -646,9 +666,9 @@ __device__ __forceinline__ void encode_octet(const Arguments& a, const Coding& c
     const auto shift = [&](int i) { return any_shift(a, random, i); };
     codes_of<true>(scheme, divider, values, shift, codes);
     if (decoded) {
+        values_of(scheme, stored, codes, values);
 #pragma unroll
-        for (int i = 0; i < kOctet; ++i)
-            values[i] = saturated(value_of(scheme, stored, codes[i]), Fp32::largest());
+        for (int i = 0; i < kOctet; ++i) values[i] = saturated(values[i], Fp32::largest());
     }
 }
 

@@ -41,7 +41,7 @@ from impl.noise import OCTET, Noise
 from impl.reference import Carried
 
 THREADS: Final = 256
-HELD: Final = 8_192  # elements of a block in registers: 1024 threads of an octet, or 512 of two
+HELD: Final = 8_192  # elements of a block in registers: 512 threads of two octets
 HELD_ALONE: Final = 4_096  # 512 threads of one octet
 STAGED: Final = 8_192  # elements of a tile in shared memory, kStaged of quantize.cu
 STAGED_BLOCKS: Final = 1_024  # kStagedBlocks
@@ -358,7 +358,7 @@ def _encoding(call: _Call, codec: Blocked, x: Tensor, *, plain: bool) -> Iterato
     whole = math.lcm(block, OCTET)  # whole blocks and whole octets
     if plain and _holds(codec, call.numel, HELD):
         kernel = f"encode_held<{TYPES[x.dtype]}, {_scheme(codec)}, {_rounding(codec)}>"
-        yield call.held(file, kernel, codec, 1 if x.dtype == torch.float32 else 2)
+        yield call.held(file, kernel, codec, 2)
     elif _holds(codec, call.numel, HELD):
         octets = 1 if block <= HELD_ALONE else 2
         yield call.held(file, f"encode_general<{_any(codec)}, {octets}>", codec, octets)

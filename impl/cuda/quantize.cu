@@ -11,8 +11,8 @@
 //      loads, one shuffle tree.  For multiples of 8 (and whole rows) up to 8,192 elements: 512 threads of one
 //      octet or two; four spilled.
 //   4. encode_held: the same for integers of 4 and 8 bits without rotation and error feedback, compiled
-//      for their types.  16-bit elements wait as they came, two octets a thread: 32 bytes under way for
-//      each thread, whatever the type, and half the shuffles.
+//      for their types.  Two octets a thread; elements wait as they came, and those of the next block are
+//      under way meanwhile: 32 or 64 bytes for each thread at any time.
 // Random bits are computed while the elements are under way.  Error feedback reads its elements a second
 // time, from the cache.  Rows are strided, so that the transpose of a two-hop reduction costs no pass of
 // its own.
@@ -170,10 +170,7 @@ __global__ void __launch_bounds__(512, 1) encode_general(const Arguments a) {
                 rotate_octet(c, team.octet(j), a.numel, false, values[j]);
                 fill_absent(count, values[j]);
             }
-            if (count > 0) {
-#pragma unroll
-                for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, values[j][i]));
-            }
+            if (count > 0) include_octet(scheme, values[j], extent);
         }
         const Stored stored = stored_of(scheme, team_extent(extent, team.size, true, turn));
         const Divider divider = divider_of(scheme, stored);
@@ -198,9 +195,9 @@ __global__ void __launch_bounds__(512, 1) encode_general(const Arguments a) {
 
 // Version 4.
 template <class T, class Scheme, bool STOCHASTIC>
-__global__ void __launch_bounds__(sizeof(typename T::Word) == 4 ? 1024 : 512, 1) encode_held(const Arguments a) {
+__global__ void __launch_bounds__(512, 1) encode_held(const Arguments a) {
     const u8* row = row_start(a, a.values);
-    encode_team<T, Scheme, sizeof(typename T::Word) == 4 ? 1 : 2, STOCHASTIC, true>(
+    encode_team<T, Scheme, 2, STOCHASTIC, true>(
         a, a.coding, a.frames, row_start(a, a.frames),
-        [&](u32 octet, int count, bool together) { return load_octet<T>(row, a.values, octet, count, together); });
+        [&](u32 octet, int count, bool together) { return fetch_elements<T>(row, a.values, octet, count, together); });
 }

@@ -33,10 +33,7 @@ __global__ void __launch_bounds__(512, 1) decode_sum_encode_general(const Argume
     if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
     fill_absent(count, values);  // spare codes decode to offsets: out of extremes
     Extent extent{0, 0};
-    if (count > 0) {
-#pragma unroll
-        for (int i = 0; i < kOctet; ++i) extent.include(extent_of(scheme, values[i]));
-    }
+    if (count > 0) include_octet(scheme, values, extent);
     const Stored stored = stored_of(scheme, team_extent(extent, team.size, true));
     float decoded[kOctet];
 #pragma unroll
