@@ -12,7 +12,10 @@ import torch
 from harness.cli import app
 from harness.expansion import load
 from impl.codec import parse
+from impl.mesh import Mesh
 from impl.reference import encode
+from impl.topology import Topology
+from tests.ranks import on_threads
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -91,3 +94,16 @@ def test_frame_example() -> None:
     frame = torch.empty(codec.frame_bytes(8), dtype=torch.uint8)
     encode(codec, torch.tensor([7, -7, 3.4, 0.5, 1.5, -0.5, 0, 2]), frame)
     assert " ".join(stated) == bytes(frame.tolist()).hex(" ")
+
+
+def _standalone(mesh: Mesh, code: str) -> tuple[torch.Size, torch.Size]:
+    made = {"shard": torch.randn(100, 3), "gradient": torch.randn(4 * 50, 2)}
+    exec(compile(code, "README.md", "exec"), made)  # noqa: S102  # our own text
+    return made["weights"].shape, made["mean"].shape
+
+
+def test_the_collectives_stand_alone_as_shown() -> None:
+    """The README's two lines gather weights and reduce a gradient on any mesh."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    code = code.replace("Topology(nodes=2, ranks_per_node=4)", "Topology(nodes=2, ranks_per_node=2)")
+    assert on_threads(Topology(2, 2), _standalone, code) == [((4, 100, 3), (50, 2))] * 4
