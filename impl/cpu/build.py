@@ -25,9 +25,6 @@ COMPILERS: Final = ("c++", "g++", "clang++")
 # No -ffast-math: it would turn denormals off for the whole process, and drop the tests for NaN.
 FLAGS: Final = (
     "-std=c++17",
-    "-O2",  # -O3 takes twice the time to build, for copies of loops that bring nothing
-    "-ftree-vectorize",
-    "-fvect-cost-model=dynamic",
     "-march=native",
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -38,6 +35,8 @@ FLAGS: Final = (
     # Compilers prefer half of AVX-512's width, which suits code that uses it now and then.
     *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
 )
+# GCC's -O3 takes twice the time to build, for copies of loops that bring nothing.
+_OPTIMIZATION: Final = {"gcc": ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic"), "clang": ("-O3",)}
 _SECONDS: Final = 120.0  # for one compilation, or for another process's
 
 
@@ -90,10 +89,19 @@ def _compiler() -> str:
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
     """16 hexadecimal digits that change with anything that changes the library."""
     total = hashlib.sha256()
-    facts = (_run([compiler, "--version"]), " ".join(flags), platform.machine(), _processor())
+    command = " ".join((*_optimization(compiler), *flags))
+    facts = (_version(compiler), command, platform.machine(), _processor())
     for part in (*(fact.encode() for fact in facts), *(path.read_bytes() for path in (SOURCE, *HEADERS))):
         total.update(len(part).to_bytes(8, "little") + part)
     return total.hexdigest()[:16]
+
+
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"])
+
+
+def _optimization(compiler: str) -> tuple[str, ...]:
+    return _OPTIMIZATION["clang" if "clang" in _version(compiler) else "gcc"]
 
 
 @functools.cache
@@ -109,7 +117,7 @@ def _processor() -> str:
 def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     unfinished = path.with_suffix(f".{os.getpid()}")
     try:
-        _run([compiler, *flags, str(SOURCE), "-o", str(unfinished)])
+        _run([compiler, *_optimization(compiler), *flags, str(SOURCE), "-o", str(unfinished)])
         _digest_path(path).unlink(missing_ok=True)
         digest = _digest(unfinished)
         unfinished.replace(path)

@@ -7,14 +7,13 @@
 // it is compiled.  Never built with -ffast-math: NaN, denormals and the order of operations count.
 //
 // What is encoded comes from one of two places.  Elements that need nothing but rounding stay where they lie
-// (`InPlace`).  Sums, carried error, rotations, and 16-bit elements of the rarer codecs are brought to
-// a small buffer of fp32 first (`Brought`).
+// (`InPlace`): fp32, and bf16 of symmetric integers.  All others, sums, and what carries an error or is
+// rotated, are brought to a small buffer of fp32 first (`Brought`).
 #include "random.hpp"
 #include "rounding.hpp"
 #include "values.hpp"
 
-#include <memory>
-#include <new>
+#include <cstdlib>
 
 namespace {
 
@@ -46,25 +45,32 @@ void with_type(i64 type, Body body) {
     else body(Fp16{});
 }
 
+// Memory for `count` words, or none.
+struct Memory {
+    u32* const data;
+
+    explicit Memory(i64 count) : data(static_cast<u32*>(count ? std::malloc(std::size_t(count) * 4) : nullptr)) {}
+    Memory(const Memory&) = delete;
+    ~Memory() { std::free(data); }
+};
+
 // Values of one row in fp32: elements or sums, with carried error, rotated.
 struct Brought {
     using Type = Fp32;
-    using Words = std::unique_ptr<u32[]>;
     const Job& job;
     const Code& code;      // of the frame that is written
     const bool sums;       // of frames, not elements
     const i64 most;        // values that next() may bring at once
-    Words held, turned;    // before the rotation, and after it where both are needed
+    const Memory held, turned;  // before the rotation, and after it where both are needed
     i64 row = 0, errors = 0;  // addresses of what is encoded, and of the carried error
     i64 start = 0;         // element of held_values()[0]
     i64 offset = 0;        // of it in `held`
 
     Brought(const Job& job, const Code& code, bool sums)
         : job(job), code(code), sums(sums), most(smaller(code.block > kPiece ? code.block : kPiece, kHeld)),
-          held(allocate()), turned(carries() && code.hadamard != 0 ? allocate() : nullptr) {}
+          held(most + 2 * kSlack), turned(carries() && code.hadamard != 0 ? most + 2 * kSlack : 0) {}
 
-    Words allocate() const { return Words(new (std::nothrow) u32[std::size_t(most + 2 * kSlack)]); }
-    bool has_memory() const { return held && (turned || !carries() || code.hadamard == 0); }
+    bool has_memory() const { return held.data && (turned.data || !carries() || code.hadamard == 0); }
     static constexpr bool in_order() { return false; }
     bool carries() const { return job.error_type >= 0; }
     i64 rotated(i64 begin, i64 end) const {  // of [begin, end), the number that is rotated
@@ -76,7 +82,7 @@ struct Brought {
     const u32* next(i64 begin, i64 end) {
         start = begin;
         bring(begin, end);
-        u32* values = held.get() + offset;
+        u32* values = held.data + offset;
         if (carries()) {
             with_type(job.error_type, [&](auto type) {
                 using State = decltype(type);
@@ -87,7 +93,7 @@ struct Brought {
             });
         }
         const i64 turning = rotated(begin, end);
-        u32* to = turned ? turned.get() : values;
+        u32* to = turned.data ? turned.data : values;
         if (turning != 0) rotate(values, to, turning, code.hadamard, false);
         if (to != values) std::memcpy(to + turning, values + turning, std::size_t(end - begin - turning) * 4);
         return to;
@@ -99,7 +105,7 @@ struct Brought {
             with_type(job.type, [&](auto type) {
                 using T = decltype(type);
                 const auto* values = reinterpret_cast<const typename T::Word*>(row) + begin;
-                for (i64 i = 0; i < end - begin; ++i) held[std::size_t(i)] = bits_of(T::widen(values[i]));
+                widen<T>(values, held.data, end - begin);
             });
             return;
         }
@@ -108,7 +114,7 @@ struct Brought {
         const i64 first = begin / grain * grain;
         offset = begin - first;
         const i64 last = smaller((end + grain - 1) / grain * grain, job.numel);
-        sum_sources(job, reinterpret_cast<const u8*>(row), first, last, held.get());
+        sum_sources(job, reinterpret_cast<const u8*>(row), first, last, held.data);
     }
 
     // Replaces the error of [begin, end), inside what next() has brought last, by what its codes leave over.
@@ -116,7 +122,7 @@ struct Brought {
         alignas(64) u32 decoded[kPiece];
         decode_block<Fp32>(code, stored, codes, decoded, end - begin);
         if (code.hadamard != 0) rotate_back(code, job.numel, begin, end, decoded);
-        const u32* values = held.get() + offset + (begin - start);
+        const u32* values = held.data + offset + (begin - start);
         with_type(job.error_type, [&](auto type) {
             using State = decltype(type);
             auto* error = reinterpret_cast<typename State::Word*>(errors) + begin;
@@ -189,6 +195,14 @@ void encode_row(const Job& job, const Code& code, Source& source, u8* frame, i64
     clear_padding(code, frame);
 }
 
+template <class T>
+void encode_in_place(const Job& job) {
+    each_row<3>(job, {&job.values, &job.frames, &job.random}, [&](const i64* at) {
+        InPlace<T> source{reinterpret_cast<const typename T::Word*>(at[0]), job.numel};
+        encode_row(job, job.coding, source, reinterpret_cast<u8*>(at[1]), at[2]);
+    });
+}
+
 // The rows of `values`, elements or frames to sum, to those of `frames`.
 bool encode_brought(const Job& job, const Code& code, const Plane& values, const Plane& frames, bool sums) {
     Brought source(job, code, sums);
@@ -209,17 +223,10 @@ __attribute__((visibility("default"))) i64 job_bytes() { return i64(sizeof(Job))
 
 __attribute__((visibility("default"))) int encode(const Job* job) {
     const Code& code = job->coding;
-    const bool plain = code.kind != kFloats && !code.stochastic;
-    if (job->error_type >= 0 || code.hadamard != 0 || (job->type != 0 && !plain)) {
-        return encode_brought(*job, code, job->values, job->frames, false) ? 0 : 1;
-    }
-    with_type(job->type, [&](auto type) {
-        using T = decltype(type);
-        each_row<3>(*job, {&job->values, &job->frames, &job->random}, [&](const i64* at) {
-            InPlace<T> source{reinterpret_cast<const typename T::Word*>(at[0]), job->numel};
-            encode_row(*job, code, source, reinterpret_cast<u8*>(at[1]), at[2]);
-        });
-    });
+    const bool bare = job->error_type < 0 && code.hadamard == 0;
+    if (bare && job->type == 0) encode_in_place<Fp32>(*job);
+    else if (bare && job->type == 1 && code.kind == kSymmetric && !code.stochastic) encode_in_place<Bf16>(*job);
+    else return encode_brought(*job, code, job->values, job->frames, false) ? 0 : 1;
     return 0;
 }
 

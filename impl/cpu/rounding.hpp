@@ -40,7 +40,10 @@ Extent extent(const typename T::Word* __restrict values, i64 count) {
 
 template <class T>
 Extent extent(const Code& code, const typename T::Word* values, i64 count) {
-    return code.kind == kAsymmetric ? extent<T, true>(values, count) : extent<T, false>(values, count);
+    if constexpr (std::is_same_v<T, Fp32>) {
+        if (code.kind == kAsymmetric) return extent<T, true>(values, count);
+    }
+    return extent<T, false>(values, count);
 }
 
 inline Stored stored_of(const Code& code, Extent extent) {
@@ -216,7 +219,7 @@ __attribute__((noinline)) void round_kind(const Code& code, Stored stored, const
 
 // Codes, a byte each, of `count` values of one block; `random` has 16 bits an element where they are drawn.
 // Meanwhile fetches what lies `ahead` elements on, where that is not 0: memory would otherwise rest
-// while a block that has been fetched is rounded.  Other kinds than nearest integers come as fp32.
+// while a block that has been fetched is rounded.  16-bit words come only for symmetric integers to nearest.
 template <class T>
 __attribute__((noinline)) void round_values(const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead,
                   u8* codes, i64 count) {
@@ -228,14 +231,14 @@ __attribute__((noinline)) void round_values(const Code& code, Stored stored, con
         round_kind<T, decltype(kind)::value, decltype(stochastic)::value>(
             code, stored, values, random, ahead, codes, count);
     };
-    using Symmetric = std::integral_constant<Kind, kSymmetric>;
-    using Asymmetric = std::integral_constant<Kind, kAsymmetric>;
-    using FloatKind = std::integral_constant<Kind, kFloats>;
-    if constexpr (std::is_same_v<T, Fp32>) {
-        if (code.kind == kFloats) return code.stochastic ? with(FloatKind{}, std::true_type{}) : with(FloatKind{}, std::false_type{});
-        if (code.stochastic) return code.kind == kAsymmetric ? with(Asymmetric{}, std::true_type{}) : with(Symmetric{}, std::true_type{});
-    }
-    code.kind == kAsymmetric ? with(Asymmetric{}, std::false_type{}) : with(Symmetric{}, std::false_type{});
+    using std::integral_constant;
+    const auto chosen = [&](auto kind) {
+        return code.stochastic ? with(kind, std::true_type{}) : with(kind, std::false_type{});
+    };
+    if constexpr (!std::is_same_v<T, Fp32>) return with(integral_constant<Kind, kSymmetric>{}, std::false_type{});
+    else if (code.kind == kFloats) return chosen(integral_constant<Kind, kFloats>{});
+    else if (code.kind == kAsymmetric) return chosen(integral_constant<Kind, kAsymmetric>{});
+    else return chosen(integral_constant<Kind, kSymmetric>{});
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 #include "packing.hpp"
 #include "rotation.hpp"
 
+#include <type_traits>
+
 namespace {
 
 constexpr int kSources = 4;  // added in one go
@@ -103,10 +105,83 @@ void decode_block(const Code& code, Stored stored, const u8* codes, typename T::
     sum_terms<T, 1, false>(code, Terms{{codes}, {stored}}, out, count);
 }
 
+#if WIDE
+// Codes of 4 bits are read from a table of 16 values in a register: `numbers` times a block's scale, as
+// `value_of` has it, saturated.
+inline __m512 values_of(const Code& code, __m512 numbers, Stored stored) {
+    const __m512 top = _mm512_set1_ps(Fp32::largest()), bottom = _mm512_set1_ps(-Fp32::largest());
+    __m512 values;
+    if (code.kind == kAsymmetric) {
+        const __m512 steps = _mm512_mul_ps(numbers, _mm512_set1_ps(stored.scale * 0.5f));
+        values = _mm512_mul_ps(_mm512_add_ps(steps, _mm512_set1_ps(stored.low * 0.5f)), _mm512_set1_ps(2.0f));
+    } else {
+        values = _mm512_mul_ps(numbers, _mm512_set1_ps(stored.scale));
+    }
+    return _mm512_max_ps(bottom, _mm512_min_ps(top, values));  // NaN is the second operand's
+}
+
+template <Kind KIND>
+__m512 numbers_of(const Code& code) {
+    const Reader<KIND> reader(code);
+    alignas(64) float numbers[16];
+    for (u32 number = 0; number < 16; ++number) numbers[number] = reader.value({1.0f, 0.0f}, number);
+    return _mm512_load_ps(numbers);
+}
+
+// As sum_piece, of 4-bit codes; begin, end and blocks are multiples of 32.
+template <int COUNT, bool ADD>
+void sum_nibbles(const Code& code, const u8* frame, i64 stride, i64 begin, i64 end, u32* out) {
+    const __m512 numbers = code.kind == kFloats      ? numbers_of<kFloats>(code)
+                           : code.kind == kSymmetric ? numbers_of<kSymmetric>(code)
+                                                     : numbers_of<kAsymmetric>(code);
+    const __m512i lower = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
+    const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
+    i64 block = begin / code.block;
+    for (i64 at = begin; at < end; ++block) {
+        const i64 stop = smaller((block + 1) * code.block, end);
+        __m512 values[COUNT];
+        for (int term = 0; term < COUNT; ++term) {
+            values[term] = values_of(code, numbers, load(code, frame + term * stride, block));
+        }
+        for (; at < stop; at += 32, out += 32) {
+            __m512 even = _mm512_setzero_ps(), odd = even;
+            if (ADD) {
+                const __m512 front = _mm512_loadu_ps(out), back = _mm512_loadu_ps(out + 16);
+                even = _mm512_permutex2var_ps(front, evens, back);
+                odd = _mm512_permutex2var_ps(front, odds, back);
+            }
+#pragma GCC unroll 4
+            for (int term = 0; term < COUNT; ++term) {
+                const auto* codes = reinterpret_cast<const __m128i*>(frame + term * stride + at / 2);
+                const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(codes));  // an index is 4 bits of it
+                const __m512 first = _mm512_permutexvar_ps(pairs, values[term]);
+                const __m512 second = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), values[term]);
+                even = term == 0 && !ADD ? first : _mm512_add_ps(even, first);
+                odd = term == 0 && !ADD ? second : _mm512_add_ps(odd, second);
+            }
+            _mm512_storeu_ps(out, _mm512_permutex2var_ps(even, lower, odd));
+            _mm512_storeu_ps(out + 16, _mm512_permutex2var_ps(even, upper, odd));
+        }
+    }
+}
+#endif
+
 // Values [begin, end) of `COUNT` frames, `stride` bytes apart; begin is a multiple of 8, and at most
 // kPiece elements follow.
 template <class T, int COUNT, bool ADD>
 void sum_piece(const Code& code, const u8* frame, i64 stride, i64 begin, i64 end, typename T::Word* out) {
+#if WIDE
+    if constexpr (std::is_same_v<T, Fp32>) {
+        if (code.bits == 4 && code.block % 32 == 0 && begin % 32 == 0) {
+            const i64 whole = (end - begin) / 32 * 32;
+            sum_nibbles<COUNT, ADD>(code, frame, stride, begin, begin + whole, out);
+            begin += whole, out += whole;
+            if (begin == end) return;
+        }
+    }
+#endif
     alignas(64) u8 buffer[COUNT][kPiece];
     const u8* codes[COUNT];
     for (int term = 0; term < COUNT; ++term) {
@@ -134,25 +209,64 @@ inline void rotate_back(const Code& code, i64 numel, i64 begin, i64 end, u32* va
     if (begin < whole) rotate(values, values, whole - begin, code.hadamard, true);
 }
 
-// As sum_piece, of one frame whose elements are rotated.
-template <class T, bool ADD>
-void rotated_piece(const Code& code, i64 numel, const u8* frame, i64 begin, i64 end, typename T::Word* __restrict out) {
-    alignas(64) u32 values[kPiece];
-    sum_piece<Fp32, 1, false>(code, frame, 0, begin, end, values);
-    rotate_back(code, numel, begin, end, values);
-    for (i64 i = 0; i < end - begin; ++i) {
-        const float value = saturated(float_of(values[i]), T::largest());
-        out[i] = T::narrow(ADD ? T::widen(out[i]) + value : value);
+// Elements to fp32.
+template <class T>
+void widen(const typename T::Word* __restrict from, u32* __restrict to, i64 count) {
+    i64 i = 0;
+#if WIDE
+    if constexpr (std::is_same_v<T, Fp16>) {
+        for (; i + 16 <= count; i += 16) {
+            const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+            _mm512_storeu_ps(to + i, _mm512_cvtph_ps(words));
+        }
     }
+#endif
+    for (; i < count; ++i) to[i] = bits_of(T::widen(from[i]));
 }
 
-// Values [begin, end) of a frame; begin is a multiple of kPiece.
+// fp32 to elements, saturated.
+template <class T>
+void narrow(const u32* __restrict from, typename T::Word* __restrict to, i64 count) {
+    i64 i = 0;
+#if WIDE
+    if constexpr (std::is_same_v<T, Fp16>) {
+        const __m512 top = _mm512_set1_ps(T::largest()), bottom = _mm512_set1_ps(-T::largest());
+        for (; i + 16 <= count; i += 16) {  // NaN is the second operand's
+            const __m512 values = _mm512_max_ps(bottom, _mm512_min_ps(top, _mm512_loadu_ps(from + i)));
+            const __m256i words = _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), words);
+        }
+    }
+#endif
+    for (; i < count; ++i) to[i] = T::narrow(saturated(float_of(from[i]), T::largest()));
+}
+
+// Values [begin, end) of one frame in fp32, rotated back where they were rotated, and saturated there.
+inline void values_piece(const Code& code, i64 numel, const u8* frame, i64 begin, i64 end, u32* out) {
+    sum_piece<Fp32, 1, false>(code, frame, 0, begin, end, out);
+    if (code.hadamard == 0) return;
+    rotate_back(code, numel, begin, end, out);
+    for (i64 i = 0; i < end - begin; ++i) out[i] = bits_of(saturated(float_of(out[i]), Fp32::largest()));
+}
+
+// All values of a frame.
 template <class T>
 void decode_row(const Code& code, i64 numel, const u8* frame, typename T::Word* out) {
     for (i64 at = 0; at < numel; at += kPiece) {
         const i64 stop = smaller(at + kPiece, numel);
-        if (code.hadamard != 0) rotated_piece<T, false>(code, numel, frame, at, stop, out + at);
-        else sum_piece<T, 1, false>(code, frame, 0, at, stop, out + at);
+        if constexpr (std::is_same_v<T, Fp32>) {
+            values_piece(code, numel, frame, at, stop, out + at);
+        } else {
+            if constexpr (std::is_same_v<T, Bf16>) {
+                if (code.hadamard == 0) {
+                    sum_piece<T, 1, false>(code, frame, 0, at, stop, out + at);
+                    continue;
+                }
+            }
+            alignas(64) u32 values[kPiece];
+            values_piece(code, numel, frame, at, stop, values);
+            narrow<T>(values, out + at, stop - at);
+        }
     }
 }
 
@@ -165,9 +279,11 @@ __attribute__((noinline)) inline void sum_sources(const Job& job, const u8* firs
         const u8* frame = first;
         u32* to = out + (at - begin);
         if (code.hadamard != 0) {
-            rotated_piece<Fp32, false>(code, job.numel, frame, at, stop, to);
+            alignas(64) u32 term[kPiece];
+            values_piece(code, job.numel, frame, at, stop, to);
             for (i64 source = 1; source < job.sources; ++source) {
-                rotated_piece<Fp32, true>(code, job.numel, frame + source * stride, at, stop, to);
+                values_piece(code, job.numel, frame + source * stride, at, stop, term);
+                for (i64 i = 0; i < stop - at; ++i) to[i] = bits_of(float_of(to[i]) + float_of(term[i]));
             }
             continue;
         }
@@ -175,9 +291,6 @@ __attribute__((noinline)) inline void sum_sources(const Job& job, const u8* firs
         if (left >= 4) {
             sum_piece<Fp32, 4, false>(code, frame, stride, at, stop, to);
             left -= 4, frame += 4 * stride;
-        } else if (left >= 2) {
-            sum_piece<Fp32, 2, false>(code, frame, stride, at, stop, to);
-            left -= 2, frame += 2 * stride;
         } else {
             sum_piece<Fp32, 1, false>(code, frame, stride, at, stop, to);
             left -= 1, frame += stride;

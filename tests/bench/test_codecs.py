@@ -1,8 +1,8 @@
 """Encoding and decoding against ``copy_`` of the same input into an existing buffer, in one run.
 
 ``extra_info["of_copy"]`` is the ratio that counts.  Of an encoding or decoding it is seconds of a copy of
-the elements over seconds of the operation; of a sum it is bytes read and written a second, over the
-copy's.  One thread; 16 M elements, which no cache holds.
+the elements over seconds of the operation; of a sum, and of an encoding with carried error, it is bytes
+read and written a second, over the copy's.  One thread; 16 M elements, more than a core's own caches hold.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from impl import ops
 from impl.codec import parse
+from impl.noise import Key
+from impl.reference import Carried
 
 pytestmark = pytest.mark.bench
 
 NUMEL = 1 << 24
 SOURCES = 4
-CODECS = ("bf16", "int8:2048", "int8:256", "int4:256", "int6:256", "int4:256:asym", "int8:shard")
+CODECS = (
+    *("bf16", "int8:2048", "int8:256", "int4:256", "int6:256", "int4:256:asym", "int8:shard"),
+    *("fp8e4m3:128", "fp8e5m2:128", "mxfp8", "mxfp4"),
+    *("int8:256:stochastic", "int4:256:stochastic", "fp8e4m3:128:stochastic", "mxfp4:stochastic"),
+    *("int4:256:hadamard32", "int4:256:hadamard32:stochastic", "mxfp4:hadamard32"),
+)
+FED_BACK = ("int8:256", "int4:256", "int4:256:stochastic", "int4:256:hadamard32", "fp8e4m3:128", "mxfp4")
+NOISE = Key(0, 0, 0, "unit", "gradients").noise()  # codecs that round to nearest ignore it
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,8 +68,11 @@ def test_kernel(benchmark: BenchmarkFixture, text: str, kernel: str, kind: torch
     torch.set_num_threads(1)
     codec, x = parse(text), torch.randn(NUMEL).to(kind)
     frame, out = torch.zeros(codec.frame_bytes(NUMEL), dtype=torch.uint8), torch.empty_like(x)
-    ops.encode(codec, x, frame)
-    run = {"encode": lambda: ops.encode(codec, x, frame), "decode": lambda: ops.decode(codec, frame, out)}
+    ops.encode(codec, x, frame, noise=NOISE)
+    run = {
+        "encode": lambda: ops.encode(codec, x, frame, noise=NOISE),
+        "decode": lambda: ops.decode(codec, frame, out),
+    }
     _report(benchmark, run[kernel], x, work=1.0)
 
 
@@ -71,11 +83,28 @@ def test_sum(benchmark: BenchmarkFixture, text: str, kernel: str) -> None:
     torch.set_num_threads(1)
     codec, x = parse(text), torch.randn(NUMEL)
     frames = torch.zeros(SOURCES, codec.frame_bytes(NUMEL), dtype=torch.uint8)
-    ops.encode(codec, x.expand(SOURCES, NUMEL), frames)
+    for frame in frames:
+        ops.encode(codec, x, frame, noise=NOISE)
     out, again = torch.empty_like(x), torch.empty_like(frames[0])
     run = {
         "decode_sum": lambda: ops.decode_sum(codec, frames, out),
-        "decode_sum_encode": lambda: ops.decode_sum_encode(codec, codec, frames, again, NUMEL),
+        "decode_sum_encode": lambda: ops.decode_sum_encode(codec, codec, frames, again, NUMEL, noise=NOISE),
     }
     written = {"decode_sum": out, "decode_sum_encode": again}[kernel]
     _report(benchmark, run[kernel], x, work=(frames.nbytes + written.nbytes) / (2 * x.nbytes))
+
+
+@pytest.mark.parametrize("text", FED_BACK)
+@pytest.mark.parametrize("state", KINDS, ids=str)
+def test_error_feedback(benchmark: BenchmarkFixture, text: str, state: torch.dtype) -> None:
+    """One thread encodes fp32 and carries what it left over."""
+    torch.set_num_threads(1)
+    codec, x = parse(text), torch.randn(NUMEL)
+    frame, error = torch.zeros(codec.frame_bytes(NUMEL), dtype=torch.uint8), torch.zeros(NUMEL).to(state)
+    moved = x.nbytes + 2 * error.nbytes + frame.nbytes
+    _report(
+        benchmark,
+        lambda: ops.encode(codec, x, frame, noise=NOISE, carried=Carried(error)),
+        x,
+        work=moved / (2 * x.nbytes),
+    )
