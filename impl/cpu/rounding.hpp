@@ -15,7 +15,7 @@ constexpr i64 kGroup = 256;  // elements that share one test for doubt
 // ---- extent and scale --------------------------------------------------------------------------
 
 // The largest key of a block.  Without an offset the stored words' magnitudes order as the numbers
-// do, so 16-bit words are compared as they are.
+// do, so bf16 is compared as it is.
 template <class T, bool ASYMMETRIC>
 Extent extent(const typename T::Word* __restrict values, i64 count) {
     using Word = typename T::Word;
@@ -63,22 +63,20 @@ struct Rule {
         : integers(code.integers(KIND == kAsymmetric)), divider(divider_of(integers, stored)) {}
 
     u32 mask() const { return (1u << integers.bits()) - 1u; }
-    float numerator(float value) const { return numerator_of(Scheme<0>{integers.stated, KIND == kAsymmetric}, divider, value); }
+    Scheme<0> known() const { return {integers.stated, KIND == kAsymmetric}; }  // a constant, to the compiler
+    float numerator(float value) const { return numerator_of(known(), divider, value); }
 
     // The pattern whose low bits are the code.  Without an offset and chance no quotient of a finite block
     // passes the ends by more than a rounding.  With an offset none is negative, and the scale may be so
     // much rounded that quotients are huge.  Patterns of positive floats order as they do.
     template <bool STOCHASTIC>
     u32 pattern(float quotient, float shift) const {
-        const u32 most = bits_of(kRound + last()), least = bits_of(kRound + first());
+        const u32 most = bits_of(kRound + known().last()), least = bits_of(kRound + known().first());
         u32 bits = bits_of((STOCHASTIC ? quotient + shift : quotient) + kRound);
         if (STOCHASTIC || KIND == kAsymmetric) bits = bits > most ? most : bits;
         if (STOCHASTIC) bits = bits < least ? least : bits;
         return bits;
     }
-
-    float last() const { return Scheme<0>{integers.stated, KIND == kAsymmetric}.last(); }
-    float first() const { return Scheme<0>{integers.stated, KIND == kAsymmetric}.first(); }
 };
 
 // `pattern_of` of codec.cuh, with what its scheme says taken out of the loop.
@@ -126,21 +124,21 @@ inline bool shares_factor(i64 bits, u32 mantissa) {
 
 // A factor whose products round as the quotients do, or 0 where none is known.
 //
-// That is the reciprocal of a power of two.  It is also known for symmetric codes of 16-bit words.  There
-// the largest magnitude A and an element x have mantissas a and x of at most 11 bits, and m x / A is a
-// fraction: it is a tie k + 1/2, or at least 1 / (2 m 2^11) > 2^-19 of itself away from each (for
-// 2 m x - (2 k + 1) A is an integer, times a power of two); scale, product and factor are off by less.  Where
-// m and a share no factor, the only tie is x = A / 2, since m must divide 2 k + 1.  How its quotient
-// rounds is tried, and the reciprocal moved by 2^-20 to that side.
+// That is the reciprocal of a power of two.  It is also known for symmetric codes of bf16.  There the
+// largest magnitude A and an element x have mantissas a and x of 8 bits, and m x / A is a fraction: it is a
+// tie k + 1/2, or at least 1 / (2 m 2^8) > 2^-16 of itself away from each (for 2 m x - (2 k + 1) A is an
+// integer, times a power of two); scale, product and factor are off by less.  Where m and a share no factor,
+// the only tie is x = A / 2, since m must divide 2 k + 1.  How its quotient rounds is tried, and the
+// reciprocal moved by 2^-20 to that side.
 template <class T, Kind KIND>
 float lone_factor(const Code& code, Divider divider) {
     constexpr u32 fraction = 0x7fffffu;
     const float scale = divider.divisor;
     if ((bits_of(scale) & fraction) == 0) return divider.reciprocal;
-    if constexpr (KIND == kSymmetric && sizeof(typename T::Word) == 2) {
+    if constexpr (KIND == kSymmetric && std::is_same_v<T, Bf16>) {
         const float last = code.integers(false).last();
-        const u32 largest = (bits_of(scale * last) + 0x1000u) & ~0x1fffu;  // A again: 10 bits after the point
-        if (shares_factor(code.bits, ((largest & fraction) | (fraction + 1)) >> 13)) return 0.0f;
+        const u32 largest = (bits_of(scale * last) + 0x8000u) & ~0xffffu;  // A again: 7 bits after the point
+        if (shares_factor(code.bits, ((largest & fraction) | (fraction + 1)) >> 16)) return 0.0f;
         const bool up = (float_of(largest) * 0.5f / scale + kRound) - kRound > last * 0.5f;
         return divider.reciprocal * (up ? 1.0f + 0x1p-20f : 1.0f - 0x1p-20f);
     }
@@ -201,8 +199,9 @@ __attribute__((noinline)) void divide_each(
 
 // What round_values says, for one kind.
 template <class T, Kind KIND, bool STOCHASTIC>
-__attribute__((noinline)) void round_kind(const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead,
-                u8* codes, i64 count) {
+__attribute__((noinline)) void round_kind(
+    const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead, u8* codes,
+    i64 count) {
     const Rule<KIND> rule(code, stored);
     const float factor = lone_factor<T, KIND>(code, rule.divider);
     for (i64 at = 0; at < count; at += kGroup) {
@@ -219,10 +218,12 @@ __attribute__((noinline)) void round_kind(const Code& code, Stored stored, const
 
 // Codes, a byte each, of `count` values of one block; `random` has 16 bits an element where they are drawn.
 // Meanwhile fetches what lies `ahead` elements on, where that is not 0: memory would otherwise rest
-// while a block that has been fetched is rounded.  16-bit words come only for symmetric integers to nearest.
+// while a block that has been fetched is rounded.  bf16 comes only for symmetric integers
+// to nearest.
 template <class T>
-__attribute__((noinline)) void round_values(const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead,
-                  u8* codes, i64 count) {
+__attribute__((noinline)) void round_values(
+    const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead, u8* codes,
+    i64 count) {
     if (stored.broken()) {
         std::memset(codes, 0, std::size_t(count));
         return;
