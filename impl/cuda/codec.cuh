@@ -40,6 +40,23 @@ CODEC_FN float float_of(u32 bits) {
 #endif
 }
 
+CODEC_FN float magnitude(float value) {
+#ifdef __CUDA_ARCH__
+    return fabsf(value);
+#else
+    return __builtin_fabsf(value);
+#endif
+}
+
+// a * b + c, rounded once.  Only for products in place of quotients, which need not be the reference's.
+CODEC_FN float fused(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+    return __fmaf_rn(a, b, c);
+#else
+    return __builtin_fmaf(a, b, c);
+#endif
+}
+
 constexpr int kOctet = 8;  // elements, whose codes are whole bytes
 constexpr u32 kAbs = 0x7fffffffu, kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
 constexpr float kSmallestNormal = 1.17549435082228750797e-38f;  // 2^-126, the floor of scales
@@ -316,13 +333,18 @@ CODEC_FN u32 code_of(Scheme<BITS> scheme, Divider divider, float value, float sh
     return low_bits(scheme, result.rounded < first ? first : result.rounded);
 }
 
-// The same with the division at once.
+// The same with the division at once: bits of kRound + code.
 template <int BITS>
-CODEC_FN u32 divided_code(Scheme<BITS> scheme, Divider divider, float value, float shift) {
+CODEC_FN u32 divided(Scheme<BITS> scheme, Divider divider, float value, float shift) {
     float rounded = numerator_of(scheme, divider, value) / divider.divisor + shift + kRound;
     const float last = kRound + scheme.last(), first = kRound + scheme.first();
     rounded = rounded > last ? last : rounded;
-    return low_bits(scheme, rounded < first ? first : rounded);
+    return bits_of(rounded < first ? first : rounded);
+}
+
+template <int BITS>
+CODEC_FN u32 divided_code(Scheme<BITS> scheme, Divider divider, float value, float shift) {
+    return divided(scheme, divider, value, shift) & ((1u << scheme.bits()) - 1u);
 }
 
 // Floats: the product is the quotient where scales are powers of two.  Elsewhere a quotient is at most 16
@@ -470,26 +492,34 @@ CODEC_FN typename State::Word carried_of(Decay decay, float error, float value, 
 
 // ---- eight codes are whole bytes ---------------------------------------------------------------
 
-// Codes of values of one block, whose extent gave the divider, by products; and whether none is in doubt.
-// No symmetric quotient needs clamping: it is at most `last` but for rounding, and what a shift of 0.49999
-// carries over a tie is in doubt.
+// Values of one block, whose extent gave the divider, rounded by products: bits of kRound + code.  Gives
+// whether none is in doubt.  No symmetric quotient needs clamping: it is at most `last` but for rounding, and
+// what a shift of 0.49999 carries over a tie is in doubt.
 template <bool STOCHASTIC, bool ASYMMETRIC, int BITS, class Shift>
-CODEC_FN bool quick_codes(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], Shift shift,
-                          u32 (&codes)[kOctet]) {
+CODEC_FN bool quick_octet(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], Shift shift,
+                          u32 (&rounded)[kOctet]) {
     const Scheme<BITS> scheme{stated.stated, ASYMMETRIC};
     const float safe = STOCHASTIC ? divider.unsafe * 2.0f - 0.5f : divider.unsafe;
     const float last = kRound + scheme.last();
     bool sure = true;
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
-        const float quotient = numerator_of(scheme, divider, values[i]) * divider.reciprocal;
-        Rounded result = rounded_of(STOCHASTIC ? quotient + shift(i) : quotient);
-        sure = sure & ((result.rest < 0.0f ? -result.rest : result.rest) <= safe);
-        if (ASYMMETRIC) {
-            result.rounded = result.rounded > last ? last : result.rounded;
-            result.rounded = result.rounded < kRound ? kRound : result.rounded;
+        const float numerator = numerator_of(scheme, divider, values[i]);
+        float whole, rest;
+        if (STOCHASTIC) {
+            const float sum = fused(numerator, divider.reciprocal, shift(i));
+            whole = sum + kRound;
+            rest = sum - (whole - kRound);
+        } else {
+            whole = fused(numerator, divider.reciprocal, kRound);
+            rest = fused(numerator, divider.reciprocal, kRound - whole);
         }
-        codes[i] = low_bits(scheme, result.rounded);
+        sure = sure & (magnitude(rest) <= safe);
+        if (ASYMMETRIC) {
+            whole = whole > last ? last : whole;
+            whole = whole < kRound ? kRound : whole;
+        }
+        rounded[i] = bits_of(whole);
     }
     return sure;
 }
@@ -497,15 +527,23 @@ CODEC_FN bool quick_codes(Scheme<BITS> stated, Divider divider, const float (&va
 // The same, all divided where any is in doubt: one branch for eight.  `shift(i)` is of element i; 0 rounds to
 // nearest.
 template <bool STOCHASTIC, int BITS, class Shift>
-CODEC_FN void codes_of(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
-                       u32 (&codes)[kOctet]) {
-    const bool sure = scheme.asymmetric ? quick_codes<STOCHASTIC, true>(scheme, divider, values, shift, codes)
-                                        : quick_codes<STOCHASTIC, false>(scheme, divider, values, shift, codes);
+CODEC_FN void round_octet(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
+                          u32 (&rounded)[kOctet]) {
+    const bool sure = scheme.asymmetric ? quick_octet<STOCHASTIC, true>(scheme, divider, values, shift, rounded)
+                                        : quick_octet<STOCHASTIC, false>(scheme, divider, values, shift, rounded);
     if (!sure) {
 #pragma unroll
         for (int i = 0; i < kOctet; ++i)
-            codes[i] = divided_code(scheme, divider, values[i], STOCHASTIC ? shift(i) : 0.0f);
+            rounded[i] = divided(scheme, divider, values[i], STOCHASTIC ? shift(i) : 0.0f);
     }
+}
+
+template <bool STOCHASTIC, int BITS, class Shift>
+CODEC_FN void codes_of(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
+                       u32 (&codes)[kOctet]) {
+    round_octet<STOCHASTIC>(scheme, divider, values, shift, codes);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) codes[i] &= (1u << scheme.bits()) - 1u;
 }
 
 template <bool STOCHASTIC, int MANTISSA, class Shift>
@@ -515,7 +553,7 @@ CODEC_FN void codes_of(Floats<MANTISSA> scheme, Divider divider, const float (&v
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
         const Pattern pattern = pattern_of(scheme, values[i] * divider.reciprocal, STOCHASTIC ? shift(i) : 0.0f);
-        sure = sure & ((pattern.rest < 0.0f ? -pattern.rest : pattern.rest) <= divider.unsafe);
+        sure = sure & (magnitude(pattern.rest) <= divider.unsafe);
         codes[i] = pattern.code;
     }
     if (!sure) {
@@ -555,6 +593,24 @@ CODEC_FN u64 pack(Scheme<BITS> scheme, const u32 (&codes)[kOctet]) {
             default: return packed<8>(codes);
         }
     }
+}
+
+// Eight codes as round_octet leaves them.  Where whole codes fill 32 bits, they need no mask each: biased to
+// be positive, they are summed, and the biases taken off at once.
+template <int BITS>
+CODEC_FN u64 pack_rounded(Scheme<BITS> scheme, const u32 (&rounded)[kOctet]) {
+    static_assert(BITS == 4 || BITS == 8, "whole codes in 32 bits");
+    constexpr int kCodes = 32 / BITS;
+    constexpr u32 kOnes = BITS == 4 ? 0x11111111u : 0x01010101u, kHalf = 1u << (BITS - 1);
+    const u32 bias = scheme.asymmetric ? 0u : kHalf, taken = kOnes * (bias - bits_of(kRound)), signs = kOnes * bias;
+    u32 words[2] = {0, 0};
+#pragma unroll
+    for (int i = kOctet - 1; i >= 0; --i) {
+        u32& word = words[i / kCodes];
+        word = (word << BITS) + rounded[i];
+    }
+    const u32 low = (words[0] + taken) ^ signs;
+    return BITS == 4 ? low : low | u64((words[1] + taken) ^ signs) << 32;
 }
 
 template <int MANTISSA>

@@ -22,12 +22,12 @@ __global__ void __launch_bounds__(256) decode_general(const Arguments a) {
     float values[kOctet] = {};
     if (count > 0) {
         const Within in = within_blocks(c, octet);
-        const Fetched fetched = fetch_octet(scheme, frame, a.frames, c, octet, count, in);
-        expand_octet(scheme, frame, a.frames, c, count, c.rotation != 0 ? Fp32::largest() : largest, in, fetched,
+        const Fetched fetched = fetch_octet(scheme, frame, a.frames.vectors != 0, c, octet, count, in);
+        expand_octet(scheme, frame, a.frames.vectors != 0, c, count, c.rotation != 0 ? Fp32::largest() : largest, in, fetched,
                      values);
     }
     if (c.rotation != 0) rotate_back(c, octet, a.numel, largest, values);
-    store_any(row_start(a, a.values), a.values, octet, count, together, values);
+    store_any(row_start(a, a.values), a.values, octet, count, together, 16, values);
 }
 
 template <class Scheme>
@@ -35,52 +35,72 @@ __global__ void __launch_bounds__(256) decode_sum_general(const Arguments a) {
     const u32 octet = blockIdx.x * 256 + slot();
     const int count = octet_count(octet, a.numel);
     float sums[kOctet];
-    sum_octet<Scheme, 2, true>(a, row_start(a, a.frames), octet, count, sums);
-    store_octet<Fp32>(row_start(a, a.values), a.values, octet, count, octet_count(octet | 31, a.numel) == kOctet, sums);
+    sum_octet<Scheme, 2, true>(a, row_start(a, a.frames), a.frames.vectors != 0, octet, count, sums);
+    const bool together = octet_count(octet | 31, a.numel) == kOctet;
+    store_octet<Fp32>(row_start(a, a.values), a.values, a.values.vectors != 0, octet, count, together, sums);
 }
 
-template <class T, class Scheme>
-__global__ void __launch_bounds__(256) decode(const Arguments a) {
-    constexpr u32 kOctets = 2;
-    const Scheme scheme = scheme_of<Scheme>(a.coding);
-    const u8* frame = row_start(a, a.frames);
-    u8* row = row_start(a, a.values);
-    u32 first = blockIdx.x * (256 * kOctets) + slot();
-    for (u32 turn = 0; turn < a.loops; ++turn, first += gridDim.x * (256 * kOctets)) {
-        Within in[kOctets] = {};
-        Fetched fetched[kOctets] = {};
+// The octets of a turn: WHOLE where all of the thread block's exist, and all starts are aligned.
+template <class T, int BITS, int OCTETS, bool WHOLE>
+__device__ __forceinline__ void decode_octets(const Arguments& a, const u8* frame, u8* row, u32 first) {
+    const Scheme<BITS> scheme = scheme_of<Scheme<BITS>>(a.coding);
+    const bool vectors = WHOLE || a.frames.vectors != 0;
+    Within in[OCTETS] = {};
+    Fetched fetched[OCTETS] = {};
 #pragma unroll
-        for (u32 j = 0; j < kOctets; ++j) {
-            const u32 octet = first + 256 * j;
-            const int count = octet_count(octet, a.numel);
-            if (count > 0) {
-                in[j] = within_blocks(a.coding, octet);
-                fetched[j] = fetch_octet(scheme, frame, a.frames, a.coding, octet, count, in[j]);
-            }
+    for (int j = 0; j < OCTETS; ++j) {
+        const u32 octet = first + 256 * u32(j);
+        const int count = WHOLE ? kOctet : octet_count(octet, a.numel);
+        if (WHOLE || count > 0) {
+            in[j] = within_blocks(a.coding, octet);
+            fetched[j] = fetch_octet(scheme, frame, vectors, a.coding, octet, count, in[j]);
         }
+    }
 #pragma unroll
-        for (u32 j = 0; j < kOctets; ++j) {
-            const u32 octet = first + 256 * j;
-            const int count = octet_count(octet, a.numel);
-            if (count > 0) {
-                float values[kOctet];
-                expand_octet(scheme, frame, a.frames, a.coding, count, T::largest(), in[j], fetched[j], values);
-                store_octet<T>(row, a.values, octet, count, octet_count(octet | 31, a.numel) == kOctet, values);
-            }
+    for (int j = 0; j < OCTETS; ++j) {
+        const u32 octet = first + 256 * u32(j);
+        const int count = WHOLE ? kOctet : octet_count(octet, a.numel);
+        if (WHOLE || count > 0) {
+            float values[kOctet];
+            expand_octet(scheme, frame, vectors, a.coding, count, T::largest(), in[j], fetched[j], values);
+            const bool together = WHOLE || octet_count(octet | 31, a.numel) == kOctet;
+            store_octet<T>(row, a.values, WHOLE || a.values.vectors != 0, octet, count, together, values);
         }
     }
 }
 
-template <class Scheme, int AHEAD>
-__global__ void __launch_bounds__(256, 1) decode_sum(const Arguments a) {
+template <class T, int BITS>
+__global__ void __launch_bounds__(256) decode(const Arguments a) {
+    constexpr int kOctets = 2;
+    constexpr u32 kTile = 256 * kOctets;
     const u8* frame = row_start(a, a.frames);
     u8* row = row_start(a, a.values);
-    u32 octet = blockIdx.x * 256 + slot();
-    for (u32 turn = 0; turn < a.loops; ++turn, octet += gridDim.x * 256) {
-        const int count = octet_count(octet, a.numel);
-        if (count == 0) return;
-        float sums[kOctet];
-        sum_octet<Scheme, AHEAD, false>(a, frame, octet, count, sums);
-        store_octet<Fp32>(row, a.values, octet, count, octet_count(octet | 31, a.numel) == kOctet, sums);
+    u32 first = blockIdx.x * kTile;
+    for (u32 turn = 0; turn < a.loops; ++turn, first += gridDim.x * kTile) {
+        if (a.exact != 0 && first + kTile <= a.numel / kOctet) {
+            decode_octets<T, BITS, kOctets, true>(a, frame, row, first + slot());
+        } else {
+            decode_octets<T, BITS, kOctets, false>(a, frame, row, first + slot());
+        }
+    }
+}
+
+template <int BITS, int AHEAD>
+__global__ void __launch_bounds__(256, 2) decode_sum(const Arguments a) {
+    const u8* frame = row_start(a, a.frames);
+    u8* row = row_start(a, a.values);
+    u32 first = blockIdx.x * 256;
+    float sums[kOctet];
+    for (u32 turn = 0; turn < a.loops; ++turn, first += gridDim.x * 256) {
+        const u32 octet = first + slot();
+        if (a.exact != 0 && first + 256 <= a.numel / kOctet) {
+            sum_octet<Scheme<BITS>, AHEAD, false>(a, frame, true, octet, kOctet, sums);
+            store_octet<Fp32>(row, a.values, true, octet, kOctet, true, sums);
+        } else if (octet_count(octet, a.numel) > 0) {
+            const int count = octet_count(octet, a.numel);
+            sum_octet<Scheme<BITS>, AHEAD, false>(a, frame, a.frames.vectors != 0, octet, count, sums);
+            const bool together = octet_count(octet | 31, a.numel) == kOctet;
+            store_octet<Fp32>(row, a.values, a.values.vectors != 0, octet, count, together, sums);
+        }
     }
 }

@@ -39,7 +39,7 @@ struct Noise {
 struct Arguments {
     i64 source_stride, extents;
     u32 numel, middle;  // elements of a row; number of b's
-    u32 loops, team_shift, tile, parts, sources, carried;
+    u32 loops, team_shift, tile, parts, sources, carried, exact, unused;
     Place values, frames, output, error;
     Coding coding, second;
     Noise noise;
@@ -92,6 +92,11 @@ __device__ __forceinline__ uint4 either(bool first, uint4 x, uint4 y) {
     return make_uint4(first ? x.x : y.x, first ? x.y : y.y, first ? x.z : y.z, first ? x.w : y.w);
 }
 
+// The first of a lane's two quads of fp32: a half of its octet if it is even, of its neighbour's if it is odd.
+__device__ __forceinline__ u32 near_quad(u32 octet, u32 apart) {
+    return threadIdx.x % 2 == 0 ? octet * 2 : (octet - apart) * 2 + 1;
+}
+
 // ---- elements ----------------------------------------------------------------------------------
 
 // An octet of elements as they are stored, in 4 or 8 words.
@@ -125,23 +130,24 @@ struct Held {
     }
 };
 
-// Ask for an octet: to be settled before it is used.  `together`: all lanes of the warp are here, and have
-// whole octets, in the order of their slots; then lanes have their halves of fp32 octets crossed.  Absent
-// elements repeat the first, which keeps them out of every extreme.
+// Ask for an octet: to be settled before it is used.  `vectors`: as place says, or better known.
+// `together`: all lanes of the warp are here, and have
+// whole octets, those of lanes 16 slots apart `apart` octets apart; then neighbours have their halves of fp32
+// octets crossed.  Absent elements repeat the first, which keeps them out of every extreme.
 template <class T>
-__device__ __forceinline__ Held<T> fetch_elements(const u8* row, const Place& place, u32 octet, int count,
-                                                  bool together) {
+__device__ __forceinline__ Held<T> fetch_elements(const u8* row, const Place& place, bool vectors, u32 octet,
+                                                  int count, bool together, u32 apart) {
     Held<T> held;
     const uint4* from = reinterpret_cast<const uint4*>(row);
     if constexpr (Held<T>::kWords == kOctet) {
-        if (together && place.vectors != 0) {
-            from += (octet - (slot() & 31u)) * 2 + (threadIdx.x & 31u);
+        if (together && vectors) {
+            from += near_quad(octet, apart);
             held.set_quad(0, from[0]);
-            held.set_quad(1, from[32]);
+            held.set_quad(1, from[2 * apart]);
             return held;
         }
     }
-    if (count == kOctet && place.vectors != 0) {
+    if (count == kOctet && vectors) {
         constexpr int kQuads = Held<T>::kWords / 4;
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) held.set_quad(i, from[octet * kQuads + i]);
@@ -159,9 +165,9 @@ __device__ __forceinline__ Held<T> fetch_elements(const u8* row, const Place& pl
 }
 
 template <class T>
-__device__ __forceinline__ void settle(const Place& place, bool together, Held<T>& held) {
+__device__ __forceinline__ void settle(bool crossed, Held<T>& held) {
     if constexpr (Held<T>::kWords == kOctet) {
-        if (together && place.vectors != 0) {
+        if (crossed) {
             const bool even = threadIdx.x % 2 == 0;
             const uint4 near = held.quad(0), far = held.quad(1), other = swapped(either(even, far, near));
             held.set_quad(0, either(even, near, other));
@@ -172,30 +178,31 @@ __device__ __forceinline__ void settle(const Place& place, bool together, Held<T
 
 template <class T>
 __device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place, u32 octet, int count,
-                                              bool together) {
-    Held<T> held = fetch_elements<T>(row, place, octet, count, together);
-    settle(place, together, held);
+                                              bool together, u32 apart = 16) {
+    const bool vectors = place.vectors != 0;
+    Held<T> held = fetch_elements<T>(row, place, vectors, octet, count, together, apart);
+    settle(together && vectors, held);
     return held;
 }
 
 template <class T>
-__device__ __forceinline__ void store_octet(u8* row, const Place& place, u32 octet, int count, bool together,
-                                            const float (&values)[kOctet]) {
+__device__ __forceinline__ void store_octet(u8* row, const Place& place, bool vectors, u32 octet, int count,
+                                            bool together, const float (&values)[kOctet], u32 apart = 16) {
     Held<T> held{};
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) held.set(i, T::narrow(values[i]));
     uint4* to = reinterpret_cast<uint4*>(row);
     if constexpr (Held<T>::kWords == kOctet) {
-        if (together && place.vectors != 0) {
+        if (together && vectors) {
             const bool even = threadIdx.x % 2 == 0;
             const uint4 other = swapped(either(even, held.quad(1), held.quad(0)));
-            to += (octet - (slot() & 31u)) * 2 + (threadIdx.x & 31u);
+            to += near_quad(octet, apart);
             to[0] = either(even, held.quad(0), other);
-            to[32] = either(even, other, held.quad(1));
+            to[2 * apart] = either(even, other, held.quad(1));
             return;
         }
     }
-    if (count == kOctet && place.vectors != 0) {
+    if (count == kOctet && vectors) {
         constexpr int kQuads = Held<T>::kWords / 4;
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) to[octet * kQuads + i] = held.quad(i);
@@ -215,9 +222,9 @@ __device__ __forceinline__ void widen_octet(const Held<T>& held, float (&values)
 
 // The same where the launch says the type.
 __device__ __forceinline__ void load_any(const u8* row, const Place& place, u32 octet, int count, bool together,
-                                         float (&values)[kOctet]) {
+                                         u32 apart, float (&values)[kOctet]) {
     switch (place.kind) {
-        case 0: return widen_octet(load_octet<Fp32>(row, place, octet, count, together), values);
+        case 0: return widen_octet(load_octet<Fp32>(row, place, octet, count, together, apart), values);
         case 1: return widen_octet(load_octet<Bf16>(row, place, octet, count, together), values);
         default: return widen_octet(load_octet<Fp16>(row, place, octet, count, together), values);
     }
@@ -225,11 +232,11 @@ __device__ __forceinline__ void load_any(const u8* row, const Place& place, u32 
 
 // Values that saturated before.
 __device__ __forceinline__ void store_any(u8* row, const Place& place, u32 octet, int count, bool together,
-                                          const float (&values)[kOctet]) {
+                                          u32 apart, const float (&values)[kOctet]) {
     switch (place.kind) {
-        case 0: return store_octet<Fp32>(row, place, octet, count, together, values);
-        case 1: return store_octet<Bf16>(row, place, octet, count, together, values);
-        default: return store_octet<Fp16>(row, place, octet, count, together, values);
+        case 0: return store_octet<Fp32>(row, place, place.vectors != 0, octet, count, together, values, apart);
+        case 1: return store_octet<Bf16>(row, place, place.vectors != 0, octet, count, together, values);
+        default: return store_octet<Fp16>(row, place, place.vectors != 0, octet, count, together, values);
     }
 }
 
@@ -239,9 +246,9 @@ __device__ __forceinline__ float largest_of(const Place& place) {
 
 // ---- codes -------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u64 load_codes(const u8* frame, const Place& place, int bits, u32 octet, int count) {
+__device__ __forceinline__ u64 load_codes(const u8* frame, bool vectors, int bits, u32 octet, int count) {
     const u8* from = frame + octet * u32(bits);
-    if (count == kOctet && place.vectors != 0) {
+    if (count == kOctet && vectors) {
         if (bits == 8) {
             const uint2 pair = *reinterpret_cast<const uint2*>(from);
             return pair.x | u64(pair.y) << 32;
@@ -257,9 +264,9 @@ __device__ __forceinline__ u64 load_codes(const u8* frame, const Place& place, i
     return word;
 }
 
-__device__ __forceinline__ void store_codes(u8* frame, const Place& place, int bits, u32 octet, int count, u64 word) {
+__device__ __forceinline__ void store_codes(u8* frame, bool vectors, int bits, u32 octet, int count, u64 word) {
     u8* to = frame + octet * u32(bits);
-    if (count == kOctet && place.vectors != 0) {
+    if (count == kOctet && vectors) {
         if (bits == 8) {
             *reinterpret_cast<uint2*>(to) = make_uint2(u32(word), u32(word >> 32));
             return;
@@ -295,36 +302,35 @@ __device__ __forceinline__ void store_float(u8* to, bool vectors, float value) {
 }
 
 template <int BITS>
-__device__ __forceinline__ Stored load_scale(Scheme<BITS> scheme, const u8* frame, const Place& place,
+__device__ __forceinline__ Stored load_scale(Scheme<BITS> scheme, const u8* frame, bool vectors,
                                              const Coding& c, u32 block) {
     const u8* from = frame + c.scales_at + 4 * i64(block);
-    const bool vectors = place.vectors != 0;
     return {load_float(from, vectors), scheme.asymmetric ? load_float(from + 4 * i64(c.blocks), vectors) : 0.0f};
 }
 
 template <int MANTISSA>
-__device__ __forceinline__ Stored load_scale(Floats<MANTISSA> scheme, const u8* frame, const Place& place,
+__device__ __forceinline__ Stored load_scale(Floats<MANTISSA> scheme, const u8* frame, bool vectors,
                                              const Coding& c, u32 block) {
     const u8* scales = frame + c.scales_at;
-    return {scheme.powers ? power_of(scales[block]) : load_float(scales + 4 * i64(block), place.vectors != 0), 0.0f};
+    return {scheme.powers ? power_of(scales[block]) : load_float(scales + 4 * i64(block), vectors), 0.0f};
 }
 
 template <int BITS>
-__device__ __forceinline__ void store_scale(Scheme<BITS> scheme, u8* frame, const Place& place, const Coding& c,
+__device__ __forceinline__ void store_scale(Scheme<BITS> scheme, u8* frame, bool vectors, const Coding& c,
                                             u32 block, Stored s) {
     u8* to = frame + c.scales_at + 4 * i64(block);
-    store_float(to, place.vectors != 0, s.scale);
-    if (scheme.asymmetric) store_float(to + 4 * i64(c.blocks), place.vectors != 0, s.low);
+    store_float(to, vectors, s.scale);
+    if (scheme.asymmetric) store_float(to + 4 * i64(c.blocks), vectors, s.low);
 }
 
 template <int MANTISSA>
-__device__ __forceinline__ void store_scale(Floats<MANTISSA> scheme, u8* frame, const Place& place, const Coding& c,
+__device__ __forceinline__ void store_scale(Floats<MANTISSA> scheme, u8* frame, bool vectors, const Coding& c,
                                             u32 block, Stored s) {
     u8* scales = frame + c.scales_at;
     if (scheme.powers) {
         scales[block] = exponent_of(s.scale);
     } else {
-        store_float(scales + 4 * i64(block), place.vectors != 0, s.scale);
+        store_float(scales + 4 * i64(block), vectors, s.scale);
     }
 }
 
@@ -408,14 +414,14 @@ struct Fetched {
 };
 
 template <class Scheme>
-__device__ __forceinline__ Fetched fetch_octet(Scheme scheme, const u8* frame, const Place& place, const Coding& c,
+__device__ __forceinline__ Fetched fetch_octet(Scheme scheme, const u8* frame, bool vectors, const Coding& c,
                                                u32 octet, int count, Within in) {
-    return {load_codes(frame, place, scheme.bits(), octet, count), load_scale(scheme, frame, place, c, in.block)};
+    return {load_codes(frame, vectors, scheme.bits(), octet, count), load_scale(scheme, frame, vectors, c, in.block)};
 }
 
 // Any block, also one that begins inside the octet; saturates at `largest`.
 template <class Scheme>
-__device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, const Place& place, const Coding& c,
+__device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, bool vectors, const Coding& c,
                                              int count, float largest, Within in, Fetched fetched,
                                              float (&values)[kOctet]) {
     u32 codes[kOctet];
@@ -432,7 +438,7 @@ __device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, con
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
             if (left == 0 && i < count) {
-                stored = load_scale(scheme, frame, place, c, ++block);
+                stored = load_scale(scheme, frame, vectors, c, ++block);
                 left = c.block;
             }
             values[i] = saturated(value_of(scheme, stored, codes[i]), largest);
@@ -452,7 +458,7 @@ __device__ __forceinline__ void rotate_back(const Coding& c, u32 octet, u32 nume
 // The sum over sources in ascending order, in fp32; each term saturates.  Codes and scales of AHEAD
 // sources are under way at a time.  ROTATED: the launch may ask for a rotation; then all lanes come.
 template <class Scheme, int AHEAD, bool ROTATED>
-__device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u32 octet, int count,
+__device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, bool vectors, u32 octet, int count,
                                           float (&sums)[kOctet]) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
@@ -465,14 +471,13 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k)
             if (source + k < a.sources && count > 0)
-                fetched[k] = fetch_octet(scheme, frame + k * a.source_stride, a.frames, c, octet, count, in);
+                fetched[k] = fetch_octet(scheme, frame + k * a.source_stride, vectors, c, octet, count, in);
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k) {
             if (source + k < a.sources) {
                 float term[kOctet] = {};
                 if (count > 0)
-                    expand_octet(scheme, frame + k * a.source_stride, a.frames, c, count, largest, in, fetched[k],
-                                 term);
+                    expand_octet(scheme, frame + k * a.source_stride, vectors, c, count, largest, in, fetched[k], term);
                 if constexpr (ROTATED) {
                     if (c.rotation != 0) rotate_back(c, octet, a.numel, largest, term);
                 }
@@ -510,11 +515,10 @@ __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u
     return mine;
 }
 
-// Which octets a thread of a team has: lane, lane + team, ... of its block, and whether it has them in step
-// with its warp.  Blocks are multiples of 8, or the whole row.  A team has a.loops blocks, one a turn.
+// Which octets a thread of a team has: lane, lane + team, ... of its block; `apart` those that are of lanes 16
+// slots apart.  Blocks are multiples of 8, or the whole row.  A team has a.loops blocks, one a turn.
 struct Team {
-    u32 size, lane, block, octets, step;
-    bool consecutive;
+    u32 size, lane, block, octets, step, apart;
     __device__ __forceinline__ Team(const Arguments& a, const Coding& c) {
         const u32 mine = slot(), teams = blockDim.x >> a.team_shift;
         size = 1u << a.team_shift;
@@ -522,15 +526,15 @@ struct Team {
         block = blockIdx.x * teams + (mine >> a.team_shift);
         step = gridDim.x * teams;
         octets = (c.block + kOctet - 1) / kOctet;
-        consecutive = size >= 32 || octets == size;
+        apart = size >= 32 ? 16 : (16u >> a.team_shift) * octets;
     }
     __device__ __forceinline__ void advance() { block += step; }
     __device__ __forceinline__ u32 octet(int j) const { return block * octets + lane + u32(j) * size; }
     __device__ __forceinline__ int count(const Arguments& a, const Coding& c, int j) const {
         return lane + u32(j) * size < octets && block < c.blocks ? octet_count(octet(j), a.numel) : 0;
     }
-    __device__ __forceinline__ bool together(int count) const {
-        return __all_sync(kWarp, consecutive && count == kOctet) != 0;
+    __device__ __forceinline__ static bool together(int count) {
+        return __all_sync(kWarp, count == kOctet) != 0;
     }
 };
 
@@ -556,88 +560,147 @@ __device__ __forceinline__ u64 word_of(Scheme scheme, Stored stored, int count, 
     return stored.broken() ? 0 : pack(scheme, codes);
 }
 
+// The largest magnitude among elements as they are stored, which is in the order of their patterns.
+template <class T>
+__device__ __forceinline__ u32 largest_pattern(const Held<T>& held, u32 largest) {
+#pragma unroll
+    for (int i = 0; i < Held<T>::kWords; ++i) {
+        if constexpr (Held<T>::kWords == kOctet) {
+            const u32 word = held.words[i] & kAbs;
+            largest = word > largest ? word : largest;
+        } else {  // in the upper half; what is below it only orders equals
+            const u32 high = held.words[i] & 0x7fffffffu, low = held.words[i] << 16 & 0x7fffffffu;
+            largest = high > largest ? high : largest;
+            largest = low > largest ? low : largest;
+        }
+    }
+    return largest;
+}
+
 // Octets of a thread, as they came.
 template <class T, int OCTETS>
 struct Mine {
     Held<T> held[OCTETS];
-    int counts[OCTETS];
-    bool together[OCTETS];
 };
 
-// Encode octets held in registers.  `load(octet, count, together)` brings an octet of the row as Held<T>.
-// AHEAD: it only asks for it, and those of the next turn are under way while this turn's are encoded.
-template <class T, class Scheme, int OCTETS, bool STOCHASTIC, bool AHEAD, class Load>
-__device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c, const Place& place, u8* frame,
-                                            Load load) {
-    const Scheme scheme = scheme_of<Scheme>(c);
-    const i64 row = STOCHASTIC ? row_offset(a, a.noise.stride) : 0;
-    const auto fetch = [&](const Team& team) {
+// Encode integers, OCTETS octets a thread in registers.  `load(team, octet, count, together, whole)` brings an octet of
+// the row as Held<T>.  AHEAD: it only asks for it, and those of the next turn are under way while this turn's
+// are encoded.  Where a thread block's turn is whole (a.exact: blocks are OCTETS octets a thread, and all starts
+// are aligned), nothing is asked about counts.
+template <class T, int BITS, int OCTETS, bool STOCHASTIC, bool AHEAD, class Load>
+struct Encoder {
+    const Arguments& a;
+    const Coding& c;
+    const Place& place;
+    u8* frame;
+    Load load;
+    i64 noise_row;
+
+    template <bool WHOLE>
+    __device__ __forceinline__ Mine<T, OCTETS> fetch(const Team& team) const {
         Mine<T, OCTETS> mine;
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
-            mine.counts[j] = team.count(a, c, j);
-            mine.together[j] = false;
-            if constexpr (AHEAD && Held<T>::kWords == kOctet) mine.together[j] = team.together(mine.counts[j]);
-            mine.held[j] = load(team.octet(j), mine.counts[j], mine.together[j]);
+            const int count = WHOLE ? kOctet : team.count(a, c, j);
+            mine.held[j] = load(team, team.octet(j), count, WHOLE || together(count), WHOLE);
         }
         return mine;
-    };
-    if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
-    Team team(a, c);
-    Mine<T, OCTETS> mine, following;
-    if constexpr (AHEAD) following = fetch(team);
-    for (u32 turn = 0; turn < a.loops; ++turn) {
-        Team next = team;
-        next.advance();
-        if constexpr (AHEAD) {
-            mine = following;
-            if (turn + 1 < a.loops) following = fetch(next);
-        } else {
-            mine = fetch(team);
-        }
-        Words random[OCTETS];
-        if constexpr (STOCHASTIC) {  // while the elements are under way
-#pragma unroll
-            for (int j = 0; j < OCTETS; ++j) random[j] = random_words(a, row, team.octet(j));
-        }
+    }
+
+    __device__ __forceinline__ static bool together(int count) {
+        if constexpr (AHEAD && Held<T>::kWords == kOctet) return Team::together(count);
+        return false;
+    }
+
+    template <bool WHOLE>
+    __device__ __forceinline__ void encode(const Team& team, Mine<T, OCTETS>& mine, u32 turn) const {
+        const Scheme<BITS> scheme = scheme_of<Scheme<BITS>>(c);
+        const bool vectors = WHOLE || place.vectors != 0;
         Extent extent{0, 0};
+        u32 largest = 0;
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
-            if constexpr (AHEAD) settle(a.values, mine.together[j], mine.held[j]);
-            if (mine.counts[j] > 0) {
+            const int count = WHOLE ? kOctet : team.count(a, c, j);
+            if constexpr (AHEAD) settle(WHOLE || (together(count) && a.values.vectors != 0), mine.held[j]);
+            if (scheme.asymmetric) {
                 float values[kOctet];
                 widen_octet(mine.held[j], values);
-                include_octet(scheme, values, extent);
+                if (WHOLE || count > 0) include_octet(scheme, values, extent);
+            } else if (WHOLE || count > 0) {
+                largest = largest_pattern(mine.held[j], largest);
             }
         }
+        if (!scheme.asymmetric)
+            extent.high = bits_of(T::widen(typename T::Word(sizeof(typename T::Word) == 4 ? largest : largest >> 16)));
         const Stored stored = stored_of(scheme, team_extent(extent, team.size, scheme.asymmetric, turn));
         const Divider divider = divider_of(scheme, stored);
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
-            if (mine.counts[j] > 0) {
-                u32 codes[kOctet];
+            const int count = WHOLE ? kOctet : team.count(a, c, j);
+            if (WHOLE || count > 0) {
+                u32 rounded[kOctet];
                 float values[kOctet];
                 widen_octet(mine.held[j], values);
-                const auto shift = [&](int i) { return shift_of(random[j], i); };
-                codes_of<STOCHASTIC>(scheme, divider, values, shift, codes);
-                store_codes(frame, place, scheme.bits(), team.octet(j), mine.counts[j],
-                            word_of(scheme, stored, mine.counts[j], codes));
+                Words random{};
+                if constexpr (STOCHASTIC) random = random_words(a, noise_row, team.octet(j));
+                const auto shift = [&](int i) { return shift_of(random, i); };
+                round_octet<STOCHASTIC>(scheme, divider, values, shift, rounded);
+#pragma unroll
+                for (int i = 1; i < kOctet; ++i)
+                    if (i >= count) rounded[i] = bits_of(kRound);  // spare bits are 0
+                const u64 word = stored.broken() ? 0 : pack_rounded(scheme, rounded);
+                store_codes(frame, vectors, BITS, team.octet(j), count, word);
             }
         }
-        if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, place, c, team.block, stored);
-        team = next;
+        if (team.lane == 0 && (WHOLE || team.block < c.blocks))
+            store_scale(scheme, frame, vectors, c, team.block, stored);
     }
+
+    __device__ __forceinline__ void run() const {
+        if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
+        const u32 tile = blockDim.x * u32(OCTETS * kOctet);  // elements
+        u32 end = (blockIdx.x + 1) * tile;
+        Team team(a, c);
+        Mine<T, OCTETS> following;
+        bool whole = a.exact != 0 && end <= a.numel;
+        if constexpr (AHEAD) following = whole ? fetch<true>(team) : fetch<false>(team);
+        for (u32 turn = 0; turn < a.loops; ++turn) {
+            Mine<T, OCTETS> mine = following;
+            const bool now = whole;
+            Team next = team;
+            next.advance();
+            end += gridDim.x * tile;
+            whole = a.exact != 0 && end <= a.numel;
+            if constexpr (AHEAD) {
+                if (turn + 1 < a.loops) following = whole ? fetch<true>(next) : fetch<false>(next);
+            }
+            if (now) {
+                if constexpr (!AHEAD) mine = fetch<true>(team);
+                encode<true>(team, mine, turn);
+            } else {
+                if constexpr (!AHEAD) mine = fetch<false>(team);
+                encode<false>(team, mine, turn);
+            }
+            team = next;
+        }
+    }
+};
+
+template <class T, int BITS, int OCTETS, bool STOCHASTIC, bool AHEAD, class Load>
+__device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c, const Place& place, Load load) {
+    const i64 noise_row = STOCHASTIC ? row_offset(a, a.noise.stride) : 0;
+    Encoder<T, BITS, OCTETS, STOCHASTIC, AHEAD, Load>{a, c, place, row_start(a, place), load, noise_row}.run();
 }
 
 // ---- what general kernels do beside: rotation, error feedback, whatever the launch asks for ------
 
 // An octet with what it carries: x + error, not rotated.  All lanes of the warp.
 __device__ __forceinline__ void load_carried(const Arguments& a, const u8* row, const u8* error, u32 octet, int count,
-                                             bool together, float (&values)[kOctet]) {
-    load_any(row, a.values, octet, count, together, values);
+                                             bool together, u32 apart, float (&values)[kOctet]) {
+    load_any(row, a.values, octet, count, together, apart, values);
     if (a.carried != 0) {
         float errors[kOctet];
-        load_any(error, a.error, octet, count, together, errors);
+        load_any(error, a.error, octet, count, together, apart, errors);
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) values[i] = values[i] + errors[i];
     }
@@ -646,16 +709,16 @@ __device__ __forceinline__ void load_carried(const Arguments& a, const u8* row, 
 // Replace the carried error of an octet by what its codes leave over of `values`, which are x + error.
 // `decoded`: the values of its codes, still rotated.  All lanes of the warp.
 __device__ __forceinline__ void store_carried(const Arguments& a, const Coding& c, u8* error, u32 octet, int count,
-                                              bool together, const float (&values)[kOctet],
+                                              bool together, u32 apart, const float (&values)[kOctet],
                                               float (&decoded)[kOctet]) {
     if (c.rotation != 0) rotate_back(c, octet, a.numel, Fp32::largest(), decoded);
     float errors[kOctet];
-    load_any(error, a.error, octet, count, together, errors);
+    load_any(error, a.error, octet, count, together, apart, errors);
     const float largest = largest_of(a.error);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i)
         errors[i] = saturated(carried_of(a.decay, errors[i], values[i], decoded[i]), largest);
-    store_any(error, a.error, octet, count, together, errors);
+    store_any(error, a.error, octet, count, together, apart, errors);
 }
 
 // The codes of an octet in one block, and in `values` what they decode to, where it is wanted.

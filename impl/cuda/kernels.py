@@ -41,7 +41,7 @@ from impl.noise import OCTET, Noise
 from impl.reference import Carried
 
 THREADS: Final = 256
-HELD: Final = 8_192  # elements of a block in registers: 512 threads of two octets
+HELD: Final = 8_192  # elements of a block in registers: 512 threads of two octets, or more
 HELD_ALONE: Final = 4_096  # 512 threads of one octet
 STAGED: Final = 8_192  # elements of a tile in shared memory, kStaged of quantize.cu
 STAGED_BLOCKS: Final = 1_024  # kStagedBlocks
@@ -57,23 +57,22 @@ KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}  # as launches 
 AHEAD: Final = {4: 8, 8: 4}  # sources under way at a time, by width: 32 bytes of codes a thread
 DECODED: Final = 2  # octets a thread of the plain decode
 
-_PLAIN: Final = ("Scheme<4>", "Scheme<8>")
 _ANY: Final = ("Scheme<0>", "Floats<0>")
-_SUMS: Final = tuple(f"Scheme<{bits}>, {ahead}" for bits, ahead in AHEAD.items())
+_SUMS: Final = tuple(f"{bits}, {ahead}" for bits, ahead in AHEAD.items())
 _ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
 VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be asked for
     "quantize.cu": (
-        *(f"encode_held<{t}, {s}, {r}>" for t in TYPES.values() for s in _PLAIN for r in _ROUNDINGS),
+        *(f"encode_held<{t}, {s}, {r}>" for t in TYPES.values() for s in AHEAD for r in _ROUNDINGS),
         *(f"encode_general<{s}, {octets}>" for s in _ANY for octets in (1, 2)),
         *(f"encode_{how}<{s}>" for how in ("staged", "extents", "given") for s in _ANY),
     ),
     "dequantize.cu": (
-        *(f"decode<{t}, {s}>" for t in TYPES.values() for s in _PLAIN),
+        *(f"decode<{t}, {s}>" for t in TYPES.values() for s in AHEAD),
         *(f"decode_sum<{s}>" for s in _SUMS),
         *(f"{kernel}_general<{s}>" for kernel in ("decode", "decode_sum") for s in _ANY),
     ),
     "reduce.cu": (
-        *(f"decode_sum_encode<{f}, {s}, {r}>" for f in _SUMS for s in _PLAIN for r in _ROUNDINGS),
+        *(f"decode_sum_encode<{f}, {s}, {r}>" for f in _SUMS for s in AHEAD for r in _ROUNDINGS),
         *(f"decode_sum_encode_general<{f}, {s}>" for f in _ANY for s in _ANY),
     ),
 }
@@ -139,6 +138,7 @@ class _Call:
         self.numel = numel
         self.rows = rows
         self.spread = spread
+        self.aligned = True  # all that was placed
         self.arguments = np.zeros(1, ARGUMENTS)
         self.set(numel=numel, middle=rows.sizes[1], loops=1)
 
@@ -156,6 +156,7 @@ class _Call:
             starts.append(tensor.stride(0) if sources > 1 else 0)
         inner = tensor.stride(-1) * item
         vectors = inner == item and all(start % FRAME_ALIGNMENT == 0 for start in starts)
+        self.aligned = self.aligned and vectors
         self.arguments[name] = (tensor.data_ptr(), strides, inner, vectors, KINDS.get(tensor.dtype, 0))
 
     def code(self, name: str, codec: Blocked) -> None:
@@ -207,17 +208,19 @@ class _Call:
 
     def held(self, file: str, kernel: str, codec: Blocked, octets: int, *, loops: bool = True) -> Launch:
         """The launch of a kernel whose teams hold a block of ``codec``, ``octets`` octets a thread."""
-        team = 1
-        while team * octets * OCTET < _block(codec, self.numel):
+        team, block = 1, _block(codec, self.numel)
+        while team * octets * OCTET < block:
             team *= 2
         threads = max(THREADS, team)
-        self.set(team_shift=team.bit_length() - 1)
+        exact = self.aligned and team * octets * OCTET == block
+        self.set(team_shift=team.bit_length() - 1, exact=exact)
         parts = -(-codec.blocks(self.numel) // (threads // team))
         return (self.looping if loops else self.launch)(file, kernel, parts, threads)
 
     def octets(self, file: str, kernel: str, each: int = 1, *, loops: bool = False) -> Launch:
         """The launch of a kernel with ``each`` octets a thread."""
         parts = -(-self.numel // (OCTET * THREADS * each))
+        self.set(exact=self.aligned)
         return (self.looping if loops else self.launch)(file, kernel, parts)
 
 
@@ -283,7 +286,7 @@ class Kernels:
         call.place("frames", frames, 1)
         call.code("coding", codec)
         if _is_plain(codec):
-            kernel = f"decode<{TYPES[out.dtype]}, {_scheme(codec)}>"
+            kernel = f"decode<{TYPES[out.dtype]}, {codec.bits}>"
             self._run(call.octets("dequantize.cu", kernel, DECODED, loops=True), out.device)
         else:
             self._run(call.octets("dequantize.cu", f"decode_general<{_any(codec)}>"), out.device)
@@ -346,7 +349,7 @@ class Kernels:
             call.carry(carried, 2)
         plain = _is_plain(first) and _is_plain(second) and carried is None
         if plain:
-            kernel = f"decode_sum_encode<{_ahead(first)}, {_scheme(second)}, {_rounding(second)}>"
+            kernel = f"decode_sum_encode<{_ahead(first)}, {second.bits}, {_rounding(second)}>"
         else:
             kernel = f"decode_sum_encode_general<{_any(first)}, {_any(second)}>"
         self._run(call.held("reduce.cu", kernel, second, 1, loops=plain), out.device)
@@ -357,8 +360,8 @@ def _encoding(call: _Call, codec: Blocked, x: Tensor, *, plain: bool) -> Iterato
     block, blocks, file = _block(codec, call.numel), codec.blocks(call.numel), "quantize.cu"
     whole = math.lcm(block, OCTET)  # whole blocks and whole octets
     if plain and _holds(codec, call.numel, HELD):
-        kernel = f"encode_held<{TYPES[x.dtype]}, {_scheme(codec)}, {_rounding(codec)}>"
-        yield call.held(file, kernel, codec, 2)
+        kernel = f"encode_held<{TYPES[x.dtype]}, {codec.bits}, {_rounding(codec)}>"
+        yield call.held(file, kernel, codec, 2 if x.dtype == torch.float32 else 4)
     elif _holds(codec, call.numel, HELD):
         octets = 1 if block <= HELD_ALONE else 2
         yield call.held(file, f"encode_general<{_any(codec)}, {octets}>", codec, octets)
@@ -389,12 +392,8 @@ def _is_plain(codec: Blocked) -> bool:
     return isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
 
 
-def _scheme(codec: Blocked) -> str:
-    return f"Scheme<{codec.bits}>"
-
-
 def _ahead(codec: Blocked) -> str:
-    return f"Scheme<{codec.bits}>, {AHEAD[codec.bits]}"
+    return f"{codec.bits}, {AHEAD[codec.bits]}"
 
 
 def _any(codec: Blocked) -> str:

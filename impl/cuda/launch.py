@@ -38,10 +38,11 @@ NOISE: Final = np.dtype(
 )
 DECAY: Final = np.dtype([("old", "f4"), ("fresh", "f4")])
 _PLAIN: Final = ("numel", "middle", "loops", "team_shift", "tile", "parts", "sources", "carried")
+_FLAGS: Final = ("exact", "unused")
 ARGUMENTS: Final = np.dtype(
     [
         *((name, "i8") for name in ("source_stride", "extents")),
-        *((name, "u4") for name in _PLAIN),
+        *((name, "u4") for name in (*_PLAIN, *_FLAGS)),
         *((name, PLACE) for name in ("values", "frames", "output", "error")),
         *((name, CODING) for name in ("coding", "second")),
         ("noise", NOISE),

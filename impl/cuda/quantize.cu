@@ -11,9 +11,9 @@
 //      loads, one shuffle tree.  For multiples of 8 (and whole rows) up to 8,192 elements: 512 threads of one
 //      octet or two; four spilled.
 //   4. encode_held: the same for integers of 4 and 8 bits without rotation and error feedback, compiled
-//      for their types.  Two octets a thread; elements wait as they came, and those of the next block are
-//      under way meanwhile: 32 or 64 bytes for each thread at any time.
-// Random bits are computed while the elements are under way.  Error feedback reads its elements a second
+//      for their types.  Elements wait as they came, 64 bytes a thread, and as many of the next block are under
+//      way meanwhile.
+// Error feedback reads its elements a second
 // time, from the cache.  Rows are strided, so that the transpose of a two-hop reduction costs no pass of
 // its own.
 #include "frames.cuh"
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(256) encode_extents(const Arguments a) {
         const u32 octet = base + slot();
         const int count = octet * kOctet < to ? octet_count(octet, a.numel) : 0;
         float values[kOctet];
-        load_carried(a, row, error, octet, count, __all_sync(kWarp, count == kOctet) != 0, values);
+        load_carried(a, row, error, octet, count, Team::together(count), 16, values);
         if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
@@ -70,22 +70,22 @@ __global__ void __launch_bounds__(256) encode_given(const Arguments a) {
     u8 *frame = row_start(a, a.frames), *error = row_start(a, a.error);
     if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
     float values[kOctet];
-    load_carried(a, row, error, octet, count, together, values);
+    load_carried(a, row, error, octet, count, together, 16, values);
     if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
     if (count > 0) {
         const u32* extents = row_extents(a);
         const auto scale = [&](u32 block, bool starts) {
             const Stored stored = stored_of(scheme, {extents[2 * block], extents[2 * block + 1]});
-            if (starts) store_scale(scheme, frame, a.frames, c, block, stored);
+            if (starts) store_scale(scheme, frame, a.frames.vectors != 0, c, block, stored);
             return stored;
         };
         const u64 word = encode_across(a, c, scheme, any_words(a, octet), octet, count, scale, values);
-        store_codes(frame, a.frames, scheme.bits(), octet, count, word);
+        store_codes(frame, a.frames.vectors != 0, scheme.bits(), octet, count, word);
     }
     if (a.carried != 0) {
         float again[kOctet];
-        load_carried(a, row, error, octet, count, together, again);
-        store_carried(a, c, error, octet, count, together, again, values);
+        load_carried(a, row, error, octet, count, together, 16, again);
+        store_carried(a, c, error, octet, count, together, 16, again, values);
     }
 }
 
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(256) encode_staged(const Arguments a) {
     for (int each = thread; each < octets; each += 256) {
         const u32 octet = start / kOctet + u32(each);
         float values[kOctet];
-        load_carried(a, row, error, octet, octet_count(u32(each), u32(count)), false, values);
+        load_carried(a, row, error, octet, octet_count(u32(each), u32(count)), false, 16, values);
         if (c.rotation != 0) rotate_octet(c, octet, a.numel, false, values);
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) staged[each * kOctet + i] = values[i];
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(256) encode_staged(const Arguments a) {
             const Stored stored = stored_of(scheme, extent);
             scales[b] = stored.scale;
             offsets[b] = stored.low;
-            store_scale(scheme, frame, a.frames, c, start / c.block + u32(b), stored);
+            store_scale(scheme, frame, a.frames.vectors != 0, c, start / c.block + u32(b), stored);
         }
     }
     __syncthreads();
@@ -140,11 +140,11 @@ __global__ void __launch_bounds__(256) encode_staged(const Arguments a) {
         for (int i = 0; i < kOctet; ++i) values[i] = staged[each * kOctet + i];
         const auto scale = [&](u32 b, bool) { return Stored{scales[b - first], offsets[b - first]}; };
         const u64 word = encode_across(a, c, scheme, any_words(a, octet), octet, present, scale, values);
-        store_codes(frame, a.frames, scheme.bits(), octet, present, word);
+        store_codes(frame, a.frames.vectors != 0, scheme.bits(), octet, present, word);
         if (a.carried != 0) {
             float again[kOctet];
-            load_carried(a, row, error, octet, present, false, again);
-            store_carried(a, c, error, octet, present, false, again, values);
+            load_carried(a, row, error, octet, present, false, 16, again);
+            store_carried(a, c, error, octet, present, false, 16, again, values);
         }
     }
     if (blockIdx.x == 0) store_padding(frame, c, thread);
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(512, 1) encode_general(const Arguments a) {
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
             const int count = team.count(a, c, j);
-            load_carried(a, row, error, team.octet(j), count, team.together(count), values[j]);
+            load_carried(a, row, error, team.octet(j), count, Team::together(count), team.apart, values[j]);
             if (c.rotation != 0) {
                 rotate_octet(c, team.octet(j), a.numel, false, values[j]);
                 fill_absent(count, values[j]);
@@ -181,23 +181,25 @@ __global__ void __launch_bounds__(512, 1) encode_general(const Arguments a) {
             u32 codes[kOctet];
             encode_octet(a, c, scheme, stored, divider, any_words(a, octet), count, a.carried != 0, values[j], codes);
             if (count > 0)
-                store_codes(frame, a.frames, scheme.bits(), octet, count, word_of(scheme, stored, count, codes));
+                store_codes(frame, a.frames.vectors != 0, scheme.bits(), octet, count, word_of(scheme, stored, count, codes));
             if (a.carried != 0) {
-                const bool together = team.together(count);
+                const bool together = Team::together(count);
                 float again[kOctet];
-                load_carried(a, row, error, octet, count, together, again);
-                store_carried(a, c, error, octet, count, together, again, values[j]);
+                load_carried(a, row, error, octet, count, together, team.apart, again);
+                store_carried(a, c, error, octet, count, together, team.apart, again, values[j]);
             }
         }
-        if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, a.frames, c, team.block, stored);
+        if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, a.frames.vectors != 0, c, team.block, stored);
     }
 }
 
 // Version 4.
-template <class T, class Scheme, bool STOCHASTIC>
+template <class T, int BITS, bool STOCHASTIC>
 __global__ void __launch_bounds__(512, 1) encode_held(const Arguments a) {
     const u8* row = row_start(a, a.values);
-    encode_team<T, Scheme, 2, STOCHASTIC, true>(
-        a, a.coding, a.frames, row_start(a, a.frames),
-        [&](u32 octet, int count, bool together) { return fetch_elements<T>(row, a.values, octet, count, together); });
+    encode_team<T, BITS, sizeof(typename T::Word) == 4 ? 2 : 4, STOCHASTIC, true>(
+        a, a.coding, a.frames, [&](const Team& team, u32 octet, int count, bool together, bool whole) {
+            const bool vectors = whole || a.values.vectors != 0;
+            return fetch_elements<T>(row, a.values, vectors, octet, count, together, team.apart);
+        });
 }

@@ -23,10 +23,10 @@ __global__ void __launch_bounds__(512, 1) decode_sum_encode_general(const Argume
     const bool together = team.together(count);
     u8 *frame = row_start(a, a.output), *error = row_start(a, a.error);
     float values[kOctet];
-    sum_octet<First, 2, true>(a, row_start(a, a.frames), octet, count, values);
+    sum_octet<First, 2, true>(a, row_start(a, a.frames), a.frames.vectors != 0, octet, count, values);
     if (a.carried != 0) {
         float errors[kOctet];
-        load_any(error, a.error, octet, count, together, errors);
+        load_any(error, a.error, octet, count, together, team.apart, errors);
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) values[i] = values[i] + errors[i];
     }
@@ -41,23 +41,23 @@ __global__ void __launch_bounds__(512, 1) decode_sum_encode_general(const Argume
     u32 codes[kOctet];
     encode_octet(a, c, scheme, stored, divider_of(scheme, stored), any_words(a, octet), count, a.carried != 0,
                  decoded, codes);
-    if (count > 0) store_codes(frame, a.output, scheme.bits(), octet, count, word_of(scheme, stored, count, codes));
-    if (a.carried != 0) store_carried(a, c, error, octet, count, together, values, decoded);
-    if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, a.output, c, team.block, stored);
+    if (count > 0) store_codes(frame, a.output.vectors != 0, scheme.bits(), octet, count, word_of(scheme, stored, count, codes));
+    if (a.carried != 0) store_carried(a, c, error, octet, count, together, team.apart, values, decoded);
+    if (team.lane == 0 && team.block < c.blocks) store_scale(scheme, frame, a.output.vectors != 0, c, team.block, stored);
     if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
 }
 
-template <class First, int AHEAD, class Second, bool STOCHASTIC>
+template <int FIRST, int AHEAD, int SECOND, bool STOCHASTIC>
 __global__ void __launch_bounds__(512, 1) decode_sum_encode(const Arguments a) {
     const u8* from = row_start(a, a.frames);
-    encode_team<Fp32, Second, 1, STOCHASTIC, false>(a, a.second, a.output, row_start(a, a.output),
-                                             [&](u32 octet, int count, bool) {
-                                                 float sums[kOctet];
-                                                 sum_octet<First, AHEAD, false>(a, from, octet, count, sums);
-                                                 fill_absent(count, sums);
-                                                 Held<Fp32> held;
+    encode_team<Fp32, SECOND, 1, STOCHASTIC, false>(
+        a, a.second, a.output, [&](const Team&, u32 octet, int count, bool, bool whole) {
+            float sums[kOctet];
+            sum_octet<Scheme<FIRST>, AHEAD, false>(a, from, whole || a.frames.vectors != 0, octet, count, sums);
+            fill_absent(count, sums);
+            Held<Fp32> held;
 #pragma unroll
-                                                 for (int i = 0; i < kOctet; ++i) held.words[i] = bits_of(sums[i]);
-                                                 return held;
-                                             });
+            for (int i = 0; i < kOctet; ++i) held.words[i] = bits_of(sums[i]);
+            return held;
+        });
 }

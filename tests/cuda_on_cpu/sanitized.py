@@ -24,17 +24,17 @@ PLANTED = Path(__file__).parent / "planted.cu"
 BUGS = ("one_too_many", "behind_shared", "shift_by_width")
 VARIANTS = {
     "quantize.cu": [
-        *("encode_held<Fp32, Scheme<8>, true>", "encode_held<Bf16, Scheme<4>, false>"),
+        *("encode_held<Fp32, 8, true>", "encode_held<Bf16, 4, false>"),
         *(f"encode_general<{scheme}>" for scheme in ("Scheme<0>, 1", "Scheme<0>, 2", "Floats<0>, 1")),
         *(f"encode_{how}<Scheme<0>>" for how in ("staged", "extents", "given")),
     ],
     "dequantize.cu": [
-        *("decode<Fp32, Scheme<8>>", "decode<Bf16, Scheme<4>>", "decode_sum<Scheme<4>, 8>"),
+        *("decode<Fp32, 8>", "decode<Bf16, 4>", "decode_sum<4, 8>"),
         *("decode_general<Scheme<0>>", "decode_general<Floats<0>>", "decode_sum_general<Scheme<0>>"),
     ],
     "reduce.cu": [
         *(
-            "decode_sum_encode<Scheme<4>, 8, Scheme<4>, false>",
+            "decode_sum_encode<4, 8, 4, false>",
             "decode_sum_encode_general<Scheme<0>, Floats<0>>",
         )
     ],

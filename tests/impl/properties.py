@@ -263,6 +263,18 @@ def test_blocks_at_the_limits_of_each_version(backend: Backend, block: int | str
         check(backend, codec, torch.randn(numel), torch.float32)
 
 
+@pytest.mark.parametrize("block", [16, 32, 64, 128, 256, 512, 1024, 4096, 8192])
+@pytest.mark.parametrize("option", ["", ":stochastic"])
+def test_long_rows_of_regular_blocks(backend: Backend, block: int, option: str) -> None:
+    """Rows of many blocks whose threads divide evenly, aligned, and a tail that does not, are coded alike."""
+    backend.run.order = 7 if option else 1
+    for index, kind in enumerate(FLOATS):
+        codec, numel = parse(f"int{4 if index % 2 else 8}:{block}{option}"), 20_011 + 16_384 * (block > 1024)
+        check(backend, codec, torch.randn(numel).to(kind), FLOATS[2 - index])
+    asymmetric = parse(f"int4:{block}:asym{option}")
+    check(backend, asymmetric, torch.randn(20_000), torch.float32)
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -406,7 +418,7 @@ def test_sums_encoded_again_are_those_of_the_reference(
         assert same(there.error, here.error), backend.run.ran[-2:]
 
 
-@pytest.mark.parametrize("block", [2048, 8192, 8200, 1001, "shard"])
+@pytest.mark.parametrize("block", [64, 256, 2048, 4096, 8200, 1001, "shard"])
 @pytest.mark.parametrize("option", ["", ":stochastic"])
 def test_large_sums_encoded_again(backend: Backend, block: int | str, option: str) -> None:
     """Blocks below and above what the fused kernel holds give the reference's frames."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from impl.codec import parse
+from impl import reference
+from impl.codec import Raw, parse
 from impl.cuda.kernels import VARIANTS, Kernels
 from impl.cuda.launch import Launch
+from impl.noise import Key
+from impl.reference import Carried
 from tests.impl.properties import (
     Backend,
     garbage,
@@ -19,6 +22,7 @@ from tests.impl.properties import (
     test_hostile_blocks_are_coded_as_the_reference_does,
     test_large_sums_encoded_again,
     test_lengths_at_the_edges_of_octets_and_tiles,
+    test_long_rows_of_regular_blocks,
     test_rotations_of_every_size,
     test_strided_batches_are_coded_in_place,
     test_sums_are_those_of_the_reference,
@@ -34,6 +38,7 @@ __all__ = [
     "test_hostile_blocks_are_coded_as_the_reference_does",
     "test_large_sums_encoded_again",
     "test_lengths_at_the_edges_of_octets_and_tiles",
+    "test_long_rows_of_regular_blocks",
     "test_rotations_of_every_size",
     "test_strided_batches_are_coded_in_place",
     "test_sums_are_those_of_the_reference",
@@ -45,9 +50,9 @@ __all__ = [
 @pytest.mark.parametrize(
     ("text", "numel", "kernels"),
     [
-        ("int8:2048", 4096, ["encode_held<Fp32, Scheme<8>, false>"]),
-        ("int4:256:stochastic", 4096, ["encode_held<Fp32, Scheme<4>, true>"]),
-        ("int4:8192", 40_000, ["encode_held<Fp32, Scheme<4>, false>"]),
+        ("int8:2048", 4096, ["encode_held<Fp32, 8, false>"]),
+        ("int4:256:stochastic", 4096, ["encode_held<Fp32, 4, true>"]),
+        ("int4:8192", 40_000, ["encode_held<Fp32, 4, false>"]),
         ("int3:shard", 7001, ["encode_general<Scheme<0>, 2>"]),
         ("int4:256:hadamard32", 4096, ["encode_general<Scheme<0>, 1>"]),
         ("mxfp4:stochastic", 4096, ["encode_general<Floats<0>, 1>"]),
@@ -66,6 +71,52 @@ def test_the_version_follows_from_the_block(
     frames = garbage(codec, x.shape, x.device)
     backend.kernels.encode(codec, x, frames, noise=noise_of(codec, x.shape[:-1]))
     assert backend.run.ran[before:] == kernels
+
+
+DEMANDED = [
+    *(
+        f"int{bits}:{block}{asym}"
+        for bits in range(2, 9)
+        for block in (1, 256, "shard")
+        for asym in ("", ":asym")
+    ),
+    *(f"fp8{element}:{block}" for element in ("e4m3", "e5m2") for block in (7, 128, "shard")),
+    *("mxfp8", "mxfp8e5m2", "mxfp4"),
+]
+
+
+def test_every_codec_with_scales_has_kernels() -> None:
+    """No codec with scales is left to the reference, whatever its rounding and rotation."""
+    kernels = Kernels(nothing)
+    for text in DEMANDED:
+        codec = parse(text)
+        assert kernels.supports(codec)
+        assert kernels.supports(parse(f"{text}:stochastic"))
+        if not isinstance(codec, Raw) and codec.block not in {1, 7}:
+            assert kernels.supports(parse(f"{text}:hadamard32:stochastic"))
+    assert not kernels.supports(parse("bf16"))  # a cast
+
+
+@pytest.mark.parametrize(
+    "text", ["int4:256:stochastic", "fp8e4m3:100", "mxfp4:hadamard32", "int6:shard:asym"]
+)
+@pytest.mark.parametrize("carries", [False, True])
+def test_nothing_is_left_to_the_reference(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str, *, carries: bool
+) -> None:
+    """Where there are kernels, no operation calls the reference's."""
+    codec, x = parse(text), torch.randn(3, 1000, device=backend.device)
+    noise, frames = noise_of(codec, x.shape[:-1]), garbage(codec, x.shape, x.device)
+    carried = Carried(torch.zeros_like(x), 0.8) if carries else None
+    for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
+        monkeypatch.delattr(reference, name)
+    backend.kernels.encode(codec, x, frames, noise=noise, carried=carried)
+    backend.kernels.decode(codec, frames, x)
+    backend.kernels.decode_sum(codec, frames, x[0])
+    again, total = Carried(torch.zeros_like(x[0])) if carries else None, noise_of(codec, torch.Size([]))
+    backend.kernels.decode_sum_encode(
+        codec, codec, frames.clone(), frames[0], 1000, noise=total, carried=again
+    )
 
 
 def nothing(launch: Launch, device: torch.device) -> None:
@@ -94,6 +145,20 @@ def test_what_a_kernel_cannot_do_is_refused() -> None:
             torch.zeros(1).expand(65_536, 32),
             torch.zeros(1, dtype=torch.uint8).expand(65_536, 48).clone(),
         )
+    rows = torch.zeros(1).expand(2**31)
+    with pytest.raises(ValueError, match="2147483648 elements a row: the CUDA kernels take 2147483647"):
+        kernels.encode(codec, rows, torch.empty(codec.frame_bytes(2**31), dtype=torch.uint8))
+    with pytest.raises(ValueError, match="int8:8:stochastic rounds stochastically: it needs noise"):
+        kernels.encode(parse("int8:8:stochastic"), torch.zeros(16, 32), frames)
+    with pytest.raises(ValueError, match=r"and noise with \(8, 24, 8, 72\): the CUDA kernels take 3"):
+        kernels.encode(
+            parse("int8:8:stochastic"),
+            torch.zeros(2, 2, 2, 2, 32),
+            torch.zeros(2, 2, 2, 2, 48, dtype=torch.uint8),
+            noise=Key(0, 0, 0, "", "weights").noise(0, (8, 24, 8, 72)),
+        )
+    with pytest.raises(ValueError, match=r"carry as many errors in fp32, bf16 or fp16, got \(32,\)"):
+        kernels.encode(codec, torch.zeros(16, 32), frames, carried=Carried(torch.zeros(32)))
     with pytest.raises(ValueError, match=r"on \['cpu', 'meta'\]"):
         kernels.encode(codec, torch.zeros(16, 32, device="meta"), frames)
 
