@@ -5,6 +5,7 @@
 
 #include "../cuda/codec.cuh"
 
+#include <cstdint>
 #include <cstring>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)

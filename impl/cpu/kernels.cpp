@@ -10,6 +10,7 @@
 // (`InPlace`): fp32, and bf16 of symmetric integers.  All others, sums, and what carries an error or is
 // rotated, are brought to a small buffer of fp32 first (`Brought`).
 #include "random.hpp"
+#include "raw.hpp"
 #include "rounding.hpp"
 #include "values.hpp"
 
@@ -250,6 +251,25 @@ __attribute__((visibility("default"))) int decode_sum(const Job* job) {
 
 __attribute__((visibility("default"))) int decode_sum_encode(const Job* job) {
     return encode_brought(*job, job->second, job->frames, job->output, true) ? 0 : 1;
+}
+
+// Rows of `numel` bytes from `values` to `output`.
+__attribute__((visibility("default"))) int copy(const Job* job) {
+    each_row<2>(*job, {&job->output, &job->values}, [&](const i64* at) {
+        copy_bytes(reinterpret_cast<u8*>(at[0]), reinterpret_cast<const u8*>(at[1]), job->numel);
+    });
+    return 0;
+}
+
+// Sums of raw frames, whose elements are of `type`.
+__attribute__((visibility("default"))) int sum_raw(const Job* job) {
+    with_type(job->type, [&](auto type) {
+        using T = decltype(type);
+        each_row<2>(*job, {&job->values, &job->frames}, [&](const i64* at) {
+            sum_raw_row<T>(*job, reinterpret_cast<const u8*>(at[1]), reinterpret_cast<u32*>(at[0]));
+        });
+    });
+    return 0;
 }
 
 }  // extern "C"

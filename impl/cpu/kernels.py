@@ -1,8 +1,8 @@
 """Codecs on CPU tensors in C++: bit-equal to :mod:`impl.reference`, on the calling thread.
 
 The library (:mod:`impl.cpu.build`) takes one structure, :class:`_Job`.  Rows may lie anywhere; elements
-that are not contiguous within a row are copied first.  Raw codecs are casts, which torch does at the
-speed of memory: they use the reference.  ctypes lets other threads run meanwhile.
+that are not contiguous within a row are copied first.  Raw frames are copied, and summed in one pass;
+casts from one type to another are torch's, at the speed of memory.  ctypes lets other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from impl import reference
-from impl.codec import Blocked, Codec, FloatCodec, IntCodec, padded_bytes
+from impl.codec import Blocked, Codec, FloatCodec, IntCodec, Raw, padded_bytes
 from impl.noise import Noise
 from impl.reference import Carried
 
@@ -88,7 +88,7 @@ class Kernels:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
+        for name in ("encode", "decode", "decode_sum", "decode_sum_encode", "copy", "sum_raw"):
             function = getattr(self._library, name)
             function.argtypes, function.restype = [ctypes.POINTER(_Job)], ctypes.c_int
         self._library.job_bytes.restype = ctypes.c_int64
@@ -111,8 +111,8 @@ class Kernels:
         carried: Carried | None = None,
     ) -> None:
         """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.reference.encode`."""
-        if not _has_kernels(codec):
-            reference.encode(codec, x, frames, noise=noise, carried=carried)
+        if isinstance(codec, Raw):
+            self._encode_raw(codec, x, frames, carried)
             return
         reference.check(codec, x, frames)
         _check(codec, x, frames)
@@ -127,8 +127,8 @@ class Kernels:
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.reference.decode`."""
-        if not _has_kernels(codec):
-            reference.decode(codec, frames, out)
+        if isinstance(codec, Raw):
+            self._decode_raw(codec, frames, out)
             return
         reference.check(codec, out, frames)
         _check(codec, out, frames)
@@ -143,9 +143,6 @@ class Kernels:
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.reference.decode_sum`."""
-        if not _has_kernels(codec):
-            reference.decode_sum(codec, frames, out)
-            return
         reference.check(codec, out, frames[0])
         _check(codec, out, frames)
         if out.dtype != torch.float32:
@@ -155,8 +152,12 @@ class Kernels:
         values = out if _is_contiguous(out) else torch.empty(out.shape)
         job = _job(out.shape, None, values=values, frames=frames[0])
         job.sources, job.source_stride = len(frames), frames.stride(0)
-        job.coding = _coding(codec, out.shape[-1])
-        self._run(self._library.decode_sum, job)
+        if isinstance(codec, Raw):
+            job.kind = KINDS[reference.DTYPES[codec.dtype]]
+            self._run(self._library.sum_raw, job)
+        else:
+            job.coding = _coding(codec, out.shape[-1])
+            self._run(self._library.decode_sum, job)
         if values is not out:
             out.copy_(values)
 
@@ -173,7 +174,7 @@ class Kernels:
     ) -> None:
         """Write the frames of the sum; see :func:`impl.reference.decode_sum_encode`."""
         shape = torch.Size((*out.shape[:-1], numel))
-        if not (_has_kernels(first) and _has_kernels(second)) or out.numel() == 0:
+        if isinstance(first, Raw) or isinstance(second, Raw) or out.numel() == 0:
             held = torch.empty(shape)
             self.decode_sum(first, frames, held)
             self.encode(second, held, out, noise=noise, carried=carried)
@@ -188,6 +189,29 @@ class Kernels:
             job.sources, job.source_stride = len(frames), frames.stride(0)
             job.coding, job.second = _coding(first, numel), _coding(second, numel)
             self._run(self._library.decode_sum_encode, job)
+
+    def _encode_raw(self, codec: Raw, x: Tensor, frames: Tensor, carried: Carried | None) -> None:
+        """Elements of the frame's own type are copied; the others are cast by torch."""
+        if carried is not None or not _is_copy(codec, x, frames):
+            reference.encode(codec, x, frames, carried=carried)
+            return
+        reference.check(codec, x, frames)
+        nbytes = codec.code_bytes(x.shape[-1])
+        job = _job(x.shape, None, values=x, output=frames)
+        job.numel = nbytes
+        self._run(self._library.copy, job)
+        if nbytes < frames.shape[-1]:
+            frames[..., nbytes:] = 0
+
+    def _decode_raw(self, codec: Raw, frames: Tensor, out: Tensor) -> None:
+        """The same in the other direction."""
+        if not _is_copy(codec, out, frames):
+            reference.decode(codec, frames, out)
+            return
+        reference.check(codec, out, frames)
+        job = _job(out.shape, None, values=frames, output=out)
+        job.numel = codec.code_bytes(out.shape[-1])
+        self._run(self._library.copy, job)
 
     def _run(self, function: Callable[[_Job], int], job: _Job) -> None:
         if function(job) != 0:
@@ -226,6 +250,12 @@ def supports(codec: Codec) -> bool:
 
 def _has_kernels(codec: Codec) -> TypeGuard[Blocked]:
     return isinstance(codec, (IntCodec, FloatCodec))
+
+
+def _is_copy(codec: Raw, x: Tensor, frames: Tensor) -> bool:
+    """Whether rows of ``x`` are, byte by byte, what frames hold."""
+    same = x.dtype == reference.DTYPES[codec.dtype]
+    return same and x.numel() > 0 and _is_contiguous(x) and frames.stride(-1) == 1
 
 
 def _job(shape: torch.Size, state: _State | None, **tensors: Tensor) -> _Job:
@@ -297,7 +327,7 @@ def _is_contiguous(x: Tensor) -> bool:
     return x.shape[-1] == 1 or x.stride(-1) == 1
 
 
-def _check(codec: Blocked, x: Tensor | None, frames: Tensor) -> None:
+def _check(codec: Codec, x: Tensor | None, frames: Tensor) -> None:
     """What the kernels need beyond the reference's checks."""
     if frames.shape[-1] > 1 and frames.stride(-1) != 1:
         raise ValueError(f"{codec}: a frame's bytes are contiguous, got strides {frames.stride()}")

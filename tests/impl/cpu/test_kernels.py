@@ -106,6 +106,27 @@ def test_any_number_of_sources(backend: Backend, text: str, sources: int) -> Non
     assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("numel", [1, 8, 2049, 1_048_577, 2_200_003])
+def test_raw_frames_are_copied_and_summed(backend: Backend, kind: str, numel: int) -> None:
+    """Raw rows below and above what is written past the caches, aligned or not, are the reference's."""
+    codec = parse(kind)
+    for sources, skew in ((1, 0), (4, 16), (6, 0)):
+        x = torch.randn(sources, numel).to(reference.DTYPES[kind])
+        x[..., -1] = torch.nan
+        wanted, got = (garbage(codec, x.shape, x.device, each) for each in (0, skew))
+        reference.encode(codec, x, wanted)
+        backend.kernels.encode(codec, x, got)
+        assert torch.equal(got, wanted)
+        back = torch.empty(sources, numel + 1, dtype=x.dtype)[:, 1:]
+        backend.kernels.decode(codec, got, back)
+        assert same(back, x)
+        total, expected = torch.empty(numel), torch.empty(numel)
+        reference.decode_sum(codec, wanted, expected)
+        backend.kernels.decode_sum(codec, got, total)
+        assert same(total, expected)
+
+
 @pytest.mark.parametrize("block", [32_768, 32_769, 40_001, "shard"])
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_blocks_whose_sums_are_not_kept(backend: Backend, block: int | str, *, asymmetric: bool) -> None:
