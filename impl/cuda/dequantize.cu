@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(256, 2) decode_sum(const Arguments a) {
             store_octet<Fp32>(row, a.values, true, octet, kOctet, true, sums);
         } else if (octet_count(octet, a.numel) > 0) {
             const int count = octet_count(octet, a.numel);
-            sum_octet<Scheme<BITS>, AHEAD, false>(a, frame, a.frames.vectors != 0, octet, count, sums);
+            sum_octet<Scheme<BITS>, 1, false>(a, frame, a.frames.vectors != 0, octet, count, sums);
             const bool together = octet_count(octet | 31, a.numel) == kOctet;
             store_octet<Fp32>(row, a.values, a.values.vectors != 0, octet, count, together, sums);
         }

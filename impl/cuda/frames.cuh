@@ -583,17 +583,17 @@ struct Mine {
     Held<T> held[OCTETS];
 };
 
-// Encode integers, OCTETS octets a thread in registers.  `load(team, octet, count, together, whole)` brings an octet of
-// the row as Held<T>.  AHEAD: it only asks for it, and those of the next turn are under way while this turn's
+// Encode integers, OCTETS octets a thread in registers.  `source.bring(team, octet, count, together)` brings an
+// octet of the row as Held<T>.  AHEAD: it only asks for it, and those of the next turn are under way while this turn's
 // are encoded.  Where a thread block's turn is whole (a.exact: blocks are OCTETS octets a thread, and all starts
 // are aligned), nothing is asked about counts.
-template <class T, int BITS, int OCTETS, bool STOCHASTIC, bool AHEAD, class Load>
+template <class T, int BITS, int OCTETS, bool STOCHASTIC, bool AHEAD, class Source>
 struct Encoder {
     const Arguments& a;
     const Coding& c;
     const Place& place;
     u8* frame;
-    Load load;
+    const Source& source;
     i64 noise_row;
 
     template <bool WHOLE>
@@ -602,7 +602,7 @@ struct Encoder {
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
             const int count = WHOLE ? kOctet : team.count(a, c, j);
-            mine.held[j] = load(team, team.octet(j), count, WHOLE || together(count), WHOLE);
+            mine.held[j] = source.template bring<WHOLE>(team, team.octet(j), count, WHOLE || together(count));
         }
         return mine;
     }
@@ -686,10 +686,11 @@ struct Encoder {
     }
 };
 
-template <class T, int BITS, int OCTETS, bool STOCHASTIC, bool AHEAD, class Load>
-__device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c, const Place& place, Load load) {
+template <class T, int BITS, int OCTETS, bool STOCHASTIC, bool AHEAD, class Source>
+__device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c, const Place& place,
+                                            const Source& source) {
     const i64 noise_row = STOCHASTIC ? row_offset(a, a.noise.stride) : 0;
-    Encoder<T, BITS, OCTETS, STOCHASTIC, AHEAD, Load>{a, c, place, row_start(a, place), load, noise_row}.run();
+    Encoder<T, BITS, OCTETS, STOCHASTIC, AHEAD, Source>{a, c, place, row_start(a, place), source, noise_row}.run();
 }
 
 // ---- what general kernels do beside: rotation, error feedback, whatever the launch asks for ------

@@ -193,13 +193,19 @@ __global__ void __launch_bounds__(512, 1) encode_general(const Arguments a) {
     }
 }
 
-// Version 4.
+// Version 4: elements are asked for, to be settled.
+template <class T>
+struct Elements {
+    const Place& place;
+    const u8* row;
+    template <bool WHOLE>
+    __device__ __forceinline__ Held<T> bring(const Team& team, u32 octet, int count, bool together) const {
+        return fetch_elements<T>(row, place, WHOLE || place.vectors != 0, octet, count, together, team.apart);
+    }
+};
+
 template <class T, int BITS, bool STOCHASTIC>
 __global__ void __launch_bounds__(512, 1) encode_held(const Arguments a) {
-    const u8* row = row_start(a, a.values);
-    encode_team<T, BITS, sizeof(typename T::Word) == 4 ? 2 : 4, STOCHASTIC, true>(
-        a, a.coding, a.frames, [&](const Team& team, u32 octet, int count, bool together, bool whole) {
-            const bool vectors = whole || a.values.vectors != 0;
-            return fetch_elements<T>(row, a.values, vectors, octet, count, together, team.apart);
-        });
+    const Elements<T> elements{a.values, row_start(a, a.values)};
+    encode_team<T, BITS, sizeof(typename T::Word) == 4 ? 2 : 4, STOCHASTIC, true>(a, a.coding, a.frames, elements);
 }

@@ -47,17 +47,26 @@ __global__ void __launch_bounds__(512, 1) decode_sum_encode_general(const Argume
     if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
 }
 
+// Sums of elements, with codes of AHEAD sources under way where that costs no questions.
+template <int BITS, int AHEAD>
+struct Sums {
+    const Arguments& a;
+    const u8* from;
+    template <bool WHOLE>
+    __device__ __forceinline__ Held<Fp32> bring(const Team&, u32 octet, int count, bool) const {
+        const bool vectors = WHOLE || a.frames.vectors != 0;
+        float sums[kOctet];
+        sum_octet<Scheme<BITS>, WHOLE ? AHEAD : 1, false>(a, from, vectors, octet, count, sums);
+        fill_absent(count, sums);
+        Held<Fp32> held;
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) held.words[i] = bits_of(sums[i]);
+        return held;
+    }
+};
+
 template <int FIRST, int AHEAD, int SECOND, bool STOCHASTIC>
 __global__ void __launch_bounds__(512, 1) decode_sum_encode(const Arguments a) {
-    const u8* from = row_start(a, a.frames);
-    encode_team<Fp32, SECOND, 1, STOCHASTIC, false>(
-        a, a.second, a.output, [&](const Team&, u32 octet, int count, bool, bool whole) {
-            float sums[kOctet];
-            sum_octet<Scheme<FIRST>, AHEAD, false>(a, from, whole || a.frames.vectors != 0, octet, count, sums);
-            fill_absent(count, sums);
-            Held<Fp32> held;
-#pragma unroll
-            for (int i = 0; i < kOctet; ++i) held.words[i] = bits_of(sums[i]);
-            return held;
-        });
+    const Sums<FIRST, AHEAD> sums{a, row_start(a, a.frames)};
+    encode_team<Fp32, SECOND, 1, STOCHASTIC, false>(a, a.second, a.output, sums);
 }

@@ -98,56 +98,75 @@ inline std::string stuck() {
            std::to_string(at[2]) + " in a warp collective, " + std::to_string(at[3]) + " have returned";
 }
 
-// Let go of those whose barrier or collective is complete; whether there were any.
-inline bool release() {
-    if (std::all_of(fibers.begin(), fibers.end(), [](const Fiber& f) { return f.state == State::barrier; })) {
-        for (Fiber& fiber : fibers) fiber.state = State::ready;
-        return true;
-    }
+// Let go of all threads where all are at a barrier.
+inline bool release_barrier() {
+    if (std::any_of(fibers.begin(), fibers.end(), [](const Fiber& f) { return f.state != State::barrier; })) return false;
+    for (Fiber& fiber : fibers) fiber.state = State::ready;
+    return true;
+}
+
+// Let go of those of a warp whose collective is complete; whether there were any.
+inline bool release_warp(std::size_t warp) {
     bool any = false;
-    for (std::size_t warp = 0; warp < fibers.size(); warp += 32) {
-        const std::size_t lanes = std::min<std::size_t>(32, fibers.size() - warp);
-        unsigned waiting = 0;
-        for (std::size_t lane = 0; lane < lanes; ++lane)
-            if (fibers[warp + lane].state == State::collective) waiting |= 1u << lane;
-        const unsigned present = lanes == 32 ? ~0u : (1u << lanes) - 1;
-        unsigned values[32];
-        for (std::size_t lane = 0; lane < lanes; ++lane) values[lane] = fibers[warp + lane].value;
-        for (std::size_t lane = 0; lane < lanes; ++lane) {
-            Fiber& fiber = fibers[warp + lane];
-            if ((waiting >> lane & 1u) == 0 || (fiber.mask & present & ~waiting) != 0) continue;
-            if (fiber.source == Source::every) {
-                fiber.value = 1;
-                for (std::size_t other = 0; other < lanes; ++other)
-                    if ((fiber.mask >> other & 1u) != 0 && values[other] == 0) fiber.value = 0;
-            } else {
-                const unsigned from = fiber.source == Source::exact ? fiber.argument : unsigned(lane) ^ fiber.argument;
-                if (from < lanes) fiber.value = values[from];
-            }
-            fiber.state = State::ready;
-            any = true;
+    const std::size_t lanes = std::min<std::size_t>(32, fibers.size() - warp);
+    unsigned waiting = 0, values[32];
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+        if (fibers[warp + lane].state == State::collective) waiting |= 1u << lane;
+        values[lane] = fibers[warp + lane].value;
+    }
+    const unsigned present = lanes == 32 ? ~0u : (1u << lanes) - 1;
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+        Fiber& fiber = fibers[warp + lane];
+        if ((waiting >> lane & 1u) == 0 || (fiber.mask & present & ~waiting) != 0) continue;
+        if (fiber.source == Source::every) {
+            fiber.value = 1;
+            for (std::size_t other = 0; other < lanes; ++other)
+                if ((fiber.mask >> other & 1u) != 0 && values[other] == 0) fiber.value = 0;
+        } else {
+            const unsigned from = fiber.source == Source::exact ? fiber.argument : unsigned(lane) ^ fiber.argument;
+            if (from < lanes) fiber.value = values[from];
         }
+        fiber.state = State::ready;
+        any = true;
     }
     return any;
 }
 
-// Orders: 0 ascending, 1 descending, others shuffled by that seed, anew after every wait.
+inline void run_ready(unsigned thread) {
+    if (fibers[thread].state != State::ready) return;
+    current = thread;
+    threadIdx = {thread, 0, 0};
+    cuda_on_cpu_switch(&scheduler_pointer, fibers[thread].stack_pointer);
+    if (!misuse.empty()) throw std::runtime_error(std::exchange(misuse, {}));
+}
+
+// Orders: 0 ascending, 1 descending, others shuffled by that seed, anew after every barrier.  In order 0 all
+// warps go from one wait to the next together; in the others each goes as far as it can, up to a barrier,
+// before another begins: a warp that is ahead shows what it overwrites too early.
 inline void run_block(unsigned order) {
     std::mt19937 random(order);
-    std::vector<unsigned> turn(fibers.size());
-    std::iota(turn.begin(), turn.end(), 0u);
-    if (order == 1) std::reverse(turn.begin(), turn.end());
+    std::vector<unsigned> warps((fibers.size() + 31) / 32), lanes(32);
+    std::iota(warps.begin(), warps.end(), 0u);
+    std::iota(lanes.begin(), lanes.end(), 0u);
+    if (order == 1) {
+        std::reverse(warps.begin(), warps.end());
+        std::reverse(lanes.begin(), lanes.end());
+    }
     for (;;) {
-        if (order > 1) std::shuffle(turn.begin(), turn.end(), random);
-        for (const unsigned thread : turn) {
-            if (fibers[thread].state != State::ready) continue;
-            current = thread;
-            threadIdx = {thread, 0, 0};
-            cuda_on_cpu_switch(&scheduler_pointer, fibers[thread].stack_pointer);
-            if (!misuse.empty()) throw std::runtime_error(std::exchange(misuse, {}));
+        if (order > 1) {
+            std::shuffle(warps.begin(), warps.end(), random);
+            std::shuffle(lanes.begin(), lanes.end(), random);
+        }
+        bool any = false;
+        for (const unsigned warp : warps) {
+            do {
+                for (const unsigned lane : lanes)
+                    if (warp * 32 + lane < fibers.size()) run_ready(warp * 32 + lane);
+            } while (order != 0 && release_warp(warp * 32));
+            any = release_warp(warp * 32) || any;
         }
         if (std::all_of(fibers.begin(), fibers.end(), [](const Fiber& f) { return f.state == State::done; })) return;
-        if (!release()) throw std::runtime_error(stuck());
+        if (!release_barrier() && !any) throw std::runtime_error(stuck());
     }
 }
 

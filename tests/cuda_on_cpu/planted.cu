@@ -17,6 +17,21 @@ __global__ void rotate(const Planted a) {
     reinterpret_cast<int*>(a.out)[thread] = held[(thread + 1) % 256];
 }
 
+// Warps exchange twice; `BUFFERS` is 1 where the second turn overwrites what a slower warp still reads.
+template <int BUFFERS>
+__global__ void two_turns(const Planted a) {
+    __shared__ int held[2][8];
+    const int thread = int(threadIdx.x), warp = thread / 32;
+    int sum = 0;
+    for (int turn = 0; turn < 2; ++turn) {
+        int(&mine)[8] = held[turn % BUFFERS];
+        if (thread % 32 == 0) mine[warp] = warp + 100 * turn;
+        __syncthreads();
+        sum += mine[(warp + 1) % 8];
+    }
+    reinterpret_cast<int*>(a.out)[thread] = sum;
+}
+
 // Half of the threads return before a barrier.
 __global__ void barrier_in_a_branch(const Planted a) {
     if (threadIdx.x < 128) {

@@ -15,7 +15,15 @@ import torch
 from impl.cuda.launch import Launch
 from tests.cuda_on_cpu import host, sanitized
 
-KERNELS = ("rotate<true>", "rotate<false>", "barrier_in_a_branch", "half_a_warp_shuffles", "wrong_mask")
+KERNELS = (
+    "rotate<true>",
+    "rotate<false>",
+    "two_turns<1>",
+    "two_turns<2>",
+    "barrier_in_a_branch",
+    "half_a_warp_shuffles",
+    "wrong_mask",
+)
 
 
 def run(libraries: Path, kernel: str, order: int = 0) -> torch.Tensor:
@@ -38,6 +46,14 @@ def test_a_race_shows_between_orders(libraries: Path) -> None:
     up, down, shuffled = (run(libraries, "rotate<false>", order) for order in (0, 1, 7))
     assert not torch.equal(up, down)
     assert not torch.equal(up, shuffled)
+
+
+@pytest.mark.parametrize("order", range(5))
+def test_a_warp_that_is_a_turn_ahead_shows(libraries: Path, order: int) -> None:
+    """What one buffer loses to a fast warp, two keep, in every order."""
+    wanted = (((torch.arange(256) // 32 + 1) % 8) * 2 + 100).int()
+    assert torch.equal(run(libraries, "two_turns<2>", order), wanted)
+    assert not torch.equal(run(libraries, "two_turns<1>", order), wanted)
 
 
 @pytest.mark.parametrize(
