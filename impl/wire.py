@@ -180,7 +180,7 @@ class Wire:
 
         inter = self._book(axis, nbytes, tag, ring=True, steps=1)
         self._used[axis.name] = dist.get_backend(group.process_group)
-        return _Backend(self, start, sent=nbytes, received=nbytes, rows=1, inter_bytes=inter)
+        return _Backend(self, start, nbytes, self._buffer(nbytes), rows=1, inter_bytes=inter)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -221,8 +221,10 @@ class Wire:
             collective = _all_gather if kind == "all_gather" else dist.all_to_all_single
             return [collective(received, send, group=group.process_group, async_op=True)]
 
-        size = nbytes * group.size
-        return _Backend(self, start, sent=row, received=size, rows=group.size, inter_bytes=inter)
+        received = self._buffer(nbytes * group.size)
+        # What is sent to all is written where this rank itself receives it.
+        own = received.view(group.size, -1)[group.index] if direct and kind == "all_gather" else None
+        return _Backend(self, start, row, received, rows=group.size, inter_bytes=inter, own=own)
 
     def _book(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool, steps: int | None = None) -> int:
         """Enter one exchange in the ledger; returns its bytes to other nodes."""
@@ -270,7 +272,8 @@ def _post_direct(
         dist.irecv(rows[i], src=group.ranks[i], group=group.process_group, tag=tag) for i in reversed(others)
     ]
     works += [dist.isend(mine[i], dst=group.ranks[i], group=group.process_group, tag=tag) for i in others]
-    rows[group.index].copy_(mine[group.index])
+    if kind == "all_to_all":
+        rows[group.index].copy_(mine[group.index])
     return [work for work in works if work is not None]
 
 
@@ -318,15 +321,31 @@ class _InMemory:
 class _Backend:
     """A collective of torch.distributed, on buffers of the wire.
 
-    ``inter_bytes`` is what a modelled link must carry before the exchange may complete.
+    Args:
+        wire: whose buffers.
+        start: posts the collective.
+        sent: bytes of this rank's message.
+        received: where all messages arrive.
+        rows: of ``received``.
+        inter_bytes: what a modelled link must carry before the exchange may complete.
+        own: the part of ``received`` in which this rank's message is written, where it is sent from there.
     """
 
     def __init__(
-        self, wire: Wire, start: _Start, *, sent: int, received: int, rows: int, inter_bytes: int
+        self,
+        wire: Wire,
+        start: _Start,
+        sent: int,
+        received: Tensor,
+        *,
+        rows: int,
+        inter_bytes: int,
+        own: Tensor | None = None,
     ) -> None:
         self._wire, self._start, self._rows, self._inter_bytes = wire, start, rows, inter_bytes
-        self.send = wire._buffer(sent)  # noqa: SLF001  # the wire's own part
-        self._received = wire._buffer(received)  # noqa: SLF001
+        self._borrowed = own is not None
+        self.send = wire._buffer(sent) if own is None else own  # noqa: SLF001  # the wire's own part
+        self._received = received
         self._works: list[dist.Work] = []
         self._carried = 0.0
 
@@ -347,5 +366,6 @@ class _Backend:
         return self._received.view(self._rows, -1)
 
     def close(self) -> None:
-        self._wire._give_back(self.send)  # noqa: SLF001
+        if not self._borrowed:
+            self._wire._give_back(self.send)  # noqa: SLF001
         self._wire._give_back(self._received)  # noqa: SLF001
