@@ -134,9 +134,12 @@ def doctor() -> None:
 
 
 def _build_report(folder: Path) -> None:
-    from report import bench_page, build
+    if bench_record.holds(folder):
+        from report.bench_page import build
+    else:
+        from report.build import build
 
-    print(bench_page.build(folder) if bench_record.holds(folder) else build.build(folder))
+    print(build(folder))
 
 
 def _check_folder(folder: Path) -> None:
