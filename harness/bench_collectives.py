@@ -19,12 +19,11 @@ from torch import Tensor
 
 from harness.bench_record import CollectiveSample
 from harness.rank import Progress, Rank
-from impl import ops
-from impl.codec import Codec, parse
-from impl.collectives import Reduction, Steps, Transfer, gather_frames, gathered, placed, reduced
+from impl.codec import parse
 from impl.mesh import Mesh
 from impl.policy import Gather, Policy, Reduce
-from impl.wire import Tag, Transport, Wire
+from impl.standalone import quantized_all_gather, quantized_reduce_scatter
+from impl.wire import Transport, Wire
 
 OPERATIONS: Final = ("all_gather", "reduce_scatter")
 CODECS: Final = ("fp32", "bf16", "int8:2048", "int4:256")
@@ -34,7 +33,6 @@ TRANSPORTS: Final[tuple[Transport, ...]] = ("shm", "backend")
 GRAIN: Final = 1 << 12  # elements of a shard: whole blocks of all codecs above
 MOST_ROUNDS: Final = 15
 FEWEST_ROUNDS: Final = 5
-_TAG: Final = Tag("forward", "weights", "bench")
 
 # torch 2.13 renames them and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -211,31 +209,10 @@ def _contenders(
 
 
 def _gather(mesh: Mesh, wire: Wire, policy: Policy, mine: Tensor, out: Tensor) -> Callable[[], object]:
-    axes, _ = policy.gather_axes(mesh.topology)
-    codec: Codec = policy.weights
-    shard = mine.numel()
-    nbytes = codec.frame_bytes(shard)
-    place = placed(out, axes[::-1], shard)
-
-    def steps() -> Steps[None]:
-        exchange = yield from gather_frames(
-            wire,
-            axes,
-            lambda frame: ops.encode(codec, mine, frame),
-            nbytes,
-            _TAG,
-            ring=policy.gather == "flat",
-        )
-        ops.decode(codec, gathered(exchange, axes, nbytes), place)
-        exchange.close()
-
-    return lambda: Transfer(steps()).wait()
+    codec, whole = policy.weights, out.view(mesh.topology.world, -1)
+    return lambda: quantized_all_gather(mine, codec, mesh, gather=policy.gather, wire=wire, out=whole)
 
 
 def _reduce(mesh: Mesh, wire: Wire, policy: Policy, whole: Tensor) -> Callable[[], object]:
-    how = Reduction(wire=wire, hops=policy.reduce_axes(mesh.topology), tag=_TAG)
-
-    def steps() -> Steps[None]:
-        yield from reduced(how, policy.reduce, whole)
-
-    return lambda: Transfer(steps()).wait()
+    codecs = policy.gradients
+    return lambda: quantized_reduce_scatter(whole, codecs, mesh, reduce=policy.reduce, wire=wire)

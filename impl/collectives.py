@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from impl import ops
-from impl.codec import Codec
+from impl.codec import Codec, Raw
 from impl.feedback import Errors
 from impl.noise import OCTET, Key, Noise
 from impl.policy import Reduce
-from impl.reference import Carried
+from impl.reference import DTYPES, Carried
 from impl.topology import Axis
 from impl.wire import Exchange, Tag, Wire
 
@@ -71,6 +71,7 @@ def gather_frames(
     tag: Tag,
     *,
     ring: bool = False,
+    into: Tensor | None = None,
 ) -> Steps[Exchange]:
     """Forward frames along ``axes``, one hop after the other.
 
@@ -81,13 +82,16 @@ def gather_frames(
         nbytes: size of that message.
         tag: for the ledger.
         ring: the hop is the library's ring over the whole world.
+        into: (world * nbytes,) uint8 where all frames may arrive at once, if there is one hop and the
+            transport can do that.
 
     Returns:
         The last exchange, received but not closed: :func:`gathered` gives its frames.
     """
     held: Exchange | None = None
-    for axis in _sending(axes):
-        exchange = wire.all_gather(axis, nbytes, tag, ring=ring)
+    hops = _sending(axes)
+    for axis in hops:
+        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into if len(hops) == 1 else None)
         if held is None:
             write(exchange.send)
         else:
@@ -121,6 +125,12 @@ def gathered(exchange: Exchange, axes: Sequence[Axis], nbytes: int) -> Tensor:
     return frames.view(*(axis.size for axis in reversed(axes)), nbytes)
 
 
+def as_frames(codec: Codec, flat: Tensor, shard: int) -> Tensor | None:
+    """(bytes,) uint8 view of ``flat`` (n * S,), where its shards are their own frames; else None."""
+    same = isinstance(codec, Raw) and flat.dtype == DTYPES[codec.dtype] and flat.is_contiguous()
+    return flat.view(torch.uint8) if same and codec.frame_bytes(shard) == codec.code_bytes(shard) else None
+
+
 def placed(flat: Tensor, axes: Sequence[Axis], shard: int) -> Tensor:
     """View of ``flat`` (world * S,) as (sizes of ``axes`` in this order..., S), by rank digits."""
     sizes = [axis.size for axis in axes]
@@ -140,6 +150,8 @@ class Reduction:
         pieces: (start, end) of the chunks of a shard, whose hops overlap; one by default.
         key: of stochastic codecs, with this rank as the source; the hop is filled in.
         errors: of the gradient codecs, for error feedback.
+        stays: whether the gradient stays as it is until the end, so that raw frames may be sent from where
+            they lie.
     """
 
     wire: Wire
@@ -148,6 +160,7 @@ class Reduction:
     pieces: Sequence[tuple[int, int]] | None = None
     key: Key | None = None
     errors: Errors | None = None
+    stays: bool = False
 
     def noise(self, hop: int, shard: int, start: int) -> Noise | None:
         """Random bits of what ``hop`` encodes from element ``start`` of each shard on."""
@@ -190,11 +203,15 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
         rest = sizes[hop + 1 :]  # the axes that are still to come
         for index, (start, end) in enumerate(chunks):
             frame = codec.frame_bytes(end - start)
-            exchange = how.wire.all_to_all(axis, math.prod(rest) * frame, how.tag)
-            send = exchange.send.view(axis.size, *rest, frame)
             noise, carried = how.noise(hop, shard, start), how.carried(hop, start, end)
+            source = None
+            if how.stays and len(how.hops) == len(chunks) == 1 and carried is None:
+                source = as_frames(codec, gradient, shard)
+            exchange = how.wire.all_to_all(axis, math.prod(rest) * frame, how.tag, source=source)
+            send = exchange.send.view(axis.size, *rest, frame)
             if hop == 0:
-                ops.encode(codec, slices[..., start:end], send, noise=noise, carried=carried)
+                if source is None or exchange.send.data_ptr() != source.data_ptr():
+                    ops.encode(codec, slices[..., start:end], send, noise=noise, carried=carried)
                 under_way.append((codec, exchange))
             else:
                 before, received = under_way[index]

@@ -21,7 +21,17 @@ from torch import Tensor
 
 from impl import ops
 from impl.codec import Codec, common_grain, parse
-from impl.collectives import Reduction, Steps, T, Transfer, gather_frames, gathered, placed, reduced
+from impl.collectives import (
+    Reduction,
+    Steps,
+    T,
+    Transfer,
+    as_frames,
+    gather_frames,
+    gathered,
+    placed,
+    reduced,
+)
 from impl.feedback import Errors
 from impl.geometry import pieces
 from impl.mesh import Mesh
@@ -41,6 +51,7 @@ def quantized_all_gather(
     gather: Gather = "hierarchical",
     wire: Wire | None = None,
     key: Key | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """All ranks' ``x``, encoded once by its owner and decoded to the same bits everywhere.
 
@@ -51,20 +62,26 @@ def quantized_all_gather(
         gather: ``hierarchical`` crosses each link between nodes once; ``flat`` is the library's ring.
         wire: what sends.
         key: of a stochastic codec's random bits; change its step from call to call.
+        out: (world, ...) of ``x``'s type, contiguous, to write to; a new tensor by default.
 
     Returns:
         (world, ...) of ``x``'s type, in rank order.
 
     Raises:
-        ValueError: for another type, or a stochastic codec without a key.
+        ValueError: for another type, a stochastic codec without a key, or an ``out`` that does not fit.
         CodecError: for a text that is no codec.
     """
     codec, numel, world = _codec(codec), x.numel(), mesh.topology.world
     _check_type(x)
     wire = wire or Wire(mesh)
-    out = x.new_empty((world, numel))
+    out = x.new_empty((world, *x.shape)) if out is None else out
+    if out.shape != (world, *x.shape) or out.dtype != x.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out holds {(world, *x.shape)} {x.dtype} side by side, got {tuple(out.shape)} {out.dtype} with "
+            f"strides {out.stride()}"
+        )
     if numel == 0:
-        return out.view(world, *x.shape)
+        return out
     axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
     nbytes = codec.frame_bytes(numel)
     noise = None
@@ -76,10 +93,14 @@ def quantized_all_gather(
         ops.encode(codec, flat, frame, noise=noise)
 
     tag = Tag("forward", "weights")
-    exchange = _finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat"))
-    ops.decode(codec, gathered(exchange, axes, nbytes), placed(out.view(-1), axes[::-1], numel))
+    whole = out.view(-1)
+    into = as_frames(codec, whole, numel)
+    exchange = _finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat", into=into))
+    frames = gathered(exchange, axes, nbytes)
+    if into is None or frames.data_ptr() != into.data_ptr():
+        ops.decode(codec, frames, placed(whole, axes[::-1], numel))
     exchange.close()
-    return out.view(world, *x.shape)
+    return out
 
 
 def quantized_reduce_scatter(
@@ -135,6 +156,7 @@ def quantized_reduce_scatter(
         pieces=pieces(shard, chunks, common_grain(*policy.gradients)),
         key=None if key is None else _from(key, mesh.rank),
         errors=errors,
+        stays=True,
     )
     mean = _finish(reduced(how, reduce, x.detach().reshape(-1)))
     return (mean if op == "mean" else mean.mul_(world)).view(shape)

@@ -145,7 +145,9 @@ class Wire:
             with torch.inference_mode(mode=False):
                 self._arenas[axis] = Arena(group, nbytes, self._timeout)
 
-    def all_gather(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False) -> Exchange:
+    def all_gather(
+        self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False, into: Tensor | None = None
+    ) -> Exchange:
         """Every rank of the axis receives every rank's message of ``nbytes``.
 
         Args:
@@ -153,12 +155,22 @@ class Wire:
             nbytes: size of this rank's message; the same on all ranks.
             tag: for the ledger.
             ring: book a ring's messages (the library's algorithm over the whole world).
+            into: (ranks * nbytes,) uint8 where the messages may arrive, if the transport can do that:
+                then it is what :meth:`Exchange.wait` returns.
         """
-        return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring)
+        return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring, place=into)
 
-    def all_to_all(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
-        """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it."""
-        return self._exchange("all_to_all", axis, nbytes, nbytes * axis.size, tag)
+    def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, source: Tensor | None = None) -> Exchange:
+        """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it.
+
+        Args:
+            axis: along which.
+            nbytes: of a row.
+            tag: for the ledger.
+            source: (ranks * nbytes,) uint8, this rank's message where it lies, if the transport can send
+                from there: then it is the exchange's ``send``, and must stay until it was received.
+        """
+        return self._exchange("all_to_all", axis, nbytes, nbytes * axis.size, tag, place=source)
 
     def shift(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
         """Every rank sends ``nbytes`` to the next rank of the axis, cyclically.
@@ -180,7 +192,7 @@ class Wire:
 
         inter = self._book(axis, nbytes, tag, ring=True, steps=1)
         self._used[axis.name] = dist.get_backend(group.process_group)
-        return _Backend(self, start, nbytes, self._buffer(nbytes), rows=1, inter_bytes=inter)
+        return _Backend(self, start, _Buffers(self, None, nbytes, None, nbytes), rows=1, inter_bytes=inter)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -199,7 +211,15 @@ class Wire:
         return self.transport == "shm" and group.same_node and group.size > 1
 
     def _exchange(
-        self, kind: _Collective, axis: Axis, nbytes: int, row: int, tag: Tag, *, ring: bool = False
+        self,
+        kind: _Collective,
+        axis: Axis,
+        nbytes: int,
+        row: int,
+        tag: Tag,
+        *,
+        ring: bool = False,
+        place: Tensor | None = None,
     ) -> Exchange:
         group = self.mesh.group(axis)
         if group.size == 1:
@@ -221,10 +241,12 @@ class Wire:
             collective = _all_gather if kind == "all_gather" else dist.all_to_all_single
             return [collective(received, send, group=group.process_group, async_op=True)]
 
-        received = self._buffer(nbytes * group.size)
-        # What is sent to all is written where this rank itself receives it.
-        own = received.view(group.size, -1)[group.index] if direct and kind == "all_gather" else None
-        return _Backend(self, start, row, received, rows=group.size, inter_bytes=inter, own=own)
+        into, source = (place, None) if kind == "all_gather" else (None, place)
+        buffers = _Buffers(self, into, nbytes * group.size, source, row)
+        if direct and kind == "all_gather":
+            # What is sent to all is written where this rank itself receives it.
+            buffers.send = buffers.received.view(group.size, -1)[group.index]
+        return _Backend(self, start, buffers, rows=group.size, inter_bytes=inter)
 
     def _book(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool, steps: int | None = None) -> int:
         """Enter one exchange in the ledger; returns its bytes to other nodes."""
@@ -318,34 +340,61 @@ class _InMemory:
         self._arena.done(self._number)
 
 
-class _Backend:
-    """A collective of torch.distributed, on buffers of the wire.
+class _Buffers:
+    """Where an exchange's messages lie: the wire's buffers, taken when asked for, or the caller's memory.
 
     Args:
         wire: whose buffers.
-        start: posts the collective.
-        sent: bytes of this rank's message.
-        received: where all messages arrive.
-        rows: of ``received``.
-        inter_bytes: what a modelled link must carry before the exchange may complete.
-        own: the part of ``received`` in which this rank's message is written, where it is sent from there.
+        received: the caller's, or None.
+        received_bytes: of what arrives.
+        send: the caller's, or None.
+        send_bytes: of this rank's message.
     """
 
     def __init__(
-        self,
-        wire: Wire,
-        start: _Start,
-        sent: int,
-        received: Tensor,
-        *,
-        rows: int,
-        inter_bytes: int,
-        own: Tensor | None = None,
+        self, wire: Wire, received: Tensor | None, received_bytes: int, send: Tensor | None, send_bytes: int
     ) -> None:
+        self._wire, self._send, self._send_bytes = wire, send, send_bytes
+        self._taken: list[Tensor] = []
+        self.received = self._take(received_bytes) if received is None else received
+
+    @property
+    def send(self) -> Tensor:
+        """(bytes,) this rank's message."""
+        if self._send is None:
+            self._send = self._take(self._send_bytes)
+        return self._send
+
+    @send.setter
+    def send(self, part: Tensor) -> None:
+        self._send = part
+
+    def _take(self, nbytes: int) -> Tensor:
+        self._taken.append(self._wire._buffer(nbytes))  # noqa: SLF001  # the wire's own part
+        return self._taken[-1]
+
+    def give_back(self) -> None:
+        """Return what was taken."""
+        for buffer in self._taken:
+            self._wire._give_back(buffer)  # noqa: SLF001
+        self._taken.clear()
+
+
+class _Backend:
+    """A collective of torch.distributed.
+
+    Args:
+        wire: that sends.
+        start: posts the collective.
+        buffers: of its messages.
+        rows: of what is received.
+        inter_bytes: what a modelled link must carry before the exchange may complete.
+    """
+
+    def __init__(self, wire: Wire, start: _Start, buffers: _Buffers, *, rows: int, inter_bytes: int) -> None:
         self._wire, self._start, self._rows, self._inter_bytes = wire, start, rows, inter_bytes
-        self._borrowed = own is not None
-        self.send = wire._buffer(sent) if own is None else own  # noqa: SLF001  # the wire's own part
-        self._received = received
+        self._buffers = buffers
+        self.send = buffers.send
         self._works: list[dist.Work] = []
         self._carried = 0.0
 
@@ -353,7 +402,7 @@ class _Backend:
         pacer = self._wire._pacer  # noqa: SLF001
         if pacer is not None and self._inter_bytes:
             self._carried = pacer.book(self._inter_bytes)
-        self._works = self._start(self._received, self.send)
+        self._works = self._start(self._buffers.received, self.send)
 
     def wait(self) -> Tensor:
         begin = time.perf_counter()
@@ -363,9 +412,7 @@ class _Backend:
         if (left := self._carried - time.monotonic()) > 0:
             time.sleep(left)
         self._wire.exposed_seconds += time.perf_counter() - begin
-        return self._received.view(self._rows, -1)
+        return self._buffers.received.view(self._rows, -1)
 
     def close(self) -> None:
-        if not self._borrowed:
-            self._wire._give_back(self.send)  # noqa: SLF001
-        self._wire._give_back(self._received)  # noqa: SLF001
+        self._buffers.give_back()

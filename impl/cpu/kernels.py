@@ -88,7 +88,7 @@ class Kernels:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        for name in ("encode", "decode", "decode_sum", "decode_sum_encode", "copy", "sum_raw"):
+        for name in ("encode", "decode", "decode_sum", "decode_sum_encode", "copy", "stream", "sum_raw"):
             function = getattr(self._library, name)
             function.argtypes, function.restype = [ctypes.POINTER(_Job)], ctypes.c_int
         self._library.job_bytes.restype = ctypes.c_int64
@@ -204,14 +204,14 @@ class Kernels:
             frames[..., nbytes:] = 0
 
     def _decode_raw(self, codec: Raw, frames: Tensor, out: Tensor) -> None:
-        """The same in the other direction."""
+        """The same in the other direction; frames are read at once by others, elements later, if at all."""
         if not _is_copy(codec, out, frames):
             reference.decode(codec, frames, out)
             return
         reference.check(codec, out, frames)
         job = _job(out.shape, None, values=frames, output=out)
         job.numel = codec.code_bytes(out.shape[-1])
-        self._run(self._library.copy, job)
+        self._run(self._library.stream, job)
 
     def _run(self, function: Callable[[_Job], int], job: _Job) -> None:
         if function(job) != 0:

@@ -85,26 +85,13 @@ void sum_raw_sources(const u8* frame, i64 sources, i64 stride, i64 count, u32* o
     for (; left >= 1; --left, frame += stride) sum_raw<T, 1, true>(frame, stride, count, out);
 }
 
-// A row of sums; a large one piece by piece through a buffer in the first-level cache.
+// A row of sums, a piece in the first-level cache after another.
 template <class T>
 void sum_raw_row(const Job& job, const u8* frame, u32* out) {
-    if (job.numel * 4 < kStreamed || reinterpret_cast<std::uintptr_t>(out) % kLine != 0) {
-        for (i64 at = 0; at < job.numel; at += kPiece) {
-            const i64 count = smaller(kPiece, job.numel - at);
-            sum_raw_sources<T>(frame + at * i64(sizeof(typename T::Word)), job.sources, job.source_stride, count, out + at);
-        }
-        return;
-    }
-    alignas(kLine) u32 piece[kPiece];
     for (i64 at = 0; at < job.numel; at += kPiece) {
-        const i64 count = smaller(kPiece, job.numel - at), bytes = count * 4;
-        sum_raw_sources<T>(frame + at * i64(sizeof(typename T::Word)), job.sources, job.source_stride, count, piece);
-        auto* to = reinterpret_cast<u8*>(out + at);
-        const i64 lines = bytes / kLine * kLine;
-        stream_lines(to, reinterpret_cast<const u8*>(piece), lines);
-        std::memcpy(to + lines, reinterpret_cast<const u8*>(piece) + lines, std::size_t(bytes - lines));
+        const i64 count = smaller(kPiece, job.numel - at);
+        sum_raw_sources<T>(frame + at * i64(sizeof(typename T::Word)), job.sources, job.source_stride, count, out + at);
     }
-    finish_streams();
 }
 
 }  // namespace

@@ -111,6 +111,26 @@ def test_they_run_on_processes_with_shared_memory() -> None:
         assert sent == gather + 80 * 2
 
 
+def _in_place(mesh: Mesh, transport: str) -> tuple[bool, bool, bool]:
+    """Raw frames of the tensors' own type travel from and to where they lie; nothing else changes."""
+    wire = Wire(mesh, transport=transport)
+    out, whole = torch.empty(4, 64), values(mesh.rank, 4 * 64)
+    kept = whole.clone()
+    given = quantized_all_gather(values(mesh.rank, 64), "fp32", mesh, wire=wire, out=out)
+    mean = quantized_reduce_scatter(whole, "fp32", mesh, wire=wire)
+    every = torch.stack([values(rank, 4 * 64).view(4, 64)[mesh.rank] for rank in range(4)])
+    gathered = torch.stack([values(rank, 64) for rank in range(4)])
+    total = every[0] + every[1] + every[2] + every[3]
+    return given is out, torch.equal(out, gathered), torch.equal(mean, total / 4) and torch.equal(whole, kept)
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+@pytest.mark.parametrize("topology", [Topology(1, 4), Topology(4, 1)], ids=str)
+def test_raw_tensors_are_sent_from_where_they_lie(topology: Topology, transport: str) -> None:
+    """On gloo and in shared memory, values arrive in ``out``, sums are exact, inputs stay as they were."""
+    assert on_processes(topology, _in_place, transport) == [(True, True, True)] * 4
+
+
 def _misused(mesh: Mesh, how: str) -> None:
     match how:
         case "shape":
@@ -119,6 +139,8 @@ def _misused(mesh: Mesh, how: str) -> None:
             quantized_all_gather(torch.zeros(8, dtype=torch.int64), "bf16", mesh)
         case "codec":
             quantized_all_gather(torch.zeros(8), "int9:8", mesh)
+        case "out":
+            quantized_all_gather(torch.zeros(8), "bf16", mesh, out=torch.zeros(8, 2).t())
         case "noise":
             quantized_all_gather(torch.zeros(8), "int8:8:stochastic", mesh)
         case _:
@@ -131,6 +153,7 @@ def _misused(mesh: Mesh, how: str) -> None:
         ("shape", ValueError, r"2 ranks cannot share \(7,\)"),
         ("type", ValueError, "take fp32, bf16, fp16, got torch.int64"),
         ("codec", CodecError, "2 to 8 bits"),
+        ("out", ValueError, r"out holds \(2, 8\) torch.float32 side by side, got \(2, 8\)"),
         ("noise", ValueError, "rounds stochastically: it needs noise"),
         ("policy", PolicyError, "has one hop"),
     ],
