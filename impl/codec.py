@@ -38,6 +38,7 @@ LARGEST: Final = {"fp32": (2 - 2.0**-23) * 2.0**127, "bf16": (2 - 2.0**-7) * 2.0
 
 MX_BLOCK: Final = 32  # OCP Microscaling Formats 1.0, section 5.2
 MOST_HADAMARD: Final = 256
+MOST_BLOCK: Final = 2**31 - 1  # kernels count the elements of a block in 32 bits
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Block = int | Literal["shard"]
@@ -152,7 +153,7 @@ class IntCodec:
         stochastic: round up or down at random, so that the mean is the value.
 
     Raises:
-        CodecError: for bits outside 2..8, a block below 1 or an impossible rotation.
+        CodecError: for bits outside 2..8, a block below 1 or above 2^31 - 1, or an impossible rotation.
     """
 
     bits: int
@@ -234,7 +235,8 @@ class FloatCodec:
         stochastic: as in :class:`IntCodec`.
 
     Raises:
-        CodecError: for a block below 1, an MX block other than 32 or an impossible rotation.
+        CodecError: for a block below 1 or above 2^31 - 1, an MX block other than 32 or an impossible
+            rotation.
     """
 
     element: Element
@@ -362,6 +364,8 @@ def _rotated_bound(error: float, extremes: tuple[float, float], hadamard: int, o
 def _check_block(head: str, block: Block, hadamard: int) -> None:
     if block != "shard" and block < 1:
         raise CodecError(f"{head}:{block}: a block has at least 1 element")
+    if block != "shard" and block > MOST_BLOCK:
+        raise CodecError(f"{head}:{block}: a block has at most {MOST_BLOCK} elements")
     if hadamard == 0:
         return
     if hadamard & (hadamard - 1) or not 2 <= hadamard <= MOST_HADAMARD:

@@ -258,7 +258,8 @@ def _zero_padding(frames: Tensor, start: int, end: int) -> None:
 
 
 def _block_size(codec: Blocked, numel: int) -> int:
-    return numel if codec.block == "shard" else codec.block
+    """Elements that share a scale; a block beyond the row is the row."""
+    return numel if codec.block == "shard" else min(codec.block, numel)
 
 
 def _blocked(codec: Blocked, x: Tensor) -> Tensor:
