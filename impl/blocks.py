@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from impl.codec import Dtype
-from impl.geometry import ParameterSpec, UnitGeometry, lay_out
+from impl.geometry import FROZEN, ParameterSpec, UnitGeometry, lay_out
 from impl.policy import Policy
 from impl.reference import DTYPES
 from impl.topology import Topology
@@ -80,7 +80,7 @@ def drafts_of(
     for module in (model, *blocks):
         for trainable in (True, False):
             name = names[module] or "root"
-            draft = Draft(name if trainable else f"{name}.frozen", module, trainable, [], [], [])
+            draft = Draft(name if trainable else name + FROZEN, module, trainable, [], [], [])
             drafts[module, trainable] = draft
     for parameter, (full, holders, homes) in found.items():
         if parameter.dtype != DTYPES[compute]:

@@ -11,6 +11,9 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
+
+FROZEN: Final = ".frozen"  # ends the name of a block's second unit, of its frozen parameters
 
 
 class GeometryError(ValueError):
@@ -55,7 +58,7 @@ class UnitGeometry:
     """A unit's layout for one world size.
 
     Attributes:
-        name: of the block.
+        name: of the block, and :data:`FROZEN` where it is not trainable.
         slots: parameters, ordered by optimizer group.
         padded: elements of the flat buffer, a multiple of ``world * grain``.
         world: ranks that share it; ``shard = padded / world`` elements each.
@@ -67,6 +70,11 @@ class UnitGeometry:
     padded: int
     world: int
     trainable: bool = True
+
+    @property
+    def block(self) -> str:
+        """The block whose parameters it holds; its units are gathered together."""
+        return self.name if self.trainable else self.name.removesuffix(FROZEN)
 
     @property
     def numel(self) -> int:

@@ -175,10 +175,10 @@ def memory(
 
     ``masters`` 4 S; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary``
     the kept frames (facts A4: alpha M / P at 16 bits); ``feedback`` the kept errors, of hop k as
-    many as that hop encodes; ``gathered`` and ``local_gradients`` the root's units and the largest
-    other one, unsharded, in the compute type.  S is the sum of shards.  Reduces to facts A10 (16
-    bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit shard, which is encoded from
-    the master on the way out.
+    many as that hop encodes; ``gathered`` and ``local_gradients`` those of the root and of the
+    largest block, unsharded, in the compute type (:func:`_largest_block`).  S is the sum of shards.
+    Reduces to facts A10 (16 bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit
+    shard, which is encoded from the master on the way out.
 
     Args:
         policy: what is held.
@@ -204,9 +204,24 @@ def memory(
         "optimizer": ADAM_BYTES * trainable,
         "secondary": sum(copies * policy.weights.frame_bytes(u.shard) for u in units) if spared else 0,
         "feedback": _feedback_bytes(policy, topology, trainable),
-        "gathered": item * (around + max((units[i].padded for i in inner), default=0)),
+        "gathered": item * (around + _largest_block([units[i] for i in inner])),
         "local_gradients": item * (outer_gradients + max(gradients, default=0)),
     }
+
+
+def _largest_block(units: Sequence[UnitGeometry]) -> int:
+    """Most elements of blocks that are gathered together; ``units`` in the order in which they run.
+
+    A block's units, trainable and frozen, and in a backward pass with them the frozen ones of the block
+    after it: those go when the gradients of its inputs have arrived, which also calls the block before.
+    """
+    whole: dict[str, int] = defaultdict(int)
+    frozen: dict[str, int] = defaultdict(int)
+    for unit in units:
+        whole[unit.block] += unit.padded
+        frozen[unit.block] += 0 if unit.trainable else unit.padded
+    after = [*list(frozen.values())[1:], 0]
+    return max((size + more for size, more in zip(whole.values(), after, strict=False)), default=0)
 
 
 def _feedback_bytes(policy: Policy, topology: Topology, trainable: int) -> int:

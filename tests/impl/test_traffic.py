@@ -71,3 +71,22 @@ def test_memory_reduces_to_the_papers_formula() -> None:
     secondary = memory(PRESETS["hpz"], topology, [unit])["secondary"]
     assert secondary == 2 * (1 << 20) // 4  # alpha M / P at 16 bits: M over the group (facts A4)
     assert memory(preset("zeropp"), topology, [unit])["secondary"] == pytest.approx(secondary / 2, rel=0.002)
+
+
+def test_a_block_with_frozen_parameters_is_two_units_gathered_together() -> None:
+    """The largest block counts whole, and with it the frozen unit of the block after it."""
+    sizes = {"root": 64, "a": 320, "a.frozen": 32, "b": 256, "b.frozen": 128, "c": 288, "c.frozen": 32}
+    units = [
+        lay_out(
+            name,
+            [ParameterSpec("w", (size,))],
+            grain=32,
+            world=1,
+            max_padding=0,
+            trainable=not name.endswith(".frozen"),
+        )
+        for name, size in sizes.items()
+    ]
+    held = memory(PRESETS["exact"], Topology(1, 1), units)["gathered"]
+    assert held == 4 * (64 + 320 + 32 + 128)
+    assert [unit.block for unit in units] == ["root", "a", "a", "b", "b", "c", "c"]

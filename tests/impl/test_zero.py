@@ -444,6 +444,20 @@ def test_memory_is_the_formulas(name: str) -> None:
         assert measured.get(part, 0) == formula[part], part
 
 
+@pytest.mark.parametrize("prefetch", [0, ROOMY.prefetch])
+@pytest.mark.parametrize("frozen", [("norm",), ("up", "norm"), ("up", "down", "norm")])
+def test_memory_counts_frozen_units_with_their_block(frozen: tuple[str, ...], prefetch: int) -> None:
+    """Frozen parameters of a block are gathered with it, and in backward with the block before too."""
+    net = model(depth=3)
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not any(part in name.split(".") for part in frozen))
+    policy = Policy(memory=replace(ROOMY, prefetch=prefetch))
+    zero = on_threads(Topology(2, 1), train, net, policy, 1)[0][2]
+    units = [unit.geometry for unit in zero.units]
+    assert any(not unit.trainable for unit in units)
+    assert zero.memory()["gathered"] == memory(policy, Topology(2, 1), units)["gathered"]
+
+
 def _misuse(mesh: Mesh, how: str) -> str:
     net = copy.deepcopy(MODEL)
     zero = shard(net, mesh=mesh, policy=EXACT)
