@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields, replace
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from impl.codec import BF16, FP32, ITEM_BYTES, Codec, Dtype, IntCodec, Raw, common_grain
 from impl.topology import Axis, Topology
@@ -22,6 +22,12 @@ MOST_CHUNKS: Final = 8  # each holds a slot of the shared memory between its two
 
 class PolicyError(ValueError):
     """A policy, alone or with a topology, cannot be carried out; the message names why."""
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a word that is none of the allowed ones."""
+    if value not in allowed:
+        raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,8 @@ class Feedback:
     state: Dtype = "fp32"
 
     def __post_init__(self) -> None:
+        _one_of("hops", self.hops, ("last", "all"))
+        _one_of("state", self.state, tuple(ITEM_BYTES))
         if not 0.0 <= self.decay < 1.0 or self.reset < 0:
             raise PolicyError(
                 f"feedback: decay = {self.decay} and reset = {self.reset}; a decay is in [0, 1), a reset "
@@ -161,6 +169,9 @@ class Policy:
     align: int = 1
 
     def __post_init__(self) -> None:
+        _one_of("gather", self.gather, get_args(Gather))
+        _one_of("reduce", self.reduce, get_args(Reduce))
+        _one_of("compute", self.compute, tuple(ITEM_BYTES))
         if self.gather == "flat" and self.secondary != 0:
             raise PolicyError(
                 f"hpZ (secondary={self.secondary}) keeps what the first hop of a hierarchical "

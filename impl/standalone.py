@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from impl import ops
-from impl.codec import Codec, common_grain, parse
+from impl.codec import Codec, FloatCodec, IntCodec, Raw, common_grain, parse
 from impl.collectives import (
     Reduction,
     Steps,
@@ -32,11 +33,11 @@ from impl.collectives import (
     placed,
     reduced,
 )
-from impl.feedback import Errors
+from impl.feedback import Errors, encoded_shapes
 from impl.geometry import pieces
 from impl.mesh import Mesh
 from impl.noise import OCTET, Key
-from impl.policy import Gather, Policy, Reduce
+from impl.policy import Feedback, Gather, Policy, Reduce
 from impl.reference import NAMES
 from impl.wire import Tag, Wire
 
@@ -73,6 +74,8 @@ def quantized_all_gather(
     """
     codec, numel, world = _codec(codec), x.numel(), mesh.topology.world
     _check_type(x)
+    _check_key(key, codec)
+    axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
     wire = wire or Wire(mesh)
     out = x.new_empty((world, *x.shape)) if out is None else out
     if out.shape != (world, *x.shape) or out.dtype != x.dtype or not out.is_contiguous():
@@ -82,11 +85,8 @@ def quantized_all_gather(
         )
     if numel == 0:
         return out
-    axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
     nbytes = codec.frame_bytes(numel)
-    noise = None
-    if key is not None and codec.stochastic:
-        noise = key.noise(mesh.rank * _apart(numel))
+    noise = key.noise(mesh.rank * _apart(numel)) if key is not None and codec.stochastic else None
     flat = x.detach().reshape(-1)
 
     def write(frame: Tensor) -> None:
@@ -105,7 +105,7 @@ def quantized_all_gather(
 
 def quantized_reduce_scatter(
     x: Tensor,
-    codecs: CodecOrText | tuple[CodecOrText, CodecOrText],
+    codecs: CodecOrText | Sequence[CodecOrText],
     mesh: Mesh,
     *,
     reduce: Reduce = "two_hop",
@@ -125,15 +125,17 @@ def quantized_reduce_scatter(
         op: what of the ranks' values.
         chunks: pieces whose two hops overlap.
         wire: what sends.
-        key: of stochastic codecs' random bits; change its step from call to call.
-        errors: for error feedback, kept by the caller from call to call.
+        key: of stochastic codecs' random bits, and of feedback's resets; change its step from call to
+            call.
+        errors: for error feedback, kept by the caller from call to call; see
+            :func:`errors_for`.
 
     Returns:
         (n, ...) fp32.
 
     Raises:
-        ValueError: for another type, a first dimension that the world does not divide, or a stochastic
-            codec without a key.
+        ValueError: for another type or ``op``, a first dimension that the world does not divide, a
+            stochastic codec or a reset without a key, or errors of other shapes.
         CodecError: for a text that is no codec.
         PolicyError: for a combination that cannot be carried out.
     """
@@ -143,10 +145,23 @@ def quantized_reduce_scatter(
         raise ValueError(
             f"{world} ranks cannot share {tuple(x.shape)}: its first dimension must be divisible"
         )
-    first, second = codecs if isinstance(codecs, tuple) else (codecs, codecs)
-    policy = Policy(gradients=(_codec(first), _codec(second)), reduce=reduce, chunks=chunks)
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op = {op!r}: expected mean or sum")
+    gradients = _pair(codecs)
+    _check_key(key, *gradients)
+    policy = Policy(
+        gradients=gradients,
+        reduce=reduce,
+        chunks=chunks,
+        feedback=None if errors is None else errors.feedback,
+    )
     shape = (x.shape[0] // world, *x.shape[1:])
     shard = math.prod(shape)
+    if errors is not None:
+        errors.check(encoded_shapes(policy, mesh.topology, shard))
+        if errors.feedback.reset and key is None:
+            raise ValueError(f"feedback {errors.feedback} counts steps: it needs a key, whose step changes")
+        errors.begin(0 if key is None else key.step)
     if shard == 0:
         return torch.zeros(shape, device=x.device)
     how = Reduction(
@@ -160,6 +175,41 @@ def quantized_reduce_scatter(
     )
     mean = _finish(reduced(how, reduce, x.detach().reshape(-1)))
     return (mean if op == "mean" else mean.mul_(world)).view(shape)
+
+
+def errors_for(
+    feedback: Feedback,
+    codecs: CodecOrText | Sequence[CodecOrText],
+    mesh: Mesh,
+    numel: int,
+    reduce: Reduce = "two_hop",
+) -> Errors:
+    """Errors of :func:`quantized_reduce_scatter` for tensors of ``numel`` elements, all zero.
+
+    Raises:
+        ValueError: if the world does not divide ``numel``.
+        PolicyError: for a combination that cannot be carried out.
+    """
+    if numel % mesh.topology.world:
+        raise ValueError(f"{mesh.topology.world} ranks cannot share {numel} elements")
+    policy = Policy(gradients=_pair(codecs), reduce=reduce, feedback=feedback)
+    errors = Errors.zero(policy, mesh.topology, numel // mesh.topology.world, mesh.device)
+    assert errors is not None  # noqa: S101  # there is feedback
+    return errors
+
+
+def _pair(codecs: CodecOrText | Sequence[CodecOrText]) -> tuple[Codec, Codec]:
+    """The codecs of both hops."""
+    given = [codecs, codecs] if isinstance(codecs, str | Raw | IntCodec | FloatCodec) else list(codecs)
+    if len(given) != 2:
+        raise ValueError(f"codecs: one, or one for each of two hops, got {len(given)}")
+    return _codec(given[0]), _codec(given[1])
+
+
+def _check_key(key: Key | None, *codecs: Codec) -> None:
+    for codec in codecs:
+        if codec.stochastic and key is None:
+            raise ValueError(f"{codec} rounds stochastically: it needs a key")
 
 
 def _codec(given: CodecOrText) -> Codec:

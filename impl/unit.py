@@ -383,14 +383,12 @@ class Unit:
 
     def _feedback(self) -> Errors | None:
         """The errors that this step's reduction starts with."""
-        feedback, topology = self.policy.feedback, self.wire.mesh.topology
-        if feedback is None:
+        if self.policy.feedback is None:
             return None
         if self._errors is None:
-            sizes = [axis.size for axis, _ in self.policy.reduce_axes(topology)]
-            kept = self.policy.feedback_hops(topology)
-            shapes = [(*sizes[hop:], self.geometry.shard) if kept[hop] else None for hop in range(len(sizes))]
-            self._errors = Errors(feedback, shapes, self.wire.mesh.device)
+            mesh = self.wire.mesh
+            self._errors = Errors.zero(self.policy, mesh.topology, self.geometry.shard, mesh.device)
+            assert self._errors is not None  # noqa: S101  # there is feedback
             self.meter.add("feedback", self._errors.nbytes)
         self._errors.begin(self.clock.step)
         return self._errors
@@ -405,17 +403,27 @@ class Unit:
         errors = self._feedback() if self.geometry.trainable else None
         return {} if errors is None else errors.state()
 
-    def load_feedback(self, state: Mapping[str, Tensor]) -> None:
-        """Take over errors that :meth:`feedback_state` gave.
+    def check_feedback(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse errors that :meth:`load_feedback` could not take over.
 
         Raises:
-            ValueError: if they are of another topology, policy or rank.
+            ZeroError: naming the unit and what does not fit.
         """
+        errors = self._feedback() if self.geometry.trainable else None
+        where = f"feedback state of unit {self.geometry.name!r}"
+        if errors is None and state:
+            raise ZeroError(f"{where}, which has no feedback")
+        try:
+            if errors is not None:
+                errors.check_state(state)
+        except ValueError as error:
+            raise ZeroError(f"{where}: {error}") from None
+
+    def load_feedback(self, state: Mapping[str, Tensor]) -> None:
+        """Take over errors that :meth:`feedback_state` gave, and :meth:`check_feedback` let pass."""
         errors = self._feedback() if self.geometry.trainable else None
         if errors is not None:
             errors.load(state)
-        elif state:
-            raise ValueError(f"feedback state for unit {self.geometry.name!r}, whose policy has no feedback")
 
     def _accumulate(self, mean: Tensor) -> None:
         """Add ``mean`` (S,) to the masters' gradients."""

@@ -27,6 +27,7 @@ from impl.topology import Axis
 from impl.traffic import LedgerKey, Link, Phase, Purpose, Sent, destinations
 
 TIMEOUT_SECONDS: Final = 120.0
+_TAGS: Final = 1 << 30  # of gloo's messages
 Transport = Literal["backend", "shm"]
 
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
@@ -133,7 +134,7 @@ class Wire:
         self._timeout = timeout
         self._arenas: dict[Axis, Arena] = {}
         self._buffers: dict[int, list[Tensor]] = defaultdict(list)
-        self._used: dict[str, str] = {}
+        self._used: dict[str, set[str]] = {}
         self._numbers: dict[Axis, int] = defaultdict(int)  # exchanges so far: the tag of the next
 
     def reserve(self, axis: Axis, nbytes: int) -> None:
@@ -180,18 +181,23 @@ class Wire:
         group = self.mesh.group(axis)
         if group.size == 1:
             return _Alone(self._buffer(nbytes), self)
-        after = [nbytes if i == (group.index + 1) % group.size else 0 for i in range(group.size)]
-        before = [nbytes if i == (group.index - 1) % group.size else 0 for i in range(group.size)]
+        before, after = (group.index - 1) % group.size, (group.index + 1) % group.size
+        backend = dist.get_backend(group.process_group)
+        number = self._numbers[axis] = self._numbers[axis] + 1
 
         def start(received: Tensor, send: Tensor) -> list[dist.Work]:
+            if backend == "gloo":  # as in _post_direct: its own all-to-all lets a slow link idle
+                ends, handle, mark = group.ranks, group.process_group, number % _TAGS
+                works = [dist.irecv(received, src=ends[before], group=handle, tag=mark)]
+                works.append(dist.isend(send, dst=ends[after], group=handle, tag=mark))
+                return [work for work in works if work is not None]
+            come, go = ([nbytes if i == end else 0 for i in range(group.size)] for end in (before, after))
             return [
-                dist.all_to_all_single(
-                    received, send, before, after, group=group.process_group, async_op=True
-                )
+                dist.all_to_all_single(received, send, come, go, group=group.process_group, async_op=True)
             ]
 
         inter = self._book(axis, nbytes, tag, ring=True, steps=1)
-        self._used[axis.name] = dist.get_backend(group.process_group)
+        self._note(axis, tag, f"{backend} point to point" if backend == "gloo" else backend)
         return _Backend(self, start, _Buffers(self, None, nbytes, None, nbytes), rows=1, inter_bytes=inter)
 
     def barrier(self) -> None:
@@ -199,8 +205,12 @@ class Wire:
         dist.barrier()
 
     def describe(self) -> dict[str, str]:
-        """What carried the messages of each axis, for the record."""
-        return dict(self._used)
+        """All that carried messages along each axis, for the record; norms and flags apart."""
+        return {name: ", ".join(sorted(used)) for name, used in self._used.items()}
+
+    def _note(self, axis: Axis, tag: Tag, transport: str) -> None:
+        control = " (control)" if tag.purpose == "control" else ""
+        self._used.setdefault(axis.name + control, set()).add(transport)
 
     def close(self) -> None:
         """Let go of shared memory and buffers."""
@@ -227,12 +237,12 @@ class Wire:
         inter = self._book(axis, nbytes, tag, ring=ring)
         if self._shares_memory(group):
             self.reserve(axis, row)
-            self._used[axis.name] = "shm"
+            self._note(axis, tag, "shm")
             return _InMemory(self, self._arenas[axis], kind, nbytes, row)
 
         backend = dist.get_backend(group.process_group)
         direct = backend == "gloo" and not ring
-        self._used[axis.name] = f"{backend} point to point" if direct else backend
+        self._note(axis, tag, f"{backend} point to point" if direct else backend)
         number = self._numbers[axis] = self._numbers[axis] + 1
 
         def start(received: Tensor, send: Tensor) -> list[dist.Work]:
@@ -287,7 +297,7 @@ def _post_direct(
     """
     rows = received.view(group.size, -1)
     mine = send.view(group.size, -1) if kind == "all_to_all" else send.expand(group.size, -1)
-    tag = number % (1 << 30)
+    tag = number % _TAGS
     # Start with the next rank, so that not all ranks send to the first one first.
     others = [(group.index + step) % group.size for step in range(1, group.size)]
     works = [

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -263,31 +264,59 @@ class Zero:
         """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over.
 
         With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
-        an uninterrupted one, bit for bit.
+        an uninterrupted one, bit for bit.  ``of`` says whose it is, as JSON in bytes.
         """
-        clock = {
+        of = json.dumps(self._identity(), sort_keys=True)
+        state = {
+            "of": torch.tensor(list(of.encode()), dtype=torch.uint8),
             "step": torch.tensor(self._clock.step),
             "micro_batch": torch.tensor(self._clock.micro_batch),
         }
-        errors = {
-            f"{unit.geometry.name}/{name}": value
-            for unit in self.units
-            for name, value in unit.feedback_state().items()
-        }
-        return {**clock, **errors}
+        for unit in self.units:
+            for name, value in unit.feedback_state().items():
+                state[f"{unit.geometry.name}/{name}"] = value
+        return state
 
     def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`communication_state` gave on the same rank.
 
         Raises:
-            ValueError: if it is of another topology, policy or rank, naming the unit; nothing that
-                precedes it in the model is undone then.
+            ZeroError: if it is of another topology, policy, rank or seed, or not whole, naming what
+                differs; nothing is changed then.
         """
+        if missing := sorted({"of", "step", "micro_batch"} - state.keys()):
+            raise ZeroError(f"communication state lacks {missing[0]!r}")
+        given, own = json.loads(bytes(state["of"].tolist()).decode()), self._identity()
+        for name, value in own.items():
+            if given.get(name) != value:
+                raise ZeroError(f"communication state is of {name} {given.get(name)}, not {value}")
+        errors = {
+            unit: {
+                name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+            }
+            for unit in self.units
+            for prefix in [f"{unit.geometry.name}/"]
+        }
+        taken = 3 + sum(len(one) for one in errors.values())
+        if taken != len(state):
+            raise ZeroError(f"communication state has {len(state) - taken} entries of unknown units")
+        for unit, one in errors.items():
+            unit.check_feedback(one)
         self._clock.step, self._clock.micro_batch = int(state["step"]), int(state["micro_batch"])
-        for unit in self.units:
-            prefix = f"{unit.geometry.name}/"
-            errors = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
-            unit.load_feedback(errors)
+        for unit, one in errors.items():
+            unit.load_feedback(one)
+
+    def _identity(self) -> dict[str, str]:
+        """What the state of codecs belongs to."""
+        mesh, policy = self.wire.mesh, self.policy
+        return {
+            "rank": f"{mesh.rank} of {mesh.topology}",
+            "weights": str(policy.weights),
+            "gradients": "/".join(map(str, policy.gradients)),
+            "reduction": policy.reduce,
+            "feedback": str(policy.feedback or "none"),
+            "seed": str(self._clock.seed),
+        }
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state: fp32 parameters and buffers by their original names.

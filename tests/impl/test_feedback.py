@@ -19,7 +19,7 @@ from impl.policy import Feedback, MemoryLimits, Policy, preset
 from impl.reference import Carried
 from impl.topology import Topology
 from impl.traffic import memory
-from impl.zero import Zero, shard
+from impl.zero import Zero, ZeroError, shard
 from tests.impl.test_collectives import hop_error, reduced
 from tests.ranks import on_threads
 from tests.strategies import blocks_of_values, engine_codecs, feedbacks, topologies
@@ -56,20 +56,11 @@ def test_the_carried_error_follows_its_formula(decay: float, seed: int) -> None:
         assert torch.allclose(kept.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def _errors(mesh: Mesh, policy: Policy, numel: int) -> Errors | None:
-    if policy.feedback is None:
-        return None
-    sizes = [axis.size for axis, _ in policy.reduce_axes(mesh.topology)]
-    kept = policy.feedback_hops(mesh.topology)
-    shapes = [(*sizes[hop:], numel) if kept[hop] else None for hop in range(len(sizes))]
-    return Errors(policy.feedback, shapes, mesh.device)
-
-
 def _accumulated(mesh: Mesh, policy: Policy, seed: int) -> tuple[Tensor, list[Tensor]]:
     """(world * S,) this rank's constant gradient, and the running sums of its shard of the mean."""
     generator = torch.Generator().manual_seed(seed + mesh.rank)
     gradient = torch.rand(mesh.topology.world * policy.grain, generator=generator) + 0.2
-    errors = _errors(mesh, policy, policy.grain)
+    errors = Errors.zero(policy, mesh.topology, policy.grain, mesh.device)
     total, sums = torch.zeros(policy.grain, dtype=torch.float64), []
     for _ in range(STEPS):
         total += reduced(mesh, policy, gradient.clone(), errors=errors).double()
@@ -224,5 +215,50 @@ def test_foreign_state_is_refused() -> None:
     state = errors.state()
     with pytest.raises(ValueError, match="'hop0' is on one side only"):
         errors.load({**state, "hop0": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"'hop1': \(3, 8\) torch.float32, expected \(2, 8\)"):
+    with pytest.raises(ValueError, match=r"'hop1' is \(3, 8\) torch.float32, expected \(2, 8\)"):
         errors.load({**state, "hop1": torch.zeros(3, 8)})
+
+
+def _foreign(mesh: Mesh, how: str) -> str:
+    net = copy.deepcopy(NET)
+    zero = shard(net, mesh=mesh, policy=replace(INT4, feedback=Feedback()), seed=5)
+    state = zero.communication_state()
+    other = {"policy": replace(INT4, feedback=Feedback(decay=0.5)), "seed": 5}
+    match how:
+        case "seed":
+            other = {"policy": zero.policy, "seed": 6}
+        case "entry":
+            other = {"policy": zero.policy, "seed": 5}
+            state["nowhere/hop0"] = torch.zeros(1)
+        case "step":
+            del state["step"]
+        case "rank":
+            other = {"policy": zero.policy, "seed": 5}
+            text = bytes(state["of"].tolist()).replace(b"of 2x2", b"of 4x1")
+            state["of"] = torch.tensor(list(text), dtype=torch.uint8)
+    fresh = shard(copy.deepcopy(NET), mesh=mesh, **other)
+    before = fresh.communication_state()
+    try:
+        fresh.load_communication_state(state)
+    except ZeroError as error:
+        after = fresh.communication_state()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("policy", "is of feedback classic, not loco:decay0.5:reset0:last"),
+        ("seed", "is of seed 5, not 6"),
+        ("entry", "has 1 entries of unknown units"),
+        ("step", "lacks 'step'"),
+        ("rank", "not"),
+    ],
+)
+def test_the_state_of_another_run_is_refused_whole(how: str, words: str) -> None:
+    """State of another policy, seed, topology or rank raises, names what differs, and changes nothing."""
+    for message in on_threads(Topology(2, 2), _foreign, how):
+        assert words in message
+        assert message.startswith("communication state")

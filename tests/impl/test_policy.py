@@ -36,6 +36,9 @@ def test_presets_are_the_eight_combinations_and_exact() -> None:
             {"gradients": (parse("int4:shard"), BF16), "chunks": 2},
             "a shard that int4:shard and bf16 give one",
         ),
+        ({"reduce": "twohop"}, "reduce = 'twohop': expected one of ring, one_hop, two_hop"),
+        ({"gather": "falt"}, "gather = 'falt': expected one of flat, hierarchical"),
+        ({"compute": "fp64"}, "compute = 'fp64': expected one of fp32"),
         ({"align": 0}, "at least 1"),
     ],
 )
@@ -83,3 +86,10 @@ def test_impossible_feedback_is_refused(text: str, words: str) -> None:
     """A text that is no feedback raises one line that says what is allowed."""
     with pytest.raises(PolicyError, match=words):
         parse_feedback(text)
+
+
+@pytest.mark.parametrize("fields", [{"hops": "lst"}, {"state": "fp64"}, {"decay": 1.0}, {"reset": -1}])
+def test_impossible_fields_of_feedback_are_refused(fields: dict[str, Any]) -> None:
+    """What no feedback is raises at construction."""
+    with pytest.raises(PolicyError, match=r"expected one of|a decay is in"):
+        Feedback(**fields)

@@ -131,3 +131,39 @@ def test_shared_memory_is_for_cpus() -> None:
     mesh = Mesh(Topology(1, 1), 0, torch.device("cuda"))
     with pytest.raises(WireError, match="exchanges CPU memory"):
         Wire(mesh, transport="shm")
+
+
+def _described(mesh: Mesh) -> dict[str, str]:
+    wire = Wire(mesh, transport="shm")
+    world = mesh.topology.world_axis
+    for exchange in (wire.shift(world, 16, TAG), wire.all_gather(world, 16, Tag("step", "control"))):
+        exchange.post()
+        exchange.wait()
+        exchange.close()
+    return wire.describe()
+
+
+def test_the_record_names_what_carried_each_kind_of_message() -> None:
+    """A ring's steps and a norm along one axis are told apart, though their transports differ."""
+    for found in on_processes(Topology(1, 3), _described):
+        assert found == {"world": "gloo point to point", "world (control)": "shm"}
+
+
+def _shifted(mesh: Mesh) -> list[int]:
+    wire = Wire(mesh)
+    got = []
+    for number in range(20):
+        steps = [wire.shift(mesh.topology.world_axis, 16 * (1 + number % 3), TAG) for _ in range(2)]
+        for index, step in enumerate(steps):
+            step.send.fill_(mesh.rank + 10 * index)
+            step.post()
+        got += [int(step.wait()[0, -1]) for step in steps]
+        for step in steps:
+            step.close()
+    return got
+
+
+def test_shifts_arrive_from_the_rank_before() -> None:
+    """Each rank receives its predecessor's messages, in the order in which they were posted."""
+    for rank, got in enumerate(on_processes(Topology(1, 3), _shifted)):
+        assert got == [(rank - 1) % 3, (rank - 1) % 3 + 10] * 20
