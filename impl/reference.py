@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from impl.codec import (
+    ITEM_BYTES,
     LARGEST,
     SCALE_BYTES,
     SMALLEST_NORMAL,
@@ -67,8 +68,8 @@ def encode(
         carried: error feedback.
 
     Raises:
-        ValueError: if the frames have the wrong size for S elements, or noise or carried error do not
-            fit.
+        ValueError: for elements of another type or without a dimension, frames of the wrong size for
+            S elements, or noise or carried error that do not fit.
     """
     check(codec, x, frames)
     check_noise(codec, x.shape[:-1], noise)
@@ -78,7 +79,7 @@ def encode(
         encode(codec, with_error, frames, noise=noise)
         _carry(codec, with_error, frames, carried)
     elif isinstance(codec, Raw):
-        _raw_view(codec, frames, x.shape[-1]).copy_(x)
+        _write_raw(codec, x, frames)
         _zero_padding(frames, codec.code_bytes(x.shape[-1]), frames.shape[-1])
     else:
         _encode_blocks(codec, x, frames, noise)
@@ -103,11 +104,12 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
         out: (..., S) fp32, bf16 or fp16; any strides.
 
     Raises:
-        ValueError: if the frames have the wrong size for S elements.
+        ValueError: for elements of another type or without a dimension, or frames of the wrong size
+            for S elements.
     """
     check(codec, out, frames)
     if isinstance(codec, Raw):
-        out.copy_(_raw_view(codec, frames, out.shape[-1]))
+        out.copy_(_raw_elements(codec, frames, out.shape[-1]))
     else:
         out.copy_(_decode_blocks(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
 
@@ -121,14 +123,14 @@ def decode_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
         out: (..., S) fp32.
 
     Raises:
-        ValueError: if the frames have the wrong size for S elements.
+        ValueError: for a sum that is not fp32, no source, or frames of the wrong size for S elements.
     """
-    check(codec, out, frames[0])
+    check_sum(codec, frames, out)
     decode(codec, frames[0], out)
     numel = out.shape[-1]
     for source in frames[1:]:
         if isinstance(codec, Raw):
-            out.add_(_raw_view(codec, source, numel))
+            out.add_(_raw_elements(codec, source, numel))
         else:
             out.add_(_decode_blocks(codec, source, numel, LARGEST["fp32"]))
 
@@ -155,8 +157,8 @@ def decode_sum_encode(
         carried: error feedback of the second encoding.
 
     Raises:
-        ValueError: if the frames have the wrong size for S elements, or noise or carried error do not
-            fit.
+        ValueError: for no source, frames of the wrong size for S elements, or noise or carried error
+            that do not fit.
     """
     held = torch.empty((*out.shape[:-1], numel), dtype=torch.float32, device=out.device)
     decode_sum(first, frames, held)
@@ -203,17 +205,34 @@ def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check(codec: Codec, x: Tensor, frames: Tensor) -> None:
-    """Refuse frames that do not fit ``x``.
+    """Refuse elements that are none, and frames that do not fit them.
 
     Raises:
-        ValueError: naming both sizes.
+        ValueError: naming the type, or both shapes.
     """
+    if x.dtype not in NAMES:
+        raise ValueError(f"{codec}: elements are fp32, bf16 or fp16, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError(f"{codec}: elements have at least one dimension, got a scalar")
     want = codec.frame_bytes(x.shape[-1])
-    if frames.dtype != torch.uint8 or frames.shape[-1] != want or frames.shape[:-1] != x.shape[:-1]:
+    if frames.dtype != torch.uint8 or frames.shape != (*x.shape[:-1], want):
         raise ValueError(
             f"{codec}: {tuple(x.shape)} elements need frames of {want} uint8, got "
             f"{tuple(frames.shape)} {frames.dtype}"
         )
+
+
+def check_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
+    """Refuse a sum that is not fp32, and frames (sources, ..., F) that are none or do not fit it.
+
+    Raises:
+        ValueError: naming the type, or the shapes.
+    """
+    if out.dtype != torch.float32:
+        raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
+    if frames.dim() == 0 or len(frames) == 0:
+        raise ValueError(f"{codec}: a sum has at least one source, got frames {tuple(frames.shape)}")
+    check(codec, out, frames[0])
 
 
 def check_noise(codec: Codec, lead: torch.Size, noise: Noise | None) -> None:
@@ -247,9 +266,26 @@ def check_carried(codec: Codec, shape: torch.Size, carried: Carried) -> None:
         raise ValueError(f"{codec}: decay of carried error is in [0, 1), got {carried.decay}")
 
 
-def _raw_view(codec: Raw, frames: Tensor, numel: int) -> Tensor:
-    """(..., S) view of the frames' elements in their own type."""
-    return frames[..., : codec.code_bytes(numel)].view(DTYPES[codec.dtype])
+def _write_raw(codec: Raw, x: Tensor, frames: Tensor) -> None:
+    """Write the elements of ``x`` (..., S) to frames that may lie anywhere."""
+    codes = frames[..., : codec.code_bytes(x.shape[-1])]
+    if _is_aligned(codes, ITEM_BYTES[codec.dtype]):
+        codes.view(DTYPES[codec.dtype]).copy_(x)
+    else:
+        codes.copy_(x.to(DTYPES[codec.dtype]).contiguous().view(torch.uint8))
+
+
+def _raw_elements(codec: Raw, frames: Tensor, numel: int) -> Tensor:
+    """(..., S) elements of frames in their own type: a view, or a copy where a view is not possible."""
+    codes = frames[..., : codec.code_bytes(numel)]
+    if not _is_aligned(codes, ITEM_BYTES[codec.dtype]):
+        codes = codes.clone(memory_format=torch.contiguous_format)
+    return codes.view(DTYPES[codec.dtype])
+
+
+def _is_aligned(codes: Tensor, item: int) -> bool:
+    """Whether (..., bytes) can be viewed as elements of ``item`` bytes."""
+    return all(offset % item == 0 for offset in (codes.storage_offset(), *codes.stride()[:-1]))
 
 
 def _zero_padding(frames: Tensor, start: int, end: int) -> None:
@@ -402,8 +438,8 @@ def _e8m0(scale: Tensor) -> Tensor:
 def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -> Tensor:
     """(..., S) fp32, saturated at +-``largest``."""
     lead = frames.shape[:-1]
-    if numel == 0:
-        return frames.new_empty((*lead, 0), dtype=torch.float32)
+    if numel == 0 or frames.numel() == 0:
+        return frames.new_empty((*lead, numel), dtype=torch.float32)
     codes_end = codec.code_bytes(numel)
     scales_at = padded_bytes(codes_end)
     blocks, block = codec.blocks(numel), _block_size(codec, numel)
@@ -446,7 +482,9 @@ def _elements(codec: FloatCodec, codes: Tensor) -> Tensor:
 
 def _floats(frames: Tensor, start: int, count: int) -> Tensor:
     """(..., count, 1) fp32 stored at byte ``start``."""
-    return frames[..., start : start + SCALE_BYTES * count].contiguous().view(torch.float32).unsqueeze(-1)
+    stored = frames[..., start : start + SCALE_BYTES * count]
+    aligned = stored.clone(memory_format=torch.contiguous_format)  # a view of a frame may not be
+    return aligned.view(torch.float32).unsqueeze(-1)
 
 
 def _pack(codes: Tensor, bits: int, out: Tensor) -> None:

@@ -79,6 +79,8 @@ def test_bytes_equal_the_published_ratio(text: str, bits_per_element: float) -> 
         ("int9:64", "2 to 8 bits"),
         ("int1:64", "2 to 8 bits"),
         ("int8:0", "at least 1"),
+        ("int4:99999999999999999999", "int4:99999999999999999999: a block has at most 2147483647 elements"),
+        ("fp8e4m3:2147483648", "at most 2147483647"),
         ("int8", "expected fp32, bf16, fp16, int"),
         ("int8:x", "not a number"),
         ("int8:64:round", "unknown option 'round'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import torch
 from impl import reference
 from impl.codec import IntCodec, parse
 from impl.cpu import build
+from impl.cuda.kernels import Kernels as CudaKernels
 from tests.impl.properties import (
     Backend,
     check,
@@ -228,9 +230,79 @@ def test_what_a_kernel_cannot_do_is_refused(backend: Backend) -> None:
         kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))
 
 
-def test_nothing_is_done_for_nothing(backend: Backend) -> None:
+REFUSED = {
+    "fp64": ((2, 8), torch.float64, "elements are fp32, bf16 or fp16, got torch.float64"),
+    "int64": ((2, 8), torch.int64, "elements are fp32, bf16 or fp16, got torch.int64"),
+    "a scalar": ((), torch.float32, "elements have at least one dimension, got a scalar"),
+    "other rows": ((3, 8), torch.float32, r"\(3, 8\) elements need frames of"),
+}
+
+
+@pytest.mark.parametrize("text", ["fp32", "bf16", "int8:8", "mxfp4"])
+@pytest.mark.parametrize(("shape", "kind", "words"), REFUSED.values(), ids=REFUSED)
+def test_all_backends_refuse_alike(
+    backend: Backend, text: str, shape: tuple[int, ...], kind: torch.dtype, words: str
+) -> None:
+    """What one backend refuses, all refuse in the same words: types, scalars, shapes and sums."""
+    codec, x = parse(text), torch.zeros(shape, dtype=kind)
+    frames = torch.zeros(2, codec.frame_bytes(8), dtype=torch.uint8)
+    none, many = torch.zeros(0, *frames.shape, dtype=torch.uint8), frames.expand(3, *frames.shape)
+    for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
+        with pytest.raises(ValueError, match=words):
+            kernels.encode(codec, x, frames)
+        with pytest.raises(ValueError, match=words):
+            kernels.decode(codec, frames, x)
+        with pytest.raises(ValueError, match=r"a sum is fp32, got torch.bfloat16"):
+            kernels.decode_sum(codec, many, torch.zeros(2, 8, dtype=torch.bfloat16))
+        with pytest.raises(ValueError, match=r"at least one source, got frames \(0, 2, "):
+            kernels.decode_sum(codec, none, torch.zeros(2, 8))
+        with pytest.raises(ValueError, match=r"at least one source, got frames \(0, 2, "):
+            kernels.decode_sum_encode(codec, codec, none, frames, 8)
+        with pytest.raises(ValueError, match=r"at least one source, got frames \(\)"):
+            kernels.decode_sum(codec, frames[0, 0], torch.zeros(2, 8))
+
+
+def no_launch(launch: object, device: object) -> None:
+    """Where no launch is expected."""
+    raise AssertionError(launch, device)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("text", ["fp32", "bf16", "fp16", "int8:8", "int3:7:asym", "fp8e4m3:16", "mxfp4"])
+def test_frames_may_lie_at_any_byte(backend: Backend, text: str, kind: torch.dtype) -> None:
+    """Frames that no element or scale is aligned in are written and read as others are."""
+    codec, x = parse(text), torch.randn(3, 2, 100).to(kind)
+    wanted = encoded(codec, x)
+    total = torch.zeros(2, 100)
+    reference.decode_sum(codec, wanted, total)
+    for kernels, skew in itertools.product((reference, backend.kernels), (1, 2, 3)):
+        got, back = garbage(codec, x.shape, x.device, skew), torch.empty_like(x)
+        kernels.encode(codec, x, got)
+        assert torch.equal(got, wanted)
+        kernels.decode(codec, got, back)
+        expected, added = torch.empty_like(x), torch.empty(2, 100)
+        reference.decode(codec, wanted, expected)
+        assert same(back, expected)
+        kernels.decode_sum(codec, got, added)
+        assert same(added, total)
+
+
+@pytest.mark.parametrize("text", ["int8:2147483647", "int3:2147483647:asym", "fp8e4m3:2000000000"])
+def test_a_block_beyond_the_row_is_the_row(backend: Backend, text: str) -> None:
+    """A row that is shorter than a block costs what it holds, and is coded as one block."""
+    codec, x = parse(text), torch.randn(2, 9)
+    check(backend, codec, x, torch.float32)
+    whole = encoded(parse(text.replace(text.split(":")[1], "shard")), x)
+    assert torch.equal(encoded(codec, x), whole)
+
+
+@pytest.mark.parametrize("text", ["fp32", "int4:8", "int3:7:asym", "int4:32:hadamard8", "mxfp4"])
+def test_nothing_is_done_for_nothing(backend: Backend, text: str) -> None:
     """Empty rows and empty batches are left alone."""
-    kernels, codec = backend.kernels, parse("int4:8")
-    kernels.encode(codec, torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.uint8))
-    kernels.decode(codec, torch.zeros(0, 32, dtype=torch.uint8), torch.zeros(0, 8))
-    kernels.decode_sum(codec, torch.zeros(2, 0, 32, dtype=torch.uint8), torch.zeros(0, 8))
+    codec = parse(text)
+    size = codec.frame_bytes(8)
+    for kernels in (reference, backend.kernels):
+        kernels.encode(codec, torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.uint8))
+        kernels.encode(codec, torch.zeros(0, 8), torch.zeros(0, size, dtype=torch.uint8))
+        kernels.decode(codec, torch.zeros(0, size, dtype=torch.uint8), torch.zeros(0, 8))
+        kernels.decode_sum(codec, torch.zeros(2, 0, size, dtype=torch.uint8), torch.zeros(0, 8))
