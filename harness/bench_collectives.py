@@ -9,7 +9,7 @@ the reduced shard, which our reductions make.  An all-gather's work ends when th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -23,6 +23,7 @@ from impl.codec import parse
 from impl.mesh import Mesh
 from impl.policy import Gather, Policy, Reduce
 from impl.standalone import quantized_all_gather, quantized_reduce_scatter
+from impl.topology import Axis, Topology
 from impl.wire import Transport, Wire
 
 OPERATIONS: Final = ("all_gather", "reduce_scatter")
@@ -62,7 +63,7 @@ class Contender:
         operation: of :data:`OPERATIONS`.
         algorithm: of the policy.
         codecs: one a hop that sends.
-        transport: what carries messages inside a node.
+        transport: what carries messages inside a node: ``shm`` only where a hop lies inside one.
         run: one call.
         wire: its ledger.
     """
@@ -195,17 +196,29 @@ def _contenders(
         codec = parse(text)
         for transport, wire in wires.items():
             for gather in GATHERS:
-                run = _gather(mesh, wire, Policy(weights=codec, gather=gather), mine, out)
+                policy = Policy(weights=codec, gather=gather)
+                axes, _ = policy.gather_axes(mesh.topology)
+                if transport == "shm" and not any_inside(mesh.topology, axes):
+                    continue
+                run = _gather(mesh, wire, policy, mine, out)
                 found.append(Contender("all_gather", gather, (text,), transport, run, wire))
             for reduce in REDUCTIONS:
                 policy = Policy(gradients=(codec, codec), reduce=reduce)
-                if reduce == "ring" and transport == "shm":
+                hops = policy.reduce_axes(mesh.topology)
+                inside = any_inside(mesh.topology, [axis for axis, _ in hops])
+                if transport == "shm" and (reduce == "ring" or not inside):
                     continue  # a step of the ring is the backend's everywhere
-                hops = [hop for hop in policy.reduce_axes(mesh.topology) if hop[0].size > 1]
                 texts = tuple(str(codec) for _, codec in hops)
                 call = _reduce(mesh, wire, policy, whole)
                 found.append(Contender("reduce_scatter", reduce, texts, transport, call, wire))
     return found
+
+
+def any_inside(topology: Topology, axes: Iterable[Axis]) -> bool:
+    """Whether a hop that sends lies inside a node: no other is carried by shared memory."""
+    return any(
+        axis.size > 1 and len({topology.node_of(rank) for rank in axis.group(0)}) == 1 for axis in axes
+    )
 
 
 def _gather(mesh: Mesh, wire: Wire, policy: Policy, mine: Tensor, out: Tensor) -> Callable[[], object]:

@@ -80,7 +80,9 @@ def table(data: pd.DataFrame) -> Table:
             "Medians over rounds of the slowest rank's time, in brackets 95 % intervals. Times gloo: seconds "
             "of gloo's own collective of the same fp32 tensor in the same round over ours. MB sent by all "
             "ranks in one call: ours by the wire's ledger, which counts what is read through shared memory "
-            "too; gloo's by its algorithms, a ring and an all-reduce's two rings. Like for like is fp32."
+            "too; gloo's by its algorithms, a ring and an all-reduce's two rings. Shared memory carries what "
+            "stays inside a node, gloo the rest: a row names it only if a hop lies inside one. Like for like "
+            "is fp32."
         ),
         data=found,
         columns=(

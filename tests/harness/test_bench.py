@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import bench, bench_codecs, bench_record, cli
-from harness.bench_collectives import together
+from harness.bench_collectives import any_inside, together
 from harness.bench_record import Bench, BenchError, CodecSample, CollectiveSample
 from harness.rank import Progress, Rank
 from harness.record import RecordError
 from impl import ops
 from impl.codec import parse
+from impl.topology import Axis, Topology
 from tests.harness.test_cli import folder, refused
 from tests.report.bench_records import codecs, collectives
 
@@ -137,14 +138,41 @@ def test_goals(ratio: float, *, met: bool) -> None:
     assert bench.goals(found.model_copy(update={"collectives": quantised})) == {}
 
 
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_shared_memory_carries_what_stays_inside_a_node(nodes: int, ranks: int) -> None:
+    """Hops lie inside a node along the local axis of several ranks, and along the world of one node."""
+    topology = Topology(nodes, ranks)
+    local, node, world = topology.local_axis, topology.node_axis, topology.world_axis
+
+    def inside(*axes: Axis) -> bool:
+        return any_inside(topology, axes)
+
+    assert inside(local) == inside(node, local) == (ranks > 1)
+    assert inside(world) == (nodes == 1 and ranks > 1)
+    assert not inside(node)
+    assert not inside()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 2)])
+def test_no_row_claims_what_did_not_carry_it(folder: Path, nodes: int, ranks: int) -> None:
+    """Rows of shared memory are those of hops inside a node: none among nodes of one rank."""
+    arguments = ["--nodes", str(nodes), "--ranks", str(ranks), "--megabytes", "1", "--seconds", "0"]
+    assert cli.main(["bench", "collectives", *arguments]) == cli.OK
+    (found,) = bench_record.read_all(folder / "results" / "bench-collectives")
+    shared = {(s.operation, s.algorithm) for s in found.collectives if s.transport == "shm"}
+    alone = {(s.operation, s.algorithm) for s in found.collectives if s.transport == "backend"}
+    assert shared == (set() if ranks == 1 else alone - {("reduce_scatter", "ring")})
+
+
 @pytest.mark.timeout(120)
 def test_collectives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks leave every algorithm, codec and transport, with the ledger's bytes beside gloo's."""
+    """Two ranks leave every algorithm and codec, with the ledger's bytes beside gloo's."""
     arguments = ["--nodes", "2", "--ranks", "1", "--megabytes", "1", "--seconds", "0"]
     assert cli.main(["bench", "collectives", *arguments]) == cli.OK
     (found,) = bench_record.read_all(folder / "results" / "bench-collectives")
     by = {(s.operation, s.algorithm, s.codecs, s.transport): s for s in found.collectives}
-    flat = by["all_gather", "flat", ("fp32",), "shm"]
+    flat = by["all_gather", "flat", ("fp32",), "backend"]
     assert flat.sent_inter == flat.reference_sent == 1 << 20
     assert by["reduce_scatter", "two_hop", ("fp32",), "backend"].reference_sent == 2 << 20
     assert by["reduce_scatter", "ring", ("int8:2048",), "backend"].sent_intra == 0
