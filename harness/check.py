@@ -68,12 +68,12 @@ def codecs(
     seed: Annotated[int, typer.Option(min=0, help="Of the rows: the same seed, the same rows.")] = 0,
 ) -> None:
     """Try every declared law on hostile rows; print the smallest row that breaks one."""
-    subjects, without = _subjects(tuple(codec or ()), tuple(backend or ()))
+    subjects, left_out = _subjects(tuple(codec or ()), tuple(backend or ()))
     out = terminal.console()
     found = {subject: verdicts(subject, examples, seed) for subject in subjects}
     show(found, out)
-    for name, texts in without.items():
-        out.print(escape(f"{name}: no kernels for {', '.join(texts)}; the reference serves them"))
+    for line in left_out:
+        out.print(escape(line), soft_wrap=True)
     if any(verdict.violation for each in found.values() for verdict in each):
         raise typer.Exit(VIOLATED)
 
@@ -144,8 +144,8 @@ def _more(count: int) -> str:
     return f" ... ({count - _MOST_SHOWN} more)" if count > _MOST_SHOWN else ""
 
 
-def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], dict[str, list[str]]]:
-    """Whom to try, and the codecs that a backend has no kernels for."""
+def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], list[str]]:
+    """Whom to try; a line for each backend that is not here, or has no kernels for some of the codecs."""
     from harness import subject
     from harness.laws import Subject
 
@@ -161,8 +161,10 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
         reason = subject.missing(name)
         if reason is not None:
             raise CheckError(reason)
-    subjects, without = [], {}
-    for name in (backends or subject.found()) if ours else ():
+    subjects: list[Subject] = []
+    without: dict[str, list[str]] = {}
+    here, reasons = (backends, []) if backends or not ours else subject.found()
+    for name in here:
         there = [each for each in ours if subject.served(each, name)]
         subjects += [subject.of_codec(each, name) for each in there]
         if len(there) < len(ours):
@@ -171,4 +173,8 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
         raise CheckError(
             "; ".join(f"{name}: no kernels for {', '.join(each)}" for name, each in without.items())
         )
-    return [*subjects, *own], without
+    lacking = (f"{name}: no kernels for {', '.join(each)}" for name, each in without.items())
+    return [*subjects, *own], [
+        *(f"not here: {reason}" for reason in reasons),
+        *(f"{line}; the reference serves them" for line in lacking),
+    ]

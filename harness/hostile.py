@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.laws import Case, Claim, Subject, Violation, attempt, block_slices, title
+from harness.laws import Case, Claim, Subject, Violation, attempt, block_slices, raised, title
 from impl.codec import LARGEST, SMALLEST_NORMAL, Block, Dtype, Law
 from impl.noise import OCTET, Noise
 from impl.reference import DTYPES
@@ -42,11 +42,13 @@ noises = st.builds(
 def rows(draw: st.DrawFn, block: Block) -> Tensor:
     """(S,) fp32: equal, alternating, one spike, denormals, zeros, extremes; now and then NaN and infinities.
 
-    A few numbers, all within some powers of two or anywhere, repeated to a length around the block's.
+    A few numbers, all within some powers of two or anywhere, repeated to a length around the block's, of
+    ``LONGEST`` at most: a longer block is tried short.
     """
     few = draw(st.lists(_numbers, min_size=1, max_size=24))
     size = 16 if block == "shard" else block
-    lengths = sorted({n for n in (len(few), 8, size - 1, size, size + 1, 2 * size + 7) if 0 < n <= LONGEST})
+    around = (len(few), 8, size - 1, size, size + 1, 2 * size + 7)
+    lengths = sorted({min(n, LONGEST) for n in around if n > 0})
     numel = draw(st.one_of(st.just(len(few)), st.sampled_from(lengths)))
     x = torch.tensor(few, dtype=torch.float32).repeat(-(-numel // len(few)))[:numel].contiguous()
     power = draw(st.one_of(st.just(0), st.integers(-140, 120)))
@@ -107,13 +109,18 @@ def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Viola
 
 
 def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """How a claim is broken on one row, by wrong numbers or by an error that is raised; None if it holds."""
+    """How a claim is broken on one row, by wrong numbers or by what is raised; None if it holds.
+
+    Whatever is raised, a SystemExit too: that of somebody's code must not end the command with status 0.
+    """
     try:
         attempt(subject, claim, case)
     except Violation as violation:
         return violation
-    except Exception as error:
-        return Violation(f"raised {type(error).__name__}: {' '.join(str(error).split())}", case.x)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return Violation(f"raised {raised(error)}", case.x)
     return None
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from harness.inputs import see_working_folder
-from harness.laws import Subject
+from harness.laws import Subject, raised
 from impl import ops, reference
 from impl.codec import Block, Codec, CodecError, Dtype, Law, Raw, parse
 from impl.noise import Noise
@@ -70,9 +71,13 @@ def missing(backend: str) -> str | None:
     return None
 
 
-def found() -> tuple[str, ...]:
-    """The backends of this machine."""
-    return tuple(backend for backend in BACKENDS if missing(backend) is None)
+def found() -> tuple[list[str], list[str]]:
+    """The backends of this machine, and why each of the others is not to be had."""
+    reasons = {backend: missing(backend) for backend in BACKENDS}
+    return (
+        [backend for backend, reason in reasons.items() if reason is None],
+        [reason for reason in reasons.values() if reason is not None],
+    )
 
 
 def served(codec: Codec, backend: str) -> bool:
@@ -119,7 +124,7 @@ def read(text: str) -> Codec | Subject:
     if _CODEC_HEAD.fullmatch(text.partition(":")[0]) or not _OBJECT.fullmatch(text):
         try:
             return parse(text)
-        except CodecError as error:
+        except ValueError as error:  # CodecError, or a number of thousands of digits
             raise SubjectError(str(error)) from error
     return of_object(text, _import(text))
 
@@ -128,18 +133,25 @@ def of_object(name: str, thing: Any) -> Subject:
     """Somebody's own codec or kernel; the module's text says what it must have.
 
     Raises:
-        SubjectError: naming what it lacks.
+        SubjectError: naming what it lacks, or what it raised when it was asked.
     """
-    if isinstance(thing, type):
-        thing = thing()
+    try:
+        return _of_object(name, thing() if isinstance(thing, type) else thing)
+    except (SubjectError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # its constructor and properties may raise whatever they like
+        raise SubjectError(f"{name}: raised {raised(error)}") from error
+
+
+def _of_object(name: str, thing: Any) -> Subject:
     for method in ("encode", "decode"):
         if not callable(getattr(thing, method, None)):
             raise SubjectError(f"{name}: has no method {method!r}")
-    kinds: tuple[Dtype, ...] = tuple(getattr(thing, "kinds", ("fp32",)))
-    strange = sorted(set(kinds) - set(_KINDS))
-    if strange or not kinds:
-        raise SubjectError(f"{name}: kinds {list(kinds)}: expected some of {', '.join(_KINDS)}")
-    device = torch.device(getattr(thing, "device", "cpu"))
+    declared = getattr(thing, "kinds", ("fp32",))
+    if not isinstance(declared, list | tuple) or not declared or any(k not in _KINDS for k in declared):
+        raise SubjectError(f"{name}: kinds {declared!r}: expected a list with some of {', '.join(_KINDS)}")
+    kinds: tuple[Dtype, ...] = tuple(declared)
+    device = _device(name, getattr(thing, "device", "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SubjectError(f"{name}: its device is {device}, and torch finds no CUDA device")
     codec, promises = _promises(name, thing)
@@ -153,6 +165,16 @@ def of_object(name: str, thing: Any) -> Subject:
         device=device,
         codec=codec,
     )
+
+
+def _device(name: str, text: Any) -> torch.device:
+    try:
+        device = torch.device(text)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise SubjectError(f"{name}: device {text!r}: expected cpu or cuda")
+    return device
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +197,7 @@ def _promises(name: str, thing: Any) -> tuple[Codec | None, Codec | _Own]:
         return codec, codec
     by_name = {law.name.lower(): law for law in Law}
     declared = getattr(thing, "laws", None)
-    if declared is None or isinstance(declared, str):
+    if not isinstance(declared, list | tuple | set | frozenset):
         raise SubjectError(f"{name}: has neither 'codec' nor a list 'laws' with some of {', '.join(by_name)}")
     words = [law.name.lower() if isinstance(law, Law) else str(law) for law in declared]
     unknown = [word for word in words if word not in by_name]
@@ -232,10 +254,13 @@ def _import(text: str) -> Any:
     see_working_folder()
     try:
         thing: Any = importlib.import_module(module)
-    except Exception as error:  # a module may raise whatever it likes
-        raise SubjectError(f"{text}: cannot import {module!r}: {error}") from error
-    for name in path.split("."):
-        if not hasattr(thing, name):
-            raise SubjectError(f"{text}: {module} has no {path!r}")
-        thing = getattr(thing, name)
-    return thing
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may raise whatever it likes, SystemExit too
+        raise SubjectError(f"{text}: cannot import {module!r}: {raised(error)}") from error
+    try:
+        return operator.attrgetter(path)(thing)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise SubjectError(f"{text}: {module} has no {path!r}: {raised(error)}") from error

@@ -158,6 +158,19 @@ class Certain(Unblocked):
     def error_bound(self, low, high, out): return 1.0
 class Odd(Lawless): codec = "int9:4"
 class Wide(Lawless): codec, kinds = "int8:4", ["fp64"]
+class Counted(Lawless): codec, kinds = "int8:4", 3
+class Numbered(Lawless): laws = 5
+class Elsewhere(Lawless): codec, device = "int8:4", "nonsense"
+class Raising(Lawless):
+    def __init__(self): raise RuntimeError("boom\\nand more")
+class Needy(Lawless):
+    def __init__(self, size): pass
+class Secret(Lawless):
+    codec = property(lambda self: 1 / 0)
+class Leaving(Lawless):
+    def __init__(self): raise SystemExit(0)
+def __getattr__(name):
+    raise SystemExit(0) if name == "exit" else AttributeError(f"no {name} here")
 """
 
 
@@ -184,7 +197,11 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
         (("--codec", "int8:x"), "block 'x' is not a number"),
         (("--codec", "nonsense"), "codec 'nonsense': expected fp32"),
         (("--codec", "no_such_module:thing"), "cannot import 'no_such_module'"),
+        (("--codec", "leaves:thing"), "cannot import 'leaves': SystemExit: 0"),
         (("--codec", "users:thing"), "users has no 'thing'"),
+        (("--codec", "users:exit"), "users has no 'exit': SystemExit: 0"),
+        (("--codec", "int4:99999999999999999999"), "99999999999999999999"),
+        (("--codec", "int4:" + "9" * 5000), ""),
         (("--codec", "users:Nothing"), "users:Nothing: has no method 'encode'"),
         (("--codec", "users:Half"), "has no method 'decode'"),
         (("--codec", "users:Lawless"), "has neither 'codec' nor a list 'laws' with some of bound, zero"),
@@ -194,7 +211,14 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
         (("--codec", "users:Unblocked"), "block None: expected a number of elements from 1, or 'shard'"),
         (("--codec", "users:Certain"), "promises unbiased, and is not stochastic"),
         (("--codec", "users:Odd"), "users:Odd: int9: integer codecs"),
-        (("--codec", "users:Wide"), "kinds ['fp64']: expected some of fp32, bf16, fp16"),
+        (("--codec", "users:Wide"), "kinds ['fp64']: expected a list with some of fp32, bf16, fp16"),
+        (("--codec", "users:Counted"), "users:Counted: kinds 3: expected a list"),
+        (("--codec", "users:Numbered"), "has neither 'codec' nor a list 'laws' with some of bound, zero"),
+        (("--codec", "users:Elsewhere"), "users:Elsewhere: device 'nonsense': expected cpu or cuda"),
+        (("--codec", "users:Raising"), "users:Raising: raised RuntimeError: boom"),
+        (("--codec", "users:Needy"), "users:Needy: raised TypeError: "),
+        (("--codec", "users:Secret"), "users:Secret: raised ZeroDivisionError: "),
+        (("--codec", "users:Leaving"), "users:Leaving: raised SystemExit: 0"),
         (("--codec", "users:kernel", "--backend", "cpu"), "users:kernel brings its own code"),
         (("--backend", "gpu"), "unknown backend 'gpu': expected one of reference, cpu, cuda"),
         (("--examples", "0"), "--examples"),
@@ -205,6 +229,7 @@ def test_what_cannot_be_tried_is_one_line(
 ) -> None:
     """Unknown codecs, backends and objects, and objects that lack something, are refused with status 2."""
     (folder / "users.py").write_text(KERNEL, encoding="utf-8")
+    (folder / "leaves.py").write_text("raise SystemExit(0)", encoding="utf-8")
     assert cli.main(["check", "codecs", *arguments]) == cli.REFUSED
     out, err = capsys.readouterr()
     assert words in err
@@ -219,6 +244,28 @@ def test_a_backend_that_is_not_here_is_refused_with_its_reason(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cli.main(["check", "codecs", "--backend", "cuda"]) == cli.REFUSED
     assert re.search("no CUDA device|CuPy is not installed", capsys.readouterr().err)
+
+
+def test_backends_that_are_left_out_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where all backends found are tried, a line for each of the others says why it is not."""
+    reasons = {"cpu": "backend 'cpu': no C++ compiler", "cuda": "backend 'cuda': no device"}
+    monkeypatch.setattr("harness.subject.missing", reasons.get)
+    arguments = ["check", "codecs", "--examples", "2", "--codec", "int8:4"]
+    assert cli.main(arguments) == cli.OK
+    out = capsys.readouterr().out
+    for reason in reasons.values():
+        assert out.count(f"not here: {reason}\n") == 1
+    assert cli.main([*arguments, "--backend", "reference"]) == cli.OK
+    assert "not here" not in capsys.readouterr().out
+
+
+def test_the_largest_block_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """A block of 2^31 - 1 elements is tried with rows of some thousands."""
+    arguments = ["--backend", "reference", "--codec", "int8:2147483647", "--examples", "5"]
+    assert cli.main(["check", "codecs", *arguments]) == cli.OK
+    assert "int8:2147483647 on reference" in capsys.readouterr().out
 
 
 def test_a_codec_without_kernels_is_said_to_have_none(

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.hostile import cases, search, violation_of
+from harness.hostile import LONGEST, cases, rows, search, violation_of
 from harness.laws import Case, Claim, Duty, Subject, Violation, attempt, block_slices
 from harness.subject import missing, of_codec, of_object, served
 from impl.codec import Codec, Law, parse
@@ -60,6 +60,7 @@ def test_every_claim_is_kept(backend: str, claim: Claim, trial: tuple[Codec, Cas
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=max(10, settings.default.max_examples // 2))
 @given(trial=trials(stochastic_codecs))
+@example(trial=(parse("int4:32:asym:stochastic"), Case(1 + torch.arange(21.0) * 2.0**-23)))  # range: 20 ulps
 def test_random_rounding_is_unbiased(backend: str, trial: tuple[Codec, Case]) -> None:
     """The mean over random bits is the value; an unbiased codec fails once in 1e9 rows."""
     keeps(backend, Law.UNBIASED, *trial)
@@ -196,12 +197,92 @@ class Silent(Toy):
         out.nan_to_num_(0.0)
 
 
+class Remembering(Toy):
+    """Decodes what it encoded last, whatever the frame."""
+
+    def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
+        """Nothing."""
+        self.last = x.clone()
+        frame.zero_()
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """The last row."""
+        out.copy_(self.last)
+
+
+class Stale(Toy):
+    """Keeps the scales of what it encoded last."""
+
+    def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
+        """As it should."""
+        super().encode(x, frame)
+        self.kept = frame[len(x) :].clone()
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """With those scales."""
+        super().decode(torch.cat([frame[: len(out)], self.kept]), out)
+
+
+class Grasping(Toy):
+    """Changes what it is given."""
+
+    def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
+        """As it should, at first."""
+        super().encode(x, frame)
+        x += 1.0
+
+
+class Consuming(Toy):
+    """Spoils the frame that it reads."""
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """As it should, at first."""
+        super().decode(frame, out)
+        frame.bitwise_not_()
+
+
+class Boundless(Toy):
+    """Decodes to zeros, within a bound of NaN."""
+
+    bound = float("nan")
+
+    def error_bound(self, low: float, high: float, out: str) -> float:
+        """None."""
+        return self.bound
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """Zeros."""
+        out.zero_()
+
+
+class Infinite(Boundless):
+    """The same, within infinity."""
+
+    bound = float("inf")
+
+
+class Overflowing(Toy):
+    """Computes its bound in fp32, where it overflows near the largest numbers."""
+
+    def error_bound(self, low: float, high: float, out: str) -> float:
+        """Twice as large, halved."""
+        return float(torch.tensor(super().error_bound(low, high, out)) * 2.0**7) / 2.0**7
+
+
+class Leaving(Toy):
+    """Ends the program."""
+
+    def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
+        """Never returns."""
+        raise SystemExit(0)
+
+
 def broken(toy: Any, claim: Claim) -> Violation | None:
     """What a search of a few hundred rows finds."""
     return search(of_object("toy", toy), claim, examples=300, seed=1)
 
 
-@pytest.mark.parametrize("toy", [Toy, Random])
+@pytest.mark.parametrize("toy", [Toy, Random, Overflowing])
 def test_honest_codecs_of_others_pass(toy: type[Toy]) -> None:
     """An object that keeps its promises is found to keep them."""
     subject = of_object("toy", toy)
@@ -214,7 +295,14 @@ def test_honest_codecs_of_others_pass(toy: type[Toy]) -> None:
     ("toy", "claim", "most", "words"),
     [
         (Leaky, Duty.FRAME, 1, "byte 5 of 9 depends on what was there: 00 or ff"),
+        (Remembering, Duty.FRAME, 1, "depends on more than its frame"),
+        (Stale, Duty.FRAME, 1, "depends on more than its frame"),
+        (Grasping, Duty.FRAME, 1, "encoding changed element 0"),
+        (Consuming, Duty.FRAME, 1, "decoding changed byte 0 of 5"),
+        (Leaving, Duty.FRAME, 1, "raised SystemExit: 0"),
         (Forgetful, Law.BOUND, 1, "above the bound"),
+        (Boundless, Law.BOUND, 1, "error_bound(0, 0, 'fp32') is nan"),
+        (Infinite, Law.BOUND, 1, "error_bound(0, 0, 'fp32') is inf"),
         (Ghostly, Law.ZERO, 1, "in a block of zeros"),
         (Shrinking, Law.IDEMPOTENT, 1, "again"),
         (Upward, Law.SIGN, 2, "its negative to"),
@@ -228,6 +316,36 @@ def test_who_breaks_a_law_is_found(toy: type[Toy], claim: Claim, most: int, word
     assert violation is not None
     assert words in str(violation)
     assert violation.x.numel() <= most
+
+
+@pytest.mark.parametrize("bound", [float("nan"), float("inf")])
+def test_a_bound_that_allows_everything_does_not_hide_a_bias(bound: float) -> None:
+    """UNBIASED refuses such a bound too."""
+
+    class Lax(Random):
+        def error_bound(self, low: float, high: float, out: str) -> float:
+            return bound
+
+    assert "error_bound(" in str(violation_of(of_object("toy", Lax), Law.UNBIASED, Case(ROW)))
+
+
+@pytest.mark.parametrize(("shift", "found"), [(0.02, False), (0.1, True)])
+def test_the_power_of_the_means_is_as_stated(shift: float, found: bool) -> None:
+    """A bias of a tenth of a step is found, of a fiftieth is not."""
+
+    class Shifted(Random):
+        def rounded(self, quotients: Tensor, noise: Noise | None) -> Tensor:
+            return super().rounded(quotients + shift, noise)
+
+    case = Case(torch.tensor([127.0, 0.0, 0.5, -3.25]))
+    assert (violation_of(of_object("toy", Shifted), Law.UNBIASED, case) is not None) == found
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_rows_of_huge_blocks_are_bounded(data: st.DataObject) -> None:
+    """Whatever the block, a row has at most LONGEST elements."""
+    assert 1 <= data.draw(rows(2**31 - 1)).numel() <= LONGEST
 
 
 def claiming(text: str, change: Callable[[Tensor], None]) -> Subject:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harness.hostile import noises
 from harness.laws import FALSE_ALARM
 from impl import reference
-from impl.codec import Blocked
+from impl.codec import Blocked, Codec, FloatCodec, parse
 from impl.noise import BITS, OCTET, Clock, Key, Noise, Words, bits_of, philox
 from tests.strategies import keys, stochastic_codecs
 
@@ -62,13 +62,48 @@ def test_bits_do_not_depend_on_the_layout(codec: Blocked, key: Key, parts: list[
     assert torch.equal(rows.flatten(), whole)
 
 
-def through(codec: Blocked, x: torch.Tensor, noise: Noise) -> torch.Tensor:
+def through(codec: Codec, x: torch.Tensor, noise: Noise) -> torch.Tensor:
     """``x`` encoded with that noise, and decoded."""
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     reference.encode(codec, x, frames, noise=noise)
-    out = torch.empty_like(x)
+    out = torch.empty(x.shape)
     reference.decode(codec, frames, out)
     return out
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"),  # extremes of a block whose scale is 1
+    [
+        ("int8:shard:stochastic", -127.0, 127.0),
+        ("int4:shard:stochastic", -7.0, 7.0),
+        ("int2:shard:stochastic", -1.0, 1.0),
+        ("int8:shard:asym:stochastic", 0.0, 255.0),
+        ("int3:shard:asym:stochastic", 0.0, 7.0),
+        ("fp8e4m3:shard:stochastic", -448.0, 448.0),
+        ("fp8e5m2:shard:stochastic", -57344.0, 57344.0),
+        ("mxfp4:stochastic", -6.0, 6.0),
+    ],
+)
+@settings(max_examples=max(5, settings.default.max_examples // 10))
+@given(places=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6))
+@example(places=[1 / 512, 0.5 + 1 / 512, 200.5 / 255, 200 / 255, 0.75, 1 / 3])
+@example(places=[2.0**-17, 1e-6, 1 - 2.0**-17, 0.5 + 2.0**-17, 2.0**-24, 0.999])
+def test_the_mean_over_all_random_bits_is_the_value(
+    text: str, low: float, high: float, places: list[float]
+) -> None:
+    """Rounded with each of the 65536 values of its random bits, its mean is within 2^-16 of a step."""
+    codec = parse(text)
+    x = torch.tensor([low, high, *(low + (high - low) * place for place in places)])
+    every = torch.arange(1 << BITS).view(-1, 1).expand(-1, x.numel())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "random_bits", lambda *_: every)
+        rounded = through(codec, x.expand(1 << BITS, -1), Noise((0, 0, 0, 0), 0, (OCTET,)))
+    step = torch.ones(x.shape, dtype=torch.float64)
+    if isinstance(codec, FloatCodec):
+        exponents = torch.frexp(x.abs()).exponent - 1
+        step = 2.0 ** (exponents.clamp(min=codec.smallest_exponent) - codec.mantissa).double()
+    off = rounded.double().mean(dim=0) - x.double()
+    assert bool((off.abs() <= step * 2.0**-BITS).all())
 
 
 @given(keys, keys)
