@@ -180,7 +180,7 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
     """An object that claims to be a codec holds if its bits do; one that is deaf to where it is fails."""
     monkeypatch.setattr("harness.laws.DRAWS", 64)
     (folder / "kernels_of_mine.py").write_text(KERNEL, encoding="utf-8")
-    arguments = ["check", "codecs", "--examples", "20", "--codec"]
+    arguments = ["check", "codecs", "--examples", "100", "--codec"]
     assert cli.main([*arguments, "kernels_of_mine:kernel"]) == cli.OK
     capsys.readouterr()
     assert cli.main([*arguments, "kernels_of_mine:Deaf"]) == check.VIOLATED
