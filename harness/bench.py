@@ -31,6 +31,7 @@ Result = TypeVar("Result")
 ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
 RESULTS: Final = Path("results")
 KINDS: Final[tuple[Kind, ...]] = ("fp32", "bf16", "fp16")
+MOST_RANKS: Final = 64
 SIZES: Final = "1,16,64"
 MOST_MEBIBYTES: Final = 1 << 16
 GOAL_MISSED: Final = 1
@@ -125,6 +126,8 @@ def collectives(  # noqa: PLR0917  # typer passes by name
     for each in topologies:
         if each[0] * each[1] < 2:
             raise BenchError(f"{each[0]} nodes x {each[1]} ranks: a collective needs 2 ranks at least")
+        if each[0] * each[1] > MOST_RANKS:
+            raise BenchError(f"{each[0]} nodes x {each[1]} ranks: at most {MOST_RANKS} start on one machine")
 
     from harness import bench_collectives
 

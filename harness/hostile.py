@@ -23,6 +23,8 @@ _EDGES: Final = [
     0.0, 1.0, -1.0, -0.0, 0.5, 2.0, 1.5, 2.5, 1e-20, SMALLEST_NORMAL, -SMALLEST_NORMAL,
     2.0**-149, -(2.0**-149), 65504.0, 1e30, _LARGEST, -_LARGEST,
 ]  # fmt: skip
+_SIMPLE: Final = [[0.0], [1.0], [-1.0], [1.0, 0.5], [1.0, -0.5], [1.0, -1.0]]
+FEW: Final = 64  # elements of a row of which each is tried alone
 _BROKEN: Final = [float("nan"), float("inf"), float("-inf")]
 
 _numbers = st.one_of(
@@ -38,14 +40,37 @@ noises = st.builds(
 )
 
 
+# Largest codes of integers with and without an offset; largest elements of floats and their mantissas.
+_LARGEST_CODES: Final = [1, 3, 7, 15, 31, 63, 127, 255]
+_LARGEST_ELEMENTS: Final = [(6.0, 1), (448.0, 3), (57344.0, 2)]
+
+
+@st.composite
+def _ties(draw: st.DrawFn) -> list[float]:
+    """A largest code, so that steps are 1, and numbers halfway between two codes: where rounding shows."""
+    if draw(st.booleans()):
+        top = draw(st.sampled_from(_LARGEST_CODES))
+        halves = st.integers(-top, top - 1).map(lambda code: code + 0.5)
+        return [float(top), *draw(st.lists(halves, min_size=1, max_size=6))]
+    largest, mantissa = draw(st.sampled_from(_LARGEST_ELEMENTS))
+    size = 1 << mantissa
+    middles = st.builds(
+        lambda step, exponent, sign: sign * (size + step + 0.5) * 2.0**exponent,
+        st.integers(0, size - 1),
+        st.integers(-4, 4),
+        st.sampled_from([1.0, -1.0]),
+    ).filter(lambda middle: abs(middle) < largest)
+    return [largest, *draw(st.lists(middles, min_size=1, max_size=6))]
+
+
 @st.composite
 def rows(draw: st.DrawFn, block: Block) -> Tensor:
-    """(S,) fp32: equal, alternating, one spike, denormals, zeros, extremes; now and then NaN and infinities.
+    """(S,) fp32: ties, equal, alternating, one spike, denormals, zeros, extremes; at times NaN, infinities.
 
     A few numbers, all within some powers of two or anywhere, repeated to a length around the block's, of
-    ``LONGEST`` at most: a longer block is tried short.
+    ``LONGEST`` at most: a longer block is tried short.  Blocks may be on scales of their own.
     """
-    few = draw(st.lists(_numbers, min_size=1, max_size=24))
+    few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _ties()))
     size = 16 if block == "shard" else block
     around = (len(few), 8, size - 1, size, size + 1, 2 * size + 7)
     lengths = sorted({min(n, LONGEST) for n in around if n > 0})
@@ -53,6 +78,13 @@ def rows(draw: st.DrawFn, block: Block) -> Tensor:
     x = torch.tensor(few, dtype=torch.float32).repeat(-(-numel // len(few)))[:numel].contiguous()
     power = draw(st.one_of(st.just(0), st.integers(-140, 120)))
     x = torch.ldexp(x.double(), torch.tensor(power)).clamp(-_LARGEST, _LARGEST).float()
+    if block != "shard" and numel > block and draw(st.integers(0, 1)):
+        own = torch.tensor(draw(st.lists(st.integers(-6, 6), min_size=2, max_size=3)), dtype=torch.float32)
+        x = (
+            (x.double() * own.exp2()[torch.arange(numel) // block % len(own)])
+            .clamp(-_LARGEST, _LARGEST)
+            .float()
+        )
     if draw(st.integers(0, 3)) == 1:
         x[draw(st.integers(0, numel - 1))] = draw(_numbers)  # one that the others do not repeat
     if draw(st.integers(0, 5)) == 1:
@@ -71,6 +103,26 @@ def cases(draw: st.DrawFn, block: Block, kinds: tuple[Dtype, ...] = get_args(Dty
     )
 
 
+def standing(block: Block, kinds: tuple[Dtype, ...]) -> list[Case]:
+    """What is tried always and first: all ties of each format, and blocks on three scales, the last short.
+
+    A largest element stands beside each tie, so that steps are 1 whatever the block.
+    """
+    found = [(float(top), torch.arange(-top, top) + 0.5) for top in _LARGEST_CODES]
+    for largest, mantissa in _LARGEST_ELEMENTS:
+        steps = torch.arange(1 << mantissa, 2 << mantissa) + 0.5
+        middles = (steps[:, None] * torch.tensor([0.25, 0.5, 1.0, 2.0])).flatten()
+        found.append((largest, torch.cat([middles, -middles])[torch.cat([middles, middles]) < largest]))
+    x = [torch.stack([torch.full_like(ties, top), ties], dim=1).flatten() for top, ties in found]
+    size = 16 if block == "shard" else min(block, LONGEST // 3)
+    blocks = torch.arange(2 * size + 7) // size
+    one = x[2].repeat(-(-len(blocks) // len(x[2])))[: len(blocks)]
+    x.append(one * torch.tensor([1.0, 8.0, 0.125])[blocks.clamp(max=2)])
+    kind: Dtype = "fp32" if "fp32" in kinds else kinds[0]
+    noise = Noise((1, 2, 3, 4))
+    return [Case(x=row[:LONGEST].to(DTYPES[kind]), out=kind, power=1, noise=noise) for row in x]
+
+
 def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Violation | None:
     """Try a claim on ``examples`` rows; the violation of the smallest row that breaks it, or None.
 
@@ -78,6 +130,10 @@ def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Viola
     is tried on a tenth as many rows, and of the first that breaks it the first block is shown.
     """
     costly = claim is Law.UNBIASED
+    for case in [] if costly else standing(subject.block, subject.kinds):
+        if violation := violation_of(subject, claim, case):
+            small = _of_few(subject, claim, case) or _of_one_block(subject, claim, case)
+            return small or violation
     failed: list[Case] = []  # the last is the smallest
 
     @hypothesis.seed(seed)
@@ -101,7 +157,10 @@ def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Viola
     try:
         every()
     except Violation as violation:
-        return _of_one_block(subject, claim, failed[-1]) or violation
+        if costly:
+            return _of_one_block(subject, claim, failed[-1]) or violation
+        few = failed[-1].x.numel() <= FEW and _of_few(subject, claim, failed[-1])
+        return few or _of_one_block(subject, claim, failed[-1]) or violation
     except hypothesis.errors.Flaky:
         x = failed[-1].x
         return Violation(f"{title(claim)} broke once, and not when the same row was tried again", x)
@@ -121,6 +180,21 @@ def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None
         raise
     except BaseException as error:
         return Violation(f"raised {raised(error)}", case.x)
+    return None
+
+
+def _of_few(subject: Subject, claim: Claim, case: Case) -> Violation | None:
+    """The violation of a simple row, of one element, or of one beside the largest, where there is one."""
+    for simple in _SIMPLE:
+        if violation := violation_of(
+            subject, claim, replace(case, x=torch.tensor(simple, dtype=case.x.dtype))
+        ):
+            return violation
+    largest = case.x[case.x.abs().argmax()].view(1)
+    for value in case.x.unique():  # type: ignore[no-untyped-call]  # torch's own
+        for row in (value.view(1), torch.cat([largest, value.view(1)])):
+            if violation := violation_of(subject, claim, replace(case, x=row)):
+                return violation
     return None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from harness.hostile import LONGEST, cases, rows, search, violation_of
 from harness.laws import Case, Claim, Duty, Subject, Violation, attempt, block_slices
 from harness.subject import missing, of_codec, of_object, served
+from impl import reference
 from impl.codec import Codec, Law, parse
 from impl.noise import Noise
 from tests.strategies import codecs, stochastic_codecs
@@ -403,3 +404,44 @@ def test_blocks_cover_a_row(block: Any, numel: int) -> None:
     """Block slices are the row, in order, each of the block's size but the last."""
     covered = [i for where in block_slices(block, numel) for i in range(numel)[where]]
     assert covered == list(range(numel))
+
+
+class HalfAway:
+    """Claims to be int4:64, and rounds ties away from zero."""
+
+    codec = "int4:64"
+
+    def encode(self, x: Tensor, frames: Tensor) -> None:
+        x = x.float()
+        away = torch.nextafter(x, x.sign() * torch.inf)
+        for block in range(0, x.shape[-1], 64):
+            part = x[..., block : block + 64]
+            top = part.abs().amax(-1, keepdim=True)
+            away[..., block : block + 64] = torch.where(
+                part.abs() == top, part, away[..., block : block + 64]
+            )
+        reference.encode(parse(self.codec), away, frames)
+
+    def decode(self, frames: Tensor, out: Tensor) -> None:
+        reference.decode(parse(self.codec), frames, out)
+
+
+class LastBlock(HalfAway):
+    """Claims to be int4:64, and gives a short last block the scale of the one before it."""
+
+    def encode(self, x: Tensor, frames: Tensor) -> None:
+        reference.encode(parse(self.codec), x, frames)
+        blocks = -(-x.shape[-1] // 64)
+        if x.shape[-1] % 64 and blocks > 1:
+            scales = frames[..., -(-x.shape[-1] // 2 // 16) * 16 :]
+            at = 4 * (blocks - 1)
+            scales[..., at : at + 4] = scales[..., at - 4 : at].clone()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("kind", "most"), [(HalfAway, 2), (LastBlock, 135)])
+def test_ties_and_short_last_blocks_are_tried_with_every_seed(kind: Any, most: int, seed: int) -> None:
+    """A kernel that rounds ties otherwise, or mistakes a short last block, is found whatever the seed."""
+    violation = search(of_object("theirs", kind()), Duty.BITS, examples=1, seed=seed)
+    assert violation is not None
+    assert violation.x.numel() <= most
