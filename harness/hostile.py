@@ -132,6 +132,8 @@ def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Viola
     costly = claim is Law.UNBIASED
     for case in [] if costly else standing(subject.block, subject.kinds):
         if violation := violation_of(subject, claim, case):
+            if violation_of(subject, claim, case) is None:
+                return _once(claim, case)
             small = _of_few(subject, claim, case) or _of_one_block(subject, claim, case)
             return small or violation
     failed: list[Case] = []  # the last is the smallest
@@ -162,9 +164,12 @@ def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Viola
         few = failed[-1].x.numel() <= FEW and _of_few(subject, claim, failed[-1])
         return few or _of_one_block(subject, claim, failed[-1]) or violation
     except hypothesis.errors.Flaky:
-        x = failed[-1].x
-        return Violation(f"{title(claim)} broke once, and not when the same row was tried again", x)
+        return _once(claim, failed[-1])
     return None
+
+
+def _once(claim: Claim, case: Case) -> Violation:
+    return Violation(f"{title(claim)} broke once, and not when the same row was tried again", case.x)
 
 
 def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None:

@@ -384,7 +384,7 @@ def test_what_a_codec_raises_is_a_violation() -> None:
     violation = broken(Fragile, Law.ZERO)
     assert str(violation) == "raised IndexError: no room for a fourth"
     assert violation is not None
-    assert violation.x.tolist() == [0.0] * 4
+    assert violation.x.numel() == 4
 
 
 def test_what_does_not_repeat_is_said_to() -> None:
