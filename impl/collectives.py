@@ -23,7 +23,7 @@ from torch import Tensor
 from impl import ops
 from impl.codec import Codec, Raw
 from impl.feedback import Errors
-from impl.noise import OCTET, Key, Noise
+from impl.noise import Key, Noise, apart
 from impl.policy import Reduce
 from impl.reference import DTYPES, Carried
 from impl.topology import Axis
@@ -166,10 +166,10 @@ class Reduction:
         """Random bits of what ``hop`` encodes from element ``start`` of each shard on."""
         if self.key is None or not self.hops[hop][1].stochastic:
             return None
-        apart = -(-shard // OCTET) * OCTET  # elements from one shard to the next, as they are numbered
+        spacing = apart(shard)
         rank = self.wire.mesh.rank
-        before = sum(axis.digit(rank) * axis.stride for axis, _ in self.hops[:hop]) * apart
-        strides = tuple(axis.stride * apart for axis, _ in self.hops[hop:])
+        before = sum(axis.digit(rank) * axis.stride for axis, _ in self.hops[:hop]) * spacing
+        strides = tuple(axis.stride * spacing for axis, _ in self.hops[hop:])
         return replace(self.key, hop=hop).noise(before + start, strides)
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
@@ -252,13 +252,12 @@ def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
         torch.float32, copy=True
     )  # (rank, S); the caller's buffer is free again
     shard = slices.shape[1]
-    apart = -(-shard // OCTET) * OCTET
     partial = slices[(me - 1) % size].clone()
     for step in range(size - 1):
         exchange = how.wire.shift(axis, codec.frame_bytes(shard), how.tag)
         noise = None
         if codec.stochastic and how.key is not None:
-            noise = replace(how.key, hop=step).noise((me - 1 - step) % size * apart)
+            noise = replace(how.key, hop=step).noise((me - 1 - step) % size * apart(shard))
         ops.encode(codec, partial, exchange.send, noise=noise)
         exchange.post()
         yield

@@ -28,6 +28,11 @@ Purpose = Literal["weights", "gradients"]
 Words = tuple[int, int, int, int]
 
 
+def apart(numel: int) -> int:
+    """Elements from one shard's first to the next one's, as they are numbered: whole octets."""
+    return -(-numel // OCTET) * OCTET
+
+
 @dataclass(frozen=True, slots=True)
 class Noise:
     """Random bits for the rows of a tensor (..., S).

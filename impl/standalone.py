@@ -36,7 +36,7 @@ from impl.collectives import (
 from impl.feedback import Errors, encoded_shapes
 from impl.geometry import pieces
 from impl.mesh import Mesh
-from impl.noise import OCTET, Key
+from impl.noise import Key, apart
 from impl.policy import Feedback, Gather, Policy, Reduce
 from impl.reference import NAMES
 from impl.wire import Tag, Wire
@@ -86,7 +86,7 @@ def quantized_all_gather(
     if numel == 0:
         return out
     nbytes = codec.frame_bytes(numel)
-    noise = key.noise(mesh.rank * _apart(numel)) if key is not None and codec.stochastic else None
+    noise = key.noise(mesh.rank * apart(numel)) if key is not None and codec.stochastic else None
     flat = x.detach().reshape(-1)
 
     def write(frame: Tensor) -> None:
@@ -219,11 +219,6 @@ def _codec(given: CodecOrText) -> Codec:
 def _check_type(x: Tensor) -> None:
     if x.dtype not in NAMES:
         raise ValueError(f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}")
-
-
-def _apart(numel: int) -> int:
-    """Elements from one rank's first to the next rank's, as random bits number them."""
-    return -(-numel // OCTET) * OCTET
 
 
 def _from(key: Key, rank: int) -> Key:

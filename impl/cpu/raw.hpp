@@ -1,7 +1,7 @@
 // Raw frames: elements as they are, copied, and summed over several frames in one pass.
 //
-// What is large is written past the caches: a plain store first reads the line that it overwrites, a third of
-// a copy's traffic, and what exceeds the second-level cache will be read from memory anyway.
+// Large rows that are decoded are written past the caches: a plain store first reads the line that it
+// overwrites, a third of a copy's traffic.  Frames and sums are not: they are read again at once.
 #pragma once
 
 #include "job.hpp"
