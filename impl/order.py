@@ -1,0 +1,193 @@
+"""The order in which a rank opens its exchanges: its fingerprint, its history, and where ranks part.
+
+All ranks run one program, so all must open the same exchanges in the same order; a rank that does
+not leaves the others waiting for a message that never comes.  Each rank keeps a :class:`Trail`.
+Trails are compared by a count and a 64-bit fingerprint (:data:`ORDER_BYTES`), which costs one small
+message; only when these differ are the histories compared, exchange by exchange.
+
+Pure: no torch, and nothing is sent here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+ORDER_BYTES: Final = 16  # of a fingerprint on its way: how many exchanges, and the hash of their order
+REMEMBERED: Final = 1024  # exchanges in a history; about 0.2 MB
+_PACKED: Final = struct.Struct("<QQ")
+_FACTOR: Final = 0x9E3779B97F4A7C15  # odd, so that no earlier exchange is ever shifted out
+_MASK: Final = (1 << 64) - 1
+
+
+class Operation(NamedTuple):
+    """What is equal on all ranks about one exchange; who carries it is not in it.
+
+    Attributes:
+        kind: ``all_gather``, ``all_to_all``, ``shift`` or ``barrier``.
+        axis: its name.
+        ranks: in a group of the axis.
+        stride: of the axis.
+        nbytes: of one message.
+        phase, purpose, unit: of its tag.
+        ring: whether it goes round a ring.
+    """
+
+    kind: str
+    axis: str
+    ranks: int
+    stride: int
+    nbytes: int
+    phase: str = ""
+    purpose: str = ""
+    unit: str = ""
+    ring: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "barrier":
+            return f"barrier of {self.ranks} ranks"
+        # Axes of one name may differ in stride: two policies on one wire.
+        group = f"{self.axis} ({self.ranks} ranks, stride {self.stride}{', ring' if self.ring else ''})"
+        what = " ".join(word for word in (self.phase, self.purpose, self.unit) if word)
+        return f"{self.kind} of {self.nbytes} B along {group} for {what}"
+
+
+class Step(NamedTuple):
+    """One exchange in its place.
+
+    Attributes:
+        number: of the exchange on this rank, from 1.
+        operation: what it is.
+        fingerprint: of all exchanges up to this one.
+    """
+
+    number: int
+    operation: Operation
+    fingerprint: int
+
+    def __str__(self) -> str:
+        return f"{self.number}, {self.operation}"
+
+
+@lru_cache(maxsize=1 << 14)
+def _code(operation: Operation) -> int:
+    """64 bits of an operation, the same in every process (``hash`` of text is not)."""
+    return int.from_bytes(hashlib.blake2b(repr(tuple(operation)).encode(), digest_size=8).digest(), "little")
+
+
+class Trail:
+    """What one rank has opened, in order, and where it stands now.
+
+    Attributes:
+        count: exchanges opened.
+        fingerprint: of their order, 64 bits.
+        waiting: the exchange, or in words what else, that the rank stands waiting for; None while it
+            computes.
+        finished: the exchange received last.
+        thread: which opened the last exchange; autograd has threads of its own.
+    """
+
+    __slots__ = ("_steps", "count", "fingerprint", "finished", "thread", "waiting")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.fingerprint = 0
+        self.waiting: Step | str | None = None
+        self.finished: Step | None = None
+        self.thread = threading.get_ident()
+        self._steps: deque[Step] = deque(maxlen=REMEMBERED)
+
+    def open(self, operation: Operation) -> Step:
+        """Enter the next exchange."""
+        self.count += 1
+        self.fingerprint = ((self.fingerprint ^ _code(operation)) * _FACTOR + 1) & _MASK
+        self.thread = threading.get_ident()
+        step = Step(self.count, operation, self.fingerprint)
+        self._steps.append(step)
+        return step
+
+    def steps(self) -> list[Step]:
+        """The last :data:`REMEMBERED` exchanges, oldest first; may be asked from another thread."""
+        while True:
+            try:
+                return list(self._steps)
+            except RuntimeError:  # the rank opened one meanwhile
+                continue
+
+    def packed(self) -> bytes:
+        """:data:`ORDER_BYTES` to send to the other ranks."""
+        return _PACKED.pack(self.count, self.fingerprint)
+
+
+def unpacked(message: bytes) -> tuple[int, int]:
+    """(count, fingerprint) of another rank.
+
+    Args:
+        message: what :meth:`Trail.packed` gave there.
+    """
+    count, fingerprint = _PACKED.unpack(message)
+    return count, fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where the orders of ranks part.
+
+    Attributes:
+        number: of the first exchange that differs; of the oldest remembered by all, if ``earlier``.
+        opened: by rank, what it opened there; empty if ``earlier``.
+        earlier: whether they had parted before what is still remembered.
+    """
+
+    number: int
+    opened: Mapping[int, Operation]
+    earlier: bool = False
+
+    def __str__(self) -> str:
+        if self.earlier:
+            return (
+                f"the ranks parted before exchange {self.number}, the oldest that all remember: "
+                "check the order more often"
+            )
+        alike: dict[Operation, list[int]] = {}
+        for rank, operation in sorted(self.opened.items()):
+            alike.setdefault(operation, []).append(rank)
+        sides = (f"{ranks_in_words(ranks)} opened {operation}" for operation, ranks in alike.items())
+        return f"the ranks part at exchange {self.number}: {'; '.join(sides)}"
+
+
+def parting(histories: Mapping[int, Sequence[Step]]) -> Parting | None:
+    """The first exchange in which ranks differ; None if each only is further on than another.
+
+    Args:
+        histories: by rank, its last exchanges, oldest first.
+    """
+    told = {rank: steps for rank, steps in histories.items() if steps}
+    if len(told) < 2:
+        return None
+    # A rank that is behind everything that another remembers shares no number with it.
+    oldest = max(steps[0].number for steps in told.values())
+    newest = max(steps[-1].number for steps in told.values())
+    by_number = {rank: {step.number: step for step in steps} for rank, steps in told.items()}
+    for number in range(oldest, newest + 1):
+        here = {rank: steps[number] for rank, steps in by_number.items() if number in steps}
+        if len({step.operation for step in here.values()}) > 1:
+            return Parting(number, {rank: step.operation for rank, step in here.items()})
+        if any(a.fingerprint != b.fingerprint for a, b in pairwise(here.values())):
+            return Parting(number, {}, earlier=True)
+    return None
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0, 2 and 5``."""
+    numbers = [str(rank) for rank in sorted(ranks)]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
