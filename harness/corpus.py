@@ -67,7 +67,7 @@ class Corpus:
             CorpusError: if the training bytes do not hold one window.
         """
         room = self._room(self.train, "training", length)
-        starts = [_draw(f"{seed}/{step}/{micro_batch}/{rank}/{index}", room) for index in range(sequences)]
+        starts = [draw(f"{seed}/{step}/{micro_batch}/{rank}/{index}", room) for index in range(sequences)]
         return _windows(self.train, starts, length)
 
     def validation_batches(
@@ -94,7 +94,7 @@ class Corpus:
         windows = batches * world * sequences
 
         def start(batch: int, index: int) -> int:
-            return ((batch * world + rank) * sequences + index) * (room - 1) // max(windows - 1, 1)
+            return spread((batch * world + rank) * sequences + index, windows, room)
 
         return [
             _windows(self.validation, [start(batch, index) for index in range(sequences)], length)
@@ -117,9 +117,14 @@ def _check_room(source: str, size: int, name: str, length: int) -> None:
         )
 
 
-def _draw(key: str, room: int) -> int:
+def draw(key: str, room: int) -> int:
     """A number below ``room`` that depends on ``key`` alone, in every version of every library."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "little") % room
+
+
+def spread(number: int, count: int, room: int) -> int:
+    """Where among ``room`` places the ``number``-th of ``count`` stands when they are spread evenly."""
+    return number * (room - 1) // max(count - 1, 1)
 
 
 def _windows(part: NDArray[np.uint8], starts: list[int], length: int) -> Tokens:

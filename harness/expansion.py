@@ -45,9 +45,9 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from harness.suite import PEERS, PolicyChanges, Trial, suggestion
+from harness.suite import PEERS, PolicyChanges, Trial, following_model, suggestion
 from impl.codec import Codec, Raw, parse
-from impl.policy import PRESETS
+from impl.hosts_traffic import carries
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
 _ABSENT: Final = object()
@@ -285,7 +285,7 @@ class _Expansion:
                 place = place.setdefault(part, {})
             place[leaf] = setting.value
         try:
-            return Trial.model_validate_json(json.dumps(nested, default=str), strict=True)
+            return Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
         except ValidationError as error:
             errors = error.errors()
             path = _path_of(errors[0], settings)
@@ -370,8 +370,8 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _at(trial: Trial, path: str) -> Any:
-    """Value of a trial at a dotted path."""
-    return dict(_flatten(trial.canonical())).get(path, _ABSENT)
+    """Value of a trial at a dotted path, also where its canonical form leaves it out."""
+    return dict(_flatten(json.loads(trial.model_dump_json()))).get(path, _ABSENT)
 
 
 def _path_of(error: ErrorDetails, settings: _Settings) -> str:
@@ -443,7 +443,11 @@ def _text(value: Any) -> str:
 
 def _foreign(trial: Trial) -> Iterator[str]:
     """Paths of the trial's changes that would make its preset another technique."""
-    base, changes = PRESETS[trial.strategy], trial.policy
+    base, changes = trial.base_policy(), trial.policy
+    if base is None:
+        return
+    if trial.host is not None:
+        yield from (f"policy.{name}" for name in _changes(trial) if not carries(trial.host, name))
     hops = (changes.gradients,) * 2 if isinstance(changes.gradients, str) else changes.gradients
     codecs = {
         "policy.weights": ((base.weights,), (changes.weights,)),
@@ -453,7 +457,7 @@ def _foreign(trial: Trial) -> Iterator[str]:
         given = [parse(text) for text in asked if text is not None]
         if not given or not _raw(ours):
             continue
-        if trial.strategy == "exact" or not _raw(given):
+        if trial.strategy.endswith("exact") or not _raw(given):
             yield path
     if changes.secondary and not base.secondary:
         yield "policy.secondary"
@@ -481,7 +485,7 @@ def _run_key(trial: Trial) -> str:
     policy = trial.resolved_policy()
     if policy is not None:
         data["policy"] = repr(replace(policy, secondary=policy.secondary_ranks(trial.topology())))
-        del data["strategy"]
+        data["strategy"] = trial.host
     return json.dumps(data, sort_keys=True)
 
 

@@ -1,9 +1,12 @@
-"""Sizes of the GPT presets, and the arithmetic that a training step of them takes.  No torch."""
+"""Sizes of the models that have a name, and the arithmetic that a training step of them takes.  No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
+
+IMAGE_SIDE: Final = 32  # pixels of an image in each direction
+IMAGE_CLASSES: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,35 +28,79 @@ class GPTShape:
     tied: bool = False
 
 
-PRESETS: Final[dict[str, GPTShape]] = {
+@dataclass(frozen=True, slots=True)
+class BERTShape:
+    """Sizes of an encoder that fills in masked tokens.
+
+    Attributes:
+        layers, width, heads: as of a GPT.
+        vocab: tokens that may be masked, V; the mask is one more, known to the embedding alone.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ViTShape:
+    """Sizes of a vision transformer; how many patches an image is cut into is the sequence.
+
+    Attributes:
+        layers, width, heads: as of a GPT.
+    """
+
+    layers: int
+    width: int
+    heads: int
+
+
+Shape = GPTShape | BERTShape | ViTShape
+
+PRESETS: Final[dict[str, Shape]] = {
     "gpt-tiny": GPTShape(layers=2, width=64, heads=2),
     "gpt-small": GPTShape(layers=4, width=256, heads=4),
     "gpt-medium": GPTShape(layers=8, width=512, heads=8),
     "gpt-18b": GPTShape(layers=40, width=6144, heads=32, vocab=50304, tied=True),
     "gpt-100b": GPTShape(layers=80, width=10240, heads=80, vocab=50304, tied=True),
+    "bert-tiny": BERTShape(layers=2, width=64, heads=2),
+    "bert-small": BERTShape(layers=4, width=256, heads=4),
+    "vit-tiny": ViTShape(layers=2, width=64, heads=2),
+    "vit-small": ViTShape(layers=4, width=256, heads=4),
 }
 """Models by name.  ``gpt-18b`` is the one of the ZeRO++ tutorial's logs."""
 
 
-def step_flops(shape: GPTShape, *, sequences: int, length: int, recompute: bool) -> float:
+PATCHES: Final = {(IMAGE_SIDE // side) ** 2: side for side in (32, 16, 8, 4, 2, 1)}
+"""Pixels of a patch in each direction, by how many patches an image is cut into."""
+
+
+def step_flops(shape: Shape, *, sequences: int, length: int, recompute: bool) -> float:
     """Floating-point operations of one forward and backward pass, by Megatron's formula.
 
-    ``96 B s l h^2 (1 + s / 6h + V / 16lh)`` with activations recomputed, 72 without
-    (arXiv 2104.04473, section 5.1).
+    Each block takes ``24 B s h^2 (1 + s / 6h)`` forward, twice that backward, and once more where its
+    activations are recomputed.  A GPT's logits take ``6 B s h V`` and are not recomputed, which makes
+    ``96 B s l h^2 (1 + s / 6h + V / 16lh)`` with recomputation (arXiv 2104.04473, section 5.1) and
+    ``72 B s l h^2 (1 + s / 6h + V / 12lh)`` without.  A ViT's 32 x 32 pixels and its C classes take
+    ``4 B 1024 h + 6 B h C`` instead: images need no gradient.
 
     Args:
         shape: l, h and V.
         sequences: B, of all ranks together.
-        length: s, tokens of a sequence.
-        recompute: whether the forward pass runs twice.
+        length: s, tokens of a sequence; of a ViT, patches of an image.
+        recompute: whether the blocks' forward pass runs twice.
     """
     layers, width = shape.layers, shape.width
-    correction = 1 + length / (6 * width) + shape.vocab / (16 * layers * width)
-    return (96 if recompute else 72) * sequences * length * layers * width**2 * correction
+    passes = 4 if recompute else 3
+    blocks = passes * 24 * sequences * length * layers * width**2 * (1 + length / (6 * width))
+    if isinstance(shape, ViTShape):
+        return blocks + 4 * sequences * IMAGE_SIDE**2 * width + 6 * sequences * width * IMAGE_CLASSES
+    return blocks + 6 * sequences * length * width * shape.vocab
 
 
 def tflops_per_rank(
-    shape: GPTShape, *, sequences: int, length: int, recompute: bool, seconds: float, ranks: int
+    shape: Shape, *, sequences: int, length: int, recompute: bool, seconds: float, ranks: int
 ) -> float:
     """Model TFLOP/s of each rank, for a step that took ``seconds``."""
     return step_flops(shape, sequences=sequences, length=length, recompute=recompute) / seconds / ranks / 1e12

@@ -1,4 +1,4 @@
-"""What a trial reads beside its own fields: the corpus's bytes and the source of a user's model.
+"""What a trial reads beside its own fields: the corpus and the source of a user's model.
 
 Both may change while the suite that names them stays as it is, so their digests go on the record,
 and records of other inputs are not taken for today's.  No torch.
@@ -12,7 +12,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from harness import corpus
+from harness import corpus, glyphs
 from harness.corpus import CorpusError
 from harness.suite import Trial
 
@@ -39,7 +39,7 @@ def digests(trial: Trial) -> dict[str, str]:
 @cache
 def _corpus_digest(source: str) -> str | None:
     try:
-        return corpus.load(source).sha256
+        return glyphs.load().sha256 if source == glyphs.GLYPHS else corpus.load(source).sha256
     except CorpusError:
         return None
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from harness import corpus, machine
+from harness import machine, samples
 from harness.corpus import CorpusError
+from harness.memory import without_training
 from harness.suite import Model, Trial
 from impl import traffic
 from impl.geometry import GeometryError, UnitGeometry
+from impl.hosts_traffic import predict_hosted
 from impl.policy import Policy, PolicyError
 from impl.topology import Topology
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 # What a rank's process holds before it has a model: the interpreter, torch and gloo's threads.
 PROCESS_BYTES: Final = 200 << 20
 FP32_BYTES: Final = 4
-TOKEN_BYTES: Final = 2 * 8  # int64; windows are drawn whole, then cut into tokens and targets
 
 
 class PlanError(ValueError):
@@ -57,13 +58,14 @@ class Forecast:
         trial: of which.
         parameters: elements of the model, without padding.
         padded: elements of its units, with padding; None for peers.
-        inter: bytes between nodes in one optimizer step, all ranks together; None for peers whose
-            bytes do not go through our wire.
+        inter: bytes between nodes in one optimizer step, or one generation, all ranks together; None for
+            peers whose bytes do not go through our wire.
         intra: the same inside nodes.
-        egress: bytes that one node sends to the others in one optimizer step.
+        egress: bytes that one node sends to the others in one step.
         memory: bytes of one rank, by part, without activations.
         wire_seconds: time that ``egress`` takes at the link's rate; None without a rate.
         problems: why it cannot run here; empty if it can.
+        beyond_limit: how it exceeds its own memory limit, for which it will not be run; None if it does not.
     """
 
     trial: Trial
@@ -75,6 +77,7 @@ class Forecast:
     memory: dict[str, int] | None = None
     wire_seconds: float | None = None
     problems: tuple[str, ...] = ()
+    beyond_limit: str | None = None
 
 
 def this_host() -> Host:
@@ -120,8 +123,17 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     topology, policy = trial.topology(), trial.resolved_policy()
     if policy is None:
         state = optimizer if isinstance(optimizer, int) else 0
-        memory = _peer_memory(trial.strategy, parameters, topology, state)
-        return Forecast(trial, parameters, memory=memory, problems=problems + _too_big(trial, host, memory))
+        memory = _held(trial, _peer_memory(trial.strategy, parameters, topology, state))
+        return Forecast(
+            trial,
+            parameters,
+            memory=memory,
+            problems=problems + _too_big(trial, host, memory),
+            beyond_limit=beyond_limit(trial, memory),
+        )
+    if trial.host is not None:
+        state = optimizer if isinstance(optimizer, int) else 0
+        return _hosted(trial, host, policy, model, state, problems)
     from impl.zero import ZeroError, plan_units
 
     try:
@@ -135,6 +147,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         from harness.strategies import predicted_memory
 
         memory = predicted_memory(policy, topology, units, trial.optimizer)
+    memory = _held(trial, memory)
     return Forecast(
         trial,
         parameters,
@@ -145,22 +158,82 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         memory,
         None if rate is None else inter * 8 / (rate * 1e6),
         problems + _too_big(trial, host, memory),
+        beyond_limit(trial, memory),
     )
+
+
+def _hosted(
+    trial: Trial, host: Host, policy: Policy, model: nn.Module, state: int, problems: tuple[str, ...]
+) -> Forecast:
+    """The prediction of a policy inside a host, whose memory is a peer's."""
+    from impl.hosts import HostError, hosted_units
+
+    assert trial.host is not None  # noqa: S101  # the caller asked
+    topology, parameters = trial.topology(), sum(parameter.numel() for parameter in model.parameters())
+    try:
+        units = hosted_units(trial.host, model, topology, policy)
+    except (GeometryError, PolicyError, HostError) as error:
+        return Forecast(trial, parameters, problems=(*problems, str(error)))
+    sent: dict[str, int] = {"inter": 0, "intra": 0}
+    for rank in range(topology.ranks_per_node):
+        rows = predict_hosted(trial.host, policy, topology, units, rank, _events(trial))
+        for key, one in rows.items():
+            sent[key.link] += one.bytes
+    memory = _held(trial, _peer_memory(trial.host, parameters, topology, state))
+    rate = trial.cluster.rate
+    return Forecast(
+        trial,
+        parameters,
+        sum(unit.padded for unit in units),
+        sent["inter"] * topology.nodes,
+        sent["intra"] * topology.nodes,
+        sent["inter"],
+        memory,
+        None if rate is None else sent["inter"] * 8 / (rate * 1e6),
+        problems + _too_big(trial, host, memory),
+        beyond_limit(trial, memory),
+    )
+
+
+def _events(trial: Trial) -> list[traffic.Event]:
+    """The passes of one step."""
+    if trial.workload == "generate":
+        return ["evaluate"] * trial.generate.tokens
+    norm: list[traffic.Event] = [] if trial.clip is None else ["norm"]
+    passes: list[traffic.Event] = ["forward", "backward"]
+    return [*passes * trial.accumulation, *norm, "step"]
+
+
+def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
+    """How ``memory``, a rank's bytes by part, exceeds the trial's limit; None if it keeps within it."""
+    held, limit = sum(memory.values()), trial.memory_limit
+    if limit is None or held <= limit:
+        return None
+    parts = ", ".join(f"{part} {gib(size)}" for part, size in memory.items() if size)
+    return f"a rank holds {held:,} bytes ({parts}), memory_limit is {limit:,}"
+
+
+def _held(trial: Trial, memory: dict[str, int]) -> dict[str, int]:
+    """Of the parts that a rank holds in training, those that the trial's workload needs."""
+    return without_training(memory) if trial.workload == "generate" else memory
 
 
 def per_node_bytes(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial
 ) -> tuple[int, int]:
-    """Bytes that the ranks of one node send in one optimizer step, to other nodes and inside it.
+    """Bytes that the ranks of one node send in one step, to other nodes and inside it.
 
     All nodes send the same, so the ranks of node 0 are enough.
     """
-    norms = 0 if trial.clip is None else 1
-    # Only the first micro-batch finds no copy of the weights: all later ones send alike.
-    one, two = (
-        _node_bytes(policy, topology, units, traffic.Load(micro_batches=n, norms=norms)) for n in (1, 2)
-    )
-    later = trial.accumulation - 1
+    # Only the first micro-batch, or token, finds no copy of the weights: all later ones send alike.
+    if trial.workload == "generate":
+        loads = [traffic.Load(steps=0, evaluations=tokens) for tokens in (1, 2)]
+        later = trial.generate.tokens - 1
+    else:
+        norms = 0 if trial.clip is None else 1
+        loads = [traffic.Load(micro_batches=n, norms=norms) for n in (1, 2)]
+        later = trial.accumulation - 1
+    one, two = (_node_bytes(policy, topology, units, load) for load in loads)
     return one[0] + later * (two[0] - one[0]), one[1] + later * (two[1] - one[1])
 
 
@@ -230,10 +303,10 @@ def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...
 
 
 def _batch_bytes(trial: Trial) -> int:
-    """Tokens and targets of a micro-batch and of all validation batches of one rank."""
+    """Data of a micro-batch and of all validation batches of one rank."""
     batches = 1 + (trial.validation_batches if trial.validate_every is not None else 0)
     parts = trial.topology().world if trial.strategy == "single" else 1
-    return 2 * TOKEN_BYTES * trial.tokens_per_rank * batches * parts
+    return samples.micro_batch_bytes(trial) * batches * parts
 
 
 def _check_ranks(trial: Trial, host: Host) -> str | None:
@@ -256,7 +329,7 @@ def _check_ranks(trial: Trial, host: Host) -> str | None:
 
 def _check_corpus(trial: Trial) -> str | None:
     try:
-        corpus.check(trial.corpus, trial.sequence)
+        samples.check(trial)
     except CorpusError as error:
         return str(error)
     return None
@@ -313,7 +386,7 @@ def _check_optimizer(trial: Trial) -> str | int:
     from impl.watch import NOT_ELEMENTWISE
 
     name = trial.optimizer.name
-    if name in NOT_ELEMENTWISE and trial.resolved_policy() is not None:
+    if name in NOT_ELEMENTWISE and trial.resolved_policy() is not None and trial.host != "ddp":
         return f"optimizer.name = {name!r} is not elementwise and would be another algorithm on shards"
     try:
         return state_bytes_per_element(trial.optimizer)

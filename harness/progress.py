@@ -65,6 +65,8 @@ class Display:
         else:
             timed = [step.total for rank in record.ranks[:1] for step in rank.steps if not step.warmup]
             end = f"{statistics.median(timed):.3f} s a step" if timed else "done"
+            tokens = [token.seconds for rank in record.ranks[:1] for token in rank.tokens if not token.warmup]
+            end = f"{statistics.median(tokens):.3f} s a token" if tokens else end
             if record.link is not None and record.link.probed_mbit:
                 end += f", link {statistics.median(record.link.probed_mbit):.0f} Mbit/s"
         name = self._name()

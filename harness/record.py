@@ -35,7 +35,8 @@ class LedgerRow(_Part):
     """Bytes that one rank sent, summed over the timed steps, self excluded.
 
     Attributes:
-        phase: what the rank was doing: forward, backward, evaluate, step (optimizer and norms).
+        phase: what the rank was doing: forward, backward, evaluate (also to decode a token), step
+            (optimizer and norms).
         purpose: ``weights``, ``gradients`` or ``control``.
         unit: the unit's name; empty for control messages.
         hop: name of the axis.
@@ -72,12 +73,34 @@ class Step(_Part):
     gradient_norm: float | None = None
 
 
+class Token(_Part):
+    """One decoded token of each of a rank's sequences.
+
+    Attributes:
+        step: which generation, warm-ups included.
+        warmup: whether that was one.
+        index: of the token, from 0; the first also reads the prompt.
+        seconds: that it took.
+        exposed: of these, seconds that the rank stood waiting for communication.
+        inter_bytes, intra_bytes: sent for it by this rank, between nodes and inside its node; None where
+            there is no ledger.
+    """
+
+    step: int
+    warmup: bool
+    index: int
+    seconds: float
+    exposed: float | None
+    inter_bytes: int | None
+    intra_bytes: int | None
+
+
 class Validation(_Part):
     """Loss on the fixed validation split after ``step`` optimizer steps.
 
     Attributes:
         step: optimizer steps taken, warm-ups included.
-        loss: mean cross-entropy, nats per byte, over all ranks.
+        loss: mean cross-entropy over all ranks, in nats per byte of text, byte to fill in, or image.
         train_seconds: wall-clock spent in steps so far.
         inter_bytes: bytes all ranks had sent between nodes in training so far (ledger, or the
             interfaces where there is no ledger).
@@ -101,7 +124,9 @@ class Memory(_Part):
 
 
 class RankRecord(_Part):
-    """What one rank measured. ``ledger`` is None for strategies outside our wire."""
+    """What one rank measured. ``ledger`` is None for strategies outside our wire; ``steps`` are of
+    training and ``tokens`` of generation, one of them empty.
+    """
 
     rank: int
     node: int
@@ -109,6 +134,7 @@ class RankRecord(_Part):
     steps: list[Step]
     ledger: list[LedgerRow] | None
     memory: Memory
+    tokens: list[Token] = []
 
 
 class QuantisationError(_Part):
@@ -167,8 +193,9 @@ class Predicted(_Part):
 
 
 class Failure(_Part):
-    """Why there is no result. ``kind``: refused, crashed, timeout, memory, interrupted, or wrong: it
-    ran, and a check of what came out failed.
+    """Why there is no result. ``kind``: refused, crashed, timeout, memory (also what would not keep
+    within the trial's limit, and was not run), interrupted, or wrong: it ran, and a check of what came
+    out failed.
     """
 
     kind: str
@@ -192,6 +219,7 @@ class Record(_Part):
         units: name, elements, padded elements of each unit.
         reference_loss: of a single process in fp32 on the first step's batches, before training and in
             evaluation mode.
+        decoded_sha256: of the tokens that each rank decodes in every generation, in rank order.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -217,6 +245,7 @@ class Record(_Part):
     quantisation: list[QuantisationError] = []
     predicted: Predicted | None = None
     reference_loss: float | None = None
+    decoded_sha256: list[str] = []
     power: list[dict[str, float]] | None = None
 
     @property

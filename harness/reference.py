@@ -35,7 +35,9 @@ _MORE: Final = {
     "model.arguments": "table: arguments of the model",
     "optimizer.name": "class of torch.optim",
     "optimizer.arguments": "table: its arguments; `lr` below 1000",
-    "corpus": "`stdlib`, a file or a folder",
+    "corpus": "`stdlib`, a file or a folder; `glyphs` with a model that reads images, and there the default",
+    "sequence": "tokens; of an image, patches: 1, 4, 16, 64, 256 or 1024, and there 64 is the default",
+    "memory_limit": "text with MiB or GiB",
 }
 
 

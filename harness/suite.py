@@ -16,15 +16,20 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from harness.flops import PRESETS as MODELS
+from harness.flops import GPTShape, ViTShape
 from impl.codec import parse
+from impl.hosts_traffic import HOSTED, Host, check_host
 from impl.policy import MOST_CHUNKS, PRESETS, Policy, parse_feedback
 from impl.topology import Topology
 
 PEERS: Final = ("single", "ddp", "fsdp2")
-STRATEGIES: Final = (*PEERS, *PRESETS)
+STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS)
 
 _RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(kbit|Mbit|Gbit)/s\s*$")
 _MBIT = {"kbit": 1e-3, "Mbit": 1.0, "Gbit": 1e3}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(MiB|GiB)\s*$")
+_BYTES = {"MiB": 2**20, "GiB": 2**30}
 _RATES: Final = (1e-3, 1e6)  # 1 kbit/s to 1 Tbit/s: nothing outside is a link between nodes
 MOST_MICRO_BATCHES: Final = 1_000_000
 _LARGEST_LR: Final = 1e3
@@ -52,6 +57,26 @@ def _rate(value: object, info: ValidationInfo) -> object:
     if info.context == _CANONICAL:
         return value
     return parse_rate(value)
+
+
+def parse_size(value: object) -> object:
+    """``"48 MiB"`` to bytes.
+
+    Raises:
+        ValueError: for a number without a unit, an unknown unit, or no size at all.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and (match := _SIZE.match(value)) and float(match[1]) > 0:
+        return round(float(match[1]) * _BYTES[match[2]])
+    raise ValueError("expected a number above 0 with a unit, MiB or GiB")
+
+
+def _size(value: object, info: ValidationInfo) -> object:
+    """A size as people write it; in a trial's canonical JSON it is a number of bytes."""
+    if info.context == _CANONICAL:
+        return value
+    return parse_size(value)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -141,19 +166,50 @@ class PolicyChanges(_Frozen):
         return value
 
 
+def following_model(fields: dict[str, Any]) -> dict[str, Any]:
+    """A trial's fields as a suite says them, and what follows from a model that reads images.
+
+    Such a preset has the images, and as many patches as fit them, where nothing else is said.
+    """
+    model = fields.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    images = isinstance(MODELS.get(str(name)), ViTShape)
+    return {"corpus": "glyphs", "sequence": 64, **fields} if images else fields
+
+
+class Generate(_Frozen):
+    """What workload ``generate`` decodes, for each of a rank's sequences.
+
+    Attributes:
+        prompt: bytes that are given, from the corpus.
+        tokens: that are decoded after them.
+    """
+
+    prompt: int = Field(32, ge=1)
+    tokens: int = Field(32, ge=2)
+
+
 class Trial(_Frozen):
     """Everything that defines a run; its id is a hash of its canonical JSON.
 
     Attributes:
-        strategy: a peer (single, ddp, fsdp2) or a preset of ``impl.policy``.
+        workload: ``train``, or ``generate``: decode tokens greedily with sharded weights.  Then a step is
+            one generation on weights that have just changed, as between two updates of a policy that
+            learns from what it generates.
+        strategy: a peer (single, ddp, fsdp2), a host with our collectives (``impl.hosts_traffic``) or a
+            preset of ``impl.policy``.
         tokens_per_rank: tokens in one micro-batch of one rank; a multiple of ``sequence``.
         sequence: tokens in a sequence.
         accumulation: micro-batches per optimizer step.
         steps: timed optimizer steps, after ``warmup`` untimed ones.
         validate_every: optimizer steps between validations; 0 validates only at the end,
             None never.
+        memory_limit: bytes that the engine of a rank may hold, without activations and buffers of the
+            wire; a trial that would hold more is recorded as a failure, and not run.
     """
 
+    workload: Literal["train", "generate"] = "train"
+    generate: Generate = Generate()
     strategy: str = "zeropp"
     policy: PolicyChanges = PolicyChanges()
     cluster: Cluster = Cluster()
@@ -173,6 +229,7 @@ class Trial(_Frozen):
     threads: int | None = Field(None, ge=1)
     timeout_seconds: float = Field(600, gt=0)
     measure_quantisation: bool = False
+    memory_limit: Annotated[int | None, BeforeValidator(_size)] = None
 
     @field_validator("strategy")
     @classmethod
@@ -182,8 +239,15 @@ class Trial(_Frozen):
         return value
 
     def canonical(self) -> dict[str, Any]:
-        """The trial as JSON-ready data; ``rate`` is in Mbit/s."""
+        """The trial as JSON-ready data; ``rate`` is in Mbit/s, ``memory_limit`` in bytes.
+
+        What came to the schema later and is not used is left out: trials from before keep their ids.
+        """
         data: dict[str, Any] = json.loads(self.model_dump_json())
+        if self.workload == "train":
+            del data["workload"], data["generate"]
+        if self.memory_limit is None:
+            del data["memory_limit"]
         return data
 
     @classmethod
@@ -205,6 +269,17 @@ class Trial(_Frozen):
         """Where its ranks stand."""
         return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
 
+    @property
+    def host(self) -> Host | None:
+        """The engine of torch's own inside which the policy is carried out; None for ours, and for peers."""
+        return HOSTED[self.strategy][0] if self.strategy in HOSTED else None
+
+    def base_policy(self) -> Policy | None:
+        """The strategy's policy without this trial's changes; None for a peer, which has none."""
+        if self.strategy in PEERS:
+            return None
+        return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
+
     def resolved_policy(self) -> Policy | None:
         """The strategy's preset with this trial's changes; None for a peer, which has no policy.
 
@@ -214,9 +289,9 @@ class Trial(_Frozen):
             PolicyError: for a combination that no topology could run.
             CodecError: for a codec's text that means nothing.
         """
-        if self.strategy in PEERS:
+        base, changes = self.base_policy(), self.policy
+        if base is None:
             return None
-        base, changes = PRESETS[self.strategy], self.policy
         hops = (changes.gradients,) * 2 if isinstance(changes.gradients, str) else changes.gradients
         memory = base.memory
         if changes.prefetch is not None:
@@ -252,8 +327,41 @@ class Trial(_Frozen):
                 f"cluster.rate = {cluster.rate:g} Mbit/s: with cluster.link = 'none' nothing shapes the "
                 "link; expected 'unshaped', or another link"
             )
+        self._check_workload()
         if cluster.transport == "nccl" and cluster.device != "cuda":
             raise ValueError("cluster.transport = 'nccl': expected cluster.device = 'cuda' with it")
         policy = self.resolved_policy()
         if policy is not None:
             policy.check(self.topology())
+            if self.host is not None:
+                check_host(self.host, policy)
+        if self.host is not None and cluster.device != "cpu":
+            raise ValueError(
+                f"strategy = {self.strategy!r} on cluster.device = {cluster.device!r}: our collectives inside "
+                f"{self.host} run on the CPU; expected 'cpu'"
+            )
+
+    def _check_workload(self) -> None:
+        """Refuse what only the other workload can do."""
+        generate = self.generate
+        if self.workload == "train":
+            if generate != Generate():
+                raise ValueError("generate.prompt, generate.tokens: expected workload = 'generate' with them")
+            return
+        if not isinstance(MODELS.get(self.model.name), GPTShape):
+            able = ", ".join(name for name, shape in MODELS.items() if isinstance(shape, GPTShape))
+            raise ValueError(  # noqa: TRY004  # of what is asked, not of a value's type
+                f"workload = 'generate': model {self.model.name!r} cannot; expected one of {able}"
+            )
+        if generate.prompt + generate.tokens > self.sequence:
+            raise ValueError(
+                f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}: together at "
+                f"most sequence = {self.sequence}"
+            )
+        if self.validate_every is not None or self.measure_quantisation or self.clip is not None:
+            raise ValueError(
+                "workload = 'generate' trains nothing: expected no validate_every, no clip and no "
+                "measure_quantisation"
+            )
+        if self.accumulation > 1:
+            raise ValueError(f"accumulation = {self.accumulation}: expected 1 with workload = 'generate'")

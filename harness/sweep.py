@@ -32,11 +32,12 @@ from harness.link import (
     open_link,
     slowest,
 )
+from harness.plan import Forecast, beyond_limit, forecast, this_host
 from harness.progress import Display
 from harness.rank import Progress, Rank, Refusal
 from harness.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
 from harness.suite import Trial
-from harness.trial import Assignment, Outcome, TrialError, assemble
+from harness.trial import Assignment, Outcome, Result, TrialError, assemble
 from harness.trial import run as run_trial
 from impl.topology import Topology
 
@@ -210,6 +211,10 @@ class _Sweep:
         """
         display.began(trial)
         started, link = _now(), None
+        foreseen = _foreseen(trial)
+        if foreseen is not None and foreseen.beyond_limit is not None:
+            failure = Failure(kind="memory", message=f"not run: {foreseen.beyond_limit}", log=None)
+            return self._record(trial, order, started, failure=failure, parameters=foreseen.parameters or 0)
         try:
             link = self._link(_setting(trial), trial, display)
             _check(trial, link)
@@ -232,7 +237,7 @@ class _Sweep:
             trial,
             order,
             started,
-            failure=None,
+            failure=_beyond_limit(trial, result),
             ran=result.ran,
             units=result.units,
             parameters=result.parameters,
@@ -244,6 +249,7 @@ class _Sweep:
             predicted=result.predicted,
             reference_loss=result.reference_loss,
             power=result.power,
+            decoded_sha256=result.decoded_sha256,
         )
 
     def _link(self, setting: Setting, trial: Trial, display: Display) -> Link:
@@ -352,6 +358,21 @@ def assignment(trial: Trial, link: Link) -> Assignment:
         probe_bytes=message_bytes(link.setting.rate_mbit) if several else None,
         count=link.kind == "namespaces",
     )
+
+
+def _foreseen(trial: Trial) -> Forecast | None:
+    """What a trial with a memory limit would hold; None if it has no limit."""
+    return None if trial.memory_limit is None else forecast((trial,), this_host())[0]
+
+
+def _beyond_limit(trial: Trial, result: Result) -> Failure | None:
+    """Whether a rank's engine has held more than the trial's limit, in the parts that were foreseen."""
+    for rank in result.ranks:
+        foreseen = rank.memory.formula or rank.memory.engine  # peers have no formula
+        held = {part: size for part, size in rank.memory.engine.items() if part in foreseen}
+        if (why := beyond_limit(trial, held)) is not None:
+            return Failure(kind="memory", message=f"it ran, and {why}", log=None)
+    return None
 
 
 def _check(trial: Trial, link: Link) -> None:

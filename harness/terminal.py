@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -57,7 +58,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             _size(one.egress),
             NONE if one.wire_seconds is None else f"{one.wire_seconds:.3f}",
             NONE if one.memory is None else gib(sum(one.memory.values())),
-            "no" if one.problems else "yes",
+            "no" if one.problems else "over its limit" if one.beyond_limit else "yes",
         )
     out.print(table)
     problems: dict[str, int] = {}
@@ -153,9 +154,11 @@ def at(trial: Mapping[str, Any], path: str) -> str:
 
 def _measured(one: Record) -> tuple[str, str, str, str, str]:
     """Median step and exposed communication of the first rank, bytes between nodes per step, rate, and
-    the last loss, its mean over ranks.
+    the last loss, its mean over ranks.  A generation is a step without loss.
     """
     steps = [step for step in one.ranks[0].steps if not step.warmup] if one.ranks else []
+    if one.ranks and one.ranks[0].tokens:
+        return _measured_generations(one)
     if not steps:
         return NONE, NONE, NONE, NONE, NONE
     exposed = [(step.exposed_forward or 0.0) + (step.exposed_backward or 0.0) for step in steps]
@@ -166,14 +169,36 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
         for row in ledger
         if row.link == "inter" and row.phase in ("forward", "backward", "step")
     )
-    achieved = [] if one.link is None else one.link.probed_mbit or one.link.calibrated_mbit
     return (
         f"{statistics.median(step.total for step in steps):.4f}",
         NONE if steps[0].exposed_forward is None else f"{statistics.median(exposed):.4f}",
         _size(sent / len(steps)) if ledgers else NONE,
-        f"{statistics.median(achieved):.4g}" if achieved else NONE,
+        _achieved(one),
         f"{statistics.fmean(rank.steps[-1].loss for rank in one.ranks):.4f}",
     )
+
+
+def _measured_generations(one: Record) -> tuple[str, str, str, str, str]:
+    """As of training, of whole generations."""
+    timed = [[token for token in rank.tokens if not token.warmup] for rank in one.ranks]
+    seconds, exposed = defaultdict[int, float](float), defaultdict[int, float](float)
+    for token in timed[0]:
+        seconds[token.step] += token.seconds
+        exposed[token.step] += token.exposed or 0.0
+    sent = [token.inter_bytes for tokens in timed for token in tokens if token.inter_bytes is not None]
+    return (
+        f"{statistics.median(seconds.values()):.4f}",
+        NONE if timed[0][0].exposed is None else f"{statistics.median(exposed.values()):.4f}",
+        _size(sum(sent) / len(seconds)) if sent else NONE,
+        _achieved(one),
+        NONE,
+    )
+
+
+def _achieved(one: Record) -> str:
+    """Median rate of the link in Mbit/s."""
+    found = [] if one.link is None else one.link.probed_mbit or one.link.calibrated_mbit
+    return f"{statistics.median(found):.4g}" if found else NONE
 
 
 def _cell(one: Forecast, trials: Sequence[dict[str, Any]]) -> list[int]:

@@ -1,8 +1,9 @@
 """One trial as each of its ranks runs it, and the record that their outcomes make.
 
 Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the
-link, and quantisation errors on a backward pass of its own after everything timed.  A rank returns
-raw values only; :func:`assemble` puts all ranks' together.
+link, and quantisation errors on a backward pass of its own after everything timed.  A step trains or,
+in workload ``generate``, decodes.  A rank returns raw values only; :func:`assemble` puts all ranks'
+together.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness import corpus, workload
-from harness.corpus import Corpus, Tokens
-from harness.first_loss import FirstLoss, WrongLossError, as_gathered, mean_loss
+from harness import workload
+from harness.data import Batch, Data
+from harness.first_loss import FirstLoss, WrongLossError, as_gathered, as_gathered_by_fsdp2, mean_loss
+from harness.generation import Counted, Generator
 from harness.link import PROBES, Counters, Exchange, counters, slowest
+from harness.memory import without_training
 from harness.meter import PowerSampler, StepClock, forget_peak, peak_device, peak_rss
 from harness.quantisation import Squares, errors_of, measure
 from harness.rank import Progress, Rank, Refusal
@@ -34,8 +37,9 @@ from harness.record import (
 )
 from harness.strategies import Strategy, build_optimizer, prepare
 from harness.suite import Trial
-from impl.traffic import Event, LedgerKey, Sent, predict
-from impl.zero import plan_units
+from impl.hosts import fsdp2_groups
+from impl.traffic import Event, LedgerKey, Sent
+from impl.zero import find_blocks, plan_units
 
 
 class TrialError(RuntimeError):
@@ -84,6 +88,7 @@ class Outcome:
         units: name, elements, padded elements.
         parameters: elements of the model.
         power: samples of its GPU.
+        decoded: digests of what its generations decoded, warm-ups included.
     """
 
     record: RankRecord
@@ -97,6 +102,7 @@ class Outcome:
     units: list[tuple[str, int, int]]
     parameters: int
     power: list[dict[str, float]] | None
+    decoded: list[str]
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
@@ -116,7 +122,7 @@ class _Run:
         trial = assignment.trial
         self.rank, self.assignment, self.trial = rank, assignment, trial
         self.device = _device(trial, rank)
-        self.data = _Data(trial, rank, corpus.load(trial.corpus), self.device)
+        self.data = Data(trial, rank.rank, self.device)
         torch.manual_seed(trial.seed)
         with self.device:
             model = workload.build(trial.model, trial.sequence)
@@ -128,6 +134,7 @@ class _Run:
         self.first_loss = FirstLoss(reference, expected, found)
         self.optimizer = build_optimizer(trial.optimizer, self.strategy)
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
+        self.generator = self._generator() if trial.workload == "generate" else None
         self.events: list[Event] = []
         self.validations: list[RankValidation] = []
         self.train_seconds = 0.0
@@ -139,22 +146,25 @@ class _Run:
         forget_peak(self.device)
         for index in range(trial.warmup):
             self.rank.report(Progress("warm-up", index, trial.warmup))
-            self._step(index)
+            self._one(index)
         dist.barrier()
         skipped, ledger_before = len(self.events), self.strategy.ledger()
         counted_before = self._trained()
         with PowerSampler(self.device) as power:
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
-                self._step(index)
+                self._one(index)
         dist.barrier()
         counted = self._trained()
         if trial.validate_every is not None and not self._validated(total):
             self._validate(total)
         ledger = self.strategy.ledger()
+        engine, formula = self.strategy.memory(self.optimizer), self.strategy.formula()
+        if self.generator is not None:
+            engine, formula = without_training(engine), without_training(formula)
         memory = Memory(
-            engine=self.strategy.memory(self.optimizer),
-            formula=self.strategy.formula(),
+            engine=engine,
+            formula=formula,
             peak_rss=peak_rss(),
             peak_device=peak_device(self.device),
         )
@@ -171,6 +181,7 @@ class _Run:
                 steps=self.clock.steps,
                 ledger=None if ledger is None else _rows(_less(ledger, ledger_before or {})),
                 memory=memory,
+                tokens=[] if self.generator is None else self.generator.measured,
             ),
             validations=self.validations,
             predicted=self._predicted(skipped),
@@ -182,21 +193,52 @@ class _Run:
             units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
             parameters=self.parameters,
             power=power.samples if self.rank.speaks else None,
+            decoded=[] if self.generator is None else self.generator.sha256,
         )
 
-    def _first_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _first_batches(self) -> Iterator[Batch]:
         """This rank's batches of the first step."""
         return (batch for micro in self.data.step(0) for batch in micro)
 
     def _single_process(self, model: nn.Module) -> tuple[float, float]:
         """Loss of the unsharded model in fp32, and with weights as a gather brings them."""
         exact = mean_loss(model, self._first_batches())
-        policy = self.trial.resolved_policy()
-        if policy is None:
+        policy, host = self.trial.resolved_policy(), self.trial.host
+        if policy is None or host == "ddp":  # whole weights on every rank: none are gathered
             return exact, exact
+        if host == "fsdp2":
+            groups = fsdp2_groups(model, find_blocks(model), self.rank.topology)
+            with as_gathered_by_fsdp2(model, policy.weights, groups):
+                return exact, mean_loss(model, self._first_batches())
         units = plan_units(model, self.rank.topology, policy)
         with as_gathered(model, policy.weights, units, self.trial.seed):
             return exact, mean_loss(model, self._first_batches())
+
+    def _one(self, index: int) -> None:
+        """One step of the trial's workload."""
+        if self.generator is None:
+            self._step(index)
+            return
+        self.strategy.weights_changed()
+        self.events.append("step")
+        self.generator.run(self.strategy.model.eval(), index=index, warmup=index < self.trial.warmup)
+        self.events += ["evaluate"] * self.trial.generate.tokens
+
+    def _generator(self) -> Generator:
+        """Decodes from the beginnings of this rank's first batch."""
+        generate = self.trial.generate
+        prompts = [tokens[:, : generate.prompt] for tokens, _ in self._first_batches()]
+        shape = workload.shape_of(self.trial.model)
+        return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counted, self.device)
+
+    def _counted(self) -> Counted:
+        ledger, exposed = self.strategy.ledger(), self.strategy.exposed_seconds()
+        if ledger is None:
+            return Counted(exposed, None, None)
+        inter, intra = (
+            sum(sent.bytes for key, sent in ledger.items() if key.link == link) for link in ("inter", "intra")
+        )
+        return Counted(exposed, inter, intra)
 
     def _step(self, index: int) -> None:
         trial, clock, strategy = self.trial, self.clock, self.strategy
@@ -306,69 +348,15 @@ class _Run:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "optimizer": type(self.optimizer).__name__,
-            "corpus_sha256": self.data.corpus.sha256,
+            "corpus_sha256": self.data.sha256,
         }
 
     def _predicted(self, skipped: int) -> list[LedgerRow] | None:
         """What the passes after the first ``skipped`` should have sent."""
-        zero = self.strategy.zero
-        if zero is None:
+        whole = self.strategy.predicted(self.events)
+        if whole is None:
             return None
-        units, topology, rank = self.strategy.units(), self.rank.topology, self.rank.rank
-        whole = predict(zero.policy, topology, units, rank, self.events)
-        before = predict(zero.policy, topology, units, rank, self.events[:skipped])
-        return _rows(_less(whole, before))
-
-
-class _Data:
-    """The batches of one rank; of ``single``, those of all ranks.
-
-    Attributes:
-        corpus: where they come from.
-        parts: how many ranks' batches.
-        validation: (tokens, targets) of the fixed split.
-    """
-
-    def __init__(self, trial: Trial, rank: Rank, text: Corpus, device: torch.device) -> None:
-        self.corpus, self._trial, self._device = text, trial, device
-        world = trial.topology().world
-        self._ranks = range(world) if trial.strategy == "single" else (rank.rank,)
-        self.parts = len(self._ranks)
-        self._sequences = trial.tokens_per_rank // trial.sequence
-        self.validation: list[tuple[Tensor, Tensor]] = []
-        if trial.validate_every is not None:
-            self.validation = [
-                self._pair(windows)
-                for part in self._ranks
-                for windows in text.validation_batches(
-                    batches=trial.validation_batches,
-                    rank=part,
-                    world=world,
-                    sequences=self._sequences,
-                    length=trial.sequence,
-                )
-            ]
-
-    def step(self, index: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """For each micro-batch of a step, (tokens, targets) of each part: (sequences, T) int64."""
-        for micro_batch in range(self._trial.accumulation):
-            yield [
-                self._pair(
-                    self.corpus.batch(
-                        seed=self._trial.seed,
-                        step=index,
-                        micro_batch=micro_batch,
-                        rank=part,
-                        sequences=self._sequences,
-                        length=self._trial.sequence,
-                    )
-                )
-                for part in self._ranks
-            ]
-
-    def _pair(self, windows: Tokens) -> tuple[Tensor, Tensor]:
-        whole = torch.from_numpy(windows).to(self._device)
-        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+        return _rows(_less(whole, self.strategy.predicted(self.events[:skipped]) or {}))
 
 
 def _device(trial: Trial, rank: Rank) -> torch.device:
@@ -415,6 +403,7 @@ class Result:
     units: list[tuple[str, int, int]]
     parameters: int
     power: list[dict[str, float]] | None
+    decoded_sha256: list[str]
 
 
 def assemble(outcomes: Sequence[Outcome]) -> Result:
@@ -422,9 +411,10 @@ def assemble(outcomes: Sequence[Outcome]) -> Result:
 
     Raises:
         TrialError: for a loss that is not finite, one before training that is not a single process's,
-            or a ledger that is not the prediction.
+            a ledger that is not the prediction, or generations of one rank that differ.
     """
     _check_losses(outcomes)
+    _check_decoded(outcomes)
     first = outcomes[0]
     predicted = None
     if first.predicted is not None:
@@ -449,6 +439,7 @@ def assemble(outcomes: Sequence[Outcome]) -> Result:
         units=first.units,
         parameters=first.parameters,
         power=first.power,
+        decoded_sha256=[outcome.decoded[0] for outcome in outcomes if outcome.decoded],
     )
 
 
@@ -472,6 +463,18 @@ def _check_losses(outcomes: Sequence[Outcome]) -> None:
             if not math.isfinite(step.loss):
                 raise TrialError(
                     f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
+                )
+
+
+def _check_decoded(outcomes: Sequence[Outcome]) -> None:
+    """Every generation starts from the same prompt and weights, and is greedy."""
+    for outcome in outcomes:
+        for number, digest in enumerate(outcome.decoded):
+            if digest != outcome.decoded[0]:
+                raise TrialError(
+                    f"generation {number} of rank {outcome.record.rank} decoded other tokens (SHA-256 "
+                    f"{digest[:12]}) than generation 0 ({outcome.decoded[0][:12]}) from the same prompt and "
+                    "weights"
                 )
 
 

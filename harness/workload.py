@@ -1,7 +1,7 @@
-"""The models that are trained: byte-level GPTs by name, or any ``module:function`` of the user's.
+"""The models that are trained: GPT, BERT and ViT by name, or any ``module:function`` of the user's.
 
-A model is a module whose ``forward(tokens, targets)`` returns the mean cross-entropy in nats, for
-``tokens`` and ``targets`` of (sequences, T) int64.  Its repeated blocks stand in a
+A model is a module whose ``forward(read, answer)`` returns a mean cross-entropy in nats; of text both
+are (sequences, T) int64 (``harness.samples`` has the other forms).  Its repeated blocks stand in a
 ``ModuleList``, which is how strategies find what to shard together.  Presets have no biases, so
 that next to nothing of a unit is padding.
 """
@@ -11,16 +11,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import asdict, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harness.flops import PRESETS, GPTShape
+from harness.flops import IMAGE_CLASSES, IMAGE_SIDE, PATCHES, PRESETS, BERTShape, GPTShape, Shape, ViTShape
 from harness.inputs import see_working_folder
+from harness.masking import NO_TARGET
 from harness.rank import Refusal
 from harness.suite import Model, suggestion
 
@@ -31,38 +32,69 @@ class WorkloadError(Refusal):
     """A model cannot be built as asked; the message names it and what is allowed."""
 
 
-class Attention(nn.Module):
-    """Causal self-attention."""
+@dataclass(slots=True)
+class KeysAndValues:
+    """What one layer's attention remembers of the tokens so far, so that each is computed once.
 
-    def __init__(self, width: int, heads: int) -> None:
+    Attributes:
+        capacity: tokens that it can hold.
+        length: tokens that it holds.
+        keys, values: (B, heads, capacity, width / heads), made when the first tokens come.
+    """
+
+    capacity: int
+    length: int = 0
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in (B, heads, T, width / heads) of the next T tokens; returns those of all so far."""
+        batch, heads, count, size = keys.shape
+        if self.keys is None or self.values is None:
+            self.keys = keys.new_empty((batch, heads, self.capacity, size))
+            self.values = torch.empty_like(self.keys)
+        end = self.length + count
+        self.keys[:, :, self.length : end] = keys
+        self.values[:, :, self.length : end] = values
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class Attention(nn.Module):
+    """Self-attention; where it is ``causal``, a token sees none that come after it."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) to the same."""
+    def forward(self, x: Tensor, past: KeysAndValues | None = None) -> Tensor:
+        """(B, T, width) to the same; with a ``past``, of the next tokens: several only if it is empty."""
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, width / heads) each
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if past is not None:
+            key, value = past.extended(key, value)
+        causal = self.causal and length > 1  # one token, the latest, sees all
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width, bias=False)
-        self.attention = Attention(width, heads)
+        self.attention = Attention(width, heads, causal=causal)
         self.mlp_norm = nn.LayerNorm(width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) to the same."""
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, past: KeysAndValues | None = None) -> Tensor:
+        """(B, T, width) to the same; ``past`` as of :class:`Attention`."""
+        x = x + self.attention(self.attention_norm(x), past)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
 
 
@@ -81,22 +113,96 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                onto_residual = name.endswith(("out.weight", "down.weight"))
-                std = _INIT_STD / math.sqrt(2 * shape.layers) if onto_residual else _INIT_STD
-                nn.init.normal_(parameter, std=std)
+        _initialise(self, shape.layers)
         if shape.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None, past: Sequence[KeysAndValues] | None = None
+    ) -> Tensor:
+        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets.
+
+        Without targets, (B, vocab) logits of what follows the last token.  With a ``past``, one for each
+        block, ``tokens`` are those that it does not hold yet: several only if it is empty.
+        """
+        start = past[0].length if past is not None else 0
+        places = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens) + self.positions(places)
+        for index, block in enumerate(self.blocks):
+            x = block(x, None if past is None else past[index])
+        if targets is None:
+            return self.head(self.norm(x[:, -1]))  # type: ignore[no-any-return]
+        logits = self.head(self.norm(x))  # (B, T, vocab)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class BERT(nn.Module):
+    """An encoder with learned positions that fills in masked tokens.
+
+    Args:
+        shape: its sizes.
+        sequence: the longest sequence, T.
+    """
+
+    def __init__(self, shape: BERTShape, sequence: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab + 1, shape.width)  # the mask is the last
+        self.positions = nn.Embedding(sequence, shape.width)
+        self.blocks = nn.ModuleList(
+            Block(shape.width, shape.heads, causal=False) for _ in range(shape.layers)
+        )
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
+        _initialise(self, shape.layers)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of (B, T) tokens against those of the (B, T) targets that are some."""
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))  # (B, T, vocab)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
+
+
+class ViT(nn.Module):
+    """An encoder of image patches with learned positions, averaged and classified.
+
+    Args:
+        shape: its sizes.
+        patch: pixels of a patch in each direction.
+    """
+
+    def __init__(self, shape: ViTShape, patch: int) -> None:
+        super().__init__()
+        self.patch, across = patch, IMAGE_SIDE // patch
+        self.embedding = nn.Linear(patch * patch, shape.width, bias=False)
+        self.positions = nn.Embedding(across * across, shape.width)
+        self.blocks = nn.ModuleList(
+            Block(shape.width, shape.heads, causal=False) for _ in range(shape.layers)
+        )
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.head = nn.Linear(shape.width, IMAGE_CLASSES, bias=False)
+        _initialise(self, shape.layers)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of (B, 32, 32) images from 0 to 1 against (B,) labels."""
+        rows = images.unfold(1, self.patch, self.patch).unfold(2, self.patch, self.patch)
+        patches = rows.flatten(3).flatten(1, 2)  # (B, patches, pixels of a patch)
+        x = self.embedding(patches.to(self.embedding.weight.dtype))
+        x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x).mean(1))  # (B, classes)
+        return F.cross_entropy(logits, labels)
+
+
+def _initialise(model: nn.Module, layers: int) -> None:
+    """GPT-2's: small normal matrices, smaller where they add to the residual stream."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            onto_residual = name.endswith(("out.weight", "down.weight"))
+            std = _INIT_STD / math.sqrt(2 * layers) if onto_residual else _INIT_STD
+            nn.init.normal_(parameter, std=std)
 
 
 def build(model: Model, sequence: int) -> nn.Module:
@@ -116,10 +222,20 @@ def build(model: Model, sequence: int) -> nn.Module:
         if not isinstance(built, nn.Module):
             raise WorkloadError(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
         return built
-    return GPT(shape_of(model), sequence)
+    shape = shape_of(model)
+    if isinstance(shape, GPTShape):
+        return GPT(shape, sequence)
+    if isinstance(shape, BERTShape):
+        return BERT(shape, sequence)
+    if sequence not in PATCHES:
+        raise WorkloadError(
+            f"model {model.name!r}: sequence = {sequence} patches do not make an image of {IMAGE_SIDE} x "
+            f"{IMAGE_SIDE} pixels; expected one of {', '.join(map(str, PATCHES))}"
+        )
+    return ViT(shape, PATCHES[sequence])
 
 
-def shape_of(model: Model) -> GPTShape:
+def shape_of(model: Model) -> Shape:
     """Sizes of a preset with the model's changes.
 
     Raises:
@@ -130,7 +246,8 @@ def shape_of(model: Model) -> GPTShape:
             f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'"
             f"{suggestion(model.name, PRESETS)}"
         )
-    known = {field.name: field.type for field in fields(GPTShape)}
+    preset = PRESETS[model.name]
+    known = {field.name: field.type for field in fields(preset)}
     for name, value in model.arguments.items():
         if name not in known:
             raise WorkloadError(
@@ -140,8 +257,8 @@ def shape_of(model: Model) -> GPTShape:
         if type(value).__name__ != known[name] or (type(value) is int and value < 1):
             wanted = "true or false" if known[name] == "bool" else "a whole number of at least 1"
             raise WorkloadError(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
-    changed: dict[str, Any] = asdict(PRESETS[model.name]) | dict(model.arguments)
-    shape = GPTShape(**changed)
+    changed: dict[str, Any] = asdict(preset) | dict(model.arguments)
+    shape = type(preset)(**changed)
     if shape.width % shape.heads:
         raise WorkloadError(
             f"model {model.name!r}: {shape.heads} heads do not divide a width of {shape.width}"

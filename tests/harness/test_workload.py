@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from harness.flops import PRESETS, GPTShape, step_flops, tflops_per_rank
-from harness.suite import Model
+from harness.data import Data
+from harness.flops import PATCHES, PRESETS, GPTShape, ViTShape, step_flops, tflops_per_rank
+from harness.generation import decode
+from harness.suite import Model, Trial
 from harness.workload import GPT, WorkloadError, build, shape_of
 
 LOG = Path(__file__).resolve().parents[2] / "report" / "published" / "zeropp_tutorial_log.csv"
@@ -52,6 +56,70 @@ def test_the_seed_decides_the_weights() -> None:
         weights.append(torch.cat([p.flatten() for p in build(Model(name="gpt-tiny"), 32).parameters()]))
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "vit-tiny"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_formula_counts_what_runs(name: str, layers: int) -> None:
+    """FLOPs by formula are exactly those that torch counts in a forward and a backward pass."""
+    images = {"corpus": "glyphs", "sequence": 16} if name == "vit-tiny" else {"sequence": 24}
+    arguments = {"layers": layers, "width": 32}
+    one = Trial.model_validate(
+        {"model": {"name": name, "arguments": arguments}, "tokens_per_rank": 48, **images}
+    )
+    model = build(one.model, one.sequence)
+    ((batch,),) = Data(one, 0, torch.device("cpu")).step(0)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(*batch).backward()
+    sizes = {"sequences": 48 // one.sequence, "length": one.sequence}
+    assert counter.get_total_flops() == step_flops(shape_of(one.model), **sizes, recompute=False)
+
+
+def test_an_encoder_sees_all_tokens() -> None:
+    """In a BERT, unlike in a GPT, an earlier answer depends on a later token."""
+    torch.manual_seed(0)
+    model = build(Model(name="bert-tiny"), 8)
+    tokens = torch.randint(0, 256, (1, 8))
+    changed, targets = tokens.clone(), torch.full((1, 8), -100)
+    changed[0, 6] = (changed[0, 6] + 1) % 256
+    targets[0, 1] = 65
+    assert not torch.equal(model(tokens, targets), model(changed, targets))
+
+
+def test_an_image_is_cut_into_its_patches() -> None:
+    """A vision model reads every pixel once: patch by patch, row by row."""
+    model = build(Model(name="vit-tiny"), 16)
+    side = PATCHES[16]
+    image = torch.arange(32.0 * 32).view(1, 32, 32)
+    seen = []
+    model.embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))  # type: ignore[union-attr]
+    model(image, torch.tensor([0]))
+    (patches,) = seen
+    assert patches.shape == (1, 16, side * side)
+    for number in range(16):
+        row, column = divmod(number, 4)
+        expected = image[0, row * side : (row + 1) * side, column * side : (column + 1) * side]
+        assert torch.equal(patches[0, number], expected.flatten())
+
+
+@settings(max_examples=20)
+@given(
+    prompt=st.integers(1, 6),
+    tokens=st.integers(1, 6),
+    layers=st.integers(1, 3),
+    heads=st.sampled_from([1, 2]),
+)
+def test_decoding_remembers(prompt: int, tokens: int, layers: int, heads: int) -> None:
+    """Tokens decoded with kept keys and values are those of reading everything anew for each."""
+    torch.manual_seed(prompt * 100 + tokens)
+    model = GPT(GPTShape(layers, 16, heads), prompt + tokens).eval()
+    given_tokens = torch.randint(0, 256, (3, prompt))
+    found = torch.stack(list(decode(model, given_tokens, tokens, layers)), 1)
+    text = given_tokens
+    with torch.no_grad():
+        for _ in range(tokens):
+            text = torch.cat([text, model(text, None).argmax(-1)[:, None]], 1)
+    assert torch.equal(found, text[:, prompt:])
 
 
 def test_a_token_sees_only_its_past() -> None:
@@ -104,6 +172,7 @@ def test_a_users_function_builds_the_model() -> None:
         (Model(name=f"{__name__}:nothing"), "no function 'nothing'"),
         (Model(name=f"{__name__}:not_a_model"), "not an nn.Module"),
         (Model(name="os.path:join"), "no parameter 'sequence'"),
+        (Model(name="vit-tiny", arguments={"classes": 5}), "unknown argument 'classes'"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_named(model: Model, words: str) -> None:
@@ -131,9 +200,19 @@ def test_published_teraflops_follow_from_their_shapes() -> None:
         assert f"{found:.2f}" == row["tflops_per_gpu"]
 
 
-def test_recomputation_adds_a_third() -> None:
-    """Without recomputation a step takes 72 / 96 of the operations."""
+def test_recomputation_repeats_the_blocks() -> None:
+    """With recomputation each block's forward pass is counted once more, and the logits are not."""
     sizes = {"sequences": 3, "length": 64}
-    shape = shape_of(Model())
-    ratio = step_flops(shape, **sizes, recompute=False) / step_flops(shape, **sizes, recompute=True)
-    assert ratio == pytest.approx(0.75)
+    for shape in (shape_of(Model()), ViTShape(layers=2, width=64, heads=2)):
+        more = step_flops(shape, **sizes, recompute=True) - step_flops(shape, **sizes, recompute=False)
+        assert more == pytest.approx(
+            24 * 3 * 64 * shape.layers * shape.width**2 * (1 + 64 / (6 * shape.width))
+        )
+
+
+def test_patches_that_make_no_image_are_refused() -> None:
+    """A vision model whose sequence is no square of equal patches is refused, naming those that are."""
+    with pytest.raises(
+        WorkloadError, match=r"sequence = 128 patches do not .* one of 1, 4, 16, 64, 256, 1024"
+    ):
+        build(Model(name="vit-tiny"), 128)
