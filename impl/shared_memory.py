@@ -18,11 +18,15 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from impl.order import ranks_in_words
 
 if TYPE_CHECKING:
     from impl.mesh import Group
@@ -30,10 +34,20 @@ if TYPE_CHECKING:
 SLOTS: Final = 16  # exchanges that may be under way at once in one group
 _LINE: Final = 64  # bytes; each flag has a cache line of its own
 _SPINS: Final = 200  # yields before sleeping: about 0.1 ms
+_LOOK_SECONDS: Final = 1.0  # between two looks whether the missing ranks still run
 
 
 class SharedMemoryError(RuntimeError):
-    """The arena cannot be made, or a rank did not arrive; the message says which."""
+    """The arena cannot be made, or has no room; the message says why."""
+
+
+def patience(group: Group, seconds: float) -> tuple[timedelta, ...]:
+    """What ``Work.wait`` of the group is given to wait at most ``seconds``: nothing, if it takes nothing.
+
+    gloo alone takes a limit.  Given one, NCCL's blocks the host instead of the stream, and that of
+    thread ranks raises.
+    """
+    return (timedelta(seconds=seconds),) if dist.get_backend(group.process_group) == "gloo" else ()
 
 
 class Arena:
@@ -43,13 +57,17 @@ class Arena:
         group: whose ranks share it; all must construct it together.
         row_bytes: largest message of one rank.
         timeout: seconds after which a missing rank is an error.
+        exited: those of some ranks that no longer run, as far as is known.
 
     Raises:
         SharedMemoryError: where anonymous shared files do not exist or cannot be opened.
     """
 
-    def __init__(self, group: Group, row_bytes: int, timeout: float) -> None:
+    def __init__(
+        self, group: Group, row_bytes: int, timeout: float, exited: Callable[[Sequence[int]], Sequence[int]]
+    ) -> None:
         self.group = group
+        self._exited = exited
         self.row_bytes = -(-row_bytes // 4096) * 4096
         self.timeout = timeout
         size, flags = group.size, 2 * SLOTS * group.size * _LINE
@@ -76,7 +94,9 @@ class Arena:
             handle = os.memfd_create("zeropp-arena", os.MFD_CLOEXEC)
             os.ftruncate(handle, total)
             address = torch.tensor([os.getpid(), handle])
-        dist.broadcast(address, src=group.ranks[0], group=group.process_group)
+        limit = patience(group, self.timeout)
+        handed = dist.broadcast(address, src=group.ranks[0], group=group.process_group, async_op=True)
+        handed.wait(*limit)
         if group.index != 0:
             path = f"/proc/{int(address[0])}/fd/{int(address[1])}"
             try:
@@ -88,7 +108,8 @@ class Arena:
                     "Otherwise use transport 'backend'"
                 ) from error
         mapped = mmap.mmap(handle, total)
-        dist.barrier(group=group.process_group)  # the first rank's handle must outlive the opening
+        opened = dist.barrier(group=group.process_group, async_op=True)
+        opened.wait(*limit)  # the first rank's handle must outlive the opening
         os.close(handle)
         return mapped
 
@@ -100,6 +121,7 @@ class Arena:
 
         Raises:
             SharedMemoryError: if all slots are in use by this rank itself.
+            TimeoutError, ConnectionError: as :meth:`wait`.
         """
         if not self._free:
             raise SharedMemoryError(
@@ -126,7 +148,8 @@ class Arena:
         """(ranks, row_bytes) all rows of the exchange, once posted; valid until :meth:`done`.
 
         Raises:
-            SharedMemoryError: after the timeout, naming who is missing.
+            TimeoutError: after the timeout, naming who is missing.
+            ConnectionError: once a missing rank has exited, naming it.
         """
         self._await(self._posted[self._slots[number]], number, "did not send")
         return self.rows[self._slots[number]]
@@ -143,15 +166,19 @@ class Arena:
             if (flags >= number).all():
                 return
             os.sched_yield()
-        deadline = time.monotonic() + self.timeout
-        pause = 20e-6
+        begin = time.monotonic()
+        look, pause = begin + _LOOK_SECONDS, 20e-6
         while not (flags >= number).all():
-            if time.monotonic() > deadline:
-                late = [r for r, flag in zip(self.group.ranks, flags, strict=True) if flag < number]
-                raise SharedMemoryError(
-                    f"rank {self.group.ranks[self.group.index]} waited {self.timeout:.0f} s inside its "
-                    f"node (axis {self.group.axis.name}, exchange {number}): rank(s) "
-                    f"{', '.join(map(str, late))} {what}"
-                )
+            now = time.monotonic()
+            if now > begin + self.timeout:
+                late = self._late(flags, number)
+                raise TimeoutError(f"waited {self.timeout:g} s: {ranks_in_words(late)} {what}")
+            if now > look:
+                look = now + _LOOK_SECONDS
+                if gone := self._exited(self._late(flags, number)):
+                    raise ConnectionError(f"{ranks_in_words(gone)} {what}, and exited")
             time.sleep(pause)
             pause = min(pause * 1.5, 500e-6)
+
+    def _late(self, flags, number: int) -> list[int]:  # type: ignore[no-untyped-def]  # noqa: ANN001
+        return [rank for rank, flag in zip(self.group.ranks, flags, strict=True) if flag < number]

@@ -7,14 +7,21 @@ topology, each an :class:`Exchange` in three steps: write to ``send``, :meth:`~E
 Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm``
 lets the ranks of a node read each other's memory (:mod:`impl.shared_memory`) and uses the backend
 between nodes.  A group of one rank sends nothing, whatever the transport.
+
+No wait is for ever: an exchange that a rank does not join ends in a :class:`WireError`, which says
+where every rank stands (:mod:`impl.roll_call`), and :meth:`Wire.check_order` finds ranks that part
+before they wait for each other.
 """
 
 from __future__ import annotations
 
+import re
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Final, Literal, Protocol
 
 import torch
@@ -22,12 +29,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.mesh import Group, Mesh
-from impl.shared_memory import Arena
+from impl.order import ORDER_BYTES, Entry, Step, Trail, ranks_in_words, unpacked
+from impl.roll_call import RollCall, report
+from impl.shared_memory import Arena, SharedMemoryError, patience
 from impl.topology import Axis
 from impl.traffic import LedgerKey, Link, Phase, Purpose, Sent, destinations
 
 TIMEOUT_SECONDS: Final = 120.0
 _TAGS: Final = 1 << 30  # of gloo's messages
+_IMPOSSIBLE: Final = 1 << 40  # exchanges that a rank opened: what came was not a count
 Transport = Literal["backend", "shm"]
 
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
@@ -35,7 +45,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class WireError(RuntimeError):
-    """A message cannot be sent as asked; the message names the numbers."""
+    """A message cannot be sent as asked, or did not come; the message names the numbers and who is where."""
 
 
 class Pacer(Protocol):
@@ -136,6 +146,8 @@ class Wire:
         self._buffers: dict[int, list[Tensor]] = defaultdict(list)
         self._used: dict[str, set[str]] = {}
         self._numbers: dict[Axis, int] = defaultdict(int)  # exchanges so far: the tag of the next
+        self._trail = Trail()
+        self._roll_call = self._listed()
 
     def reserve(self, axis: Axis, nbytes: int) -> None:
         """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""
@@ -143,8 +155,17 @@ class Wire:
         if not self._shares_memory(group):
             return
         if axis not in self._arenas or self._arenas[axis].row_bytes < nbytes:
-            with torch.inference_mode(mode=False):
-                self._arenas[axis] = Arena(group, nbytes, self._timeout)
+            before, self._trail.waiting = self._trail.waiting, f"shared memory along {axis.name} to be made"
+            exited = self._roll_call.exited if self._roll_call is not None else _nobody
+            try:
+                with torch.inference_mode(mode=False):
+                    self._arenas[axis] = Arena(group, nbytes, self._timeout, exited)
+            except SharedMemoryError:
+                raise
+            except RuntimeError as error:
+                what = f"could not make shared memory along {axis.name}"
+                raise self._explained(what, error) from error
+            self._trail.waiting = before
 
     def all_gather(
         self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False, into: Tensor | None = None
@@ -178,9 +199,10 @@ class Wire:
 
         ``send`` is (nbytes,), and what is received is (1, nbytes).  One step of a ring.
         """
-        group = self.mesh.group(axis)
-        if group.size == 1:
+        if axis.size == 1:
             return _Alone(self._buffer(nbytes), self)
+        entry = self._open("shift", axis, nbytes, tag, ring=False)
+        group = self.mesh.group(axis)
         before, after = (group.index - 1) % group.size, (group.index + 1) % group.size
         backend = dist.get_backend(group.process_group)
         number = self._numbers[axis] = self._numbers[axis] + 1
@@ -198,11 +220,29 @@ class Wire:
 
         inter = self._book(axis, nbytes, tag, ring=True, steps=1)
         self._note(axis, tag, f"{backend} point to point" if backend == "gloo" else backend)
-        return _Backend(self, start, _Buffers(self, None, nbytes, None, nbytes), rows=1, inter_bytes=inter)
+        self._trail.waiting = None
+        limit = patience(group, self._timeout)
+        buffers = _Buffers(self, None, nbytes, None, nbytes)
+        return _Backend(self, start, buffers, entry, limit, rows=1, inter_bytes=inter)
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier()
+    def check_order(self) -> None:
+        """Make sure that all ranks opened the same exchanges in the same order; all must call it.
+
+        One all-gather of :data:`impl.order.ORDER_BYTES` a rank, which is booked like every message.
+
+        Raises:
+            WireError: if they did not, naming the first exchange that differs and where every rank
+                stands.
+        """
+        exchange = self.all_gather(self.mesh.topology.world_axis, ORDER_BYTES, Tag("step", "control"))
+        mine = bytearray(self._trail.packed())
+        exchange.send.copy_(torch.frombuffer(mine, dtype=torch.uint8))
+        exchange.post()
+        rows = exchange.wait().cpu().numpy()  # (ranks, ORDER_BYTES)
+        told = [unpacked(row.tobytes()) for row in rows]  # (count, fingerprint) by rank
+        exchange.close()
+        if len(set(told)) > 1:
+            raise self._explained("found that the ranks' exchanges differ", _counted(told))
 
     def describe(self) -> dict[str, str]:
         """All that carried messages along each axis, for the record; norms and flags apart."""
@@ -213,7 +253,9 @@ class Wire:
         self._used.setdefault(axis.name + control, set()).add(transport)
 
     def close(self) -> None:
-        """Let go of shared memory and buffers."""
+        """Let go of shared memory and buffers, and answer no more roll calls."""
+        if self._roll_call is not None:
+            self._roll_call.end()
         self._arenas.clear()
         self._buffers.clear()
 
@@ -231,14 +273,15 @@ class Wire:
         ring: bool = False,
         place: Tensor | None = None,
     ) -> Exchange:
-        group = self.mesh.group(axis)
-        if group.size == 1:
+        if axis.size == 1:
             return _Alone(self._buffer(row), self)
+        entry = self._open(kind, axis, nbytes, tag, ring=ring)
+        group = self.mesh.group(axis)
         inter = self._book(axis, nbytes, tag, ring=ring)
         if self._shares_memory(group):
             self.reserve(axis, row)
             self._note(axis, tag, "shm")
-            return _InMemory(self, self._arenas[axis], kind, nbytes, row)
+            return _InMemory(self, self._arenas[axis], entry, kind, nbytes=nbytes, row=row)
 
         backend = dist.get_backend(group.process_group)
         direct = backend == "gloo" and not ring
@@ -256,7 +299,53 @@ class Wire:
         if direct and kind == "all_gather":
             # What is sent to all is written where this rank itself receives it.
             buffers.send = buffers.received.view(group.size, -1)[group.index]
-        return _Backend(self, start, buffers, rows=group.size, inter_bytes=inter)
+        self._trail.waiting = None
+        limit = patience(group, self._timeout)
+        return _Backend(self, start, buffers, entry, limit, rows=group.size, inter_bytes=inter)
+
+    def _listed(self) -> RollCall | None:
+        """This rank's part in roll calls; None without other ranks, or a store: thread ranks have none."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        store = None if world is None or world.size() == 1 else world.get_group_store()
+        if store is None:
+            return None
+        # A clone, so that a thread that stands in one does not hold up the other.
+        own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        listed = RollCall(own, self.mesh.rank, self.mesh.topology.world, self._trail, self._timeout)
+        weakref.finalize(self, listed.end, join=False).atexit = False
+        return listed
+
+    def _follow(self, entry: Entry, works: Sequence[dist.Work]) -> None:
+        """On a device the stream waits, not the host: what is overdue there can only be told in the log."""
+        if self.mesh.device.type != "cpu" and self._roll_call is not None:
+            self._roll_call.follow(entry, works)
+
+    def _open(self, kind: str, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> Entry:
+        """Enter the next exchange in the trail; the rank waits in it until it is ready to be written."""
+        phase, purpose, unit = tag.phase, tag.purpose, tag.unit
+        fields = (kind, axis.name, axis.size, axis.stride, nbytes, phase, purpose, unit, ring)
+        entry = self._trail.waiting = self._trail.open(fields)
+        return entry
+
+    def _explained(self, what: str, why: object) -> WireError:
+        """The error of a rank that cannot go on: what, why, and where all ranks stand."""
+        # gloo puts its source line before, and advice after its first sentence.
+        reason = re.sub(r"^\[[^]]*:\d+\] | This is typically.*", "", str(why).split("\n", 1)[0])
+        first = f"rank {self.mesh.rank} {what}: {reason}"
+        if self._roll_call is None:
+            last = f"exchange {self._trail.count} was the last that it opened"
+            return WireError(f"{first}; {last}; the other ranks have no store to be asked by")
+        try:
+            self._roll_call.give_up()
+            found = self._roll_call.ask()
+        except RuntimeError as error:
+            lost = str(error).split("\n", 1)[0]
+            return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({lost})")
+        return WireError(f"{first}\n{report(found)}")
+
+    def _stuck(self, entry: Entry, error: Exception) -> WireError:
+        self._trail.waiting = entry
+        return self._explained(f"could not finish exchange {Step(*entry)}", error)
 
     def _book(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool, steps: int | None = None) -> int:
         """Enter one exchange in the ledger; returns its bytes to other nodes."""
@@ -280,6 +369,22 @@ class Wire:
 
     def _give_back(self, buffer: Tensor) -> None:
         self._buffers[buffer.numel()].append(buffer)
+
+
+def _counted(told: Sequence[tuple[int, int]]) -> str:
+    """Which ranks opened how many exchanges, and their fingerprint, from (count, fingerprint) by rank."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for rank, opened in enumerate(told):
+        alike.setdefault(opened, []).append(rank)
+    return ", ".join(
+        f"{ranks_in_words(ranks)} "
+        + (f"opened {count} ({mark:016x})" if count < _IMPOSSIBLE else "sent another message")
+        for (count, mark), ranks in alike.items()
+    )
+
+
+def _nobody(_: Sequence[int]) -> Sequence[int]:
+    return ()
 
 
 _Collective = Literal["all_gather", "all_to_all"]
@@ -329,10 +434,17 @@ class _Alone:
 class _InMemory:
     """Ranks of one node read each other's rows in place."""
 
-    def __init__(self, wire: Wire, arena: Arena, kind: _Collective, nbytes: int, row: int) -> None:
-        self._wire, self._arena, self._kind, self._nbytes = wire, arena, kind, nbytes
+    def __init__(
+        self, wire: Wire, arena: Arena, entry: Entry, kind: _Collective, *, nbytes: int, row: int
+    ) -> None:
+        self._wire, self._arena, self._entry = wire, arena, entry
+        self._kind, self._nbytes = kind, nbytes
         begin = time.perf_counter()
-        self._number = arena.claim()
+        try:
+            self._number = arena.claim()
+        except (TimeoutError, ConnectionError) as error:
+            raise wire._stuck(entry, error) from error  # noqa: SLF001  # the wire's own part
+        wire._trail.waiting = None  # noqa: SLF001
         wire.exposed_seconds += time.perf_counter() - begin
         self.send = arena.row(self._number)[:row]
 
@@ -341,7 +453,13 @@ class _InMemory:
 
     def wait(self) -> Tensor:
         begin = time.perf_counter()
-        rows = self._arena.wait(self._number)
+        trail = self._wire._trail  # noqa: SLF001
+        trail.waiting = self._entry
+        try:
+            rows = self._arena.wait(self._number)
+        except (TimeoutError, ConnectionError) as error:
+            raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
+        trail.waiting, trail.finished = None, self._entry
         self._wire.exposed_seconds += time.perf_counter() - begin
         start = self._arena.group.index * self._nbytes if self._kind == "all_to_all" else 0
         return rows[:, start : start + self._nbytes]
@@ -397,11 +515,24 @@ class _Backend:
         wire: that sends.
         start: posts the collective.
         buffers: of its messages.
+        entry: its place in the order.
+        limit: what its works' ``wait`` is given.
         rows: of what is received.
         inter_bytes: what a modelled link must carry before the exchange may complete.
     """
 
-    def __init__(self, wire: Wire, start: _Start, buffers: _Buffers, *, rows: int, inter_bytes: int) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        start: _Start,
+        buffers: _Buffers,
+        entry: Entry,
+        limit: tuple[timedelta, ...],
+        *,
+        rows: int,
+        inter_bytes: int,
+    ) -> None:
+        self._entry, self._limit = entry, limit
         self._wire, self._start, self._rows, self._inter_bytes = wire, start, rows, inter_bytes
         self._buffers = buffers
         self.send = buffers.send
@@ -412,13 +543,24 @@ class _Backend:
         pacer = self._wire._pacer  # noqa: SLF001
         if pacer is not None and self._inter_bytes:
             self._carried = pacer.book(self._inter_bytes)
-        self._works = self._start(self._buffers.received, self.send)
+        try:
+            self._works = self._start(self._buffers.received, self.send)
+        except RuntimeError as error:  # gloo says here already that a rank is lost
+            raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
+        self._wire._follow(self._entry, self._works)  # noqa: SLF001
 
     def wait(self) -> Tensor:
         begin = time.perf_counter()
-        for work in self._works:
-            work.wait()
-        self._works = []
+        if self._works:
+            trail = self._wire._trail  # noqa: SLF001
+            trail.waiting = self._entry
+            try:
+                for work in self._works:
+                    work.wait(*self._limit)
+            except RuntimeError as error:
+                raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
+            self._works = []
+            trail.waiting, trail.finished = None, self._entry
         if (left := self._carried - time.monotonic()) > 0:
             time.sleep(left)
         self._wire.exposed_seconds += time.perf_counter() - begin

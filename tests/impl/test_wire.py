@@ -56,14 +56,14 @@ def _late(mesh: Mesh) -> str:
     exchange.post()
     try:
         exchange.wait()
-    except SharedMemoryError as error:
+    except WireError as error:
         return str(error)
     return "arrived"
 
 
 def test_a_missing_rank_is_named() -> None:
     """Waiting for a rank that does not come ends in an error that names it."""
-    assert "rank(s) 1 did not send" in on_processes(Topology(1, 2), _late)[0]
+    assert "rank 1 did not send" in on_processes(Topology(1, 2), _late)[0]
 
 
 def _alone(mesh: Mesh) -> int:
