@@ -5,13 +5,14 @@ Works on the meta device too, so that units can be planned for models larger tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from impl.codec import Dtype
-from impl.geometry import FROZEN, ParameterSpec, UnitGeometry, lay_out
+from impl.geometry import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
 from impl.policy import Policy
 from impl.reference import DTYPES
 from impl.topology import Topology
@@ -50,19 +51,23 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def drafts_of(
-    model: nn.Module, blocks: Sequence[nn.Module], group_of: GroupOf | None, compute: Dtype
+    model: nn.Module, blocks: Sequence[nn.Module], group_of: GroupOf | None, policy: Policy
 ) -> list[Draft]:
     """Every parameter in exactly one draft; shared between blocks, or outside them: the root's.
 
+    Those of fewer than ``persist_below`` elements form a draft of their own, the root's neighbour.
+
     Raises:
-        ZeroError: for a block outside the model or inside another, or a parameter of another type
-            than the policy computes in.
+        ZeroError: for a block outside the model, inside another or with a reserved name, or a parameter
+            that is neither in fp32 nor in the type that the policy computes in.
     """
     names = {module: name for name, module in model.named_modules()}
     owner: dict[nn.Module, nn.Module] = {}
     for block in blocks:
         if block not in names or block is model:
             raise ZeroError(f"block {type(block).__name__} is not a submodule of the model")
+        if names[block] in (ROOT, PERSISTENT):
+            raise ZeroError(f"a block is called {names[block]!r}, which means another unit here: rename it")
         for module in block.modules():
             if module in owner:
                 raise ZeroError(f"blocks {names[owner[module]]!r} and {names[block]!r} overlap")
@@ -76,20 +81,22 @@ def drafts_of(
             _, holders, homes = found.setdefault(parameter, (full, [], set()))
             holders.append(Holder(module, key))
             homes.add(owner.get(module, model))
-    drafts: dict[tuple[nn.Module, bool], Draft] = {}
-    for module in (model, *blocks):
+    drafts: dict[tuple[str, bool], Draft] = {}
+    places = [(ROOT, model), (PERSISTENT, model), *((names[block], block) for block in blocks)]
+    for name, module in places:
         for trainable in (True, False):
-            name = names[module] or "root"
             draft = Draft(name if trainable else name + FROZEN, module, trainable, [], [], [])
-            drafts[module, trainable] = draft
+            drafts[name, trainable] = draft
     for parameter, (full, holders, homes) in found.items():
-        if parameter.dtype != DTYPES[compute]:
+        if parameter.dtype not in (torch.float32, DTYPES[policy.compute]):
             raise ZeroError(
-                f"parameter {full!r} is {parameter.dtype}, but the policy computes in {compute}: convert "
-                "the model, or set the policy's compute"
+                f"parameter {full!r} is {parameter.dtype}, but the policy computes in {policy.compute}: give "
+                "the model in that type or in fp32, or set the policy's compute"
             )
-        home = next(iter(homes)) if len(homes) == 1 else model
-        draft = drafts[home, parameter.requires_grad]
+        home = names[next(iter(homes))] if len(homes) == 1 else ""
+        if parameter.numel() < policy.memory.persist_below:
+            home = PERSISTENT
+        draft = drafts[home or ROOT, parameter.requires_grad]
         group = group_of(full, parameter) if group_of is not None else 0
         draft.specs.append(ParameterSpec(full, tuple(parameter.shape), group))
         draft.parameters.append(parameter)
@@ -106,15 +113,17 @@ def geometry_of(draft: Draft, topology: Topology, policy: Policy) -> UnitGeometr
     """The layout of a unit.
 
     Raises:
-        GeometryError: if it would be padded too much.
+        GeometryError: if it would be padded too much; not for persistent parameters, which are small.
     """
+    small = draft.name.removesuffix(FROZEN) == PERSISTENT
     return lay_out(
         draft.name,
         draft.specs,
         grain=policy.grain,
         world=topology.world,
-        max_padding=policy.memory.max_padding,
+        max_padding=math.inf if small else policy.memory.max_padding,
         trainable=draft.trainable,
+        group=policy.group_ranks(topology),
     )
 
 
@@ -136,5 +145,5 @@ def plan_units(
         ZeroError: for blocks that overlap or are not in the model.
     """
     policy.check(topology)
-    drafts = drafts_of(model, find_blocks(model) if blocks is None else blocks, group_of, policy.compute)
+    drafts = drafts_of(model, find_blocks(model) if blocks is None else blocks, group_of, policy)
     return [geometry_of(draft, topology, policy) for draft in drafts]

@@ -131,11 +131,18 @@ def as_frames(codec: Codec, flat: Tensor, shard: int) -> Tensor | None:
     return flat.view(torch.uint8) if same and codec.frame_bytes(shard) == codec.code_bytes(shard) else None
 
 
-def placed(flat: Tensor, axes: Sequence[Axis], shard: int) -> Tensor:
-    """View of ``flat`` (world * S,) as (sizes of ``axes`` in this order..., S), by rank digits."""
+def placed(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
+    """View of ``flat`` (n * S,) as (sizes of ``axes`` in this order..., S), by rank digits.
+
+    Args:
+        flat: parts of S elements.
+        axes: whose digits number the parts.
+        shard: S.
+        strides: parts from one digit to the next along each axis; the axes' own by default.
+    """
     sizes = [axis.size for axis in axes]
-    strides = [axis.stride * shard for axis in axes]
-    return flat.as_strided((*sizes, shard), (*strides, 1))
+    apart_by = [axis.stride for axis in axes] if strides is None else strides
+    return flat.as_strided((*sizes, shard), (*(stride * shard for stride in apart_by), 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +154,8 @@ class Reduction:
         hops: axes with their codecs, first hop first; together they number the world; none for one
             rank.
         tag: for the ledger.
-        pieces: (start, end) of the chunks of a shard, whose hops overlap; one by default.
+        strides: along each hop, pieces from one rank's to its neighbour's; the axes' own by default.
+        chunks: (start, end) of the chunks of a piece, whose hops overlap; one by default.
         key: of stochastic codecs, with this rank as the source; the hop is filled in.
         errors: of the gradient codecs, for error feedback.
         stays: whether the gradient stays as it is until the end, so that raw frames may be sent from where
@@ -157,7 +165,8 @@ class Reduction:
     wire: Wire
     hops: Sequence[tuple[Axis, Codec]]
     tag: Tag
-    pieces: Sequence[tuple[int, int]] | None = None
+    strides: Sequence[int] | None = None
+    chunks: Sequence[tuple[int, int]] | None = None
     key: Key | None = None
     errors: Errors | None = None
     stays: bool = False
@@ -168,8 +177,10 @@ class Reduction:
             return None
         spacing = apart(shard)
         rank = self.wire.mesh.rank
-        before = sum(axis.digit(rank) * axis.stride for axis, _ in self.hops[:hop]) * spacing
-        strides = tuple(axis.stride * spacing for axis, _ in self.hops[hop:])
+        apart_by = [axis.stride for axis, _ in self.hops] if self.strides is None else self.strides
+        done = zip(self.hops[:hop], apart_by[:hop], strict=True)
+        before = sum(axis.digit(rank) * stride for (axis, _), stride in done) * spacing
+        strides = tuple(stride * spacing for stride in apart_by[hop:])
         return replace(self.key, hop=hop).noise(before + start, strides)
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
@@ -196,8 +207,8 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
     sizes = [axis.size for axis in axes]
     world = math.prod(sizes)
     shard = gradient.numel() // world
-    chunks = how.pieces or ((0, shard),)
-    slices = placed(gradient, axes, shard)  # (axis 0, axis 1, ..., S)
+    chunks = how.chunks or ((0, shard),)
+    slices = placed(gradient, axes, shard, how.strides)  # (axis 0, axis 1, ..., S)
     under_way: list[tuple[Codec, Exchange]] = []  # of the last hop, chunk by chunk
     for hop, (axis, codec) in enumerate(how.hops):
         rest = sizes[hop + 1 :]  # the axes that are still to come
@@ -205,7 +216,7 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
             frame = codec.frame_bytes(end - start)
             noise, carried = how.noise(hop, shard, start), how.carried(hop, start, end)
             source = None
-            if how.stays and len(how.hops) == len(chunks) == 1 and carried is None:
+            if how.stays and how.strides is None and len(how.hops) == len(chunks) == 1 and carried is None:
                 source = as_frames(codec, gradient, shard)
             exchange = how.wire.all_to_all(axis, math.prod(rest) * frame, how.tag, source=source)
             send = exchange.send.view(axis.size, *rest, frame)
@@ -270,3 +281,49 @@ def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
 def reduced(how: Reduction, reduce: Reduce, gradient: Tensor) -> Steps[Tensor]:
     """The mean by the algorithm that a policy names: (S,) fp32 of this rank's shard."""
     return ring_reduce(how, gradient) if reduce == "ring" else reduce_gradients(how, gradient)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replication:
+    """How a piece of a mean gradient comes to all groups, beside its values.
+
+    Attributes:
+        axes: between the groups, first hop first.
+        strides: along each, pieces of the shard from one rank's to its neighbour's.
+        codec: in which it travels.
+        noise: of a stochastic codec, for this rank's piece.
+    """
+
+    axes: Sequence[Axis]
+    strides: Sequence[int]
+    codec: Codec
+    noise: Noise | None = None
+
+
+def replicated(wire: Wire, how: Replication, tag: Tag, mean: Tensor) -> Steps[Tensor]:
+    """Gather the pieces of a shard's mean from the ranks of all groups that hold the shard.
+
+    Every rank decodes what was sent, its own piece too, so that groups stay bit-equal.
+
+    Args:
+        wire: what sends.
+        how: along which hops.
+        tag: for the ledger.
+        mean: (piece,) fp32 of this rank.
+
+    Returns:
+        (S,) fp32 mean of this rank's shard.
+    """
+    piece, nbytes = mean.numel(), how.codec.frame_bytes(mean.numel())
+
+    def write(frame: Tensor) -> None:
+        ops.encode(how.codec, mean, frame, noise=how.noise)
+
+    exchange = yield from gather_frames(wire, how.axes, write, nbytes, tag)
+    frames = gathered(exchange, how.axes, nbytes)
+    whole = torch.empty(
+        piece * math.prod(axis.size for axis in how.axes), dtype=torch.float32, device=mean.device
+    )
+    ops.decode(how.codec, frames, placed(whole, how.axes[::-1], piece, how.strides[::-1]))
+    exchange.close()
+    return whole

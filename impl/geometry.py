@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 FROZEN: Final = ".frozen"  # ends the name of a block's second unit, of its frozen parameters
+PERSISTENT: Final = "persistent"  # the unit of parameters too small to be worth a gather each time
+ROOT: Final = "root"  # the unit of parameters outside all blocks
 
 
 class GeometryError(ValueError):
@@ -61,8 +63,10 @@ class UnitGeometry:
         name: of the block, and :data:`FROZEN` where it is not trainable.
         slots: parameters, ordered by optimizer group.
         padded: elements of the flat buffer, a multiple of ``world * grain``.
-        world: ranks that share it; ``shard = padded / world`` elements each.
+        world: all ranks; each ends a gradient's reduction with ``piece = padded / world`` elements.
         trainable: False for a unit of frozen parameters, which sends no gradients.
+        group: ranks that share one copy of the unit, with ``shard = padded / group`` elements each; 0 for
+            all.  Ranks ``k * group`` to ``(k + 1) * group - 1`` are one group.
     """
 
     name: str
@@ -70,6 +74,7 @@ class UnitGeometry:
     padded: int
     world: int
     trainable: bool = True
+    group: int = 0
 
     @property
     def block(self) -> str:
@@ -77,14 +82,52 @@ class UnitGeometry:
         return self.name if self.trainable else self.name.removesuffix(FROZEN)
 
     @property
+    def persistent(self) -> bool:
+        """Whether it holds the small parameters that stay gathered."""
+        return self.block == PERSISTENT
+
+    @property
+    def outer(self) -> bool:
+        """Whether it is in use around all blocks."""
+        return self.block in (ROOT, PERSISTENT)
+
+    @property
     def numel(self) -> int:
         """Elements of the parameters, without padding."""
         return sum(slot.spec.numel for slot in self.slots)
 
     @property
+    def shards(self) -> int:
+        """Ranks that share one copy."""
+        return self.group or self.world
+
+    @property
     def shard(self) -> int:
         """Elements of one rank's shard."""
+        return self.padded // self.shards
+
+    @property
+    def piece(self) -> int:
+        """Elements of which one rank has the mean gradient after a reduction: a part of its shard."""
         return self.padded // self.world
+
+    def piece_stride(self, stride: int) -> int:
+        """Pieces, in the order of the unit, from one rank's to that of the rank ``stride`` further.
+
+        The pieces of a shard lie together: rank ``k * group + i`` has piece ``i * (world / group) + k``.
+        ``stride`` is an axis's: it stays inside a group, or is a multiple of the group's ranks.
+        """
+        return stride * (self.world // self.shards) if stride < self.shards else stride // self.shards
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """(first, end) elements of the unit that ``rank``'s shard holds."""
+        index = rank % self.shards
+        return index * self.shard, (index + 1) * self.shard
+
+    def own_piece(self, rank: int) -> tuple[int, int]:
+        """(first, end) elements of the shard that ``rank`` alone reduces: they number every element once."""
+        replica = rank // self.shards
+        return replica * self.piece, (replica + 1) * self.piece
 
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """(group, start, end) of each optimizer group inside ``rank``'s shard, shard-relative.
@@ -96,21 +139,25 @@ class UnitGeometry:
         for slot in self.slots:
             if not bounds or bounds[-1][0] != slot.spec.group:
                 bounds.append((slot.spec.group, slot.offset if bounds else 0))
-        low, high = rank * self.shard, (rank + 1) * self.shard
+        low, high = self.bounds(rank)
         ends = [start for _, start in bounds[1:]] + [self.padded]
         return tuple(
             (group, min(max(start, low), high) - low, min(max(end, low), high) - low)
             for (group, start), end in zip(bounds, ends, strict=True)
         )
 
-    def pads(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """(start, end) of the padding inside ``rank``'s shard, shard-relative, none empty."""
-        low, high = rank * self.shard, (rank + 1) * self.shard
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(start, end) of the unit's padding, none empty."""
         starts = [0, *(slot.end for slot in self.slots)]
         ends = [*(slot.offset for slot in self.slots), self.padded]
+        return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
+
+    def pads(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(start, end) of the padding inside ``rank``'s shard, shard-relative, none empty."""
+        low, high = self.bounds(rank)
         clipped = (
-            (min(max(start, low), high) - low, min(max(end, low), high) - low)
-            for start, end in zip(starts, ends, strict=True)
+            (min(max(start, low), high) - low, min(max(end, low), high) - low) for start, end in self.gaps
         )
         return tuple((start, end) for start, end in clipped if start < end)
 
@@ -123,6 +170,7 @@ def lay_out(
     world: int,
     max_padding: float,
     trainable: bool = True,
+    group: int = 0,
 ) -> UnitGeometry:
     """Place parameters one after the other, ordered by group, each on the grain.
 
@@ -133,6 +181,7 @@ def lay_out(
         world: ranks that share the unit.
         max_padding: largest allowed padding, as a share of the unit's elements.
         trainable: whether the unit sends gradients.
+        group: ranks that share one copy; 0 for all.
 
     Raises:
         GeometryError: if padding exceeds ``max_padding``.
@@ -143,7 +192,7 @@ def lay_out(
         slots.append(Slot(spec, offset))
         offset += -(-spec.numel // grain) * grain
     padded = -(-offset // (grain * world)) * grain * world
-    unit = UnitGeometry(name, tuple(slots), padded, world, trainable)
+    unit = UnitGeometry(name, tuple(slots), padded, world, trainable, 0 if group == world else group)
     padding = padded - unit.numel
     if padding > max_padding * unit.numel:
         raise GeometryError(
@@ -154,14 +203,14 @@ def lay_out(
     return unit
 
 
-def pieces(shard: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
-    """(start, end) of the chunks of a shard: as even as multiples of ``grain`` allow, none empty.
+def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
+    """(start, end) of the chunks of a piece: as even as multiples of ``grain`` allow, none empty.
 
     Args:
-        shard: elements; a rest below ``grain`` belongs to the last chunk.
+        piece: elements; a rest below ``grain`` belongs to the last chunk.
         chunks: how many at most.
         grain: elements on which chunks start, so that no block straddles two.
     """
-    whole = max(1, shard // grain)
-    bounds = [whole * index // chunks * grain for index in range(chunks)] + [shard]
+    whole = max(1, piece // grain)
+    bounds = [whole * index // chunks * grain for index in range(chunks)] + [piece]
     return tuple((start, end) for start, end in itertools.pairwise(bounds) if start < end)

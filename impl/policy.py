@@ -14,8 +14,10 @@ from typing import Final, Literal, get_args
 from impl.codec import BF16, FP32, ITEM_BYTES, Codec, Dtype, IntCodec, Raw, common_grain
 from impl.topology import Axis, Topology
 
+Stage = Literal[0, 1, 2, 3]
 Gather = Literal["flat", "hierarchical"]
 Reduce = Literal["ring", "one_hop", "two_hop"]
+ReduceEvery = Literal["stage", "micro_batch", "step"]
 
 MOST_CHUNKS: Final = 8  # each holds a slot of the shared memory between its two hops
 
@@ -36,11 +38,98 @@ class MemoryLimits:
 
     Attributes:
         prefetch: elements of coming units that may be gathered ahead of the one in use.
+        max_live: elements that may be gathered at once; a unit in use is gathered even beyond it, but
+            nothing is gathered ahead or kept.
+        max_reuse: a unit stays gathered from forward to backward if fewer elements than these run in
+            between, as far as ``max_live`` allows; 0 lets every unit go.
+        persist_below: parameters with fewer elements form a unit of stage 2 of their own, which stays
+            gathered and travels unquantised; 0 for none.
+        reduce_bucket: elements of gradients that may be under way at once; an earlier unit's reduction is
+            finished before the one that would exceed it begins.
         max_padding: share of a unit that may be padding; more is refused, naming the unit.
+
+    Raises:
+        PolicyError: for negative limits.
     """
 
     prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+    max_reuse: int = 0
+    persist_below: int = 0
+    reduce_bucket: int = 500_000_000
     max_padding: float = 0.05
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 0:
+                raise PolicyError(f"memory.{field.name} = {getattr(self, field.name)}: expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """By what losses are multiplied, so that small gradients survive in fp16.
+
+    Attributes:
+        initial: the first scale.
+        window: steps without an overflow after which a dynamic scale doubles; 0 for a fixed scale.
+        least: below which it does not fall; an overflow at this scale is an error.
+
+    Raises:
+        PolicyError: for scales that are not positive, or a negative window.
+    """
+
+    initial: float = 65536.0
+    window: int = 1000
+    least: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.least <= self.initial < math.inf) or self.window < 0:
+            raise PolicyError(
+                f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}: expected "
+                "0 < least <= scale, and a window of steps or 0"
+            )
+
+    def __str__(self) -> str:
+        if not self.window:
+            return f"{self.initial:g}"
+        options = [f"from{self.initial:g}"] if self.initial != DYNAMIC.initial else []
+        options += [f"window{self.window}"] if self.window != DYNAMIC.window else []
+        return ":".join(["dynamic", *options])
+
+
+DYNAMIC: Final = LossScale()
+
+
+def parse_loss_scale(text: str) -> LossScale | None:
+    """Read the text form of a loss scale, which prints back: ``dynamic:from1024:window200``, ``512``.
+
+    Returns:
+        None for ``none``.
+
+    Raises:
+        PolicyError: naming the text and what is allowed.
+    """
+    head, *options = text.strip().split(":")
+    number = r"[0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?"
+    if head == "none" and not options:
+        return None
+    if re.fullmatch(number, head) and not options:
+        return LossScale(initial=float(head), window=0, least=min(1.0, float(head)))
+    found: dict[str, float] = {}
+    for option in options:
+        match = re.fullmatch(rf"(from|window)({number})", option)
+        if match is None or match[1] in found:
+            break
+        found[match[1]] = float(match[2])
+    if head != "dynamic" or len(found) != len(options):
+        raise PolicyError(
+            f"loss scale {text!r}: expected none, a number, or dynamic, then :from<scale>, :window<steps>"
+        )
+    initial = found.get("from", DYNAMIC.initial)
+    window = int(found.get("window", DYNAMIC.window))
+    if not window:
+        raise PolicyError(f"loss scale {text!r}: a dynamic scale needs a window of 1 step or more")
+    return LossScale(initial=initial, window=window, least=min(1.0, initial))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +222,13 @@ def parse_feedback(text: str) -> Feedback | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """One point of the ablation space of ZeRO stage 3.
+    """One point of the ablation space of ZeRO.
 
     Attributes:
+        stage: what is sharded (1910.02054): 1 the optimizer's state and the masters, 2 also the mean
+            gradients, 3 also the weights; 0 nothing.  Below 3 weights stay gathered until they change.
+        group: ranks that share one copy of all that is sharded, while groups hold copies of one another
+            (MiCS, 2205.00119; HSDP): 0 for all ranks, ``"node"`` for the ranks of a node.
         weights: codec of every weight gather (qwZ: an integer codec).
         gradients: codec of hop 1 (inside a node) and of hop 2 (between nodes) (qgZ).
         gather: ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is
@@ -148,8 +241,16 @@ class Policy:
         secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none,
             ``"node"`` for the ranks of a node.
         feedback: of the gradient codecs; None for none.
+        reduce_every: gradients are reduced after each ``micro_batch`` and added up in shards, or added up
+            locally and reduced once a ``step``, which holds a whole local gradient; ``stage`` is ``step``
+            for stages 0 and 1, which hold it anyway, and ``micro_batch`` for 2 and 3.
         compute: type of gathered weights and of local gradients.
+        loss_scale: of fp16; None for none.
+        frozen: codec in which weights that are not trained are held and sent; None holds fp32 masters
+            and sends them as ``weights`` says.
         memory: limits on what is gathered.
+        order_every: backward passes between checks that all ranks open the same collectives in one
+            order; 0 for never.
         align: elements, beside the codecs' own blocks, on which parameters start; a suite sets
             it so that all its policies share one geometry.
 
@@ -157,6 +258,8 @@ class Policy:
         PolicyError: for combinations that no topology could run.
     """
 
+    stage: Stage = 3
+    group: int | Literal["node"] = 0
     weights: Codec = BF16
     gradients: tuple[Codec, Codec] = (BF16, BF16)
     gather: Gather = "hierarchical"
@@ -164,14 +267,38 @@ class Policy:
     chunks: int = 1
     secondary: int | Literal["node"] = 0
     feedback: Feedback | None = None
+    reduce_every: ReduceEvery = "stage"
     compute: Dtype = "fp32"
+    loss_scale: LossScale | None = None
+    frozen: Codec | None = None
     memory: MemoryLimits = MemoryLimits()
+    order_every: int = 32
     align: int = 1
 
     def __post_init__(self) -> None:
         _one_of("gather", self.gather, get_args(Gather))
         _one_of("reduce", self.reduce, get_args(Reduce))
         _one_of("compute", self.compute, tuple(ITEM_BYTES))
+        _one_of("reduce_every", self.reduce_every, get_args(ReduceEvery))
+        if self.stage not in get_args(Stage):
+            raise PolicyError(f"stage = {self.stage}: expected one of 0, 1, 2, 3")
+        if self.stage < 2 and self.reduce_every == "micro_batch":
+            raise PolicyError(
+                f"stage {self.stage} adds gradients up locally; reducing every micro-batch into shards is "
+                "stage 2"
+            )
+        if self.secondary != 0 and self.stage < 3:
+            raise PolicyError(
+                f"hpZ (secondary={self.secondary}) spares the backward gather of stage 3; weights of stage "
+                f"{self.stage} stay gathered"
+            )
+        if self.secondary != 0 and self.group != 0:
+            raise PolicyError(
+                f"hpZ (secondary={self.secondary}) inside a group of {self.group}: the group's ranks hold "
+                "all weights already; use one of them"
+            )
+        if self.stage == 0 and self.group != 0:
+            raise PolicyError(f"stage 0 shards nothing, but group = {self.group}")
         if self.gather == "flat" and self.secondary != 0:
             raise PolicyError(
                 f"hpZ (secondary={self.secondary}) keeps what the first hop of a hierarchical "
@@ -198,13 +325,44 @@ class Policy:
                 "feedback needs the error of the same values at every step; the partial sums of a ring are "
                 "others' too: use one_hop or two_hop"
             )
-        if self.align < 1 or self.memory.prefetch < 0 or self.memory.max_padding < 0:
-            raise PolicyError("align is at least 1; prefetch and max_padding are not negative")
+        if self.group != 0 and (self.reduce != "two_hop" or self.gather != "hierarchical"):
+            raise PolicyError(
+                f"group = {self.group} with gather = {self.gather!r} and reduce = {self.reduce!r}: states of "
+                "groups go by hops; use hierarchical and two_hop"
+            )
+        if self.align < 1 or self.order_every < 0:
+            raise PolicyError("align is at least 1, order_every not negative")
 
     @property
     def grain(self) -> int:
         """Elements on which parameters and shards start."""
-        return math.lcm(self.align, common_grain(self.weights, *self.gradients))
+        frozen = () if self.frozen is None else (self.frozen,)
+        return math.lcm(self.align, common_grain(self.weights, *self.gradients, *frozen))
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether gradients are added up in shards; else locally."""
+        return self.stage >= 2 if self.reduce_every == "stage" else self.reduce_every == "micro_batch"
+
+    def of_unit(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
+        """The policy of one unit: most have the model's own.
+
+        Args:
+            trainable: frozen units are sent in the codec in which they are held.
+            persistent: a unit of small parameters stays gathered and travels unquantised, in 16 bits where
+                the policy quantises.
+        """
+        policy = self
+        if persistent:
+            weights = self.weights if isinstance(self.weights, Raw) else BF16
+            first, last = (codec if isinstance(codec, Raw) else BF16 for codec in self.gradients)
+            stage = min(self.stage, 2)
+            policy = replace(
+                policy, stage=stage, weights=weights, gradients=(first, last), secondary=0, feedback=None
+            )
+        if not trainable and self.frozen is not None:
+            policy = replace(policy, weights=self.frozen)
+        return policy
 
     def secondary_ranks(self, topology: Topology) -> int:
         """Ranks that share one secondary copy on ``topology``; 0 for none."""
@@ -217,15 +375,33 @@ class Policy:
             PolicyError: naming both.
         """
         try:
-            topology.check_secondary(self.secondary_ranks(topology))
+            topology.check_group("an hpZ group", self.secondary_ranks(topology))
+            topology.check_group("a group", self.group_ranks(topology))
         except ValueError as error:
             raise PolicyError(str(error)) from None
 
+    def group_ranks(self, topology: Topology) -> int:
+        """Ranks that share one copy of all that is sharded on ``topology``."""
+        if self.stage == 0:
+            return 1
+        return topology.ranks_per_node if self.group == "node" else self.group or topology.world
+
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
         """Hops of a weight gather, and how many of them the secondary spares."""
+        group = self.group_ranks(topology)
+        if self.stage == 0 or group < topology.world:
+            axes, outside = topology.gather_axes(group)
+            return axes[outside:], 0
         if self.gather == "flat":
             return (topology.world_axis,), 0
         return topology.gather_axes(self.secondary_ranks(topology))
+
+    def replica_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], Codec]:
+        """Hops that bring a mean gradient to all groups, none for one group, and the codec it travels in."""
+        axes, outside = topology.gather_axes(self.group_ranks(topology))
+        between = tuple(axis for axis in axes[:outside] if axis.size > 1)
+        crosses = any(topology.crosses(axis) for axis in between)
+        return between, self.gradients[1 if crosses else 0]
 
     def feedback_hops(self, topology: Topology) -> tuple[bool, ...]:
         """For each hop of a reduction, first hop first, whether its error is kept."""
@@ -239,10 +415,12 @@ class Policy:
 
         A hop among one rank sends nothing: it is none, and its codec is not used.
         """
-        hops = [(topology.world_axis, self.gradients[0])]
+        axes: tuple[Axis, ...] = (topology.world_axis,)
         if self.reduce == "two_hop":
-            hops = [(topology.local_axis, self.gradients[0]), (topology.node_axis, self.gradients[1])]
-        return tuple((axis, codec) for axis, codec in hops if axis.size > 1)
+            axes = (topology.local_axis, topology.node_axis)
+        if 1 < self.group_ranks(topology) < topology.world:
+            axes = topology.gather_axes(self.group_ranks(topology))[0][::-1]
+        return tuple((axis, self.gradients[topology.crosses(axis)]) for axis in axes if axis.size > 1)
 
 
 def _one_block(codec: Codec) -> bool:
@@ -254,7 +432,11 @@ _INT4 = (IntCodec(4, 256), IntCodec(4, 256))
 
 PRESETS: Final[dict[str, Policy]] = {
     "exact": Policy(weights=FP32, gradients=(FP32, FP32)),
+    "zero0": Policy(stage=0),
+    "zero1": Policy(stage=1),
+    "zero2": Policy(stage=2),
     "zero3": Policy(),
+    "mics": Policy(group="node"),
     "qwz": Policy(weights=_INT8),
     "hpz": Policy(secondary="node"),
     "qgz": Policy(gradients=_INT4),
@@ -263,7 +445,9 @@ PRESETS: Final[dict[str, Policy]] = {
     "hpz+qgz": Policy(secondary="node", gradients=_INT4),
     "zeropp": Policy(weights=_INT8, secondary="node", gradients=_INT4),
 }
-"""Policies by name: the baseline in 16 bits, each technique, every pair, and all three."""
+"""Policies by name: the stages in 16 bits, the baseline ``zero3`` among them, states in a group, then each
+technique of ZeRO++, every pair, and all three.
+"""
 
 
 def preset(name: str, **changes: object) -> Policy:

@@ -31,12 +31,16 @@ class Schedule:
         order: indices of the units that run one after the other, in forward order.
         outer: indices of the units that are in use around all others (the root's).
         prefetch: elements that may be gathered ahead of the unit in use.
+        max_live: elements that may be gathered at once; nothing is gathered ahead beyond it.
+        kept: units that stay gathered from a forward pass to its backward pass.
     """
 
     sizes: Sequence[int]
     order: tuple[int, ...]
     outer: tuple[int, ...]
     prefetch: int
+    max_live: int = 1 << 62
+    kept: frozenset[int] = frozenset()
 
     @property
     def reduction_order(self) -> tuple[int, ...]:
@@ -47,9 +51,9 @@ class Schedule:
         """``unit`` is about to run: gather it, gather ahead, wait for it."""
         return self._arrive(unit, self.order)
 
-    def post_forward(self, unit: int) -> tuple[Action, ...]:
-        """``unit`` has run: its weights go."""
-        return (Action("release", unit),)
+    def post_forward(self, unit: int, *, training: bool = True) -> tuple[Action, ...]:
+        """``unit`` has run: its weights go, unless a backward pass follows for which they stay."""
+        return () if training and unit in self.kept else (Action("release", unit),)
 
     def pre_backward(self, unit: int) -> tuple[Action, ...]:
         """The gradient reaches ``unit``: gather it again, gather the one before it, wait."""
@@ -67,7 +71,8 @@ class Schedule:
         """Units after ``unit`` in ``order`` that fit into the prefetch limit."""
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
-        left = self.prefetch
+        stays = sum(self.sizes[index] for index in {*self.outer, *self.kept, unit})
+        left = min(self.prefetch, self.max_live - stays)
         for other in order[start : start + MOST_AHEAD]:
             left -= self.sizes[other]
             if left < 0:

@@ -34,7 +34,7 @@ from impl.collectives import (
     reduced,
 )
 from impl.feedback import Errors, encoded_shapes
-from impl.geometry import pieces
+from impl.geometry import chunked
 from impl.mesh import Mesh
 from impl.noise import Key, apart
 from impl.policy import Feedback, Gather, Policy, Reduce
@@ -168,7 +168,7 @@ def quantized_reduce_scatter(
         wire=wire or Wire(mesh),
         hops=policy.reduce_axes(mesh.topology),
         tag=Tag("backward", "gradients"),
-        pieces=pieces(shard, chunks, common_grain(*policy.gradients)),
+        chunks=chunked(shard, chunks, common_grain(*policy.gradients)),
         key=None if key is None else _from(key, mesh.rank),
         errors=errors,
         stays=True,

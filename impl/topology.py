@@ -79,11 +79,16 @@ class Topology:
         """Ranks of one node."""
         return Axis("local", self.ranks_per_node, 1)
 
-    def check_secondary(self, ranks: int) -> None:
-        """Refuse an hpZ group size that this topology cannot hold.
+    def crosses(self, axis: Axis) -> bool:
+        """Whether groups along ``axis`` have ranks on more than one node."""
+        return axis.size > 1 and axis.stride * axis.size > self.ranks_per_node
+
+    def check_group(self, what: str, ranks: int) -> None:
+        """Refuse a group size that this topology cannot hold.
 
         Args:
-            ranks: ranks that share one secondary copy; 0 is no hpZ and always allowed.
+            what: the group is, for the message.
+            ranks: that share one copy; 0 is no group and always allowed.
 
         Raises:
             ValueError: unless ``ranks`` divides the ranks of a node, or is a multiple of them
@@ -95,7 +100,7 @@ class Topology:
         across = ranks > 0 and ranks % self.ranks_per_node == 0 and self.world % ranks == 0
         if not (inside or across):
             raise ValueError(
-                f"an hpZ group of {ranks} ranks does not fit {self.nodes} nodes x "
+                f"{what} of {ranks} ranks does not fit {self.nodes} nodes x "
                 f"{self.ranks_per_node} ranks: it must divide {self.ranks_per_node}, or be a "
                 f"multiple of it that divides {self.world}"
             )
@@ -115,9 +120,9 @@ class Topology:
             the sizes is the world; a hop of size 1 sends nothing.
 
         Raises:
-            ValueError: for a group size that does not fit, see :meth:`check_secondary`.
+            ValueError: for a group size that does not fit, see :meth:`check_group`.
         """
-        self.check_secondary(secondary)
+        self.check_group("an hpZ group", secondary)
         per_node = self.ranks_per_node
         if secondary == 0:
             return (self.node_axis, self.local_axis), 0

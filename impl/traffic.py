@@ -7,20 +7,22 @@ message counts once per destination, self excluded; a ring counts what it sends 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from impl.codec import ITEM_BYTES
-from impl.geometry import UnitGeometry, pieces
+from impl.geometry import UnitGeometry, chunked
+from impl.order import ORDER_BYTES
 from impl.policy import Policy
 from impl.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]
-Purpose = Literal["weights", "gradients", "control", "state"]
+Purpose = Literal["weights", "gradients", "persistent", "buffers", "control", "state"]
 Link = Literal["inter", "intra"]
-Event = Literal["forward", "backward", "evaluate", "norm", "step"]
+Event = Literal["forward", "accumulate", "backward", "evaluate", "norm", "step", "changed"]
 
 NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
 MASTER_BYTES: Final = 4  # fp32
@@ -60,12 +62,14 @@ class Load:
     evaluations: int = 0
     norms: int = 0
 
-    def events(self) -> list[Event]:
-        """The run as a sequence of passes."""
-        one: list[Event] = ["forward", "backward"]
+    def events(self, policy: Policy) -> list[Event]:
+        """The run as a sequence of passes; ``accumulate`` is a backward pass that reduces nothing."""
+        every = policy.reduces_each_micro_batch
+        one: list[Event] = ["forward", "backward" if every else "accumulate"]
         events: list[Event] = []
         for index in range(self.steps):
-            events += one * self.micro_batches
+            events += one * (self.micro_batches - 1)
+            events += ["forward", "backward"]
             events += ["norm"] * (self.norms * (index + 1) // self.steps - self.norms * index // self.steps)
             events.append("step")
         return events + ["evaluate"] * self.evaluations
@@ -112,101 +116,187 @@ def predict(
     units: Sequence[UnitGeometry],
     rank: int,
     load: Load | Iterable[Event],
+    *,
+    buffer_bytes: int = 0,
 ) -> dict[LedgerKey, Sent]:
     """Everything that ``rank`` sends, by phase, purpose, unit, hop and link.
 
     Args:
         policy: what is sent.
         topology: where ranks stand.
-        units: the model's units, laid out for ``topology.world`` ranks.
+        units: the model's units, in model order, laid out for ``topology.world`` ranks.
         rank: the sender.
-        load: a regular run, or the sequence of passes; a ``step`` ends hpZ's secondary.
+        load: a regular run, or the sequence of passes; a ``step`` changes the trained weights, ``changed``
+            (:meth:`impl.zero.Zero.weights_changed`) all.
+        buffer_bytes: of the model's persistent buffers, which all ranks keep equal.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
     """
     policy.check(topology)
-    axes, spared = policy.gather_axes(topology)
     book = _Book(topology, rank, defaultdict(lambda: [0, 0]))
-    current = False  # hpZ's secondary holds these weights
-    for event in load.events() if isinstance(load, Load) else load:
-        if event == "norm":
-            book.exchange("step", "control", "", topology.world_axis, NORM_BYTES)
-        elif event == "step":
-            current = False
-        elif event in ("forward", "backward", "evaluate"):
-            hops = axes[spared:] if current else axes
-            for unit in units:
-                _book_gather(book, policy, event, unit, (axes, hops))
-                if event == "backward" and unit.trainable:
-                    _book_reduce(book, policy, unit)
-            current = spared > 0
+    senders = [
+        _Sender(book, policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit)
+        for unit in units
+    ]
+    kept = kept_units(policy, units)
+    buffers_differ, passes = bool(buffer_bytes), 0
+    for event in load.events(policy) if isinstance(load, Load) else load:
+        if event in ("forward", "evaluate") and buffers_differ:
+            book.exchange("step", "buffers", "", topology.world_axis, buffer_bytes)
+            buffers_differ = False
+        match event:
+            case "norm":
+                book.exchange("step", "control", "", topology.world_axis, NORM_BYTES)
+            case "step" | "changed":
+                for sender in senders:
+                    if event == "changed" or sender.unit.trainable:
+                        sender.weights_changed()
+            case "forward" | "evaluate":
+                buffers_differ = bool(buffer_bytes) and (event == "forward" or buffers_differ)
+                for index, sender in enumerate(senders):
+                    sender.gather(event, keep=event == "forward" and index in kept)
+            case "backward" | "accumulate":
+                for sender in senders:
+                    sender.gather("backward", keep=False)
+                    if event == "backward":
+                        sender.reduce()
+                passes += 1
+                if policy.order_every and passes % policy.order_every == 0:
+                    book.exchange("step", "control", "", topology.world_axis, ORDER_BYTES)
     return {key: Sent(*row) for key, row in book.rows.items()}
 
 
-def _book_gather(
-    book: _Book,
-    policy: Policy,
-    phase: Phase,
-    unit: UnitGeometry,
-    route: tuple[tuple[Axis, ...], tuple[Axis, ...]],
-) -> None:
-    axes, hops = route  # all hops, and those that are sent
-    held = policy.weights.frame_bytes(unit.shard)
-    for axis in axes:
-        if axis in hops:
-            book.exchange(phase, "weights", unit.name, axis, held, ring=policy.gather == "flat")
-        held *= axis.size
+@dataclass(slots=True)
+class _Sender:
+    """One unit on one rank: what it sends next depends on what is still true there."""
+
+    book: _Book
+    policy: Policy
+    unit: UnitGeometry
+    gathered: bool = False  # its weights stayed from the pass before
+    current: bool = False  # hpZ's secondary holds these weights
+
+    def weights_changed(self) -> None:
+        """After an optimizer step nothing that was kept is true."""
+        self.gathered = self.current = False
+
+    def gather(self, phase: Phase, *, keep: bool) -> None:
+        """The weights are needed; afterwards they stay, or go."""
+        if not self.gathered:
+            axes, spared = self.policy.gather_axes(self.book.topology)
+            purpose: Purpose = "persistent" if self.unit.persistent else "weights"
+            held = self.policy.weights.frame_bytes(self.unit.shard)
+            for number, axis in enumerate(axes):
+                if number >= spared or not self.current:
+                    ring = axis == self.book.topology.world_axis and self.policy.gather == "flat"
+                    self.book.exchange(phase, purpose, self.unit.name, axis, held, ring=ring)
+                held *= axis.size
+            self.current = spared > 0
+        self.gathered = keep or self.policy.stage < 3
+
+    def reduce(self) -> None:
+        """The gradient is there."""
+        policy, unit, topology = self.policy, self.unit, self.book.topology
+        if not unit.trainable:
+            return
+        slices = topology.world
+        for axis, codec in policy.reduce_axes(topology):
+            slices //= axis.size
+            for start, end in chunked(unit.piece, policy.chunks, policy.grain):
+                size = slices * codec.frame_bytes(end - start)
+                ring = policy.reduce == "ring"
+                self.book.exchange("backward", "gradients", unit.name, axis, size, ring=ring)
+        axes, codec = policy.replica_axes(topology)
+        held = codec.frame_bytes(unit.piece)
+        for axis in axes:
+            self.book.exchange("backward", "gradients", unit.name, axis, held)
+            held *= axis.size
 
 
-def _book_reduce(book: _Book, policy: Policy, unit: UnitGeometry) -> None:
-    slices = book.topology.world
-    for axis, codec in policy.reduce_axes(book.topology):
-        slices //= axis.size
-        for start, end in pieces(unit.shard, policy.chunks, policy.grain):
-            size = slices * codec.frame_bytes(end - start)
-            book.exchange("backward", "gradients", unit.name, axis, size, ring=policy.reduce == "ring")
+def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
+    """Indices of the units that stay gathered from a forward pass to its backward pass.
+
+    The last blocks are needed again first: from the last one on, blocks stay while fewer than
+    ``max_reuse`` elements run between their forward and their backward, and all that is gathered at once
+    stays within ``max_live``.
+
+    Args:
+        policy: with the limits.
+        units: in model order; blocks are kept as a whole, all their units or none.
+    """
+    limits = policy.memory
+    blocks: dict[str, list[int]] = {}
+    for index, unit in enumerate(units):
+        if not unit.outer:
+            blocks.setdefault(unit.block, []).append(index)
+    sizes = {name: sum(units[i].padded for i in indices) for name, indices in blocks.items()}
+    live = sum(unit.padded for unit in units if unit.outer)
+    kept: set[int] = set()
+    between = 0
+    for name in reversed(blocks):
+        others = max((size for other, size in sizes.items() if other != name), default=0)
+        if between >= limits.max_reuse or live + sizes[name] + others > limits.max_live:
+            break
+        kept.update(blocks[name])
+        live += sizes[name]
+        between += 2 * sizes[name]
+    return frozenset(kept)
 
 
-def memory(
-    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], outer: Sequence[int] = (0,)
-) -> dict[str, int]:
+def memory(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> dict[str, int]:
     """Bytes that one rank holds, by part, at the worst moment of a step.
 
-    ``masters`` 4 S; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary``
-    the kept frames (facts A4: alpha M / P at 16 bits); ``feedback`` the kept errors, of hop k as
-    many as that hop encodes; ``gathered`` and ``local_gradients`` those of the root and of the
-    largest block, unsharded, in the compute type (:func:`_largest_block`).  S is the sum of shards.
+    ``masters`` 4 S; ``frozen`` the codes of weights that are not trained, where the policy names a codec
+    for them; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` the kept frames
+    (facts A4: alpha M / P at 16 bits); ``feedback`` the kept errors, of hop k as many as that hop encodes;
+    ``gathered`` in the compute type, unsharded: everything below stage 3, else what is in use around all
+    blocks and the largest block (:func:`_largest_block`) or, if more, those that stay for backward;
+    ``local_gradients``: everything where they are added up locally, else those of the root and of the
+    largest block.  S is the sum of shards.  Units gathered ahead come on top: at most ``prefetch`` elements.
+
     Reduces to facts A10 (16 bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit
     shard, which is encoded from the master on the way out.
 
     Args:
         policy: what is held.
         topology: where ranks stand.
-        units: laid out for ``topology.world`` ranks.
-        outer: indices of the root's units.
+        units: in model order, laid out for ``topology.world`` ranks.
     """
-    axes, spared = policy.gather_axes(topology)
-    copies = 1
-    for axis in axes[:spared]:
-        copies *= axis.size
+    policies = [policy.of_unit(trainable=u.trainable, persistent=u.persistent) for u in units]
     item = ITEM_BYTES[policy.compute]
-    shards = sum(unit.shard for unit in units)
-    trainable = sum(unit.shard for unit in units if unit.trainable)
-    outer = [i for i in outer if i < len(units)]
-    inner = [i for i in range(len(units)) if i not in outer]
-    around = sum(units[i].padded for i in outer)
-    gradients = [units[i].padded for i in inner if units[i].trainable]
-    outer_gradients = sum(units[i].padded for i in outer if units[i].trainable)
+    coded = [u for u in units if not u.trainable and policy.frozen is not None]
+    trainable = sum(u.shard for u in units if u.trainable)
     return {
-        "masters": MASTER_BYTES * shards,
+        "masters": MASTER_BYTES * sum(u.shard for u in units if u not in coded),
+        "frozen": sum(policy.frozen.frame_bytes(u.shard) for u in coded if policy.frozen is not None),
         "gradients": MASTER_BYTES * trainable,
         "optimizer": ADAM_BYTES * trainable,
-        "secondary": sum(copies * policy.weights.frame_bytes(u.shard) for u in units) if spared else 0,
-        "feedback": _feedback_bytes(policy, topology, trainable),
-        "gathered": item * (around + _largest_block([units[i] for i in inner])),
-        "local_gradients": item * (outer_gradients + max(gradients, default=0)),
+        "secondary": sum(_secondary_bytes(p, topology, u) for p, u in zip(policies, units, strict=True)),
+        "feedback": sum(
+            _feedback_bytes(p, topology, u) for p, u in zip(policies, units, strict=True) if u.trainable
+        ),
+        "gathered": item * _gathered(policy, units),
+        "local_gradients": item * _local_gradients(policy, units),
     }
+
+
+def _gathered(policy: Policy, units: Sequence[UnitGeometry]) -> int:
+    """Most elements of weights that are gathered at once, unless ahead of their use."""
+    if policy.stage < 3:
+        return sum(unit.padded for unit in units)
+    around = sum(unit.padded for unit in units if unit.outer)
+    kept = sum(units[index].padded for index in kept_units(policy, units))
+    return around + max(kept, _largest_block([unit for unit in units if not unit.outer]))
+
+
+def _local_gradients(policy: Policy, units: Sequence[UnitGeometry]) -> int:
+    """Most elements of local gradients at once."""
+    sizes = [unit.padded for unit in units if unit.trainable]
+    if not policy.reduces_each_micro_batch:
+        return sum(sizes)
+    inner = [unit.padded for unit in units if unit.trainable and not unit.outer]
+    return sum(sizes) - sum(inner) + max(inner, default=0)
 
 
 def _largest_block(units: Sequence[UnitGeometry]) -> int:
@@ -224,13 +314,20 @@ def _largest_block(units: Sequence[UnitGeometry]) -> int:
     return max((size + more for size, more in zip(whole.values(), after, strict=False)), default=0)
 
 
-def _feedback_bytes(policy: Policy, topology: Topology, trainable: int) -> int:
-    """Bytes of kept errors, for ``trainable`` elements of one rank's shards."""
+def _secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:
+    """Bytes of the frames that hpZ keeps of a unit."""
+    axes, spared = policy.gather_axes(topology)
+    copies = math.prod(axis.size for axis in axes[:spared]) if spared else 0
+    return copies * policy.weights.frame_bytes(unit.shard)
+
+
+def _feedback_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:
+    """Bytes of kept errors of one rank's reductions of a unit."""
     if policy.feedback is None:
         return 0
     elements, slices = 0, topology.world
     hops = zip(policy.reduce_axes(topology), policy.feedback_hops(topology), strict=True)
     for (axis, _), kept in hops:
-        elements += trainable * slices if kept else 0
+        elements += unit.piece * slices if kept else 0
         slices //= axis.size
     return ITEM_BYTES[policy.feedback.state] * elements

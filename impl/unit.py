@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,13 +17,23 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.codec import FP32, Codec, FloatCodec, Raw
-from impl.collectives import Reduction, Transfer, gather_frames, gathered, placed, reduced
+from impl.collectives import (
+    Reduction,
+    Replication,
+    Transfer,
+    gather_frames,
+    gathered,
+    placed,
+    reduced,
+    replicated,
+)
 from impl.feedback import Errors
-from impl.geometry import UnitGeometry, pieces
-from impl.noise import Clock
+from impl.geometry import UnitGeometry, chunked
+from impl.noise import Clock, apart
 from impl.policy import Policy
+from impl.pool import Meter, Pool
 from impl.reference import DTYPES
-from impl.traffic import Phase
+from impl.traffic import Phase, Purpose
 from impl.wire import Tag, Wire
 
 
@@ -59,13 +69,11 @@ class Member:
         parameter: the leaf view of the flat buffer; valid while the unit is gathered.
         stand_in: what modules see while it is not: same shape and type, on the meta device.
         holders: where modules hold it.
-        gradient: its view of the unit's gradient buffer.
     """
 
     parameter: nn.Parameter
     stand_in: nn.Parameter
     holders: Sequence[Holder]
-    gradient: Tensor | None
 
 
 class Place(NamedTuple):
@@ -90,24 +98,30 @@ class Secondary:
             self.life = Life.STALE
 
 
-@dataclass(slots=True, eq=False)
-class Meter:
-    """Bytes that the engine holds now and held at most, by part (keys of ``traffic.memory``)."""
-
-    now: dict[str, int] = field(default_factory=dict)
-    peak: dict[str, int] = field(default_factory=dict)
-
-    def add(self, part: str, nbytes: int) -> None:
-        """Count an allocation, or a release when negative."""
-        self.now[part] = self.now.get(part, 0) + nbytes
-        self.peak[part] = max(self.peak.get(part, 0), self.now[part])
-
-
 def _keeps_zeros(codec: Codec) -> bool:
     """Whether a zero decodes to zero whatever else is in its block."""
     if isinstance(codec, Raw | FloatCodec):
         return not codec.hadamard
     return not (codec.asymmetric or codec.hadamard)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the units of one engine share.
+
+    Attributes:
+        wire: what sends.
+        policy: the model's; a unit's own follows from it.
+        meter: where memory is counted.
+        clock: what stochastic codecs and feedback go by.
+        gradients: where buffers of local gradients come from.
+    """
+
+    wire: Wire
+    policy: Policy
+    meter: Meter
+    clock: Clock
+    gradients: Pool
 
 
 class Unit:
@@ -117,13 +131,11 @@ class Unit:
         geometry: its layout.
         originals: the model's parameters in slot order, with their values.
         holders: for each of them, the modules that hold it.
-        wire: what sends.
-        policy: what is sent.
-        meter: where its memory is counted.
-        clock: what stochastic codecs and feedback go by.
+        shared: with the other units.
 
     Attributes:
-        master: (S,) fp32, this rank's shard of the weights: the truth.
+        master: (S,) fp32, this rank's shard of the weights: the truth.  Of weights that are held as
+            codes, what they decode to.
         masters: leaf views of it, one per optimizer group, empty where the group has no elements
             here, so that all ranks have as many: (group, view).
         missing: parameters whose gradient has not arrived in this backward pass.
@@ -134,25 +146,28 @@ class Unit:
         geometry: UnitGeometry,
         originals: Sequence[nn.Parameter],
         holders: Sequence[Sequence[Holder]],
-        *,
-        wire: Wire,
-        policy: Policy,
-        meter: Meter,
-        clock: Clock,
+        shared: Shared,
     ) -> None:
         self.geometry = geometry
-        self.wire, self.policy, self.meter, self.clock = wire, policy, meter, clock
+        self.wire, self.meter, self.clock = shared.wire, shared.meter, shared.clock
+        self._pool = shared.gradients
+        self.policy = shared.policy.of_unit(trainable=geometry.trainable, persistent=geometry.persistent)
         self.secondary = Secondary()
+        self._stays = self.policy.stage < 3  # gathered until the weights change
         self._changes = 0  # of the weights, as far as the engine was told
-        topology, rank = wire.mesh.topology, wire.mesh.rank
-        self._axes, self._spared = policy.gather_axes(topology)
-        self._frame = policy.weights.frame_bytes(geometry.shard)
-        self._pieces = pieces(geometry.shard, policy.chunks, policy.grain)
+        topology, rank = self.wire.mesh.topology, self.wire.mesh.rank
+        self._axes, self._spared = self.policy.gather_axes(topology)
+        self._frame = self.policy.weights.frame_bytes(geometry.shard)
+        self._chunks = chunked(geometry.piece, self.policy.chunks, self.policy.grain)
         self._secondary_bytes = self._frame * math.prod(axis.size for axis in self._axes[: self._spared])
-        device, dtype = wire.mesh.device, DTYPES[policy.compute]
+        device, dtype = self.wire.mesh.device, DTYPES[self.policy.compute]
 
-        self.master = self._cut(originals, rank, device)  # (S,) fp32
-        self.meter.add("masters", self.master.nbytes)
+        self._codes: Tensor | None = None  # this rank's frame, of weights that are held as codes
+        self._master: Tensor | None = self._cut(originals, device)  # (S,) fp32
+        coded = not geometry.trainable and self.policy.frozen is not None
+        if coded:
+            self._hold_codes()
+        self.meter.add("frozen" if coded else "masters", self.held.nbytes)
         self.masters = [
             (group, nn.Parameter(self.master[start:end], requires_grad=True))
             for group, start, end in geometry.spans(rank)
@@ -162,24 +177,23 @@ class Unit:
         self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
         self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
         # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
-        self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
+        self._pads = () if all(map(_keeps_zeros, self.policy.gradients)) else geometry.pads(rank)
 
         self._flat = torch.zeros(geometry.padded, dtype=dtype, device=device)
         # A second handle with a version counter of its own: refilling through it does not look
         # like an in-place change of what autograd saved.
         self._storage = self._flat.data
-        self._gradient = torch.zeros(geometry.padded if geometry.trainable else 0, dtype=dtype, device=device)
         self.meter.add("gathered", self._flat.nbytes)
-        self.meter.add("local_gradients", self._gradient.nbytes)
         self.members = [
             self._member(slot.offset, original, where)
             for slot, original, where in zip(geometry.slots, originals, holders, strict=True)
         ]
-        self._resize(self._flat, full=False)
-        self._resize(self._gradient, full=False)
+        self._resize(full=False)
         self.gathered = False
         self._gather: Transfer | None = None
-        self._secondary_version = -1
+        self._gathered_version = self._secondary_version = -1
+        self._gradient: Tensor | None = None  # (padded,) local gradient, while there is one
+        self._written: set[int] = set()  # members whose part of it holds something
         self.missing: set[int] = set()
         self.armed = False
         self._show(gathered=False)
@@ -188,11 +202,33 @@ class Unit:
             # elements, its first use is an error instead.
             original.data = original.data.new_empty(0)
 
-    def _cut(self, originals: Sequence[nn.Parameter], rank: int, device: torch.device) -> Tensor:
+    @property
+    def master(self) -> Tensor:
+        """(S,) fp32 this rank's shard of the weights."""
+        if self._master is not None:
+            return self._master
+        assert self._codes is not None  # noqa: S101  # one of them is there
+        master = torch.empty(self.geometry.shard, dtype=torch.float32, device=self._codes.device)
+        ops.decode(self.policy.weights, self._codes, master)
+        return master
+
+    @property
+    def held(self) -> Tensor:
+        """What this rank keeps of its shard: fp32 masters, or codes."""
+        held = self._master if self._codes is None else self._codes
+        assert held is not None  # noqa: S101  # one of them is there
+        return held
+
+    def _hold_codes(self) -> None:
+        """Encode the master once and for all, and let it go."""
+        codes = torch.empty(self._frame, dtype=torch.uint8, device=self.wire.mesh.device)
+        self._encode_master(codes)
+        self._codes, self._master = codes, None
+
+    def _cut(self, originals: Sequence[Tensor], device: torch.device) -> Tensor:
         """This rank's slice of the laid-out values."""
-        shard = self.geometry.shard
-        low, high = rank * shard, (rank + 1) * shard
-        master = torch.zeros(shard, dtype=torch.float32, device=device)
+        low, high = self.geometry.bounds(self.wire.mesh.rank)
+        master = torch.zeros(self.geometry.shard, dtype=torch.float32, device=device)
         for slot, original in zip(self.geometry.slots, originals, strict=True):
             begin, end = max(slot.offset, low), min(slot.end, high)
             if begin < end:
@@ -206,16 +242,15 @@ class Unit:
         parameter = nn.Parameter(view, requires_grad=self.geometry.trainable)
         empty = torch.empty(shape, dtype=view.dtype, device="meta")
         stand_in = nn.Parameter(empty, requires_grad=self.geometry.trainable)
-        gradient = self._gradient[offset : offset + numel].view(shape) if self.geometry.trainable else None
-        return Member(parameter, stand_in, holders, gradient)
+        return Member(parameter, stand_in, holders)
 
-    def _resize(self, tensor: Tensor, *, full: bool) -> None:
-        part = "gathered" if tensor is self._flat else "local_gradients"
-        nbytes = tensor.numel() * tensor.element_size()
-        storage = tensor.untyped_storage()
+    def _resize(self, *, full: bool) -> None:
+        """Give the flat buffer its memory, or take it away."""
+        nbytes = self._flat.numel() * self._flat.element_size()
+        storage = self._flat.untyped_storage()
         wanted = nbytes if full else 0
         if storage.nbytes() != wanted:
-            self.meter.add(part, wanted - storage.nbytes())
+            self.meter.add("gathered", wanted - storage.nbytes())
             storage.resize_(wanted)
 
     def _show(self, *, gathered: bool) -> None:
@@ -231,7 +266,7 @@ class Unit:
             held *= axis.size
         slices = self.wire.mesh.topology.world
         for axis, codec in self.policy.reduce_axes(self.wire.mesh.topology):
-            largest = max(codec.frame_bytes(end - start) for start, end in self._pieces)
+            largest = max(codec.frame_bytes(end - start) for start, end in self._chunks)
             self.wire.reserve(axis, slices * largest)
             slices //= axis.size
 
@@ -240,12 +275,14 @@ class Unit:
     @property
     def weights_version(self) -> int:
         """Changes whenever the master does: told of, or written in place where torch counts it."""
-        return self._changes + self.master._version  # noqa: SLF001  # the public way warns for views
+        return self._changes + self.held._version  # noqa: SLF001  # the public way warns for views
 
     def weights_changed(self) -> None:
         """The master has new values: what was kept of the old ones is stale."""
         self._changes += 1
         self.secondary.end()
+        self.wait()
+        self._let_go()
 
     @property
     def storage_address(self) -> int:
@@ -268,7 +305,10 @@ class Unit:
 
     def gather(self, phase: Phase) -> None:
         """Start gathering, unless it is gathered or on its way."""
+        if self.gathered and self._gathered_version != self.weights_version:
+            self._let_go()  # a master was written by hand
         if not self.in_use:
+            self._gathered_version = self.weights_version
             self._gather = Transfer(self._gathering(phase))
 
     def wait(self) -> None:
@@ -280,15 +320,25 @@ class Unit:
             self._show(gathered=True)
 
     def release(self) -> None:
-        """Free the weights; what is on its way is awaited first, as its bytes are sent."""
+        """Free the weights; what is on its way is awaited first, as its bytes are sent.
+
+        Below stage 3 they stay until they change.
+        """
         self.wait()
+        if not self._stays:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The gathered weights are not to be used any more."""
         if self.gathered:
             self.gathered = False
             self._show(gathered=False)
-            self._resize(self._flat, full=False)
+            if not self._stays:
+                self._resize(full=False)
 
     def _gathering(self, phase: Phase) -> Generator[None, None, None]:
-        tag = Tag(phase, "weights", self.geometry.name)
+        purpose: Purpose = "persistent" if self.geometry.persistent else "weights"
+        tag = Tag(phase, purpose, self.geometry.name)
         codec, axes, spared = self.policy.weights, self._axes, self._spared
         nbytes = self._frame
         if self.secondary.life is Life.CURRENT and self._secondary_version != self.weights_version:
@@ -301,19 +351,22 @@ class Unit:
             write, nbytes, axes = self._copy_secondary, self._secondary_bytes, axes[spared:]
         else:
             write = self._encode_master
-        ring = self.policy.gather == "flat"
+        ring = self._axes == (self.wire.mesh.topology.world_axis,)
         exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring)
         frames = gathered(exchange, axes, nbytes)
         frames = frames.view(*(axis.size for axis in reversed(self._axes)), self._frame)
-        self._resize(self._flat, full=True)
+        self._resize(full=True)
         ops.decode(codec, frames, placed(self._storage, self._axes[::-1], self.geometry.shard))
         exchange.close()
 
     def _encode_master(self, frame: Tensor) -> None:
+        if self._codes is not None:
+            frame.copy_(self._codes)
+            return
         codec, noise = self.policy.weights, None
         if codec.stochastic:
             key = self.clock.weights(self.geometry.name)
-            noise = key.noise(self.wire.mesh.rank * self.geometry.shard)
+            noise = key.noise(self.geometry.bounds(self.wire.mesh.rank)[0])
         ops.encode(codec, self.master, frame, noise=noise)
 
     def _copy_secondary(self, frame: Tensor) -> None:
@@ -335,51 +388,92 @@ class Unit:
     # Gradients
 
     def arm(self) -> None:
-        """Get ready to collect this backward pass's gradients: a zeroed buffer, all missing."""
-        self._resize(self._gradient, full=True)
-        self._gradient.zero_()
-        for member in self.members:
-            member.parameter.grad = member.gradient
+        """Get ready to collect this backward pass's gradients: all are missing."""
         self.missing = set(range(len(self.members)))
         self.armed = True
 
     def collect(self, index: int) -> bool:
-        """The gradient of member ``index`` has been accumulated; True when none is missing."""
-        member = self.members[index]
-        if not self.armed:  # its pre-backward event was not seen: the gradient is a loose tensor
-            loose = member.parameter.grad
+        """Take the gradient of member ``index``, which has just arrived; True when none is missing.
+
+        It is copied once, into its place among the unit's; there is nothing to clear before.
+        """
+        if not self.armed:  # its pre-backward event was not seen
             self.arm()
-            member.parameter.grad = loose
-        if member.parameter.grad is not member.gradient:
-            assert member.gradient is not None  # noqa: S101  # trainable
-            assert member.parameter.grad is not None  # noqa: S101  # just accumulated
-            member.gradient.copy_(member.parameter.grad)
-            member.parameter.grad = member.gradient
+        parameter, slot = self.members[index].parameter, self.geometry.slots[index]
+        assert parameter.grad is not None  # noqa: S101  # just accumulated
+        place = self._local_gradient()[slot.offset : slot.end].view(slot.spec.shape)
+        if index in self._written:
+            place.add_(parameter.grad)
+        else:
+            place.copy_(parameter.grad)
+            self._written.add(index)
+        parameter.grad = None
         self.missing.discard(index)
         return not self.missing
 
+    def _local_gradient(self) -> Tensor:
+        """(padded,) buffer of this unit's gradients; what no gradient was written to holds anything."""
+        if self._gradient is None:
+            self._gradient = self._pool.take(self.geometry.padded)
+        return self._gradient
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return self._gradient is not None
+
+    def drop_gradients(self) -> None:
+        """Forget what was collected and not reduced."""
+        if self._gradient is not None:
+            self._pool.give_back(self._gradient)
+            self._gradient = None
+        self._written.clear()
+        self.missing.clear()
+        self.armed = False
+
+    def end_pass(self) -> None:
+        """A backward pass that reduces nothing is over; what it collected stays."""
+        self.missing.clear()
+        self.armed = False
+
     def reduce(self) -> Transfer:
         """Start averaging the collected gradient over all ranks."""
-        if not self.armed:
-            self.arm()  # no gradient reached it: the others may have one, zeros are sent
-        transfer = Transfer(self._reducing())
-        for member in self.members:
-            member.parameter.grad = None
-        self._resize(self._gradient, full=False)
-        self.armed = False
+        gradient = self._local_gradient()
+        for start, end in self.geometry.gaps:
+            gradient[start:end].zero_()
+        for index, slot in enumerate(self.geometry.slots):
+            if index not in self._written:  # no gradient reached it: others may have one, zeros are sent
+                gradient[slot.offset : slot.end].zero_()
+        transfer = Transfer(self._reducing(gradient))
+        self.drop_gradients()  # it has been encoded
         return transfer
 
-    def _reducing(self) -> Generator[None, None, None]:
+    def _reducing(self, gradient: Tensor) -> Generator[None, None, None]:
         topology, rank = self.wire.mesh.topology, self.wire.mesh.rank
+        hops, tag = self.policy.reduce_axes(topology), Tag("backward", "gradients", self.geometry.name)
+        stride = self.geometry.piece_stride
+        key = self.clock.gradients(self.geometry.name, rank)
         how = Reduction(
             wire=self.wire,
-            hops=self.policy.reduce_axes(topology),
-            tag=Tag("backward", "gradients", self.geometry.name),
-            pieces=self._pieces,
-            key=self.clock.gradients(self.geometry.name, rank),
+            hops=hops,
+            tag=tag,
+            strides=None if self.geometry.shards == topology.world else [stride(a.stride) for a, _ in hops],
+            chunks=self._chunks,
+            key=key,
             errors=self._feedback(),
         )
-        self._accumulate((yield from reduced(how, self.policy.reduce, self._gradient)))
+        mean = yield from reduced(how, self.policy.reduce, gradient)
+        axes, codec = self.policy.replica_axes(topology)
+        if axes:
+            noise = None
+            if codec.stochastic:
+                number = self.geometry.bounds(rank)[0] // self.geometry.piece + rank // self.geometry.shards
+                noise = replace(key, hop=len(hops)).noise(number * apart(self.geometry.piece))
+            again = Replication(
+                axes=axes, strides=[stride(axis.stride) for axis in axes], codec=codec, noise=noise
+            )
+            mean = yield from replicated(self.wire, again, tag, mean)
+        self._accumulate(mean)
 
     def _feedback(self) -> Errors | None:
         """The errors that this step's reduction starts with."""
@@ -387,7 +481,7 @@ class Unit:
             return None
         if self._errors is None:
             mesh = self.wire.mesh
-            self._errors = Errors.zero(self.policy, mesh.topology, self.geometry.shard, mesh.device)
+            self._errors = Errors.zero(self.policy, mesh.topology, self.geometry.piece, mesh.device)
             assert self._errors is not None  # noqa: S101  # there is feedback
             self.meter.add("feedback", self._errors.nbytes)
         self._errors.begin(self.clock.step)
@@ -448,29 +542,43 @@ class Unit:
             return None
         return self._mean
 
+    def own_mean(self) -> Tensor | None:
+        """(piece,) of it that no other rank counts, in a norm over all ranks."""
+        mean = self.mean_gradient()
+        if mean is None:
+            return None
+        start, end = self.geometry.own_piece(self.wire.mesh.rank)
+        return mean[start:end]
+
     # Whole values
 
     def full_master(self) -> list[Tensor]:
         """All parameters in fp32, gathered from the masters: one tensor per slot."""
-        world = self.wire.mesh.topology.world_axis
-        nbytes = FP32.frame_bytes(self.geometry.shard)
-        tag = Tag("step", "state", self.geometry.name)
-        exchange = self.wire.all_gather(world, nbytes, tag)
-        ops.encode(FP32, self.master, exchange.send)
-        exchange.post()
-        whole = torch.empty((world.size, self.geometry.shard), device=self.master.device)
-        ops.decode(FP32, exchange.wait(), whole)
-        exchange.close()
-        flat = whole.view(-1)
-        return [flat[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self.geometry.slots]
+        topology, shard = self.wire.mesh.topology, self.geometry.shard
+        axes, outside = topology.gather_axes(self.policy.group_ranks(topology))
+        inside, tag = axes[outside:], Tag("step", "state", self.geometry.name)
+        master, nbytes = self.master, FP32.frame_bytes(shard)
+
+        def write(frame: Tensor) -> None:
+            ops.encode(FP32, master, frame)
+
+        steps = gather_frames(self.wire, inside, write, nbytes, tag)
+        whole = torch.empty(self.geometry.padded, device=master.device)
+
+        def gathering() -> Generator[None, None, None]:
+            exchange = yield from steps
+            ops.decode(FP32, gathered(exchange, inside, nbytes), placed(whole, inside[::-1], shard))
+            exchange.close()
+
+        Transfer(gathering()).wait()
+        return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self.geometry.slots]
 
     def load_master(self, values: Sequence[Tensor]) -> None:
         """Overwrite the weights with ``values``, one tensor per slot; ends the secondary's life."""
-        shard, rank = self.geometry.shard, self.wire.mesh.rank
-        low, high = rank * shard, (rank + 1) * shard
-        for slot, value in zip(self.geometry.slots, values, strict=True):
-            begin, end = max(slot.offset, low), min(slot.end, high)
-            if begin < end:
-                part = value.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
-                self.master[begin - low : end - low] = part
+        cut = self._cut(values, self.wire.mesh.device)
+        if self._codes is None:
+            self.master.copy_(cut)
+        else:
+            self._master, self._codes = cut, None
+            self._hold_codes()
         self.weights_changed()

@@ -1,4 +1,4 @@
-"""ZeRO stage 3 over any torch module: ``shard(model, ...)`` changes it in place.
+"""ZeRO over any torch module: ``shard(model, ...)`` changes it in place.
 
 Hooks report events of the model's units to the :class:`~impl.schedule.Schedule` and carry out its
 actions.  Nothing here knows ZeRO++'s techniques by name: they are values of the policy.
@@ -15,9 +15,8 @@ The training loop gains one line::
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
-import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,16 +24,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impl import ops
+from impl import ops, state
 from impl.blocks import GroupOf, drafts_of, find_blocks, geometry_of, plan_units
 from impl.collectives import Transfer
 from impl.mesh import Mesh
+from impl.module_buffers import ModuleBuffers
 from impl.noise import Clock
 from impl.policy import Policy
+from impl.pool import Meter, Pool
+from impl.reference import DTYPES
 from impl.saved import SavedTensors
+from impl.scaling import LossScaler, Stepped
 from impl.schedule import MOST_AHEAD, Action, Schedule
-from impl.traffic import NORM_BYTES, Phase
-from impl.unit import Meter, Unit, ZeroError
+from impl.traffic import NORM_BYTES, Phase, kept_units
+from impl.unit import Shared, Unit, ZeroError
 from impl.watch import watch_optimizers
 from impl.wire import Tag, Wire
 
@@ -73,17 +76,19 @@ def shard(
     policy.check(mesh.topology)
     ops.prepare(mesh.device)
     wire = wire if wire is not None else Wire(mesh)
-    drafts = drafts_of(model, find_blocks(model) if blocks is None else blocks, group_of, policy.compute)
+    drafts = drafts_of(model, find_blocks(model) if blocks is None else blocks, group_of, policy)
     geometries = [geometry_of(draft, mesh.topology, policy) for draft in drafts]
-    meter, clock = Meter(), Clock(seed)
+    meter = Meter()
+    pool = Pool(DTYPES[policy.compute], mesh.device, meter, "local_gradients")
+    shared = Shared(wire, policy, meter, Clock(seed), pool)
+    casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)
     units = [
-        Unit(geometry, draft.parameters, draft.holders, wire=wire, policy=policy, meter=meter, clock=clock)
+        Unit(geometry, draft.parameters, draft.holders, shared)
         for draft, geometry in zip(drafts, geometries, strict=True)
     ]
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
-    modules = [draft.module for draft in drafts]
-    return Zero(model, units, modules, wire=wire, policy=policy, meter=meter, clock=clock)
+    return Zero(model, units, [draft.module for draft in drafts], shared, casts_inputs=casts)
 
 
 class Zero:
@@ -93,6 +98,7 @@ class Zero:
         units: the root's first, then in model order.
         wire: with the ledger.
         policy: what is sent, held and computed.
+        scaler: the loss scale.
     """
 
     def __init__(
@@ -100,17 +106,22 @@ class Zero:
         model: nn.Module,
         units: Sequence[Unit],
         modules: Sequence[nn.Module],
+        shared: Shared,
         *,
-        wire: Wire,
-        policy: Policy,
-        meter: Meter,
-        clock: Clock,
+        casts_inputs: bool,
     ) -> None:
-        self.model, self.units, self.wire, self.policy = model, list(units), wire, policy
-        self._meter, self._clock = meter, clock
+        self.model, self.units = model, list(units)
+        self.wire, self.policy = shared.wire, shared.policy
+        self.scaler = LossScaler(shared.policy.loss_scale)
+        self._meter, self._clock = shared.meter, shared.clock
+        self._casts_inputs = casts_inputs  # the model was given in another type than it computes in
+        self._module_buffers = ModuleBuffers(model, shared.wire)
+        self._accumulating = False  # this pass adds to local gradients and reduces nothing
+        self._passes = 0  # backward passes so far
         self._of_module: dict[nn.Module, list[int]] = {}
         for index, module in enumerate(modules):
             self._of_module.setdefault(module, []).append(index)
+        self._kept = kept_units(self.policy, [unit.geometry for unit in units])
         outer = tuple(self._of_module.get(model, ()))
         inner = tuple(i for i in range(len(units)) if i not in outer)
         self._schedule = self._scheduled(inner, outer)
@@ -121,7 +132,7 @@ class Zero:
         self._in_backward = False
         self._reduced: set[int] = set()  # of this backward pass
         self._ready: set[int] = set()
-        self._transfers: list[Transfer] = []
+        self._transfers: dict[int, Transfer] = {}  # reductions under way, by unit, in their order
         self._unfinished = False
         for module in {model: None, **dict.fromkeys(modules)}:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -153,6 +164,24 @@ class Zero:
             groups.append({"params": masters, **(options or {}).get(number, {})})
         return groups
 
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes inside add their gradients up locally; the next one outside reduces the sum.
+
+        Raises:
+            ZeroError: if the policy reduces every micro-batch.
+        """
+        if self.policy.reduces_each_micro_batch:
+            raise ZeroError(
+                f"accumulating() at stage {self.policy.stage}, which reduces each micro-batch into shards: "
+                "set the policy's reduce_every to 'step', and have memory for a whole local gradient"
+            )
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
     def finish_backward(self) -> None:
         """Send what has not been sent, wait for all reductions, release all weights.
 
@@ -160,15 +189,19 @@ class Zero:
         parameter that no loss reached has a mean of zero, not none: whether another rank's loss
         reached it is not known without asking, so adaptive optimizers see a zero there.
 
+        Inside :meth:`accumulating` nothing is sent.
+
         Raises:
             ZeroError: without a backward pass before.
         """
         if not self._unfinished:
             raise ZeroError("finish_backward() without a backward pass before it")
         for index in self._schedule.reduction_order:
-            if self.units[index].geometry.trainable and index not in self._reduced:
+            if self._accumulating:
+                self.units[index].end_pass()
+            elif self.units[index].geometry.trainable and index not in self._reduced:
                 self._start_reduction(index)
-        for transfer in self._transfers:
+        for transfer in self._transfers.values():
             transfer.wait()
         self._transfers.clear()
         for unit in self.units:
@@ -178,6 +211,28 @@ class Zero:
         self._calls.clear()
         self._in_backward = self._unfinished = False
         self._clock.next_micro_batch()
+        self._passes += 1
+        if self.policy.order_every and self._passes % self.policy.order_every == 0:
+            self.wire.check_order()
+
+    def drop_gradients(self) -> None:
+        """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`."""
+        for unit in self.units:
+            unit.drop_gradients()
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> Stepped:
+        """Unscale the loss's scale away, clip, and step; or skip the step on all ranks after an overflow.
+
+        For losses that were multiplied by ``scaler.scaled(loss)``.
+
+        Args:
+            optimizer: over :meth:`param_groups`.
+            max_norm: largest global 2-norm of the mean gradient; None does not clip.
+
+        Raises:
+            LossScaleError: for an overflow at the smallest dynamic scale.
+        """
+        return self.scaler.step(self, optimizer, max_norm)
 
     def grad_norm(self) -> Tensor:
         """() fp64 global 2-norm of the mean gradient; NaN and infinity included.
@@ -190,8 +245,9 @@ class Zero:
         """
         self.check_finished("grad_norm()")
         total = torch.zeros((), dtype=torch.float64, device=self.wire.mesh.device)
-        for gradient in self._gradients():
-            total += gradient.double().square().sum()
+        for unit in self.units:
+            if (mean := unit.own_mean()) is not None:
+                total += mean.double().square().sum()
         world = self.wire.mesh.topology.world_axis
         exchange = self.wire.all_gather(world, NORM_BYTES, Tag("step", "control"))
         exchange.send.copy_(total.view(1).view(torch.uint8))
@@ -213,17 +269,15 @@ class Zero:
         norm = self.grad_norm()
         if self.policy.feedback is not None:  # looking waits for the device
             self._forget_overflow(norm)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-        for gradient in self._gradients():
-            gradient.mul_(factor)
+        self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0).float())
         return norm
 
-    def _gradients(self) -> Iterator[Tensor]:
-        """The masters' gradients that are there."""
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the masters' gradients, where they are there."""
         for unit in self.units:
             for _, master in unit.masters:
                 if master.grad is not None:
-                    yield master.grad
+                    master.grad.mul_(factor)
 
     def overflowed(self) -> bool:
         """Whether any rank's gradient holds a NaN or an infinity; the same answer on all ranks.
@@ -237,14 +291,18 @@ class Zero:
         """Whether ``norm`` is not finite; then no codec carries an error over."""
         overflowed = not bool(torch.isfinite(norm))
         if overflowed:
-            for unit in self.units:
-                unit.clear_feedback()
+            self.forget_overflow()
         return overflowed
+
+    def forget_overflow(self) -> None:
+        """Drop the errors that codecs carry: they are of gradients that are not used."""
+        for unit in self.units:
+            unit.clear_feedback()
 
     # State
 
     def weights_changed(self) -> None:
-        """Call after writing masters by hand: hpZ's secondaries are no longer true.
+        """Call after writing masters by hand: what was gathered of them is no longer true.
 
         Optimizer steps and :meth:`load_full_state_dict` do it themselves.
         """
@@ -254,89 +312,35 @@ class Zero:
     def optimizer_stepped(self) -> None:
         """An optimizer that holds masters has stepped; called by itself, from the watch.
 
-        Several optimizers that step after one backward pass are one step.
+        Several optimizers that step after one backward pass are one step.  Frozen weights did not change.
         """
         if self._clock.micro_batch:
             self._clock.next_step()
-        self.weights_changed()
+        for unit in self.units:
+            if unit.geometry.trainable:
+                unit.weights_changed()
 
     def communication_state(self) -> dict[str, Tensor]:
-        """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over.
+        """What this rank's codecs depend on beside weights (:func:`impl.state.communication_state`)."""
+        return state.communication_state(self.units, self._clock, self.wire, self.policy)
 
-        With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
-        an uninterrupted one, bit for bit.  ``of`` says whose it is, as JSON in bytes.
-        """
-        of = json.dumps(self._identity(), sort_keys=True)
-        state = {
-            "of": torch.tensor(list(of.encode()), dtype=torch.uint8),
-            "step": torch.tensor(self._clock.step),
-            "micro_batch": torch.tensor(self._clock.micro_batch),
-        }
-        for unit in self.units:
-            for name, value in unit.feedback_state().items():
-                state[f"{unit.geometry.name}/{name}"] = value
-        return state
-
-    def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`communication_state` gave on the same rank.
 
         Raises:
-            ZeroError: if it is of another topology, policy, rank or seed, or not whole, naming what
-                differs; nothing is changed then.
+            ZeroError: if it is of another run, or not whole; nothing is changed then.
         """
-        if missing := sorted({"of", "step", "micro_batch"} - state.keys()):
-            raise ZeroError(f"communication state lacks {missing[0]!r}")
-        given, own = json.loads(bytes(state["of"].tolist()).decode()), self._identity()
-        for name, value in own.items():
-            if given.get(name) != value:
-                raise ZeroError(f"communication state is of {name} {given.get(name)}, not {value}")
-        errors = {
-            unit: {
-                name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-            }
-            for unit in self.units
-            for prefix in [f"{unit.geometry.name}/"]
-        }
-        taken = 3 + sum(len(one) for one in errors.values())
-        if taken != len(state):
-            raise ZeroError(f"communication state has {len(state) - taken} entries of unknown units")
-        for unit, one in errors.items():
-            unit.check_feedback(one)
-        self._clock.step, self._clock.micro_batch = int(state["step"]), int(state["micro_batch"])
-        for unit, one in errors.items():
-            unit.load_feedback(one)
-
-    def _identity(self) -> dict[str, str]:
-        """What the state of codecs belongs to."""
-        mesh, policy = self.wire.mesh, self.policy
-        return {
-            "rank": f"{mesh.rank} of {mesh.topology}",
-            "weights": str(policy.weights),
-            "gradients": "/".join(map(str, policy.gradients)),
-            "reduction": policy.reduce,
-            "feedback": str(policy.feedback or "none"),
-            "seed": str(self._clock.seed),
-        }
+        state.load_communication_state(self.units, self._clock, self.wire, self.policy, given)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state: fp32 parameters and buffers by their original names.
 
         All ranks must call it, and all get it.
         """
-        state = dict(self.model.state_dict(keep_vars=True))
-        for unit in self.units:
-            values = unit.full_master()
-            for member, value in zip(unit.members, values, strict=True):
-                visible = member.parameter if unit.gathered else member.stand_in
-                for name, held in state.items():
-                    if held is visible:
-                        state[name] = value
-        return {
-            name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-            for name, value in state.items()
-        }
+        self._module_buffers.make_equal()
+        return state.full_state_dict(self.model, self.units)
 
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_full_state_dict(self, given: Mapping[str, Tensor]) -> None:
         """Overwrite weights and buffers with those of the unsharded model.
 
         Raises:
@@ -344,22 +348,12 @@ class Zero:
         """
         for unit in self.units:
             unit.release()
-        own = dict(self.model.state_dict(keep_vars=True))
-        if own.keys() != state.keys():
-            odd = sorted(own.keys() ^ state.keys())
-            raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
-        for name, value in own.items():
-            if isinstance(value, Tensor) and value.shape != state[name].shape:
-                raise ZeroError(
-                    f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(value.shape)}"
-                )
-        names = {id(value): name for name, value in own.items()}
-        with torch.no_grad():
-            for unit in self.units:
-                unit.load_master([state[names[id(member.stand_in)]] for member in unit.members])
-            for name, value in own.items():
-                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                    value.copy_(state[name])
+        state.load_full_state_dict(self.model, self.units, given)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the model's persistent buffers, which are kept equal on all ranks."""
+        return self._module_buffers.nbytes
 
     def memory(self) -> dict[str, int]:
         """Most bytes that this rank's engine has held, by part (keys of ``traffic.memory``)."""
@@ -370,6 +364,8 @@ class Zero:
         device = self.wire.mesh.device
         warning = ops.warning_of(device)
         return {
+            "stage": self.policy.stage,
+            "group": self.policy.group_ranks(self.wire.mesh.topology),
             "gather": self.policy.gather,
             "reduce": self.policy.reduce,
             "transports": self.wire.describe(),
@@ -381,7 +377,8 @@ class Zero:
 
     def _scheduled(self, order: Iterable[int], outer: tuple[int, ...]) -> Schedule:
         sizes = [unit.geometry.padded for unit in self.units]
-        return Schedule(sizes, tuple(order), outer, self.policy.memory.prefetch)
+        limits = self.policy.memory
+        return Schedule(sizes, tuple(order), outer, limits.prefetch, limits.max_live, self._kept)
 
     def _phase(self) -> Phase:
         if self._in_backward:
@@ -405,8 +402,9 @@ class Zero:
                     if action.unit not in self._escaped:
                         unit.release()
                 case "reduce":
-                    self._ready.add(action.unit)
-                    self._start_ready()
+                    if not self._accumulating:
+                        self._ready.add(action.unit)
+                        self._start_ready()
 
     def _under_way(self) -> int:
         """Units that are being gathered."""
@@ -414,10 +412,14 @@ class Zero:
 
     # Forward
 
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # inside a backward pass
+        changed = None
         if module is self.model and not recomputing:
             self._begin_forward()
+            if self._casts_inputs:
+                dtype = DTYPES[self.policy.compute]
+                changed = args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         for index in self._of_module.get(module, ()):
             if recomputing:  # gather what was released, and look no further
                 self._carry_out((Action("wait", index),), "backward")
@@ -427,9 +429,12 @@ class Zero:
             self._carry_out(self._schedule.pre_forward(index), self._phase())
         if self._of_module.get(module) and not recomputing and torch.is_grad_enabled():
             self._after_backward_of(module, (args, kwargs))
+        return changed
 
     def _begin_forward(self) -> None:
+        self._module_buffers.make_equal()
         if torch.is_grad_enabled():
+            self._module_buffers.changed()
             if self._unfinished:
                 raise ZeroError(
                     "a forward pass after a backward pass that was not finished: call finish_backward() "
@@ -474,7 +479,8 @@ class Zero:
             address = unit.storage_address
             if unit.gathered and any(t.untyped_storage().data_ptr() == address for t in outputs):
                 self._escaped.add(index)  # a returned parameter (Megatron's bias) is used outside
-            self._carry_out(self._schedule.post_forward(index), self._phase())
+            training = torch.is_grad_enabled()
+            self._carry_out(self._schedule.post_forward(index, training=training), self._phase())
         if module is self.model:
             self._end_forward(outputs)
         if torch.is_grad_enabled() and self._of_module.get(module):
@@ -492,8 +498,9 @@ class Zero:
         addresses = {
             tensor.untyped_storage().data_ptr() for tensor in outputs if tensor.device.type != "meta"
         }
-        for unit in self.units:  # gathered ahead and not used, or returned by a module
-            if not (unit.gathered and unit.storage_address in addresses):
+        kept = self._kept if torch.is_grad_enabled() else ()
+        for index, unit in enumerate(self.units):  # gathered ahead and not used, or returned by a module
+            if index not in kept and not (unit.gathered and unit.storage_address in addresses):
                 unit.release()
 
     # Backward
@@ -556,10 +563,17 @@ class Zero:
             self._start_reduction(index)
 
     def _start_reduction(self, index: int) -> None:
-        for transfer in self._transfers:
+        """Start one, after the others have gone on by a message, within the limit on those under way."""
+        for transfer in self._transfers.values():
             transfer.advance()
-        self._transfers = [transfer for transfer in self._transfers if not transfer.complete]
-        self._transfers.append(self.units[index].reduce())
+        left = self.policy.memory.reduce_bucket - self.units[index].geometry.padded
+        under_way = {i: self.units[i].geometry.padded for i, t in self._transfers.items() if not t.complete}
+        for earlier in list(under_way):
+            if sum(under_way.values()) > left:
+                self._transfers[earlier].wait()
+                del under_way[earlier]
+        self._transfers = {i: transfer for i, transfer in self._transfers.items() if not transfer.complete}
+        self._transfers[index] = self.units[index].reduce()
         self._reduced.add(index)
 
     def check_finished(self, what: str) -> None:
@@ -570,6 +584,11 @@ class Zero:
         """
         if self._unfinished:
             raise ZeroError(f"{what} after a backward pass: call finish_backward() first")
+        if any(unit.holds_gradients for unit in self.units):
+            raise ZeroError(
+                f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
+                "outside of it, or call drop_gradients()"
+            )
 
 
 def _refuse_load(module: nn.Module, *_: Any) -> None:
@@ -577,6 +596,17 @@ def _refuse_load(module: nn.Module, *_: Any) -> None:
         f"{type(module).__name__}.load_state_dict() of a sharded model loads nothing: use "
         "Zero.load_full_state_dict()"
     )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors, in tuples, lists and dicts, in ``dtype``."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _cast(item, dtype) for name, item in value.items()}
+    if isinstance(value, list) or type(value) is tuple:
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -105,7 +105,7 @@ def secondaries(topology: Topology) -> list[int]:
     fits = []
     for ranks in range(topology.world + 1):
         try:
-            topology.check_secondary(ranks)
+            topology.check_group("an hpZ group", ranks)
         except ValueError:
             continue
         fits.append(ranks)
@@ -131,21 +131,43 @@ feedbacks = st.builds(
 
 
 @st.composite
+def limits(draw: st.DrawFn) -> MemoryLimits:
+    """Memory limits around the sizes of the tests' models."""
+    return MemoryLimits(
+        max_padding=1e9,
+        prefetch=draw(st.sampled_from([0, 200, 10**6])),
+        max_live=draw(st.sampled_from([0, 3000, 10**9])),
+        max_reuse=draw(st.sampled_from([0, 1, 2000, 10**9])),
+        persist_below=draw(st.sampled_from([0, 0, 20, 10**9])),
+        reduce_bucket=draw(st.sampled_from([0, 2000, 10**9])),
+    )
+
+
+@st.composite
 def policies(draw: st.DrawFn, topology: Topology) -> Policy:
-    """Policies that fit ``topology``, with small blocks."""
+    """Policies that fit ``topology``, with small blocks: all stages, groups, hops, codecs and limits."""
     codec = st.one_of(raw_codecs, engine_codecs)
     reduce = draw(st.sampled_from(["two_hop", "two_hop", "one_hop", "ring"]))
     first = draw(codec)
     gather = draw(st.sampled_from(["hierarchical", "hierarchical", "flat"]))
     gradients = (first, draw(codec) if reduce == "two_hop" else first)
     whole = any(getattr(each, "block", 0) == "shard" for each in gradients)
+    stage = draw(st.sampled_from([3, 3, 3, 2, 1, 0]))
+    by_hops = gather == "hierarchical" and reduce == "two_hop"
+    group = draw(st.sampled_from(secondaries(topology))) if by_hops and stage and draw(st.booleans()) else 0
+    copy = gather == "hierarchical" and stage == 3 and group == 0
     return Policy(
+        stage=stage,
+        group=group,
         weights=draw(codec),
         gradients=gradients,
         gather=gather,
         reduce=reduce,
         chunks=draw(st.sampled_from([1, 1, 2, 3])) if reduce == "two_hop" and not whole else 1,
-        secondary=0 if gather == "flat" else draw(st.sampled_from(secondaries(topology))),
+        secondary=draw(st.sampled_from(secondaries(topology))) if copy else 0,
         feedback=None if reduce == "ring" else draw(st.one_of(st.none(), feedbacks)),
-        memory=MemoryLimits(max_padding=1e9, prefetch=draw(st.sampled_from([0, 200, 10**6]))),
+        reduce_every=draw(st.sampled_from(["stage", "step", "micro_batch" if stage >= 2 else "stage"])),
+        frozen=draw(st.one_of(st.none(), codec)),
+        memory=draw(limits()),
+        order_every=draw(st.sampled_from([0, 1, 2])),
     )

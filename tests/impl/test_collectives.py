@@ -14,7 +14,7 @@ from impl.codec import BF16, FP32, Codec, parse
 from impl.collectives import Reduction, Transfer, gather_frames, gathered, placed
 from impl.collectives import reduced as reduction
 from impl.feedback import Errors
-from impl.geometry import pieces
+from impl.geometry import chunked
 from impl.mesh import Mesh
 from impl.noise import Clock, Noise
 from impl.policy import Policy
@@ -47,7 +47,7 @@ def reduced(
         wire=wire or Wire(mesh),
         hops=policy.reduce_axes(mesh.topology),
         tag=GRADIENTS,
-        pieces=pieces(shard, policy.chunks, policy.grain),
+        chunks=chunked(shard, policy.chunks, policy.grain),
         key=Clock(7).gradients("u", mesh.rank),
         errors=errors,
     )

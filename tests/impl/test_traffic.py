@@ -32,7 +32,7 @@ def test_volumes_are_the_published_ones_plus_scales() -> None:
     unit_m = inter_bytes(PRESETS["zero3"], topology, Load()) / 3
     with (PUBLISHED / "zeropp_volume.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {row["method"] for row in rows} == set(PRESETS) - {"exact"}
+    assert {row["method"] for row in rows} == set(PRESETS) - {"exact", "zero0", "zero1", "zero2", "mics"}
     for row in rows:
         measured = inter_bytes(PRESETS[row["method"]], topology, Load()) / unit_m
         assert float(row["total_m"]) <= measured <= float(row["total_m"]) * 1.014

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,85 +23,15 @@ from impl.topology import Topology
 from impl.traffic import Event, Load, memory, predict
 from impl.unit import Life
 from impl.wire import Wire
-from impl.zero import Zero, ZeroError, find_blocks, plan_units, shard
+from impl.zero import ZeroError, find_blocks, plan_units, shard
 from tests.models import Net, Odd
 from tests.ranks import on_processes, on_threads
 from tests.strategies import ROOMY, policies, topologies
+from tests.training import batch, close, mean_losses, model, single, train
 
 EXACT = preset("exact", memory=ROOMY)
 SMALL = {"memory": ROOMY, "weights": IntCodec(8, 32), "gradients": (IntCodec(8, 32), IntCodec(8, 32))}
 FIVE = [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(4, 1)]
-
-
-def batch(step: int, rank: int, width: int = 16) -> Tensor:
-    """(4, width) data of one rank in one micro-batch."""
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-def model(factory: Callable[..., nn.Module] = Net, **options: Any) -> nn.Module:
-    """A model with fixed values."""
-    torch.manual_seed(0)
-    return factory(**options)
-
-
-def single(net: nn.Module, world: int, steps: int, accumulation: int = 1, width: int = 16) -> list[float]:
-    """Train ``net`` in one process on all ranks' batches; the mean loss of each step."""
-    net = net.train()
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(steps):
-        total = 0.0
-        for micro in range(accumulation):
-            for rank in range(world):
-                loss = net(batch(step * accumulation + micro, rank, width))
-                (loss / world).backward()
-                total += loss.item() / world / accumulation
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
-
-
-def train(  # noqa: PLR0917  # thread ranks pass by position
-    mesh: Mesh,
-    net: nn.Module,
-    policy: Policy,
-    steps: int,
-    accumulation: int = 1,
-    width: int = 16,
-    **options: Any,
-) -> tuple[list[float], dict[str, Tensor], Zero]:
-    """The same with shards; this rank's losses, the final state, the engine."""
-    net = copy.deepcopy(net)
-    zero = shard(net, mesh=mesh, policy=policy, **options)
-    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        total = 0.0
-        for micro in range(accumulation):
-            loss = net(batch(step * accumulation + micro, mesh.rank, width))
-            loss.backward()
-            zero.finish_backward()
-            total += loss.item() / accumulation
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses, zero.full_state_dict(), zero
-
-
-def mean_losses(results: list[Any]) -> list[float]:
-    """Over ranks, step by step."""
-    return [sum(values) / len(values) for values in zip(*(result[0] for result in results), strict=True)]
-
-
-def close(state: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> bool:
-    """Whether every entry is within ``relative`` of its largest value."""
-    assert state.keys() == wanted.keys()
-    return all(
-        (state[name] - value).abs().max().item() <= relative * max(1e-3, value.abs().max().item())
-        for name, value in wanted.items()
-        if value.numel()
-    )
 
 
 def _gradients(mesh: Mesh, net: nn.Module, policy: Policy) -> dict[str, Tensor]:
@@ -229,18 +159,22 @@ def _ledger(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width
                 net(x)
             events.append("evaluate")
         elif kind == "norm":
+            if events[-1:] == ["accumulate"]:
+                zero.drop_gradients()  # a norm of what has not been reduced is refused
             zero.grad_norm()
             events.append("norm")
         else:
-            net(x).backward()
-            zero.finish_backward()
-            events += ["forward", "backward"]
+            alone = kind == "accumulate" and not policy.reduces_each_micro_batch
+            with zero.accumulating() if alone else contextlib.nullcontext():
+                net(x).backward()
+                zero.finish_backward()
+            events += ["forward", "accumulate" if alone else "backward"]
             if kind == "train":
                 optimizer.step()
                 optimizer.zero_grad()
                 events.append("step")
     units = [unit.geometry for unit in zero.units]
-    wanted = predict(policy, mesh.topology, units, mesh.rank, events)
+    wanted = predict(policy, mesh.topology, units, mesh.rank, events, buffer_bytes=zero.buffer_bytes)
     got = zero.wire.ledger.rows()
     assert got == wanted, got.items() ^ wanted.items()
     return True
@@ -360,7 +294,10 @@ def _broken(mesh: Mesh, policy: Policy, value: float, where: str) -> tuple[float
     net = copy.deepcopy(MODEL)
     zero = shard(net, mesh=mesh, policy=policy)
     if where == "weight" and mesh.rank == 1:
-        zero.units[1].master[0] = value
+        unit = zero.units[1]
+        low, _ = unit.geometry.bounds(mesh.rank)
+        first = next(s for s in unit.geometry.slots if s.end > low and len(s.spec.shape) > 1)
+        unit.master[max(first.offset - low, 0)] = value
     x = batch(0, mesh.rank)
     if where == "gradient" and mesh.rank == 2:
         x[0, 0] = value
@@ -579,7 +516,7 @@ def test_exact_follows_ddp_and_fsdp2_over_20_steps() -> None:
 
 def test_a_regular_load_is_its_events() -> None:
     """A load's events hold its passes, norms and evaluations, and nothing else."""
-    events = Load(micro_batches=2, steps=3, evaluations=4, norms=3).events()
+    events = Load(micro_batches=2, steps=3, evaluations=4, norms=3).events(preset("zero3"))
     assert [events.count(kind) for kind in ("forward", "backward", "norm", "step", "evaluate")] == [
         6,
         6,

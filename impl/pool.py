@@ -1,0 +1,61 @@
+"""Memory of the engine that comes and goes: what it holds is counted, what is free is used again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Meter:
+    """Bytes that the engine holds now and held at most, by part (keys of ``traffic.memory``)."""
+
+    now: dict[str, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+
+    def add(self, part: str, nbytes: int) -> None:
+        """Count an allocation, or a release when negative."""
+        self.now[part] = self.now.get(part, 0) + nbytes
+        self.peak[part] = max(self.peak.get(part, 0), self.now[part])
+
+
+class Pool:
+    """Flat buffers of one type, taken and given back: a fresh one costs a page fault every 4 KiB.
+
+    Args:
+        dtype: of their elements.
+        device: where they lie.
+        meter: where they are counted, free ones too.
+        part: as what.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
+        self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
+        self._free: list[Tensor] = []
+        self._taken: dict[int, Tensor] = {}  # by address: the whole of what was handed out
+
+    def take(self, numel: int) -> Tensor:
+        """(numel,) of any content: of the smallest free buffer that is large enough.
+
+        If none is, the largest free one goes before a fresh one comes.
+        """
+        fits = [buffer for buffer in self._free if buffer.numel() >= numel]
+        if fits:
+            chosen = min(fits, key=Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not chosen]
+        else:
+            if self._free:
+                gone = max(self._free, key=Tensor.numel)
+                self._free = [buffer for buffer in self._free if buffer is not gone]
+                self._meter.add(self._part, -gone.nbytes)
+                del gone
+            chosen = torch.empty(numel, dtype=self._dtype, device=self._device)
+            self._meter.add(self._part, chosen.nbytes)
+        self._taken[chosen.data_ptr()] = chosen
+        return chosen[:numel]
+
+    def give_back(self, buffer: Tensor) -> None:
+        """What :meth:`take` handed out is free again."""
+        self._free.append(self._taken.pop(buffer.data_ptr()))

@@ -1,0 +1,119 @@
+"""The whole of a sharded model: its values by name, and what its codecs depend on beside them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from impl.noise import Clock
+from impl.policy import Policy
+from impl.unit import Unit, ZeroError
+from impl.wire import Wire
+
+
+def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor]:
+    """The unsharded model's state: fp32 parameters and buffers by their original names.
+
+    All ranks must call it, and all get it.
+    """
+    state = dict(model.state_dict(keep_vars=True))
+    for unit in units:
+        values = unit.full_master()
+        for member, value in zip(unit.members, values, strict=True):
+            visible = member.parameter if unit.gathered else member.stand_in
+            for name, held in state.items():
+                if held is visible:
+                    state[name] = value
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }
+
+
+def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
+    """Overwrite weights and buffers with those of the unsharded model.
+
+    Raises:
+        ZeroError: for missing, unexpected or misshapen entries, naming the first.
+    """
+    own = dict(model.state_dict(keep_vars=True))
+    if own.keys() != state.keys():
+        odd = sorted(own.keys() ^ state.keys())
+        raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
+    for name, value in own.items():
+        if isinstance(value, Tensor) and value.shape != state[name].shape:
+            raise ZeroError(f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(value.shape)}")
+    names = {id(value): name for name, value in own.items()}
+    with torch.no_grad():
+        for unit in units:
+            visible = [member.parameter if unit.gathered else member.stand_in for member in unit.members]
+            unit.load_master([state[names[id(parameter)]] for parameter in visible])
+        for name, value in own.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                value.copy_(state[name])
+
+
+def communication_state(units: Sequence[Unit], clock: Clock, wire: Wire, policy: Policy) -> dict[str, Tensor]:
+    """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over.
+
+    With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
+    an uninterrupted one, bit for bit.  ``of`` says whose it is, as JSON in bytes.
+    """
+    of = json.dumps(_identity(clock, wire, policy), sort_keys=True)
+    state = {
+        "of": torch.tensor(list(of.encode()), dtype=torch.uint8),
+        "step": torch.tensor(clock.step),
+        "micro_batch": torch.tensor(clock.micro_batch),
+    }
+    for unit in units:
+        for name, value in unit.feedback_state().items():
+            state[f"{unit.geometry.name}/{name}"] = value
+    return state
+
+
+def load_communication_state(
+    units: Sequence[Unit], clock: Clock, wire: Wire, policy: Policy, state: Mapping[str, Tensor]
+) -> None:
+    """Take over what :func:`communication_state` gave on the same rank.
+
+    Raises:
+        ZeroError: if it is of another topology, policy, rank or seed, or not whole, naming what
+            differs; nothing is changed then.
+    """
+    if missing := sorted({"of", "step", "micro_batch"} - state.keys()):
+        raise ZeroError(f"communication state lacks {missing[0]!r}")
+    given = json.loads(bytes(state["of"].tolist()).decode())
+    for name, value in _identity(clock, wire, policy).items():
+        if given.get(name) != value:
+            raise ZeroError(f"communication state is of {name} {given.get(name)}, not {value}")
+    errors = {
+        unit: {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        for unit in units
+        for prefix in [f"{unit.geometry.name}/"]
+    }
+    taken = 3 + sum(len(one) for one in errors.values())
+    if taken != len(state):
+        raise ZeroError(f"communication state has {len(state) - taken} entries of unknown units")
+    for unit, one in errors.items():
+        unit.check_feedback(one)
+    clock.step, clock.micro_batch = int(state["step"]), int(state["micro_batch"])
+    for unit, one in errors.items():
+        unit.load_feedback(one)
+
+
+def _identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
+    """What the state of codecs belongs to."""
+    mesh = wire.mesh
+    return {
+        "rank": f"{mesh.rank} of {mesh.topology}",
+        "weights": str(policy.weights),
+        "gradients": "/".join(map(str, policy.gradients)),
+        "reduction": policy.reduce,
+        "group": str(policy.group_ranks(mesh.topology)),
+        "feedback": str(policy.feedback or "none"),
+        "seed": str(clock.seed),
+    }
