@@ -41,13 +41,13 @@ class SharedMemoryError(RuntimeError):
     """The arena cannot be made, or has no room; the message says why."""
 
 
-def patience(group: Group, seconds: float) -> tuple[timedelta, ...]:
-    """What ``Work.wait`` of the group is given to wait at most ``seconds``: nothing, if it takes nothing.
+def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
+    """What ``Work.wait`` of a backend is given to wait no longer than ``limit``: nothing if it takes none.
 
     gloo alone takes a limit.  Given one, NCCL's blocks the host instead of the stream, and that of
     thread ranks raises.
     """
-    return (timedelta(seconds=seconds),) if dist.get_backend(group.process_group) == "gloo" else ()
+    return (limit,) if backend == "gloo" else ()
 
 
 class Arena:
@@ -94,7 +94,7 @@ class Arena:
             handle = os.memfd_create("zeropp-arena", os.MFD_CLOEXEC)
             os.ftruncate(handle, total)
             address = torch.tensor([os.getpid(), handle])
-        limit = patience(group, self.timeout)
+        limit = patience(dist.get_backend(group.process_group), timedelta(seconds=self.timeout))
         handed = dist.broadcast(address, src=group.ranks[0], group=group.process_group, async_op=True)
         handed.wait(*limit)
         if group.index != 0:

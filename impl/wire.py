@@ -141,7 +141,7 @@ class Wire:
         self.exposed_seconds = 0.0
         self.buffer_bytes = 0
         self._pacer = pacer
-        self._timeout = timeout
+        self._timeout, self._limit = timeout, timedelta(seconds=timeout)
         self._arenas: dict[Axis, Arena] = {}
         self._buffers: dict[int, list[Tensor]] = defaultdict(list)
         self._used: dict[str, set[str]] = {}
@@ -221,7 +221,7 @@ class Wire:
         inter = self._book(axis, nbytes, tag, ring=True, steps=1)
         self._note(axis, tag, f"{backend} point to point" if backend == "gloo" else backend)
         self._trail.waiting = None
-        limit = patience(group, self._timeout)
+        limit = patience(backend, self._limit)
         buffers = _Buffers(self, None, nbytes, None, nbytes)
         return _Backend(self, start, buffers, entry, limit, rows=1, inter_bytes=inter)
 
@@ -300,7 +300,7 @@ class Wire:
             # What is sent to all is written where this rank itself receives it.
             buffers.send = buffers.received.view(group.size, -1)[group.index]
         self._trail.waiting = None
-        limit = patience(group, self._timeout)
+        limit = patience(backend, self._limit)
         return _Backend(self, start, buffers, entry, limit, rows=group.size, inter_bytes=inter)
 
     def _listed(self) -> RollCall | None:

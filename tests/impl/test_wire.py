@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from impl.mesh import Mesh, MeshError
-from impl.shared_memory import SLOTS, SharedMemoryError
+from impl.shared_memory import SLOTS
 from impl.topology import Topology
 from impl.wire import Tag, Wire, WireError
 from tests.ranks import on_processes, on_threads
