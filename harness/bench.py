@@ -1,8 +1,8 @@
-"""``zeropp bench``: the speed of codecs and of collectives, each beside what it has to be compared with.
+"""``zeropp bench``: the speed of codecs, collectives and training, each beside what it is compared with.
 
-A run leaves one record in ``<results>/bench-codecs`` or ``<results>/bench-collectives``, prints its table
-and draws the page of its folder.  Records of other machines or code are not joined.  torch is imported
-only once the command runs.
+A run leaves one record in ``<results>/bench-codecs``, ``bench-collectives`` or ``bench-engine``, prints its
+table and draws the page of its folder.  Records of other machines or code are not joined.  torch is
+imported only once the command runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
 from rich import box
@@ -20,11 +20,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from harness import bench_record, machine, terminal
+from harness import bench_record, engine_goals, machine, terminal
 from harness.bench_record import Bench, BenchError, Kind, Subject
 
 app = typer.Typer(
-    help="Measure codecs against a copy, and collectives against gloo's own.", no_args_is_help=True
+    help="Measure codecs against a copy, collectives against gloo's own, the engine against its peers.",
+    no_args_is_help=True,
 )
 
 Result = TypeVar("Result")
@@ -147,6 +148,81 @@ def collectives(  # noqa: PLR0917  # typer passes by name
         raise typer.Exit(GOAL_MISSED)
 
 
+@app.command()
+def engine(  # noqa: PLR0917  # typer passes by name
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes. Default: 1x4 ranks unshaped, then 2x2 at 1 Gbit/s.", min=1)
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Of the link between nodes, with --nodes and --ranks, e.g. '1 Gbit/s'; unshaped."),
+    ] = None,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(help="ddp, fsdp2, deepspeed, exact, ...; may be repeated. Default: all found."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="A GPT preset of suites.")] = engine_goals.MODEL,
+    seconds: Annotated[float, typer.Option(help="For each topology, about.", min=0.0)] = 240.0,
+    results: ResultsFolder = RESULTS,
+) -> None:
+    """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 below the goals."""
+    folder, pool = _folder("engine", results)
+    places = _places(nodes, ranks, rate)
+
+    from harness import bench_engine, deepspeed_peer
+    from harness.flops import PRESETS, GPTShape
+
+    gpts = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))
+    _chosen([model], gpts, "model")
+    asked = _chosen(contender or bench_engine.NAMES, bench_engine.NAMES, "contender")
+    missing = {}
+    if (why := deepspeed_peer.why_missing()) is not None and set(asked) & set(bench_engine.DEEPSPEED):
+        if contender:
+            raise BenchError(why)
+        missing = {"deepspeed": why}
+        asked = tuple(name for name in asked if name not in bench_engine.DEEPSPEED)
+    names = tuple(dict.fromkeys((engine_goals.ALONE, *asked)))
+    told = {
+        "places": [list(each) for each in places], "contenders": list(names), "model": model,
+        "sequence": engine_goals.SEQUENCE, "sequences": engine_goals.SEQUENCES, "seconds": seconds,
+        "deepspeed": None if why else deepspeed_peer.version(),
+    }  # fmt: skip
+    started = _now()
+    samples: list[bench_record.EngineSample] = []
+    for nodes_here, ranks_here, mbit in places:
+        setting = bench_engine.Setting(
+            names, mbit, seconds, model, engine_goals.SEQUENCE, engine_goals.SEQUENCES
+        )
+        of_ranks = _on_ranks(
+            bench_engine.measure, setting, folder, topology=(nodes_here, ranks_here), rate_mbit=mbit,
+            kind="namespaces",
+        )  # fmt: skip
+        samples += bench_engine.together(of_ranks)
+    if (words := engine_goals.unequal(samples)) is not None:
+        raise BenchError(words)
+    _finish(folder, _bench("engine", started, told, pool, missing=missing, engine=samples))
+    if any(not verdict.met for verdict in engine_goals.verdicts(samples)):
+        raise typer.Exit(GOAL_MISSED)
+
+
+def _places(nodes: int | None, ranks: int | None, rate: str | None) -> list[tuple[int, int, float | None]]:
+    """Nodes, ranks of each, and the rate of the link between nodes, of every topology to run.
+
+    The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
+    """
+    if not nodes and not ranks:
+        if rate is not None:
+            raise BenchError(f"--rate {rate!r}: say --nodes and --ranks with it")
+        return [(2, 2, 1000.0), (1, 4, None)]
+    place = (nodes or 1, ranks or 4, _rate(rate or "unshaped"))
+    if not 2 <= place[0] * place[1] <= MOST_RANKS:
+        raise BenchError(f"{place[0]} nodes x {place[1]} ranks: expected 2 to {MOST_RANKS} ranks in all")
+    if place[0] == 1 and place[2] is not None:
+        raise BenchError(f"--rate {rate!r}: one node has no link between nodes")
+    return [place]
+
+
 def show(folder: Path, out: Console) -> None:
     """Print the table of a folder of benchmark records."""
     _print(bench_record.read_all(folder), out)
@@ -175,6 +251,8 @@ def _print(benches: list[Bench], out: Console) -> None:
     for row in found.rows():
         table.add_row(*(escape(cell) for cell in row))
     out.print(table)
+    for verdict in engine_goals.verdicts(benches[-1].engine):
+        out.print(engine_goals.told(verdict))
     for (operation, transport), met in goals(benches[-1]).items():
         goal = GOALS[operation, transport]
         out.print(f"goal: {operation} over {transport} >= {goal:g} x gloo's: {'met' if met else 'MISSED'}")
@@ -217,13 +295,17 @@ def _on_ranks(
     topology: tuple[int, int] = (1, 1),
     rate_mbit: float | None = None,
     threads: int = 1,
+    kind: Literal["auto", "namespaces"] = "auto",
 ) -> list[Result]:
-    """Run ``target`` on fresh processes, and show how far they are."""
+    """Run ``target`` on fresh processes, and show how far they are.
+
+    A link with a rate is of ``kind``: peers, who send past our wire, are held to it by namespaces alone.
+    """
     from harness.launch import Launch, LaunchError, run_ranks
     from harness.link import LinkError, Setting, open_link
     from impl.topology import Topology
 
-    wanted = Setting("none" if rate_mbit is None else "auto", topology[0], rate_mbit)
+    wanted = Setting("none" if rate_mbit is None else kind, topology[0], rate_mbit)
     try:
         with open_link(wanted, "bench") as link, _shown() as report:
             launch = Launch(

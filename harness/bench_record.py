@@ -1,8 +1,8 @@
 """What a benchmark leaves behind: raw seconds of every round, in one file per run.  No torch.
 
 The counterpart of :mod:`harness.record` for ``zeropp bench``: a record holds no rates and no ratios.
-Every sample stands beside the reference (a copy, or the library's own collective) that was timed in
-the same round, so that what drifts between rounds cancels in their ratio.
+Every sample stands beside the reference (a copy, the library's own collective, or a step that sends
+nothing) that was timed in the same round, so that what drifts between rounds cancels in their ratio.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from harness.record import RecordError, path_of, read_as, write_whole
 # 1: first schema.
 SCHEMA_VERSION: Final = 1
 
-Subject = Literal["codecs", "collectives"]
+Subject = Literal["codecs", "collectives", "engine"]
 Kind = Literal["fp32", "bf16", "fp16"]
-FOLDERS: Final[dict[Subject, str]] = {"codecs": "bench-codecs", "collectives": "bench-collectives"}
+FOLDERS: Final[dict[Subject, str]] = {
+    "codecs": "bench-codecs",
+    "collectives": "bench-collectives",
+    "engine": "bench-engine",
+}
 
 
 class BenchError(Exception):
@@ -109,6 +113,52 @@ class CollectiveSample(_Paired):
     reference_sent: int
 
 
+class EngineSample(_Paired):
+    """Training steps of one contender; the reference is the same model stepping alone, sending nothing.
+
+    Attributes:
+        contender: who trained (:mod:`harness.bench_engine`).
+        transport: what carried messages inside a node: shm or backend; none of the one that sends nothing.
+        nodes: of the topology.
+        ranks_per_node: likewise.
+        rate_mbit: of the link between nodes; None is unshaped.
+        model: by its preset's name.
+        parameters: of the model.
+        sequence: tokens of a sequence.
+        sequences: of each rank in a step.
+        steps: in one round; ``seconds`` and ``reference_seconds`` are of all of them.
+        losses: mean over ranks before each step, those before the first round included.
+        equal_steps: of the first of them, those whose loss must be every other contender's.
+        cpu_seconds: that all ranks' processes computed in each round, waiting awake included.
+        told: how it was set up, in its own words.
+    """
+
+    contender: str
+    transport: Literal["shm", "backend", "none"]
+    nodes: int
+    ranks_per_node: int
+    rate_mbit: float | None
+    model: str
+    parameters: int
+    sequence: int
+    sequences: int
+    steps: int
+    losses: list[float]
+    equal_steps: int
+    cpu_seconds: list[float]
+    told: dict[str, Any] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Of all ranks in one round."""
+        return self.nodes * self.ranks_per_node * self.sequences * self.sequence * self.steps
+
+    @property
+    def equal_to_end(self) -> bool:
+        """Whether all its losses must be the others'."""
+        return self.equal_steps == len(self.losses)
+
+
 class Bench(_Part):
     """One run of a benchmark.
 
@@ -123,6 +173,7 @@ class Bench(_Part):
         missing: what is not here and why, by name.
         codecs: samples of codecs.
         collectives: samples of collectives.
+        engine: samples of training steps.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -136,6 +187,7 @@ class Bench(_Part):
     missing: dict[str, str] = {}
     codecs: list[CodecSample] = []
     collectives: list[CollectiveSample] = []
+    engine: list[EngineSample] = []
 
     @property
     def id(self) -> str:

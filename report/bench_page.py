@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 
 from harness.bench_record import Bench, Subject, read_all
-from report import bench_codecs, bench_collectives, figures, page
+from report import bench_codecs, bench_collectives, bench_engine, figures, page
 from report.build import PAGE, Folders, publish
 from report.frame import ReportError
 from report.plot import Drawing
@@ -19,17 +19,24 @@ from report.wording import listed
 _HEADINGS: Final[dict[Subject, tuple[str, str]]] = {
     "codecs": ("Codecs against", "a copy"),
     "collectives": ("Collectives against", "gloo's own"),
+    "engine": ("The engine against", "its peers"),
 }
 _QUESTIONS: Final[dict[Subject, str]] = {
     "codecs": "How fast does each codec encode and decode, beside a copy of the same elements?",
     "collectives": "How long does each collective take, and what does it send, beside gloo's own?",
+    "engine": "How many tokens per second does each engine train, beside the same model stepping alone?",
+}
+_MODULES: Final[dict[Subject, Any]] = {
+    "codecs": bench_codecs,
+    "collectives": bench_collectives,
+    "engine": bench_engine,
 }
 _FOLDERS: Final[Folders] = {
     "figures": (
-        (*bench_codecs.NAMES_OF_FIGURES, *bench_collectives.NAMES_OF_FIGURES),
+        tuple(name for module in _MODULES.values() for name in module.NAMES_OF_FIGURES),
         ("svg", "pdf", "png", "csv"),
     ),
-    "tables": (("codecs", "collectives"), ("csv", "md", "tex")),
+    "tables": (tuple(_MODULES), ("csv", "md", "tex")),
 }
 
 
@@ -59,14 +66,14 @@ def build(results: Path) -> Path:
 
 def table_of(benches: Sequence[Bench]) -> Table:
     """The table of records of one subject."""
-    if benches[0].subject == "codecs":
-        return bench_codecs.table(bench_codecs.frame(benches))
-    return bench_collectives.table(bench_collectives.frame(benches))
+    module = _MODULES[benches[0].subject]
+    found: Table = module.table(module.frame(benches))
+    return found
 
 
 def _write(folder: Path, benches: Sequence[Bench]) -> None:
     subject = benches[0].subject
-    module = bench_codecs if subject == "codecs" else bench_collectives
+    module = _MODULES[subject]
     data = module.frame(benches)
     drawings: list[tuple[Drawing, pd.DataFrame]] = module.drawings(data)
     drawn = [figures.write(drawing, rows, folder / "figures") for drawing, rows in drawings]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import bench, bench_codecs, bench_record, cli
+from harness import bench, bench_codecs, bench_engine, bench_record, cli, deepspeed_peer, engine_goals
 from harness.bench_collectives import any_inside, together
 from harness.bench_record import Bench, BenchError, CodecSample, CollectiveSample
 from harness.rank import Progress, Rank
@@ -19,7 +20,7 @@ from impl import ops
 from impl.codec import parse
 from impl.topology import Axis, Topology
 from tests.harness.test_cli import folder, refused
-from tests.report.bench_records import codecs, collectives
+from tests.report.bench_records import codecs, collectives, engine
 
 __all__ = ["folder"]  # a fixture
 
@@ -39,6 +40,11 @@ BAD = {
     "a rate without unit": (("collectives", "--rate", "50"), "with a unit"),
     "one rank": (("collectives", "--nodes", "1", "--ranks", "1"), "2 ranks at least"),
     "no such benchmark": (("codec",), "No such command"),
+    "no contender": (("engine", "--contender", "megatron"), "unknown contender 'megatron'"),
+    "no model": (("engine", "--model", "gpt-huge"), "unknown model 'gpt-huge'"),
+    "one rank alone": (("engine", "--nodes", "1", "--ranks", "1"), "expected 2 to 64 ranks"),
+    "a rate of no topology": (("engine", "--rate", "1 Gbit/s"), "say --nodes and --ranks with it"),
+    "a link of one node": (("engine", "--ranks", "2", "--rate", "1 Gbit/s"), "one node has no link"),
 }
 
 
@@ -204,3 +210,93 @@ def test_records_refuse(tmp_path: Path) -> None:
         bench_record.read_all(tmp_path)
     with pytest.raises((BenchError, RecordError)):
         bench_record.check_pool(tmp_path, "another")
+
+
+@pytest.mark.skipif(deepspeed_peer.why_missing() is None, reason="DeepSpeed is installed")
+def test_deepspeed_is_optional(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed that is asked for and missing is refused, with how to install it."""
+    assert "pip install" in refused(folder, capsys, "bench", "engine", "--contender", "deepspeed")
+
+
+@pytest.mark.timeout(120)
+def test_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Contenders train the same in the same processes, each in every round; other models have no goals."""
+    arguments = ["--ranks", "2", "--model", "gpt-tiny", "--seconds", "0"]
+    chosen = [word for name in ("fsdp2", "exact", "exact-backend") for word in ("--contender", name)]
+    assert cli.main(["bench", "engine", *arguments, *chosen]) == cli.OK
+    assert "goal" not in capsys.readouterr().out
+    (found,) = bench_record.read_all(folder / "results" / "bench-engine")
+    names = [(sample.contender, sample.transport) for sample in found.engine]
+    assert names == [("alone", "none"), ("fsdp2", "backend"), ("exact", "shm"), ("exact", "backend")]
+    for sample in found.engine:
+        assert len(sample.seconds) == bench_engine.FEWEST_ROUNDS
+        assert len(sample.losses) == bench_engine.STEPS * (bench_engine.FEWEST_ROUNDS + 1)
+        assert sample.reference_seconds == found.engine[0].seconds
+        assert sample.losses[-1] < sample.losses[0]
+    assert found.engine[0].losses[0] == pytest.approx(found.engine[1].losses[0], rel=1e-6)
+
+
+def test_together_of_the_engine() -> None:
+    """A round lasts as long as the slowest rank's; a step's loss is the mean over ranks, CPU times add up."""
+    one = engine().engine[1]
+    fast = one.model_copy(update={"seconds": [1.0, 2.0], "losses": [3.0, 2.0], "cpu_seconds": [0.5, 1.0]})
+    slow = one.model_copy(update={"seconds": [2.0, 1.0], "losses": [5.0, 1.0], "cpu_seconds": [2.0, 1.0]})
+    (found,) = bench_engine.together([[fast], [slow]])
+    assert (found.seconds, found.losses, found.cpu_seconds) == ([2.0, 2.0], [4.0, 1.5], [2.5, 2.0])
+
+
+@given(st.floats(0.2, 5.0))
+def test_goals_of_the_engine(ours: float) -> None:
+    """A goal is met if and only if the median of the rounds' ratios to the fastest peer reaches it."""
+    found = engine_goals.verdicts(engine(ours=ours).engine)
+    assert [verdict.goal for verdict in found] == list(engine_goals.GOALS)
+    for verdict in found:
+        assert verdict.found.estimate == pytest.approx(ours)
+        assert verdict.met == (verdict.found.estimate >= verdict.goal.ratio)
+        assert ("MISSED" in engine_goals.told(verdict)) != verdict.met
+
+
+def test_the_fastest_peer_counts() -> None:
+    """A goal is judged beside its fastest peer of the same topology, and names it."""
+    samples = engine(ours=2.0).engine
+    faster = [
+        sample.model_copy(update={"seconds": [0.8 * took for took in sample.seconds]})
+        if (sample.contender, sample.nodes) == ("deepspeed-kept", 1)
+        else sample
+        for sample in samples
+    ]
+    best, ddp, alone, shaped = engine_goals.verdicts(faster)
+    assert best.peer == alone.peer == "deepspeed-kept"
+    assert best.found.estimate == pytest.approx(1.6)
+    assert "DDP: 2" in engine_goals.told(ddp)
+    assert shaped.found.estimate == pytest.approx(2.0)
+
+
+def test_goals_are_of_one_model() -> None:
+    """Another model, or a run without peers, is judged by no goal."""
+    samples = engine().engine
+    other = [sample.model_copy(update={"model": "gpt-medium"}) for sample in samples]
+    assert engine_goals.verdicts(other) == []
+    assert engine_goals.verdicts([sample for sample in samples if sample.contender == "exact"]) == []
+
+
+@given(st.sampled_from([2e-3, -2e-3, float("nan")]), st.integers(0, 1))
+def test_losses_must_be_equal(off: float, step: int) -> None:
+    """A loss beyond the tolerance, or none, names contender, step and both numbers; less is rounding."""
+    samples = engine().engine
+    assert engine_goals.unequal(samples) is None
+    for scale, told in ((1.0, True), (1e-2, math.isnan(off))):
+        losses = list(samples[1].losses)
+        losses[step] *= 1 + scale * off
+        changed = [samples[0], samples[1].model_copy(update={"losses": losses}), *samples[2:]]
+        words = engine_goals.unequal(changed)
+        assert (words is not None) == told
+        assert words is None or f"in step {step} on 1x4 ranks" in words
+
+
+def test_compute_alone_begins_equal() -> None:
+    """Who trains on its own batches alone is held to the first loss, and to no other."""
+    first, *rest = engine().engine
+    assert first.losses[1] != rest[0].losses[1]
+    other = first.model_copy(update={"losses": [5.6, 5.0]})
+    assert "alone over none has loss 5.6 in step 0" in str(engine_goals.unequal([other, *rest]))

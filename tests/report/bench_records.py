@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from harness import engine_goals
 from harness.bench_codecs import CODECS, OPERATIONS
-from harness.bench_record import Bench, CodecSample, CollectiveSample
+from harness.bench_record import Bench, CodecSample, CollectiveSample, EngineSample
 from impl.codec import parse
 from tests.report.records import CODE, MACHINE, POOL
 
@@ -55,4 +56,29 @@ def collectives(*, ratio: float = 5.0) -> Bench:
         subject="collectives", started="2026-01-01T00:00:00.000+00:00",
         finished="2026-01-01T00:01:00.000+00:00", setting={}, machine=MACHINE, code=CODE, pool=POOL,
         collectives=samples,
+    )  # fmt: skip
+
+
+def engine(*, ours: float = 2.0) -> Bench:
+    """A record of peers, of ours, ``ours`` times as fast, and of compute alone, 4 times as fast."""
+    contenders = [
+        (engine_goals.ALONE, "none", 0.25),
+        ("exact", "shm", 1 / ours),
+        ("exact", "backend", 1 / ours),
+    ]
+    contenders += [(name, "backend", 1.0) for name in ("ddp", *engine_goals.SHARDED)]
+    samples = [
+        EngineSample(
+            contender=contender, transport=transport, nodes=nodes, ranks_per_node=4 // nodes, rate_mbit=rate,
+            model=engine_goals.MODEL, parameters=3_312_384, sequence=engine_goals.SEQUENCE,
+            sequences=engine_goals.SEQUENCES, steps=3, losses=[5.5, 4.0 if transport == "none" else 5.0],
+            equal_steps=1 if transport == "none" else 2, seconds=[took, 1.1 * took],
+            reference_seconds=[0.25, 0.275], cpu_seconds=[4 * took, 4 * took],
+        )
+        for nodes, rate in ((1, None), (2, 1000.0))
+        for contender, transport, took in contenders
+    ]  # fmt: skip
+    return Bench(
+        subject="engine", started="2026-01-01T00:00:00.000+00:00", finished="2026-01-01T00:01:00.000+00:00",
+        setting={}, machine=MACHINE, code=CODE, pool=POOL, engine=samples,
     )  # fmt: skip

@@ -9,10 +9,10 @@ import pytest
 
 from harness import bench_record
 from harness.record import RecordError
-from report import bench_codecs, bench_collectives, bench_dots
+from report import bench_codecs, bench_collectives, bench_dots, bench_engine
 from report.bench_page import build
 from report.frame import ReportError
-from tests.report.bench_records import codecs, collectives
+from tests.report.bench_records import codecs, collectives, engine
 
 
 def test_ratios_are_of_pairs() -> None:
@@ -40,17 +40,32 @@ def test_times_gloo() -> None:
     assert found["ratio"].to_list() == pytest.approx([5.0] * len(found))
 
 
-@pytest.mark.parametrize("subject", ["codecs", "collectives"])
+def test_of_compute_alone() -> None:
+    """A contender's share of compute alone is alone's seconds over its own, of one round."""
+    record = engine(ours=2.0)
+    found = bench_engine.derived(bench_engine.frame([record]))
+    shares = found.set_index(["contender", "transport", "nodes"])["of_alone"]
+    assert shares["alone", "none", 1] == pytest.approx(1.0)
+    assert shares["exact", "shm", 2] == pytest.approx(0.5)
+    assert shares["ddp", "backend", 1] == pytest.approx(0.25)
+    speeds = found.set_index(["contender", "transport", "nodes"])["speed"]
+    assert speeds["ddp", "backend", 1] == pytest.approx(statistics.median([6144 / 1.0, 6144 / 1.1]))
+
+
+PAGES = {
+    "codecs": (codecs, ("roofline-cpu-fp32", "speeds-cpu-fp32")),
+    "collectives": (collectives, bench_collectives.NAMES_OF_FIGURES),
+    "engine": (engine, bench_engine.NAMES_OF_FIGURES),
+}
+
+
+@pytest.mark.parametrize("subject", PAGES)
 def test_page(tmp_path: Path, subject: str) -> None:
     """The page holds every figure and its table, escapes what records hold, and comes out equal twice."""
-    bench_record.write(tmp_path, codecs() if subject == "codecs" else collectives())
+    made, names = PAGES[subject]
+    bench_record.write(tmp_path, made())
     page = build(tmp_path)
     text = page.read_text(encoding="utf-8")
-    names = (
-        ("roofline-cpu-fp32", "speeds-cpu-fp32")
-        if subject == "codecs"
-        else bench_collectives.NAMES_OF_FIGURES
-    )
     for name in names:
         assert f'<figure id="{name}">' in text
         assert (tmp_path / "figures" / f"{name}.svg").exists()
