@@ -8,6 +8,7 @@ dropout draws no random number.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from impl import reference
 from impl.codec import Codec
 from impl.geometry import UnitGeometry
+from impl.hosts_traffic import GroupGeometry
 from impl.noise import Clock
 
 TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
@@ -83,19 +85,60 @@ def as_gathered(
         units: their layout.
         seed: of stochastic codecs.
     """
+    with _restored(model) as parameters:
+        for unit in units:
+            _pass_unit(codec, unit, parameters, Clock(seed))
+        yield
+
+
+@contextmanager
+def as_gathered_by_fsdp2(model: nn.Module, codec: Codec, groups: Sequence[GroupGeometry]) -> Iterator[None]:
+    """The same for FSDP2 with our gather: each rank's message is its parts of a group's parameters.
+
+    Args:
+        model: its parameters are trained in fp32.
+        codec: of the policy's weights; not stochastic.
+        groups: FSDP2's parameter groups.
+    """
+    with _restored(model) as parameters:
+        for group in groups:
+            _pass_group(codec, group, parameters)
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """The parameters by name, to be changed; they are as they were afterwards."""
     parameters = dict(model.named_parameters())
     kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
-        with torch.no_grad():
-            for unit in units:
-                _pass_unit(codec, unit, parameters, Clock(seed))
-        yield
+        yield parameters
     finally:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(kept[name])
 
 
+@torch.no_grad()
+def _pass_group(codec: Codec, group: GroupGeometry, parameters: dict[str, nn.Parameter]) -> None:
+    """Encode and decode every rank's message of a group, by the reference."""
+    whole = torch.zeros(group.world, group.shard)
+    columns = [0, *itertools.accumulate(map(group.part, group.parameters))]
+    places = []  # (parameter, its elements in rank order with padding: a view of ``whole``)
+    for spec, (start, end) in zip(group.parameters, itertools.pairwise(columns), strict=True):
+        rows, part = parameters[spec.name], whole[:, start:end]  # (world, part)
+        padded = torch.zeros(part.numel())
+        padded[: rows.numel()] = rows.reshape(-1)
+        part.copy_(padded.view_as(part))
+        places.append((rows, part))
+    frames = torch.empty((group.world, codec.frame_bytes(group.shard)), dtype=torch.uint8)
+    reference.encode(codec, whole, frames)
+    reference.decode(codec, frames, whole)
+    for rows, part in places:
+        rows.copy_(part.reshape(-1)[: rows.numel()].view(rows.shape))
+
+
+@torch.no_grad()
 def _pass_unit(codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parameter], clock: Clock) -> None:
     """Encode and decode every shard of a unit, by the reference whatever kernels the engine uses."""
     slots = [(slot, parameters[slot.spec.name]) for slot in unit.slots]

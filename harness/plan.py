@@ -133,7 +133,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         )
     if trial.host is not None:
         state = optimizer if isinstance(optimizer, int) else 0
-        return _hosted(trial, host, policy, model, state, problems)
+        return _hosted(trial, host, policy, model, state=state, problems=problems)
     from impl.zero import ZeroError, plan_units
 
     try:
@@ -163,7 +163,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
 
 
 def _hosted(
-    trial: Trial, host: Host, policy: Policy, model: nn.Module, state: int, problems: tuple[str, ...]
+    trial: Trial, host: Host, policy: Policy, model: nn.Module, *, state: int, problems: tuple[str, ...]
 ) -> Forecast:
     """The prediction of a policy inside a host, whose memory is a peer's."""
     from impl.hosts import HostError, hosted_units
@@ -176,7 +176,7 @@ def _hosted(
         return Forecast(trial, parameters, problems=(*problems, str(error)))
     sent: dict[str, int] = {"inter": 0, "intra": 0}
     for rank in range(topology.ranks_per_node):
-        rows = predict_hosted(trial.host, policy, topology, units, rank, _events(trial))
+        rows = predict_hosted(trial.host, policy, topology, units, rank=rank, events=_events(trial))
         for key, one in rows.items():
             sent[key.link] += one.bytes
     memory = _held(trial, _peer_memory(trial.host, parameters, topology, state))
@@ -386,7 +386,7 @@ def _check_optimizer(trial: Trial) -> str | int:
     from impl.watch import NOT_ELEMENTWISE
 
     name = trial.optimizer.name
-    if name in NOT_ELEMENTWISE and trial.resolved_policy() is not None and trial.host != "ddp":
+    if name in NOT_ELEMENTWISE and trial.resolved_policy() is not None and trial.host is None:
         return f"optimizer.name = {name!r} is not elementwise and would be another algorithm on shards"
     try:
         return state_bytes_per_element(trial.optimizer)

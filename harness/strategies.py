@@ -2,7 +2,8 @@
 
 ``single`` is one process that averages over the batches of all ranks, and so the reference;
 ``ddp`` and ``fsdp2`` are torch's own, in fp32, on the same model, data and link.  Peers send past
-our wire: they have no ledger, and only a shaped network holds them to a rate.
+our wire: they have no ledger, and only a shaped network holds them to a rate.  The same two are hosts
+where their messages are ours (``fsdp2+qgz``): then they have a ledger and a prediction as policies do.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from harness.rank import Rank, Refusal
 from harness.suite import Optimizer, Trial
 from impl.geometry import UnitGeometry
+from impl.hosts import InDDP, InFSDP2, join_ddp, join_fsdp2
+from impl.hosts_traffic import GroupGeometry, Host, check_host
 from impl.mesh import Mesh
 from impl.policy import Policy
 from impl.topology import Topology
-from impl.traffic import ADAM_BYTES, LedgerKey, Sent, memory
+from impl.traffic import ADAM_BYTES, Event, LedgerKey, Sent, memory, predict
 from impl.wire import Transport, Wire
 from impl.zero import Zero, find_blocks, shard
 
@@ -61,6 +64,9 @@ class Strategy(Protocol):
     def ledger(self) -> dict[LedgerKey, Sent] | None:
         """Everything this rank has sent so far; None if it went past our wire."""
 
+    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent] | None:
+        """What this rank should have sent in the passes of ``events``; None if it has no ledger."""
+
     def exposed_seconds(self) -> float | None:
         """Time this rank has waited for communication so far; None if it cannot be told."""
 
@@ -70,8 +76,8 @@ class Strategy(Protocol):
     def formula(self) -> dict[str, int]:
         """The same parts as ``impl.traffic`` predicts them; empty for peers."""
 
-    def units(self) -> Sequence[UnitGeometry]:
-        """Geometries of the units; empty for peers."""
+    def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
+        """What travels together; empty for peers."""
 
     def describe(self) -> dict[str, Any]:
         """Algorithms and transports that ran."""
@@ -117,13 +123,17 @@ class Peer:
     def weights_changed(self) -> None:
         """Nothing: peers keep no copies from pass to pass."""
 
-    def ledger(self) -> None:
+    def ledger(self) -> dict[LedgerKey, Sent] | None:
         """None."""
-        return
+        return None
 
-    def exposed_seconds(self) -> None:
+    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent] | None:
         """None."""
-        return
+        return None
+
+    def exposed_seconds(self) -> float | None:
+        """None."""
+        return None
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Weights, gradients and optimizer state that stay on this rank."""
@@ -135,7 +145,7 @@ class Peer:
         """Empty."""
         return {}
 
-    def units(self) -> Sequence[UnitGeometry]:
+    def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
         """Empty."""
         return ()
 
@@ -145,6 +155,45 @@ class Peer:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+@dataclass(slots=True)
+class Hosted(Peer):
+    """A peer whose messages are ours: a policy inside FSDP2 or DDP.
+
+    Attributes:
+        joined: what carries them.
+    """
+
+    joined: InFSDP2 | InDDP
+
+    def clip(self, largest: float) -> float:
+        """See :meth:`Strategy.clip`; the sums of FSDP2's shards go through the wire too."""
+        return float(self.joined.clip_grad_norm_(largest))
+
+    def ledger(self) -> dict[LedgerKey, Sent]:
+        """What the wire booked."""
+        return self.joined.wire.ledger.rows()
+
+    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
+        """What ``impl.hosts_traffic`` says."""
+        return self.joined.predict(events)
+
+    def exposed_seconds(self) -> float:
+        """Time spent in the wire's waits."""
+        return self.joined.wire.exposed_seconds
+
+    def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
+        """FSDP2's parameter groups; the units of DDP's gradients."""
+        return self.joined.units
+
+    def describe(self) -> dict[str, Any]:
+        """See :meth:`Strategy.describe`."""
+        return self.joined.describe()
+
+    def close(self) -> None:
+        """Let go of shared memory."""
+        self.joined.wire.close()
 
 
 @dataclass(slots=True)
@@ -184,6 +233,14 @@ class Sharded:
         """What the wire booked."""
         return self.engine.wire.ledger.rows()
 
+    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
+        """What ``impl.traffic`` says."""
+        mesh = self.engine.wire.mesh
+        engine = self.engine
+        return predict(
+            self.policy, mesh.topology, self.units(), mesh.rank, events, buffer_bytes=engine.buffer_bytes
+        )
+
     def exposed_seconds(self) -> float | None:
         """Time spent in the wire's waits; None on a GPU, whose stream waits while this process goes on."""
         wire = self.engine.wire
@@ -222,7 +279,8 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
 
     Raises:
         Refusal: for a combination that is not possible.
-        PolicyError, GeometryError: for a policy that does not fit model or topology.
+        PolicyError, GeometryError: for a policy that does not fit model or topology, or that its host
+            cannot carry out.
     """
     policy = trial.resolved_policy()
     if policy is None:
@@ -233,6 +291,8 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
         pacer=rank.pacer,
         timeout=trial.timeout_seconds,
     )
+    if trial.host is not None:
+        return _hosted(trial.host, model, wire, policy)
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
     return Sharded(model, zero, policy, trial.optimizer)
 
@@ -258,6 +318,17 @@ def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:
         names = {"gather": f"all_gather of {backend}, fp32", "reduce": f"reduce_scatter of {backend}, fp32"}
         return Peer(model, names)
     raise Refusal(f"unknown strategy {name!r}")
+
+
+def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
+    """The peer of that name, and our collectives in it."""
+    check_host(host, policy)
+    if host == "fsdp2":
+        peer = _peer(host, model, wire.mesh.device)
+        return Hosted(peer.model, {}, join_fsdp2(peer.model, wire, policy))
+    # Buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire.
+    wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    return Hosted(wrapped, {}, join_ddp(wrapped, wire, policy))
 
 
 def predicted_memory(

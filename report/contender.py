@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from harness.suite import Trial
-from impl.policy import PRESETS, Policy
+from impl.policy import Policy
 from impl.topology import Topology
 
 BASELINE: Final = "zero3"
@@ -22,6 +22,14 @@ NAMES: Final = {
     "single": "single process",
     "ddp": "DDP",
     "fsdp2": "FSDP2",
+    "ddp+exact": "DDP + exact",
+    "ddp+bf16": "DDP + bf16",
+    "ddp+qgz": "DDP + qgZ",
+    "fsdp2+exact": "FSDP2 + exact",
+    "fsdp2+bf16": "FSDP2 + bf16",
+    "fsdp2+qwz": "FSDP2 + qwZ",
+    "fsdp2+qgz": "FSDP2 + qgZ",
+    "fsdp2+qwz+qgz": "FSDP2 + qwZ+qgZ",
     "exact": "exact (fp32)",
     "zero3": "ZeRO-3",
     "qwz": "qwZ",
@@ -49,11 +57,11 @@ def changes_of(trial: Trial) -> dict[str, str]:
 
     ``align`` and ``max_padding`` change the layout, not what is compared, and are left out.
     """
-    policy = trial.resolved_policy()
-    if policy is None:
+    policy, base = trial.resolved_policy(), trial.base_policy()
+    if policy is None or base is None:
         return {}
     topology = trial.topology()
-    fields, usual = _fields(policy, topology), _fields(PRESETS[trial.strategy], topology)
+    fields, usual = _fields(policy, topology), _fields(base, topology)
     return {name: value for name, value in fields.items() if value != usual[name]}
 
 
@@ -73,7 +81,7 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
     """How all policies of a folder move their data, where that differs from their presets."""
-    of_policies = [changes_of(trial) for trial in trials if trial.strategy in PRESETS]
+    of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     if not of_policies:
         return {}
     return {

@@ -55,13 +55,13 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
         ``quantising``  with the hpZ copy in 16 bits - the policy itself
         ``sent``        what is left
 
-    One row per trial and part; trials of peers and trials on one node are left out.
+    One row per trial and part; trials of peers, inside hosts and on one node are left out.
     """
     rows: list[dict[str, object]] = []
     for trial in table[table["nodes"] > 1].itertuples():
         ran = frames.ran[str(trial.id)]
         policy = ran.resolved_policy()
-        if policy is None:
+        if policy is None or ran.host is not None:
             continue
         topology = ran.topology()
         units = [UnitGeometry(n, (), padded, topology.world) for n, _, padded in frames.units[str(trial.id)]]

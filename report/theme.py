@@ -31,12 +31,22 @@ COLOURS: Final = {
     "hpz+qgz": "#b59b00",
     "exact": "#332288",
     "fsdp2": "#882255",
+    "fsdp2+exact": "#aa4499",
+    "fsdp2+bf16": "#a0527e",
+    "fsdp2+qwz": "#4a7fb0",
+    "fsdp2+qgz": "#b784a7",
+    "fsdp2+qwz+qgz": "#9a5fb0",
     "ddp": "#999933",
+    "ddp+exact": "#5f7f1f",
+    "ddp+bf16": "#b8b85a",
+    "ddp+qgz": "#c98a5a",
     "single": "#aaaaaa",
 }
 MARKERS: Final = {
     "zero3": "o", "zeropp": "D", "qwz": "s", "hpz": "^", "qgz": "v", "qwz+hpz": "P", "qwz+qgz": "X",
     "hpz+qgz": "p", "exact": "h", "fsdp2": "<", "ddp": ">", "single": "*",
+    "fsdp2+exact": "<", "fsdp2+bf16": "<", "fsdp2+qwz": "<", "fsdp2+qgz": "<", "fsdp2+qwz+qgz": "<",
+    "ddp+exact": ">", "ddp+bf16": ">", "ddp+qgz": ">",
 }  # fmt: skip
 PARTS: Final = {  # of a step's time
     "forward": "#0072b2",

@@ -71,7 +71,7 @@ def on_processes(topology: Topology, body: Callable[..., Any], *args: Any) -> li
     ``body`` must be importable; arguments and results are pickled by ``multiprocessing``.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "impl.zero"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "impl.zero", "impl.hosts", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         queue = context.Queue()
         ranks = [
