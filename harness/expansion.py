@@ -461,6 +461,10 @@ def _foreign(trial: Trial) -> Iterator[str]:
             yield path
     if changes.secondary and not base.secondary:
         yield "policy.secondary"
+    if changes.stage not in (None, base.stage):
+        yield "policy.stage"
+    if changes.group and not base.group:
+        yield "policy.group"
     if changes.feedback not in (None, "none") and _raw(base.gradients):
         yield "policy.feedback"
 

@@ -8,12 +8,13 @@ dropout draws no random number.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from impl.codec import Codec
 from impl.geometry import UnitGeometry
 from impl.hosts_traffic import GroupGeometry
 from impl.noise import Clock
+from impl.policy import Policy
+from impl.reference import DTYPES
+from impl.zero import cast_tensors
 
 TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
 Batch = tuple[Tensor, Tensor]
@@ -75,20 +79,40 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
 
 @contextmanager
 def as_gathered(
-    model: nn.Module, codec: Codec, units: Sequence[UnitGeometry], seed: int = 0
+    model: nn.Module, policy: Policy, units: Sequence[UnitGeometry], seed: int = 0
 ) -> Iterator[None]:
     """Let an unsharded model have the weights that the first gather brings; they are restored after.
 
     Args:
         model: its parameters are trained in fp32.
-        codec: of the policy's weights.
+        policy: how they are gathered.
         units: their layout.
         seed: of stochastic codecs.
     """
     with _restored(model) as parameters:
         for unit in units:
-            _pass_unit(codec, unit, parameters, Clock(seed))
+            own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+            _pass_unit(own.weights, unit, parameters, Clock(seed))
         yield
+
+
+def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
+    """``model`` as the policy computes it: itself in fp32, else a copy whose parameters have that type.
+
+    Inputs of another floating-point type are cast, as the engine does.
+    """
+    dtype = DTYPES[policy.compute]
+    if dtype == torch.float32:
+        return model
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+
+    twin.register_forward_pre_hook(cast, with_kwargs=True)
+    return twin
 
 
 @contextmanager
@@ -145,8 +169,8 @@ def _pass_unit(codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parame
     whole = torch.zeros(unit.padded, device=slots[0][1].device)
     for slot, parameter in slots:
         whole[slot.offset : slot.end] = parameter.reshape(-1)
-    shards = whole.view(unit.world, unit.shard)
-    frames = torch.empty((unit.world, codec.frame_bytes(unit.shard)), dtype=torch.uint8, device=whole.device)
+    shards = whole.view(unit.shards, unit.shard)
+    frames = torch.empty((unit.shards, codec.frame_bytes(unit.shard)), dtype=torch.uint8, device=whole.device)
     noise = clock.weights(unit.name).noise(0, (unit.shard,)) if codec.stochastic else None
     reference.encode(codec, shards, frames, noise=noise)
     reference.decode(codec, frames, shards)

@@ -24,12 +24,12 @@ from impl.hosts import InDDP, InFSDP2, join_ddp, join_fsdp2
 from impl.hosts_traffic import GroupGeometry, Host, check_host
 from impl.mesh import Mesh
 from impl.policy import Policy
+from impl.scaling import Stepped
 from impl.topology import Topology
 from impl.traffic import ADAM_BYTES, Event, LedgerKey, Sent, memory, predict
-from impl.wire import Transport, Wire
+from impl.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.zero import Zero, find_blocks, shard
 
-_ROOT: Final = ("root", "root.frozen")  # units that stay gathered around all others
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "nccl": "backend"}
 
 
@@ -52,11 +52,18 @@ class Strategy(Protocol):
     def begin(self, *, last: bool) -> None:
         """A micro-batch begins; the ``last`` one of its step or not."""
 
-    def finish_backward(self) -> None:
-        """A micro-batch's backward pass is over: wait until its gradients are reduced."""
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of ``loss``, scaled if the strategy scales losses."""
 
-    def clip(self, largest: float) -> float:
-        """Scale gradients to a global 2-norm of at most ``largest``; returns the norm before."""
+    def finish_backward(self) -> None:
+        """A micro-batch's backward pass is over: wait until its gradients are reduced, if they are."""
+
+    @property
+    def reduced(self) -> bool:
+        """Whether :meth:`finish_backward` of this micro-batch reduces gradients."""
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
+        """Step, with gradients scaled to a global 2-norm of at most ``clip``; an overflow may skip it."""
 
     def weights_changed(self) -> None:
         """Let go of kept copies of the weights: the next pass gathers them anew."""
@@ -112,11 +119,26 @@ class Peer:
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             self.model.require_backward_grad_sync = last  # what its no_sync() sets
 
+    def backward(self, loss: Tensor) -> None:
+        """Of the loss as it is."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
     def finish_backward(self) -> None:
         """Nothing: torch's own are done when ``backward()`` returns."""
 
+    @property
+    def reduced(self) -> bool:
+        """As far as our wire would see it, after every micro-batch."""
+        return True
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
+        """See :meth:`Strategy.step`."""
+        norm = None if clip is None else self.clip(clip)
+        optimizer.step()
+        return Stepped(norm, done=True)
+
     def clip(self, largest: float) -> float:
-        """See :meth:`Strategy.clip`."""
+        """Scale gradients to a global 2-norm of at most ``largest``; returns the norm before."""
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
@@ -204,6 +226,7 @@ class Sharded:
     engine: Zero
     policy: Policy
     optimizer: Optimizer
+    _last: bool = True  # micro-batch of its step
 
     @property
     def zero(self) -> Zero:
@@ -215,15 +238,27 @@ class Sharded:
         return self.engine.param_groups()
 
     def begin(self, *, last: bool) -> None:
-        """Nothing: every micro-batch is reduced, so that only shards of gradients are held."""
+        """Where the policy adds gradients up locally, only the last micro-batch is reduced."""
+        if not self.policy.reduces_each_micro_batch:
+            self.engine.accumulate(on=not last)
+        self._last = last
+
+    def backward(self, loss: Tensor) -> None:
+        """Of the loss times the policy's loss scale."""
+        self.engine.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def finish_backward(self) -> None:
         """Wait for all reductions."""
         self.engine.finish_backward()
 
-    def clip(self, largest: float) -> float:
-        """See :meth:`Strategy.clip`."""
-        return float(self.engine.clip_grad_norm_(largest))
+    @property
+    def reduced(self) -> bool:
+        """See :meth:`Strategy.reduced`."""
+        return self._last or self.policy.reduces_each_micro_batch
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
+        """See :meth:`Strategy.step`."""
+        return self.engine.step(optimizer, clip)
 
     def weights_changed(self) -> None:
         """See :meth:`Strategy.weights_changed`."""
@@ -289,7 +324,8 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
         Mesh.create(rank.topology, device),
         transport=TRANSPORTS[trial.cluster.transport],
         pacer=rank.pacer,
-        timeout=trial.timeout_seconds,
+        # Well before the launcher's own limit on the trial, or nobody would be asked where they are.
+        timeout=min(TIMEOUT_SECONDS, trial.timeout_seconds / 4),
     )
     if trial.host is not None:
         return _hosted(trial.host, model, wire, policy)
@@ -335,8 +371,7 @@ def predicted_memory(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], optimizer: Optimizer
 ) -> dict[str, int]:
     """What ``impl.traffic`` says one rank holds, by part, with the state of the trial's optimizer."""
-    outer = [index for index, unit in enumerate(units) if unit.name in _ROOT]
-    parts = memory(policy, topology, units, outer)
+    parts = memory(policy, topology, units)
     elements = parts["optimizer"] // ADAM_BYTES
     return {**parts, "optimizer": state_bytes_per_element(optimizer) * elements}
 

@@ -6,11 +6,12 @@ a suite file in TOML becomes a list of trials is in ``harness.expansion``.  No t
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
@@ -18,9 +19,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from harness.flops import PRESETS as MODELS
 from harness.flops import GPTShape, ViTShape
-from impl.codec import parse
+from impl.codec import Codec, parse
 from impl.hosts_traffic import HOSTED, Host, check_host
-from impl.policy import MOST_CHUNKS, PRESETS, Policy, parse_feedback
+from impl.policy import MOST_CHUNKS, PRESETS, MemoryLimits, Policy, parse_feedback, parse_loss_scale
 from impl.topology import Topology
 
 PEERS: Final = ("single", "ddp", "fsdp2")
@@ -138,8 +139,14 @@ class Optimizer(_Frozen):
 
 
 class PolicyChanges(_Frozen):
-    """Fields of ``impl.policy.Policy`` that replace those of the strategy's preset; text forms."""
+    """Fields of ``impl.policy.Policy`` that replace those of the strategy's preset; text forms.
 
+    Limits of ``impl.policy.MemoryLimits`` stand beside them: prefetch, max_live, max_reuse, persist_below,
+    reduce_bucket and max_padding.
+    """
+
+    stage: Literal[0, 1, 2, 3] | None = None
+    group: int | Literal["node"] | None = None
     weights: str | None = None
     gradients: str | tuple[str, str] | None = None
     gather: Literal["flat", "hierarchical"] | None = None
@@ -147,8 +154,17 @@ class PolicyChanges(_Frozen):
     chunks: int | None = Field(None, ge=1, le=MOST_CHUNKS)
     secondary: int | Literal["node"] | None = None
     feedback: str | None = None
+    reduce_every: Literal["stage", "micro_batch", "step"] | None = None
+    compute: Literal["fp32", "bf16", "fp16"] | None = None
+    loss_scale: str | None = None
+    frozen: str | None = None
     prefetch: int | None = Field(None, ge=0)
+    max_live: int | None = Field(None, ge=0)
+    max_reuse: int | None = Field(None, ge=0)
+    persist_below: int | None = Field(None, ge=0)
+    reduce_bucket: int | None = Field(None, ge=0)
     max_padding: float | None = Field(None, ge=0)
+    order_every: int | None = Field(None, ge=0)
     align: int = Field(1, ge=1)
 
     @field_validator("weights", "gradients")
@@ -164,6 +180,51 @@ class PolicyChanges(_Frozen):
         if value is not None:
             parse_feedback(value)
         return value
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _loss_scale(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_loss_scale(value)
+        return value
+
+    @field_validator("frozen")
+    @classmethod
+    def _frozen_codec(cls, value: str | None) -> str | None:
+        if value not in (None, "none"):
+            parse(str(value))
+        return value
+
+    def applied(self, base: Policy) -> Policy:
+        """``base`` with these fields in place of its own.
+
+        Raises:
+            PolicyError: for a combination that no topology could run.
+        """
+        given = {name: getattr(self, name) for name in type(self).model_fields}
+        changes = {name: value for name, value in given.items() if value is not None}
+        limits = {field.name for field in dataclasses.fields(MemoryLimits)}
+        memory = {name: changes.pop(name) for name in limits & changes.keys()}
+        hops = (self.gradients,) * 2 if isinstance(self.gradients, str) else self.gradients
+        if hops is not None:
+            changes["gradients"] = (parse(hops[0]), parse(hops[1]))
+        for name, read in _TEXT_FORMS.items():
+            if name in changes:
+                changes[name] = read(changes[name])
+        return replace(base, memory=replace(base.memory, **memory), **changes)
+
+
+def _parse_or_none(text: str) -> Codec | None:
+    return None if text == "none" else parse(text)
+
+
+_CAME_LATER: Final = (  # fields of policies that trials from before them do not have
+    "stage", "group", "reduce_every", "compute", "loss_scale", "frozen", "max_live", "max_reuse",
+    "persist_below", "reduce_bucket", "order_every",
+)  # fmt: skip
+_TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
+    "weights": parse, "frozen": _parse_or_none, "feedback": parse_feedback, "loss_scale": parse_loss_scale,
+}  # fmt: skip
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
@@ -248,6 +309,9 @@ class Trial(_Frozen):
             del data["workload"], data["generate"]
         if self.memory_limit is None:
             del data["memory_limit"]
+        for name in _CAME_LATER:
+            if data["policy"][name] is None:
+                del data["policy"][name]
         return data
 
     @classmethod
@@ -292,24 +356,7 @@ class Trial(_Frozen):
         base, changes = self.base_policy(), self.policy
         if base is None:
             return None
-        hops = (changes.gradients,) * 2 if isinstance(changes.gradients, str) else changes.gradients
-        memory = base.memory
-        if changes.prefetch is not None:
-            memory = replace(memory, prefetch=changes.prefetch)
-        if changes.max_padding is not None:
-            memory = replace(memory, max_padding=changes.max_padding)
-        return replace(
-            base,
-            weights=base.weights if changes.weights is None else parse(changes.weights),
-            gradients=base.gradients if hops is None else (parse(hops[0]), parse(hops[1])),
-            gather=changes.gather or base.gather,
-            reduce=changes.reduce or base.reduce,
-            chunks=base.chunks if changes.chunks is None else changes.chunks,
-            feedback=base.feedback if changes.feedback is None else parse_feedback(changes.feedback),
-            secondary=base.secondary if changes.secondary is None else changes.secondary,
-            memory=memory,
-            align=changes.align,
-        )
+        return changes.applied(base)
 
     def check(self) -> None:
         """Refuse fields that are fine alone and impossible together.
@@ -337,8 +384,8 @@ class Trial(_Frozen):
                 check_host(self.host, policy)
         if self.host is not None and cluster.device != "cpu":
             raise ValueError(
-                f"strategy = {self.strategy!r} on cluster.device = {cluster.device!r}: our collectives inside "
-                f"{self.host} run on the CPU; expected 'cpu'"
+                f"cluster.device = {cluster.device!r}: strategy {self.strategy!r} carries messages inside "
+                f"{self.host} on the CPU; expected 'cpu'"
             )
 
     def _check_workload(self) -> None:

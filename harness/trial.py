@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from harness import workload
 from harness.data import Batch, Data
-from harness.first_loss import FirstLoss, WrongLossError, as_gathered, as_gathered_by_fsdp2, mean_loss
+from harness.first_loss import (
+    FirstLoss,
+    WrongLossError,
+    as_computed,
+    as_gathered,
+    as_gathered_by_fsdp2,
+    mean_loss,
+)
 from harness.generation import Counted, Generator
 from harness.link import PROBES, Counters, Exchange, counters, slowest
 from harness.memory import without_training
@@ -211,8 +218,8 @@ class _Run:
             with as_gathered_by_fsdp2(model, policy.weights, groups):
                 return exact, mean_loss(model, self._first_batches())
         units = plan_units(model, self.rank.topology, policy)
-        with as_gathered(model, policy.weights, units, self.trial.seed):
-            return exact, mean_loss(model, self._first_batches())
+        with as_gathered(model, policy, units, self.trial.seed):
+            return exact, mean_loss(as_computed(model, policy), self._first_batches())
 
     def _one(self, index: int) -> None:
         """One step of the trial's workload."""
@@ -220,7 +227,7 @@ class _Run:
             self._step(index)
             return
         self.strategy.weights_changed()
-        self.events.append("step")
+        self.events.append("changed")
         self.generator.run(self.strategy.model.eval(), index=index, warmup=index < self.trial.warmup)
         self.events += ["evaluate"] * self.trial.generate.tokens
 
@@ -250,16 +257,16 @@ class _Run:
                 with clock.part("forward"):
                     loss = strategy.model(*batch)
                 with clock.part("backward"):
-                    (loss / (trial.accumulation * self.data.parts)).backward()
+                    strategy.backward(loss / (trial.accumulation * self.data.parts))
                 losses.append(loss.detach())
             with clock.part("backward"):
                 strategy.finish_backward()
-            self.events += ["forward", "backward"]
+            self.events += ["forward", "backward" if strategy.reduced else "accumulate"]
         with clock.part("optimizer"):
-            norm = None if trial.clip is None else strategy.clip(trial.clip)
-            self.optimizer.step()
+            norm, done = strategy.step(self.optimizer, trial.clip)
             self.optimizer.zero_grad()
-        self.events += ["step"] if trial.clip is None else ["norm", "step"]
+        self.events += ["norm"] if norm is not None else []
+        self.events += ["step"] if done else []
         mean = math.fsum(float(loss) for loss in losses) / len(losses)
         clock.end(index=index, warmup=index < trial.warmup, loss=mean, norm=norm)
         self.train_seconds += clock.steps[-1].total
@@ -281,7 +288,7 @@ class _Run:
                 self.events.append("evaluate")
         self.strategy.model.train()
         self.strategy.weights_changed()  # or the next forward pass would be spared its gathers
-        self.events.append("step")
+        self.events.append("changed")
         after = self._count()
         if before is not None and after is not None:
             self.evaluated += after - before

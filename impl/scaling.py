@@ -33,11 +33,11 @@ class Stepped(NamedTuple):
     """What became of a step.
 
     Attributes:
-        norm: global 2-norm of the unscaled mean gradient, before clipping.
+        norm: global 2-norm of the unscaled mean gradient, before clipping; None if nothing asked for it.
         done: whether the optimizer stepped; False after an overflow, on all ranks alike.
     """
 
-    norm: float
+    norm: float | None
     done: bool
 
 
@@ -71,6 +71,8 @@ class LossScaler:
     ) -> Stepped:
         """Unscale, clip, and step, or skip the step after an overflow; all ranks must call it.
 
+        Without a loss scale nothing is skipped: a norm that is not finite makes clipped gradients NaN.
+
         Args:
             gradients: of the engine.
             optimizer: over its masters.
@@ -79,12 +81,16 @@ class LossScaler:
         Raises:
             LossScaleError: for an overflow at the smallest scale of a dynamic one.
         """
+        if self._setting is None and max_norm is None:
+            optimizer.step()
+            return Stepped(None, done=True)
         norm = float(gradients.grad_norm()) / self.scale
-        if self._setting is not None and not math.isfinite(norm):
-            self._overflowed(self._setting)
+        if not math.isfinite(norm):
             gradients.forget_overflow()
-            optimizer.zero_grad()
-            return Stepped(norm, done=False)
+            if self._setting is not None:
+                self._overflowed(self._setting)
+                optimizer.zero_grad()
+                return Stepped(norm, done=False)
         factor = 1.0 / self.scale
         if max_norm is not None:
             factor *= min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan

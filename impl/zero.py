@@ -41,7 +41,7 @@ from impl.unit import Shared, Unit, ZeroError
 from impl.watch import watch_optimizers
 from impl.wire import Tag, Wire
 
-__all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
+__all__ = ["Zero", "ZeroError", "cast_tensors", "find_blocks", "plan_units", "shard"]
 
 
 def shard(
@@ -171,16 +171,24 @@ class Zero:
         Raises:
             ZeroError: if the policy reduces every micro-batch.
         """
-        if self.policy.reduces_each_micro_batch:
+        self.accumulate(on=True)
+        try:
+            yield
+        finally:
+            self.accumulate(on=False)
+
+    def accumulate(self, *, on: bool) -> None:
+        """From here on backward passes add up locally, or reduce; see :meth:`accumulating`.
+
+        Raises:
+            ZeroError: if the policy reduces every micro-batch.
+        """
+        if on and self.policy.reduces_each_micro_batch:
             raise ZeroError(
                 f"accumulating() at stage {self.policy.stage}, which reduces each micro-batch into shards: "
                 "set the policy's reduce_every to 'step', and have memory for a whole local gradient"
             )
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
+        self._accumulating = on
 
     def finish_backward(self) -> None:
         """Send what has not been sent, wait for all reductions, release all weights.
@@ -371,6 +379,7 @@ class Zero:
             "transports": self.wire.describe(),
             "kernels": ops.kernels_of(device, [self.policy.weights, *self.policy.gradients]),
             **({} if warning is None else {"kernels_warning": warning}),
+            **({} if self.policy.loss_scale is None else {"loss_scale": self.scaler.state_dict()}),
         }
 
     # Events
@@ -419,7 +428,7 @@ class Zero:
             self._begin_forward()
             if self._casts_inputs:
                 dtype = DTYPES[self.policy.compute]
-                changed = args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+                changed = args, kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
         for index in self._of_module.get(module, ()):
             if recomputing:  # gather what was released, and look no further
                 self._carry_out((Action("wait", index),), "backward")
@@ -598,14 +607,14 @@ def _refuse_load(module: nn.Module, *_: Any) -> None:
     )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with its floating-point tensors, in tuples, lists and dicts, in ``dtype``."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {name: _cast(item, dtype) for name, item in value.items()}
+        return {name: cast_tensors(item, dtype) for name, item in value.items()}
     if isinstance(value, list) or type(value) is tuple:
-        return type(value)(_cast(item, dtype) for item in value)
+        return type(value)(cast_tensors(item, dtype) for item in value)
     return value
 
 

@@ -31,7 +31,11 @@ NAMES: Final = {
     "fsdp2+qgz": "FSDP2 + qgZ",
     "fsdp2+qwz+qgz": "FSDP2 + qwZ+qgZ",
     "exact": "exact (fp32)",
+    "zero0": "ZeRO-0",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
     "zero3": "ZeRO-3",
+    "mics": "MiCS",
     "qwz": "qwZ",
     "hpz": "hpZ",
     "qgz": "qgZ",
@@ -68,6 +72,8 @@ def changes_of(trial: Trial) -> dict[str, str]:
 def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
     hops = [str(codec) for codec in policy.gradients]
     return {
+        "stage": str(policy.stage),
+        "group": str(policy.group_ranks(topology)),
         "weights": str(policy.weights),
         "gradients": hops[0] if hops[0] == hops[1] else "/".join(hops),
         "secondary": str(policy.secondary_ranks(topology)),
@@ -75,7 +81,15 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "reduce": policy.reduce,
         "chunks": str(policy.chunks),
         "feedback": str(policy.feedback or "none"),
+        "reduce every": policy.reduce_every.replace("_", "-"),
+        "compute": policy.compute,
+        "loss scale": str(policy.loss_scale or "none"),
+        "frozen": str(policy.frozen or "none"),
         "prefetch": str(policy.memory.prefetch),
+        "max live": str(policy.memory.max_live),
+        "max reuse": str(policy.memory.max_reuse),
+        "persist below": str(policy.memory.persist_below),
+        "reduce bucket": str(policy.memory.reduce_bucket),
     }
 
 

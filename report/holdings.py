@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from impl.codec import BF16
-from impl.geometry import UnitGeometry
+from impl.geometry import FROZEN, UnitGeometry
 from impl.policy import Policy
 from impl.topology import Topology
 from impl.traffic import Load, predict
@@ -64,7 +64,12 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
         if policy is None or ran.host is not None:
             continue
         topology = ran.topology()
-        units = [UnitGeometry(n, (), padded, topology.world) for n, _, padded in frames.units[str(trial.id)]]
+        units = [
+            UnitGeometry(
+                n, (), padded, topology.world, not n.endswith(FROZEN), policy.group_ranks(topology)
+            )
+            for n, _, padded in frames.units[str(trial.id)]
+        ]
         raw_codecs = {"weights": BF16, "gradients": (BF16, BF16), "feedback": None, "chunks": 1}
         ladder = (
             replace(policy, **raw_codecs, secondary=0, gather="flat", reduce="ring"),  # type: ignore[arg-type]

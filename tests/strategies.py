@@ -144,16 +144,19 @@ def limits(draw: st.DrawFn) -> MemoryLimits:
 
 
 @st.composite
-def policies(draw: st.DrawFn, topology: Topology) -> Policy:
-    """Policies that fit ``topology``, with small blocks: all stages, groups, hops, codecs and limits."""
+def policies(draw: st.DrawFn, topology: Topology, *, whole_world: bool = False) -> Policy:
+    """Policies that fit ``topology``, with small blocks: all stages, groups, hops, codecs and limits.
+
+    ``whole_world``: only those that shard over all ranks.
+    """
     codec = st.one_of(raw_codecs, engine_codecs)
     reduce = draw(st.sampled_from(["two_hop", "two_hop", "one_hop", "ring"]))
     first = draw(codec)
     gather = draw(st.sampled_from(["hierarchical", "hierarchical", "flat"]))
     gradients = (first, draw(codec) if reduce == "two_hop" else first)
     whole = any(getattr(each, "block", 0) == "shard" for each in gradients)
-    stage = draw(st.sampled_from([3, 3, 3, 2, 1, 0]))
-    by_hops = gather == "hierarchical" and reduce == "two_hop"
+    stage = draw(st.sampled_from([3, 3, 3, 2, 1] if whole_world else [3, 3, 3, 2, 1, 0]))
+    by_hops = gather == "hierarchical" and reduce == "two_hop" and not whole_world
     group = draw(st.sampled_from(secondaries(topology))) if by_hops and stage and draw(st.booleans()) else 0
     copy = gather == "hierarchical" and stage == 3 and group == 0
     return Policy(

@@ -84,12 +84,10 @@ def train(rank: Rank, trial: Trial) -> list[float]:
             for part in mine:
                 tokens = _tokens(step, micro, part, trial.sequence)
                 loss = strategy.model(tokens[:, :-1], tokens[:, 1:])
-                (loss / (trial.accumulation * len(mine))).backward()
+                strategy.backward(loss / (trial.accumulation * len(mine)))
                 total = total + loss.detach() / (trial.accumulation * len(mine))
             strategy.finish_backward()
-        if trial.clip is not None:
-            strategy.clip(trial.clip)
-        optimizer.step()
+        strategy.step(optimizer, trial.clip)
         optimizer.zero_grad()
         losses.append(float(total))
     strategy.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from harness.suite import PEERS, Cluster, PolicyChanges, Trial, parse_rate
+from harness.suite import PEERS, Cluster, Generate, Model, PolicyChanges, Trial, parse_rate
 from impl.codec import IntCodec, Raw
-from impl.policy import PRESETS, PolicyError
+from impl.policy import PRESETS, MemoryLimits, Policy, PolicyError
 
 codecs = st.one_of(
     st.sampled_from(["fp32", "bf16", "fp16"]),
@@ -41,6 +42,8 @@ trials = st.builds(
         align=st.integers(1, 4096),
     ),
     cluster=st.builds(Cluster, nodes=st.integers(1, 64), ranks_per_node=st.integers(1, 16), rate=rates),
+    workload=st.sampled_from(["train", "generate"]),
+    memory_limit=st.sampled_from([None, "64 MiB", "1.5 GiB"]),
     seed=st.integers(0, 2**63 - 1),
     repeat=st.integers(0, 100),
 )
@@ -126,15 +129,60 @@ def test_changes_replace_fields() -> None:
     assert (policy.memory.prefetch, policy.memory.max_padding) == (7, 0.5)
 
 
+def test_every_field_of_a_policy_can_be_said() -> None:
+    """What a suite may change are the fields of policies and of their limits, all of them."""
+    named = {field.name for kind in (Policy, MemoryLimits) for field in dataclasses.fields(kind)}
+    assert set(PolicyChanges.model_fields) == named - {"memory"}
+    changes = {
+        "stage": 2, "group": "node", "compute": "fp16", "loss_scale": "dynamic:window7", "frozen": "int8:64",
+        "reduce_every": "step", "max_live": 1, "max_reuse": 2, "persist_below": 3, "reduce_bucket": 4,
+        "order_every": 5, "feedback": "none",
+    }  # fmt: skip
+    policy = Trial(strategy="zero3", policy=PolicyChanges(**changes)).resolved_policy()  # type: ignore[arg-type]
+    assert policy is not None
+    assert (policy.stage, policy.group, policy.compute, policy.reduce_every) == (2, "node", "fp16", "step")
+    assert (str(policy.loss_scale), str(policy.frozen)) == ("dynamic:window7", "int8:64")
+    limits = policy.memory
+    assert (limits.max_live, limits.max_reuse, limits.persist_below, limits.reduce_bucket) == (1, 2, 3, 4)
+    assert policy.order_every == 5
+    assert Trial.from_canonical(Trial(policy=PolicyChanges(**changes)).canonical()).policy.stage == 2  # type: ignore[arg-type]
+
+
 def test_impossible_policy() -> None:
     """A combination that no topology could run is refused when it is resolved."""
     with pytest.raises(PolicyError, match="hpZ"):
         Trial(strategy="hpz", policy=PolicyChanges(gather="flat")).resolved_policy()
 
 
+def test_what_came_later_changes_no_id() -> None:
+    """A trial that trains without a limit has the id that it had before there were others."""
+    assert Trial().id == "0dc9ea488555"
+    assert not {"workload", "generate", "memory_limit"} & set(Trial().canonical())
+    assert {"workload", "generate"} <= set(Trial(workload="generate").canonical())
+    assert Trial(policy=PolicyChanges(stage=2)).canonical()["policy"]["stage"] == 2
+
+
+@given(st.integers(1, 2**20), st.sampled_from(["MiB", "GiB"]))
+def test_sizes(number: int, unit: str) -> None:
+    """A size with a unit is bytes, and stays so in the canonical form."""
+    trial = Trial(memory_limit=f"{number} {unit}")  # type: ignore[arg-type]
+    assert trial.memory_limit == number * {"MiB": 2**20, "GiB": 2**30}[unit]
+    assert Trial.from_canonical(trial.canonical()) == trial
+
+
+@pytest.mark.parametrize("text", ["64", "64 MB", "0 MiB", "-1 MiB", "MiB", 64])
+def test_bad_size(text: object) -> None:
+    """A size without a known unit, or of nothing, is refused."""
+    with pytest.raises(ValidationError, match="a number above 0 with a unit, MiB or GiB"):
+        Trial(memory_limit=text)  # type: ignore[arg-type]
+
+
 def test_topology() -> None:
     """A trial's topology is its cluster's nodes and ranks."""
     assert str(Trial(cluster=Cluster(nodes=3, ranks_per_node=5)).topology()) == "3x5"
+
+
+GENERATES: dict[str, Any] = {"workload": "generate"}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +194,15 @@ def test_topology() -> None:
         ),
         ({"cluster": Cluster(link="none", rate="50 Mbit/s")}, "cluster.rate = 50 Mbit/s"),  # type: ignore[arg-type]
         ({"cluster": Cluster(transport="nccl")}, "cluster.device = 'cuda'"),
+        ({"generate": Generate(tokens=5)}, "expected workload = 'generate'"),
+        (
+            GENERATES | {"model": Model(name="bert-small")},
+            "model 'bert-small' cannot; expected one of gpt-tiny",
+        ),
+        (GENERATES | {"model": Model(name="a:b")}, "model 'a:b' cannot"),
+        (GENERATES | {"sequence": 32}, "generate.prompt = 32 and generate.tokens = 32: together at most"),
+        (GENERATES | {"clip": 1.0}, "trains nothing"),
+        (GENERATES | {"accumulation": 2}, "accumulation = 2: expected 1"),
         ({"policy": PolicyChanges(secondary=3)}, "hpZ group of 3 ranks does not fit 2 nodes x 2 ranks"),
     ],
 )

@@ -107,7 +107,7 @@ def hop_error(codec: Codec, x: torch.Tensor) -> float:
 def test_every_reduction_is_the_mean_within_the_bound_of_its_hops(data: st.DataObject, seed: int) -> None:
     """Flat, one-hop and two-hop reductions of any codecs stay within the bound composed from their hops."""
     topology = data.draw(topologies(6))
-    policy = data.draw(policies(topology))
+    policy = data.draw(policies(topology, whole_world=True))
     results = on_threads(topology, _mean_and_bound, policy, seed)
     gradients = torch.stack([gradient for gradient, _ in results])  # (rank, world * S)
     mean = gradients.double().mean(0).view(topology.world, -1)
@@ -157,7 +157,7 @@ def _gathered(mesh: Mesh, policy: Policy) -> torch.Tensor:
 def test_gathered_weights_are_every_ranks_shard_bit_equal_everywhere(data: st.DataObject) -> None:
     """Any gather gives all ranks the same bits: each shard encoded and decoded once, in rank order."""
     topology = data.draw(topologies(8))
-    policy = data.draw(policies(topology))
+    policy = data.draw(policies(topology, whole_world=True))
     results = on_threads(topology, _gathered, policy)
     parts = []
     for rank in range(topology.world):

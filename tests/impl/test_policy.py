@@ -140,7 +140,7 @@ def test_a_loss_scale_that_means_nothing_is_refused(text: str) -> None:
 
 def test_negative_limits_are_refused() -> None:
     """A limit is a number of elements."""
-    with pytest.raises(PolicyError, match="memory.max_reuse = -1: expected 0 or more"):
+    with pytest.raises(PolicyError, match=r"memory\.max_reuse = -1: expected 0 or more"):
         MemoryLimits(max_reuse=-1)
 
 
