@@ -1,0 +1,103 @@
+"""Everything that docs/support.md says goes together trains like one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness import support
+from impl.codec import IntCodec
+from impl.policy import LossScale, Policy, preset
+from impl.topology import Topology
+from tests.models import Net
+from tests.ranks import on_threads
+from tests.strategies import ROOMY
+from tests.training import mean_losses, model, single, train
+
+EXACT = preset("exact", memory=ROOMY)
+INT8 = IntCodec(8, 32)
+PARTS = support.parts(INT8, INT8, ROOMY)
+FIVE = [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(4, 1)]
+PAIRS = list(support.together(PARTS, EXACT))
+STEPS, ACCUMULATION = 2, 2
+
+
+def net() -> Net:
+    """A model with a frozen bias in each block."""
+    made = model()
+    assert isinstance(made, Net)
+    for block in made.blocks:
+        block.up.bias.requires_grad_(requires_grad=False)
+    return made
+
+
+def tolerance(policy: Policy) -> float:
+    """How far mean losses may be from one process's: 1e-5 where nothing is rounded, else 2 %."""
+    rounds = policy.compute != "fp32" or policy.frozen is not None
+    rounds = rounds or policy.weights != EXACT.weights or policy.gradients != EXACT.gradients
+    return 0.02 if rounds else 1e-5
+
+
+def follows(topology: Topology, policy: Policy) -> None:
+    """Assert that training under ``policy`` follows one process."""
+    policy.check(topology)
+    results = on_threads(topology, train, net(), policy, STEPS, ACCUMULATION)
+    wanted = single(net(), topology.world, STEPS, ACCUMULATION)
+    assert mean_losses(results) == pytest.approx(wanted, rel=tolerance(policy))
+
+
+def test_the_page_is_not_stale() -> None:
+    """docs/support.md holds what ``python -m harness.support`` would write."""
+    assert support.PAGE.read_text(encoding="utf-8") == support.render()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "policy"),
+    [pair for pair in PAIRS if isinstance(pair[2], Policy)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_pairs_train(one: str, other: str, policy: Policy) -> None:
+    """Every pair that is accepted follows a single process, with accumulation."""
+    follows(Topology(2, 2), policy)
+
+
+def test_what_is_refused_says_both() -> None:
+    """A refusal is one line."""
+    refused = [found for _, _, found in PAIRS if isinstance(found, str)]
+    assert refused
+    assert all("\n" not in words for words in refused)
+
+
+CHOICES: Mapping[str, list[Any]] = {
+    "stage": [0, 1, 2, 3],
+    "group": [0, "node", 1],
+    "weights": [EXACT.weights, INT8],
+    "gradients": [EXACT.gradients, (INT8, INT8)],
+    "secondary": [0, "node"],
+    "gather": ["hierarchical", "flat"],
+    "reduce": ["two_hop", "one_hop", "ring"],
+    "precision": [("fp32", None), ("bf16", None), ("fp16", LossScale(initial=256.0))],
+    "reduce_every": ["stage", "step"],
+    "max_reuse": [0, 2000],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("topology", FIVE, ids=str)
+def test_everything_trains_everywhere(topology: Topology) -> None:
+    """The product of stages, groups, techniques, hops, types, accumulation and limits, on every topology."""
+    trained = 0
+    for values in itertools.product(*CHOICES.values()):
+        given = dict(zip(CHOICES, values, strict=True))
+        compute, scale = given.pop("precision")
+        memory = replace(ROOMY, max_reuse=given.pop("max_reuse"))
+        policy = support.combined(EXACT, given, {"compute": compute, "loss_scale": scale, "memory": memory})
+        if isinstance(policy, Policy):
+            follows(topology, policy)
+            trained += 1
+    assert trained > 500
