@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from impl import futex
 from impl.order import ranks_in_words
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 SLOTS: Final = 16  # exchanges that may be under way at once in one group
 _LINE: Final = 64  # bytes; each flag has a cache line of its own
-_SPINS: Final = 200  # yields before sleeping: about 0.1 ms
 _LOOK_SECONDS: Final = 1.0  # between two looks whether the missing ranks still run
 
 
@@ -75,9 +75,8 @@ class Arena:
         self._map = self._open(total)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         words = whole[:flags].view(torch.int64).view(2, SLOTS, size, _LINE // 8)
-        # numpy views: reading one is 50 ns, a tensor's item() over a microsecond.
-        self._posted = words[0, :, :, 0].numpy()  # (slot, rank) number of the exchange last written
-        self._read = words[1, :, :, 0].numpy()  # (slot, rank) number of the exchange last read
+        self._posted = _Flags(words[0])  # numbers of the exchanges last written
+        self._read = _Flags(words[1])  # numbers of the exchanges last read
         self.rows = whole[flags:].view(SLOTS, size, self.row_bytes)  # (slot, rank, byte)
         self._count = 0
         self._free = list(range(SLOTS))
@@ -129,7 +128,7 @@ class Arena:
                 "none has been finished: no room for another"
             )
         slot = min(self._free)
-        self._await(self._read[slot], self._last[slot], "did not read")
+        self._await(self._read, slot, self._last[slot], "did not read")
         self._free.remove(slot)
         number = self._count = self._count + 1
         self._slots[number] = slot
@@ -142,7 +141,7 @@ class Arena:
 
     def post(self, number: int) -> None:
         """Tell the others that this rank's row is written."""
-        self._posted[self._slots[number], self.group.index] = number
+        self._posted.set(self._slots[number], self.group.index, number)
 
     def wait(self, number: int) -> Tensor:
         """(ranks, row_bytes) all rows of the exchange, once posted; valid until :meth:`done`.
@@ -151,34 +150,63 @@ class Arena:
             TimeoutError: after the timeout, naming who is missing.
             ConnectionError: once a missing rank has exited, naming it.
         """
-        self._await(self._posted[self._slots[number]], number, "did not send")
+        self._await(self._posted, self._slots[number], number, "did not send")
         return self.rows[self._slots[number]]
 
     def done(self, number: int) -> None:
         """Tell the others that this rank has read the slot."""
         slot = self._slots.pop(number)
-        self._read[slot, self.group.index] = number
+        self._read.set(slot, self.group.index, number)
         self._free.append(slot)
 
-    def _await(self, flags, number: int, what: str) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-        # With more ranks than cores whoever waits must let others run: yield first, then sleep.
-        for _ in range(_SPINS):
-            if (flags >= number).all():
-                return
-            os.sched_yield()
+    def _await(self, flags: _Flags, slot: int, number: int, what: str) -> None:
+        """Wait until all ranks' flags of ``slot`` have reached ``number``."""
         begin = time.monotonic()
         look, pause = begin + _LOOK_SECONDS, 20e-6
-        while not (flags >= number).all():
-            now = time.monotonic()
-            if now > begin + self.timeout:
-                late = self._late(flags, number)
-                raise TimeoutError(f"waited {self.timeout:g} s: {ranks_in_words(late)} {what}")
-            if now > look:
-                look = now + _LOOK_SECONDS
-                if gone := self._exited(self._late(flags, number)):
-                    raise ConnectionError(f"{ranks_in_words(gone)} {what}, and exited")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 500e-6)
+        for rank in range(self.group.size):
+            while (seen := flags.get(slot, rank)) < number:
+                now = time.monotonic()
+                if now > begin + self.timeout:
+                    late = self._late(flags, slot, number)
+                    raise TimeoutError(f"waited {self.timeout:g} s: {ranks_in_words(late)} {what}")
+                if now > look:
+                    look = now + _LOOK_SECONDS
+                    if gone := self._exited(self._late(flags, slot, number)):
+                        raise ConnectionError(f"{ranks_in_words(gone)} {what}, and exited")
+                if futex.available():
+                    limit = min(look, begin + self.timeout) - now + 1e-3
+                    futex.wait(flags.address(slot, rank), seen, limit)
+                else:  # let others run, who may be more than there are cores
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, 500e-6)
 
-    def _late(self, flags, number: int) -> list[int]:  # type: ignore[no-untyped-def]  # noqa: ANN001
-        return [rank for rank, flag in zip(self.group.ranks, flags, strict=True) if flag < number]
+    def _late(self, flags: _Flags, slot: int, number: int) -> list[int]:
+        """The ranks whose flags have not reached ``number``."""
+        return [rank for index, rank in enumerate(self.group.ranks) if flags.get(slot, index) < number]
+
+
+class _Flags:
+    """A number for each slot and rank, which others wait for.
+
+    Args:
+        words: (slot, rank, words of a cache line) int64, in shared memory.
+    """
+
+    def __init__(self, words: Tensor) -> None:
+        self._size, self._first = words.shape[1], words.data_ptr()
+        # A numpy view: reading one is 50 ns, a tensor's item() over a microsecond.
+        self._numbers = words[:, :, 0].numpy()
+
+    def get(self, slot: int, rank: int) -> int:
+        """The number that ``rank`` last set."""
+        return int(self._numbers[slot, rank])
+
+    def set(self, slot: int, rank: int, number: int) -> None:
+        """Set it, and wake who waits for it."""
+        self._numbers[slot, rank] = number
+        if futex.available():
+            futex.wake(self.address(slot, rank))
+
+    def address(self, slot: int, rank: int) -> int:
+        """Where it lies."""
+        return self._first + (slot * self._size + rank) * _LINE
