@@ -160,6 +160,8 @@ class Reduction:
         errors: of the gradient codecs, for error feedback.
         stays: whether the gradient stays as it is until the end, so that raw frames may be sent from where
             they lie.
+        opened: the first hop's exchange, in whose message the gradient lies already (:func:`opened`).
+        out: (piece,) fp32 where the mean is written; a fresh tensor by default.
     """
 
     wire: Wire
@@ -170,6 +172,8 @@ class Reduction:
     key: Key | None = None
     errors: Errors | None = None
     stays: bool = False
+    opened: Exchange | None = None
+    out: Tensor | None = None
 
     def noise(self, hop: int, shard: int, start: int) -> Noise | None:
         """Random bits of what ``hop`` encodes from element ``start`` of each shard on."""
@@ -186,6 +190,42 @@ class Reduction:
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
         """Error feedback of elements [start, end) of each shard."""
         return None if self.errors is None else self.errors.carried(hop, start, end)
+
+
+def opened(how: Reduction, piece: int, dtype: torch.dtype) -> Exchange | None:
+    """The first hop's exchange, if the gradient may be collected in its message, in the order of the unit.
+
+    So it may where frames are the elements themselves, and the ranks of the hop either get whole rows of
+    it, or see each other's messages as a whole and pick their part.
+
+    Args:
+        how: of :func:`reduce_gradients`.
+        piece: elements that each rank ends with.
+        dtype: of the gradient.
+
+    Returns:
+        An exchange whose ``send`` is (world * piece,) elements; None where frames must be encoded.
+    """
+    if not how.hops or len(how.chunks or ()) > 1 or how.errors is not None or how.strides is not None:
+        return None
+    (axis, codec), *rest = how.hops
+    own = isinstance(codec, Raw) and DTYPES[codec.dtype] == dtype
+    if not own or codec.frame_bytes(piece) != codec.code_bytes(piece):
+        return None
+    if rest and not how.wire.shares_memory(axis):
+        return None
+    nbytes = math.prod(other.size for other, _ in rest) * codec.frame_bytes(piece)
+    return how.wire.all_to_all(axis, nbytes, how.tag)
+
+
+def _picked(how: Reduction, exchange: Exchange, sizes: Sequence[int], frame: int) -> Tensor:
+    """(source, sizes of the later hops..., F): this rank's part of gradients in the order of the unit."""
+    rows = exchange.whole()  # (source, world * F)
+    axes = [axis for axis, _ in how.hops]
+    first = axes[0].digit(how.wire.mesh.rank) * axes[0].stride * frame
+    strides = [axis.stride * frame for axis in axes[1:]]
+    shape = (len(rows), *sizes, frame)
+    return rows.as_strided(shape, (rows.stride(0), *strides, 1), rows.storage_offset() + first)
 
 
 def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
@@ -215,6 +255,10 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
         for index, (start, end) in enumerate(chunks):
             frame = codec.frame_bytes(end - start)
             noise, carried = how.noise(hop, shard, start), how.carried(hop, start, end)
+            if hop == 0 and how.opened is not None:
+                under_way.append((codec, how.opened))
+                how.opened.post()
+                continue
             source = None
             if how.stays and how.strides is None and len(how.hops) == len(chunks) == 1 and carried is None:
                 source = as_frames(codec, gradient, shard)
@@ -226,13 +270,18 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
                 under_way.append((codec, exchange))
             else:
                 before, received = under_way[index]
-                frames = _frames(under_way[index], sizes[hop:], end - start)
+                if hop == 1 and how.opened is not None:
+                    frames = _picked(how, received, sizes[1:], before.frame_bytes(end - start))
+                else:
+                    frames = _frames(under_way[index], sizes[hop:], end - start)
                 ops.decode_sum_encode(before, codec, frames, send, end - start, noise=noise, carried=carried)
                 received.close()
                 under_way[index] = codec, exchange
             exchange.post()
         yield
-    mean = torch.empty(shard, dtype=torch.float32, device=gradient.device)
+    mean = how.out
+    if mean is None:
+        mean = torch.empty(shard, dtype=torch.float32, device=gradient.device)
     for (start, end), last in zip(chunks, under_way, strict=True):
         ops.decode_sum(last[0], _frames(last, [], end - start), mean[start:end])
         last[1].close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 MOST_AHEAD: Final = 4  # units under way at most: each holds a slot of the shared arena
@@ -22,7 +23,7 @@ class Action(NamedTuple):
     unit: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """Order of units in a forward pass, and how far to gather ahead.
 
@@ -42,7 +43,7 @@ class Schedule:
     max_live: int = 1 << 62
     kept: frozenset[int] = frozenset()
 
-    @property
+    @cached_property
     def reduction_order(self) -> tuple[int, ...]:
         """The one order in which all ranks issue gradient reductions."""
         return (*reversed(self.order), *self.outer)

@@ -23,6 +23,7 @@ from impl.collectives import (
     Transfer,
     gather_frames,
     gathered,
+    opened,
     placed,
     reduced,
     replicated,
@@ -33,8 +34,9 @@ from impl.noise import Clock, apart
 from impl.policy import Policy
 from impl.pool import Meter, Pool
 from impl.reference import DTYPES
+from impl.topology import Axis
 from impl.traffic import Phase, Purpose
-from impl.wire import Tag, Wire
+from impl.wire import Exchange, Tag, Wire
 
 
 class ZeroError(RuntimeError):
@@ -193,6 +195,7 @@ class Unit:
         self._gather: Transfer | None = None
         self._gathered_version = self._secondary_version = -1
         self._gradient: Tensor | None = None  # (padded,) local gradient, while there is one
+        self._opened: Exchange | None = None  # in whose message it is collected
         self._written: set[int] = set()  # members whose part of it holds something
         self.missing: set[int] = set()
         self.armed = False
@@ -392,15 +395,22 @@ class Unit:
         self.missing = set(range(len(self.members)))
         self.armed = True
 
-    def collect(self, index: int) -> bool:
+    def collect(self, index: int, *, in_turn: bool = False) -> bool:
         """Take the gradient of member ``index``, which has just arrived; True when none is missing.
 
         It is copied once, into its place among the unit's; there is nothing to clear before.
+
+        Args:
+            index: of the member.
+            in_turn: whether this unit is the next to be reduced, so that its message may be opened now
+                and, where frames are the elements themselves, be collected in place.
         """
         if not self.armed:  # its pre-backward event was not seen
             self.arm()
         parameter, slot = self.members[index].parameter, self.geometry.slots[index]
         assert parameter.grad is not None  # noqa: S101  # just accumulated
+        if in_turn and self._gradient is None:
+            self._open_message()
         place = self._local_gradient()[slot.offset : slot.end].view(slot.spec.shape)
         if index in self._written:
             place.add_(parameter.grad)
@@ -417,6 +427,15 @@ class Unit:
             self._gradient = self._pool.take(self.geometry.padded)
         return self._gradient
 
+    def _open_message(self) -> None:
+        """Let gradients be collected in the message that carries them, if it can be."""
+        dtype = DTYPES[self.policy.compute]
+        if self.policy.reduce != "ring":
+            self._opened = opened(self._reduction(), self.geometry.piece, dtype)
+        if self._opened is not None:
+            self._gradient = self._opened.send.view(-1).view(dtype)
+            self.meter.add("local_gradients", self._gradient.nbytes)
+
     @property
     def holds_gradients(self) -> bool:
         """Whether gradients wait to be reduced."""
@@ -424,9 +443,18 @@ class Unit:
 
     def drop_gradients(self) -> None:
         """Forget what was collected and not reduced."""
-        if self._gradient is not None:
+        if self._opened is not None:  # the other ranks count on it
+            self._opened.post()
+            self._opened.wait()
+            self._opened.close()
+        self._forget_gradient()
+
+    def _forget_gradient(self) -> None:
+        if self._opened is not None and self._gradient is not None:
+            self.meter.add("local_gradients", -self._gradient.nbytes)
+        elif self._gradient is not None:
             self._pool.give_back(self._gradient)
-            self._gradient = None
+        self._gradient = self._opened = None
         self._written.clear()
         self.missing.clear()
         self.armed = False
@@ -445,35 +473,42 @@ class Unit:
             if index not in self._written:  # no gradient reached it: others may have one, zeros are sent
                 gradient[slot.offset : slot.end].zero_()
         transfer = Transfer(self._reducing(gradient))
-        self.drop_gradients()  # it has been encoded
+        self._forget_gradient()  # it has been encoded, or belongs to the message
         return transfer
 
-    def _reducing(self, gradient: Tensor) -> Generator[None, None, None]:
+    def _reduction(self) -> Reduction:
+        """How this unit's gradient is reduced now."""
         topology, rank = self.wire.mesh.topology, self.wire.mesh.rank
-        hops, tag = self.policy.reduce_axes(topology), Tag("backward", "gradients", self.geometry.name)
-        stride = self.geometry.piece_stride
-        key = self.clock.gradients(self.geometry.name, rank)
-        how = Reduction(
+        hops, stride = self.policy.reduce_axes(topology), self.geometry.piece_stride
+        return Reduction(
             wire=self.wire,
             hops=hops,
-            tag=tag,
+            tag=Tag("backward", "gradients", self.geometry.name),
             strides=None if self.geometry.shards == topology.world else [stride(a.stride) for a, _ in hops],
             chunks=self._chunks,
-            key=key,
+            key=self.clock.gradients(self.geometry.name, rank),
             errors=self._feedback(),
         )
-        mean = yield from reduced(how, self.policy.reduce, gradient)
-        axes, codec = self.policy.replica_axes(topology)
+
+    def _reducing(self, gradient: Tensor) -> Generator[None, None, None]:
+        how = self._reduction()
+        axes, codec = self.policy.replica_axes(self.wire.mesh.topology)
+        fresh = all(master.grad is None for _, master in self.masters)
+        into = self._kept_mean() if fresh and not axes else None
+        mean = yield from reduced(replace(how, opened=self._opened, out=into), self.policy.reduce, gradient)
         if axes:
-            noise = None
-            if codec.stochastic:
-                number = self.geometry.bounds(rank)[0] // self.geometry.piece + rank // self.geometry.shards
-                noise = replace(key, hop=len(hops)).noise(number * apart(self.geometry.piece))
-            again = Replication(
-                axes=axes, strides=[stride(axis.stride) for axis in axes], codec=codec, noise=noise
-            )
-            mean = yield from replicated(self.wire, again, tag, mean)
+            mean = yield from replicated(self.wire, self._replication(how, axes, codec), how.tag, mean)
         self._accumulate(mean)
+
+    def _replication(self, how: Reduction, axes: Sequence[Axis], codec: Codec) -> Replication:
+        """How this rank's mean comes to the other groups."""
+        rank, piece = self.wire.mesh.rank, self.geometry.piece
+        noise = None
+        if codec.stochastic and how.key is not None:
+            number = self.geometry.bounds(rank)[0] // piece + rank // self.geometry.shards
+            noise = replace(how.key, hop=len(how.hops)).noise(number * apart(piece))
+        strides = [self.geometry.piece_stride(axis.stride) for axis in axes]
+        return Replication(axes=axes, strides=strides, codec=codec, noise=noise)
 
     def _feedback(self) -> Errors | None:
         """The errors that this step's reduction starts with."""
@@ -523,18 +558,24 @@ class Unit:
         """Add ``mean`` (S,) to the masters' gradients."""
         for start, end in self._pads:
             mean[start:end] = 0
-        if self._mean is None:
-            self._mean = torch.zeros_like(self.master)
-            self.meter.add("gradients", self._mean.nbytes)
+        kept = self._kept_mean()
         if all(master.grad is None for _, master in self.masters):
-            self._mean.copy_(mean)
+            if mean is not kept:
+                kept.copy_(mean)
             for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
-                master.grad = self._mean[start:end]
+                master.grad = kept[start:end]
         else:
             for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
                 if master.grad is None:
-                    master.grad = self._mean[start:end].zero_()
+                    master.grad = kept[start:end].zero_()
                 master.grad.add_(mean[start:end])
+
+    def _kept_mean(self) -> Tensor:
+        """(S,) fp32 where the masters' gradients lie."""
+        if self._mean is None:
+            self._mean = torch.zeros(self.geometry.shard, device=self.wire.mesh.device)
+            self.meter.add("gradients", self._mean.nbytes)
+        return self._mean
 
     def mean_gradient(self) -> Tensor | None:
         """(S,) fp32 accumulated mean gradient of this rank's shard, None before the first."""

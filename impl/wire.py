@@ -105,6 +105,9 @@ class Exchange(Protocol):
     def wait(self) -> Tensor:
         """(ranks, bytes) received, a row per source; valid until :meth:`close`."""
 
+    def whole(self) -> Tensor:
+        """(ranks, bytes) the whole messages of all ranks, where the axis shares memory; as :meth:`wait`."""
+
     def close(self) -> None:
         """Give the buffers back."""
 
@@ -258,6 +261,10 @@ class Wire:
             self._roll_call.end()
         self._arenas.clear()
         self._buffers.clear()
+
+    def shares_memory(self, axis: Axis) -> bool:
+        """Whether ranks along ``axis`` read each other's messages in place: then they see whole ones."""
+        return self._shares_memory(self.mesh.group(axis))
 
     def _shares_memory(self, group: Group) -> bool:
         return self.transport == "shm" and group.same_node and group.size > 1
@@ -427,6 +434,9 @@ class _Alone:
     def wait(self) -> Tensor:
         return self.send.view(1, -1)
 
+    def whole(self) -> Tensor:
+        return self.wait()
+
     def close(self) -> None:
         self._wire._give_back(self.send)  # noqa: SLF001  # the wire's own part
 
@@ -452,6 +462,11 @@ class _InMemory:
         self._arena.post(self._number)
 
     def wait(self) -> Tensor:
+        rows = self.whole()
+        start = self._arena.group.index * self._nbytes if self._kind == "all_to_all" else 0
+        return rows[:, start : start + self._nbytes]
+
+    def whole(self) -> Tensor:
         begin = time.perf_counter()
         trail = self._wire._trail  # noqa: SLF001
         trail.waiting = self._entry
@@ -461,8 +476,7 @@ class _InMemory:
             raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
         trail.waiting, trail.finished = None, self._entry
         self._wire.exposed_seconds += time.perf_counter() - begin
-        start = self._arena.group.index * self._nbytes if self._kind == "all_to_all" else 0
-        return rows[:, start : start + self._nbytes]
+        return rows
 
     def close(self) -> None:
         self._arena.done(self._number)
@@ -565,6 +579,9 @@ class _Backend:
             time.sleep(left)
         self._wire.exposed_seconds += time.perf_counter() - begin
         return self._buffers.received.view(self._rows, -1)
+
+    def whole(self) -> Tensor:
+        raise WireError("whole messages are seen only along an axis that shares memory")
 
     def close(self) -> None:
         self._buffers.give_back()

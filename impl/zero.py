@@ -132,6 +132,7 @@ class Zero:
         self._in_backward = False
         self._reduced: set[int] = set()  # of this backward pass
         self._ready: set[int] = set()
+        self._position = 0  # in the order of reductions
         self._transfers: dict[int, Transfer] = {}  # reductions under way, by unit, in their order
         self._unfinished = False
         for module in {model: None, **dict.fromkeys(modules)}:
@@ -216,6 +217,7 @@ class Zero:
             unit.release()
         self._reduced.clear()
         self._ready.clear()
+        self._position = 0
         self._calls.clear()
         self._in_backward = self._unfinished = False
         self._clock.next_micro_batch()
@@ -400,9 +402,8 @@ class Zero:
             match action.kind:
                 case "gather":
                     # Units gathered ahead that were then not used must not pile up.
-                    if not unit.in_use and self._under_way() > MOST_AHEAD:
-                        continue
-                    unit.gather(phase)
+                    if not unit.in_use and self._under_way() <= MOST_AHEAD:
+                        unit.gather(phase)
                 case "wait":
                     unit.gather(phase)
                     unit.wait()
@@ -552,7 +553,8 @@ class Zero:
         self._in_backward = self._unfinished = True
         if index in self._reduced:
             self._next_pass()
-        if self.units[index].collect(number):
+        in_turn = not self._accumulating and self._next_in_order() == index
+        if self.units[index].collect(number, in_turn=in_turn):
             self._carry_out(self._schedule.post_backward(index), "backward")
 
     def _next_pass(self) -> None:
@@ -564,12 +566,18 @@ class Zero:
 
     def _start_ready(self) -> None:
         """Start reductions in the one order that all ranks share; an early one waits its turn."""
-        for index in self._schedule.reduction_order:
-            if index in self._reduced or not self.units[index].geometry.trainable:
-                continue
-            if index not in self._ready:
-                return
+        while (index := self._next_in_order()) is not None and index in self._ready:
             self._start_reduction(index)
+
+    def _next_in_order(self) -> int | None:
+        """The unit whose gradient is the next to be reduced."""
+        order = self._schedule.reduction_order
+        while self._position < len(order):
+            index = order[self._position]
+            if self.units[index].geometry.trainable and index not in self._reduced:
+                return index
+            self._position += 1
+        return None
 
     def _start_reduction(self, index: int) -> None:
         """Start one, after the others have gone on by a message, within the limit on those under way."""
