@@ -142,11 +142,11 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         return Forecast(trial, parameters, problems=(*problems, str(error)))
     inter, intra = per_node_bytes(policy, topology, units, trial)
     rate = trial.cluster.rate
-    memory = traffic.memory(policy, topology, units)
+    memory = traffic.memory(policy, topology, units, micro_batches=trial.accumulation)
     if isinstance(optimizer, int):
         from harness.strategies import predicted_memory
 
-        memory = predicted_memory(policy, topology, units, trial.optimizer)
+        memory = predicted_memory(policy, topology, units, trial.optimizer, micro_batches=trial.accumulation)
     memory = _held(trial, memory)
     return Forecast(
         trial,

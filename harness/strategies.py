@@ -226,6 +226,7 @@ class Sharded:
     engine: Zero
     policy: Policy
     optimizer: Optimizer
+    micro_batches: int
     _last: bool = True  # micro-batch of its step
 
     @property
@@ -288,7 +289,9 @@ class Sharded:
     def formula(self) -> dict[str, int]:
         """See :meth:`Strategy.formula`."""
         topology = self.engine.wire.mesh.topology
-        return predicted_memory(self.policy, topology, self.units(), self.optimizer)
+        return predicted_memory(
+            self.policy, topology, self.units(), self.optimizer, micro_batches=self.micro_batches
+        )
 
     def units(self) -> Sequence[UnitGeometry]:
         """The engine's."""
@@ -330,7 +333,7 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     if trial.host is not None:
         return _hosted(trial.host, model, wire, policy)
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
-    return Sharded(model, zero, policy, trial.optimizer)
+    return Sharded(model, zero, policy, trial.optimizer, trial.accumulation)
 
 
 def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:
@@ -368,10 +371,15 @@ def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
 
 
 def predicted_memory(
-    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], optimizer: Optimizer
+    policy: Policy,
+    topology: Topology,
+    units: Sequence[UnitGeometry],
+    optimizer: Optimizer,
+    *,
+    micro_batches: int,
 ) -> dict[str, int]:
     """What ``impl.traffic`` says one rank holds, by part, with the state of the trial's optimizer."""
-    parts = memory(policy, topology, units)
+    parts = memory(policy, topology, units, micro_batches=micro_batches)
     elements = parts["optimizer"] // ADAM_BYTES
     return {**parts, "optimizer": state_bytes_per_element(optimizer) * elements}
 

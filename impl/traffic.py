@@ -244,7 +244,9 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     return frozenset(kept)
 
 
-def memory(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> dict[str, int]:
+def memory(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], *, micro_batches: int = 1
+) -> dict[str, int]:
     """Bytes that one rank holds, by part, at the worst moment of a step.
 
     ``masters`` 4 S; ``frozen`` the codes of weights that are not trained, where the policy names a codec
@@ -252,8 +254,9 @@ def memory(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) ->
     (facts A4: alpha M / P at 16 bits); ``feedback`` the kept errors, of hop k as many as that hop encodes;
     ``gathered`` in the compute type, unsharded: everything below stage 3, else what is in use around all
     blocks and the largest block (:func:`_largest_block`) or, if more, those that stay for backward;
-    ``local_gradients``: everything where they are added up locally, else those of the root and of the
-    largest block.  S is the sum of shards.  Units gathered ahead come on top: at most ``prefetch`` elements.
+    ``local_gradients``: everything where several micro-batches are added up locally, else those of the root
+    and of the largest block.  S is the sum of shards.  Units gathered ahead come on top: at most
+    ``prefetch`` elements.
 
     Reduces to facts A10 (16 bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit
     shard, which is encoded from the master on the way out.
@@ -262,6 +265,7 @@ def memory(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) ->
         policy: what is held.
         topology: where ranks stand.
         units: in model order, laid out for ``topology.world`` ranks.
+        micro_batches: of a step.
     """
     policies = [policy.of_unit(trainable=u.trainable, persistent=u.persistent) for u in units]
     item = ITEM_BYTES[policy.compute]
@@ -277,7 +281,7 @@ def memory(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) ->
             _feedback_bytes(p, topology, u) for p, u in zip(policies, units, strict=True) if u.trainable
         ),
         "gathered": item * _gathered(policy, units),
-        "local_gradients": item * _local_gradients(policy, units),
+        "local_gradients": item * _local_gradients(policy, units, micro_batches),
     }
 
 
@@ -290,10 +294,10 @@ def _gathered(policy: Policy, units: Sequence[UnitGeometry]) -> int:
     return around + max(kept, _largest_block([unit for unit in units if not unit.outer]))
 
 
-def _local_gradients(policy: Policy, units: Sequence[UnitGeometry]) -> int:
+def _local_gradients(policy: Policy, units: Sequence[UnitGeometry], micro_batches: int) -> int:
     """Most elements of local gradients at once."""
     sizes = [unit.padded for unit in units if unit.trainable]
-    if not policy.reduces_each_micro_batch:
+    if micro_batches > 1 and not policy.reduces_each_micro_batch:
         return sum(sizes)
     inner = [unit.padded for unit in units if unit.trainable and not unit.outer]
     return sum(sizes) - sum(inner) + max(inner, default=0)

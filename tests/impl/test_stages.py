@@ -110,11 +110,14 @@ def test_what_each_stage_sends(stage: Stage) -> None:
     assert three.get(("forward", "weights"), 0) == (3 if stage == 3 else 1) * gather
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "changes", [{}, {"group": 2}, {"reduce_every": "step"}, {"frozen": parse("int8:32")}], ids=str
 )
-def test_memory_is_the_formulas_at_every_stage(stage: Stage, changes: dict[str, Any]) -> None:
+def test_memory_is_the_formulas_at_every_stage(
+    stage: Stage, changes: dict[str, Any], micro_batches: int
+) -> None:
     """What the engine held at most, by part, is what the formula says, to the byte."""
     if stage == 0 and "group" in changes:
         pytest.skip("stage 0 shards nothing")
@@ -122,8 +125,9 @@ def test_memory_is_the_formulas_at_every_stage(stage: Stage, changes: dict[str, 
     for block in net.blocks:
         block.up.bias.requires_grad_(requires_grad=False)
     policy = replace(EXACT, stage=stage, memory=replace(ROOMY, prefetch=0), **changes)
-    zero = on_threads(Topology(2, 2), train, net, policy, 2, 2)[0][2]
-    formula = memory(policy, Topology(2, 2), [unit.geometry for unit in zero.units])
+    zero = on_threads(Topology(2, 2), train, net, policy, 2, micro_batches)[0][2]
+    units = [unit.geometry for unit in zero.units]
+    formula = memory(policy, Topology(2, 2), units, micro_batches=micro_batches)
     measured = zero.memory()
     assert {part: measured.get(part, 0) for part in formula if part != "optimizer"} == {
         part: size for part, size in formula.items() if part != "optimizer"
