@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 IMAGE_SIDE: Final = 32  # pixels of an image in each direction
-IMAGE_CLASSES: Final = 512
+IMAGE_CLASSES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)

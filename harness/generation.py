@@ -21,6 +21,7 @@ from harness.workload import KeysAndValues
 
 Number = TypeVar("Number", int, float)
 
+
 def decode(model: nn.Module, prompt: Tensor, tokens: int, layers: int) -> Iterator[Tensor]:
     """The likeliest tokens after a prompt, one after the other; evaluation mode is the caller's.
 

@@ -1,7 +1,7 @@
 """Images with classes: characters as the fonts that ship with matplotlib draw them.
 
 Twelve DejaVu fonts (sans, mono and serif, upright and slanted, regular and bold) share some two
-thousand characters.  The classes are the first 512 of them, by code point, that look different from
+thousand characters.  The classes are the first 256 of them, by code point, that look different from
 one another.  One item is a character of one font; an image is an item at one of its places in the
 picture.  Every twentieth item, by hash, is for validation, so a character is validated in fonts in
 which it was never trained.  Nothing is downloaded, and nothing depends on an order of drawing.
@@ -106,7 +106,7 @@ class Glyphs:
 
 @cache
 def load() -> Glyphs:
-    """The data set; it takes a fifth of a second once in a process."""
+    """The data set; it takes a tenth of a second once in a process."""
     characters = _characters()
     items = [
         Item(font, character, label)

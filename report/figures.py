@@ -14,18 +14,35 @@ from typing import Any, Final
 import pandas as pd
 from matplotlib.figure import Figure
 
-from report import bytes_figures, codec_figures, loss_figures, memory_figures, speed_figures, theme
+from report import (
+    bytes_figures,
+    codec_figures,
+    generation_figures,
+    loss_figures,
+    memory_figures,
+    scaling_figures,
+    speed_figures,
+    theme,
+)
 from report.metrics import Derived
 from report.plot import Drawing, Plot
 
 _BY_NAME: Final = {
     plot.name: plot
-    for module in (speed_figures, bytes_figures, loss_figures, memory_figures, codec_figures)
+    for module in (
+        speed_figures,
+        scaling_figures,
+        generation_figures,
+        bytes_figures,
+        loss_figures,
+        memory_figures,
+        codec_figures,
+    )
     for plot in module.PLOTS
 }
 _ORDER: Final = (
-    "speedup", "ablation", "throughput", "beside_published", "parity", "step_split", "volume", "loss",
-    "final_loss", "memory", "error", "block_sweep", "bits_sweep", "link",
+    "speedup", "ablation", "throughput", "beside_published", "parity", "generation", "scaling", "step_split",
+    "volume", "loss", "final_loss", "memory", "largest_model", "error", "block_sweep", "bits_sweep", "link",
 )  # fmt: skip
 PLOTS: Final = tuple(_BY_NAME[name] for name in _ORDER)
 

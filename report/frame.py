@@ -44,10 +44,16 @@ BYTES: Final = (
 )  # fmt: skip
 INTERFACES: Final = ("id", "node", "tx_bytes", "tx_packets", "header_bytes")
 MEMORY: Final = ("id", "rank", "source", "part", "bytes")
+TOKENS: Final = (
+    "id", "rank", "step", "warmup", "index", "seconds", "exposed", "inter_bytes", "intra_bytes",
+)  # fmt: skip
 VALIDATIONS: Final = ("id", "step", "loss", "train_seconds", "inter_bytes")
 QUANTISATION: Final = ("id", "purpose", "unit", "codec", "vnmse", "largest")
 LINKS: Final = ("id", "order", "kind", "why", "when", "requested_mbit", "achieved_mbit", "message_bytes")
-FAILURES: Final = ("id", "contender", "where", "repeat", "seed", "kind", "message", "log")
+FAILURES: Final = (
+    "id", "contender", "where", "repeat", "seed", "kind", "message", "log", "strategy", "place", "cell",
+    "parameters", "nodes", "ranks_per_node",
+)  # fmt: skip
 FACTS: Final = ("pool", "records", "fact", "value")
 
 
@@ -63,13 +69,15 @@ class Frames:
         suite: name of the suite, or names joined by a comma.
         questions: what the suites ask, where records hold it.
         pools: what ran on equal machines and code, by hash.
-        trials: one row per finished trial.
+        trials: one row per finished trial that trained.
+        generators: the same of those that generated; their raw values are in ``tokens`` alone.
         steps: one row per rank and optimizer step; seconds.
         bytes: sent over the timed steps, by source (``ledger`` or ``predicted``), rank, phase,
             purpose, link and hop.
         interfaces: one row per node: what its network interface counted over the timed steps, and
             the bytes of a packet's headers where the link states them.
         memory: bytes by part, source (``engine``, ``formula`` or ``process``) and rank.
+        tokens: one row per rank and decoded token; seconds, and bytes that the rank sent for it.
         validations: loss on the validation split.
         quantisation: error of a codec on a unit.
         links: one row per measurement of a link, ``when`` it was ``calibrated`` or ``probed``.
@@ -84,10 +92,12 @@ class Frames:
     questions: tuple[str, ...]
     pools: tuple[str, ...]
     trials: pd.DataFrame
+    generators: pd.DataFrame
     steps: pd.DataFrame
     bytes: pd.DataFrame
     interfaces: pd.DataFrame
     memory: pd.DataFrame
+    tokens: pd.DataFrame
     validations: pd.DataFrame
     quantisation: pd.DataFrame
     links: pd.DataFrame
@@ -124,30 +134,34 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
     trials = {record.id: _trial(record) for record in records}
     shared = shared_changes(list(trials.values()))
     naming = _Naming(shared, _varying([_flat(trial.canonical()) for trial in trials.values()]))
-    finished = [record for record in records if record.failure is None]
+    ended = [record for record in records if record.failure is None]
+    finished = [record for record in ended if trials[record.id].workload == "train"]
+    generated = [record for record in ended if trials[record.id].workload == "generate"]
     return Frames(
         suite=", ".join(sorted({record.suite for record in records})),
         questions=tuple(sorted({question for record in records if (question := _question(record))})),
         pools=tuple(sorted({record.pool for record in records})),
         trials=_frame([_trial_row(r, trials[r.id], naming) for r in finished], TRIALS),
+        generators=_frame([_trial_row(r, trials[r.id], naming) for r in generated], TRIALS),
         steps=_frame([row for r in finished for row in _step_rows(r)], STEPS),
         bytes=_bytes_frame(finished),
         interfaces=_frame([row for r in finished for row in _interface_rows(r)], INTERFACES),
         memory=_frame([row for r in finished for row in _memory_rows(r)], MEMORY),
+        tokens=_frame([row for r in generated for row in _token_rows(r)], TOKENS),
         validations=_frame(
             [{"id": r.id, **v.model_dump()} for r in finished for v in r.validations], VALIDATIONS
         ),
         quantisation=_frame(
             [{"id": r.id, **q.model_dump()} for r in finished for q in r.quantisation], QUANTISATION
         ),
-        links=_frame([row for r in finished for row in _link_rows(r)], LINKS),
+        links=_frame([row for r in ended for row in _link_rows(r)], LINKS),
         failures=_frame(
             [_failure_row(r, trials[r.id], naming) for r in records if r.failure is not None], FAILURES
         ),
         facts=_facts_frame(records),
         ran=trials,
         shared=shared,
-        units={r.id: r.units for r in finished},
+        units={r.id: r.units for r in ended},
     )
 
 
@@ -310,6 +324,14 @@ def _step_rows(record: Record) -> list[dict[str, Any]]:
     ]
 
 
+def _token_rows(record: Record) -> list[dict[str, Any]]:
+    return [
+        {"id": record.id, "rank": rank.rank, **token.model_dump()}
+        for rank in record.ranks
+        for token in rank.tokens
+    ]
+
+
 def _interface_rows(record: Record) -> list[dict[str, Any]]:
     headers = record.link.details.get("header_bytes") if record.link else None
     return [
@@ -373,7 +395,18 @@ def _link_rows(record: Record) -> list[dict[str, Any]]:
 
 
 def _failure_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
-    named = {"contender": naming.contender(trial), "where": naming.cell(trial)[1]}
+    cell, where = naming.cell(trial)
+    topology = trial.topology()
+    named = {
+        "contender": naming.contender(trial),
+        "where": where,
+        "cell": cell,
+        "strategy": trial.strategy,
+        "place": order_of(trial.strategy),
+        "parameters": record.parameters,
+        "nodes": topology.nodes,
+        "ranks_per_node": topology.ranks_per_node,
+    }
     repetition = {"id": record.id, "seed": trial.seed, "repeat": trial.repeat}
     return repetition | named | (record.failure.model_dump() if record.failure else {})
 

@@ -51,7 +51,7 @@ def _draw_loss(data: pd.DataFrame) -> Figure | None:
             ax.set_xlim(left=0)
             ax.locator_params(axis="x", nbins=5)  # three panels stand side by side
         row[0].set_title(title)
-        row[0].set_ylabel("validation loss, nats per byte")
+        row[0].set_ylabel("validation loss, nats")
     drawing.legend_above(figure, grid[0][0], columns=4)
     return figure
 
@@ -136,7 +136,7 @@ def _draw_final(data: pd.DataFrame) -> Figure | None:
     low, high = data["validation_loss"].min(), data["validation_loss"].max()
     room = max(0.15 * (high - low), 0.002 * high)
     ax.set_xlim(low - room, high + 1.6 * room)
-    ax.set_xlabel(f"validation loss {_after_steps(data)}, nats per byte")
+    ax.set_xlabel(f"validation loss {_after_steps(data)}, nats")
     return figure
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from harness.flops import PRESETS, GPTShape, tflops_per_rank
+from harness.flops import PRESETS, tflops_per_rank
 from harness.statistics import Interval, paired_ratio_interval
 from harness.suite import PolicyChanges, Trial
 from report.contender import BASELINE, NAMES, PROPOSED
 from report.frame import Frames, groups
+from report.generations import generations
 
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
 BITS_PER_MBIT: Final = 1e6
@@ -43,7 +44,7 @@ def trials(frames: Frames) -> pd.DataFrame:
         share: best_seconds / step_seconds.
         m_bytes: M times the micro-batches of a step; M is what crosses between nodes in one
             hierarchical gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
-        tflops: model TFLOP/s of a rank, for GPT presets.
+        tflops: model TFLOP/s of a rank, for presets.
         first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
         validation_step: optimizer steps before that validation, warm-ups included.
     """
@@ -75,10 +76,11 @@ def trials(frames: Frames) -> pd.DataFrame:
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
     """Model TFLOP/s of each rank; NaN for models whose sizes this package does not know."""
     model = trial.model
-    known = {field.name for field in fields(GPTShape)}
-    if model.name not in PRESETS or not set(model.arguments) <= known:
+    preset = PRESETS.get(model.name)
+    if preset is None or not set(model.arguments) <= {field.name for field in fields(preset)}:
         return math.nan
-    shape = GPTShape(**(asdict(PRESETS[model.name]) | model.arguments))
+    changed: dict[str, Any] = asdict(preset) | model.arguments
+    shape = type(preset)(**changed)
     return tflops_per_rank(
         shape,
         sequences=trial.tokens_per_rank // trial.sequence * trial.accumulation * trial.topology().world,
@@ -317,15 +319,25 @@ class Derived:
         trials: from :func:`trials`.
         pairs: from :func:`pairs`.
         differing: from :func:`rates_differ`.
+        generations: from :func:`report.generations.generations`.
     """
 
     frames: Frames
     trials: pd.DataFrame
     pairs: pd.DataFrame
     differing: dict[str, float]
+    generations: pd.DataFrame
+
+    @property
+    def finished(self) -> pd.DataFrame:
+        """One row per finished trial, whether it trained or generated: the columns of ``frames.trials``."""
+        columns = [*self.frames.trials.columns, "first"]
+        generated = self.generations.drop_duplicates("id")[columns]
+        both = [table for table in (self.trials[columns], generated) if len(table)]
+        return pd.concat(both, ignore_index=True) if both else generated
 
 
 def derive(frames: Frames) -> Derived:
     """Everything that figures and tables start from."""
     table = trials(frames)
-    return Derived(frames, table, pairs(table), rates_differ(table))
+    return Derived(frames, table, pairs(table), rates_differ(table), generations(frames))

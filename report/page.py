@@ -11,7 +11,7 @@ from typing import Any, Final
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from report import metrics, published
+from report import generations, metrics, published
 from report.contender import BASELINE, NAMES, PROPOSED
 from report.figures import Drawn
 from report.frame import groups
@@ -145,6 +145,8 @@ def table_on_page(table: Table, files: dict[str, Path], folder: Path) -> TableOn
 
 def headline(derived: Derived) -> list[str]:
     """Sentences with the main numbers, computed from the records: speed-up and bytes."""
+    if derived.trials.empty and len(derived.generations):
+        return _generation_sentences(derived)
     pairs = derived.pairs
     ours = pairs[(pairs["strategy"] == PROPOSED) & (pairs["nodes"] > 1)]
     names = sorted(ours["contender"].unique(), key=lambda name: (name != NAMES[PROPOSED], name))
@@ -166,6 +168,24 @@ def headline(derived: Derived) -> list[str]:
             f"{min(estimates):.2f} and {max(estimates):.2f}."
         )
     return sentences + _bytes_sentences(ours)
+
+
+def _generation_sentences(derived: Derived) -> list[str]:
+    """What decoding gains, and what still crosses between nodes."""
+    table = derived.generations
+    ours = table[(table["contender"] == NAMES[PROPOSED]) & table["baseline"].notna()]
+    if ours.empty:
+        return [f"{counted(table['id'].nunique(), 'finished trial')} of generation."]
+    found, told = generations.speedup(ours), number(3)
+    theirs = listed([f"{value:.2f}" for value in published.generation()["speedup"]])
+    interval = "" if math.isnan(found.low) else f" (95 % interval {found.low:.2f} to {found.high:.2f})"
+    speed = (
+        f"{NAMES[PROPOSED]} decodes {told(ours['tokens_per_second'].median())} tokens per second and rank "
+        f"where {NAMES[BASELINE]} decodes {told(ours['baseline_tokens_per_second'].median())}: "
+        f"{found.estimate:.2f} times as many{interval}; the ZeRO++ blog prints {theirs}."
+    )
+    sent = f"For a token after the first, its ranks send {ours['later_bytes'].max():.0f} bytes between nodes."
+    return [speed, sent]
 
 
 def _speed_sentences(group: pd.DataFrame, several: bool) -> list[str]:
@@ -215,7 +235,7 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
         )
         for (fact,), of_fact in groups(frames.facts, ["fact"])
     }
-    ran = derived.trials
+    ran = derived.finished
     found = [
         ("suite", frames.suite),
         ("trials", f"{len(ran)} finished, {len(frames.failures)} failed"),
@@ -250,7 +270,7 @@ def _when(ran: pd.DataFrame) -> str:
 
 def warnings(derived: Derived) -> list[str]:
     """What a reader must know before believing a number."""
-    frames, ran = derived.frames, derived.trials
+    frames, ran = derived.frames, derived.finished
     found = []
     if len(frames.pools) > 1:
         found.append(f"Records of {len(frames.pools)} pools (other machine or code) stand side by side.")

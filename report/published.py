@@ -48,3 +48,13 @@ def volume() -> pd.DataFrame:
     Rows whose ``published`` is no follow from the rule of the blog and were not printed there.
     """
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
+
+
+def generation() -> pd.DataFrame:
+    """Generated tokens per second and GPU in the blog's RLHF figure, with ZeRO++'s speed-up.
+
+    One row per model: ``source``, ``model``, ``gpus``, ``unit``, ``zero3``, ``zeropp``, ``speedup``.
+    """
+    table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
+    shown = table[table["phase"] == "generation"].reset_index(drop=True)
+    return shown.assign(speedup=shown["zeropp"] / shown["zero3"])

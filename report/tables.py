@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.statistics import median_interval
-from report import holdings, metrics, published
+from harness.statistics import Interval, median_interval
+from report import generations, holdings, metrics, published
 from report.contender import BASELINE, NAMES
 from report.frame import groups
 from report.metrics import Derived
@@ -239,6 +239,68 @@ def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         between = f": {lowest:.2f} to {highest:.2f}" if len(paired) > 1 else ""
         row["pairs_told"] = f"{len(paired)}{between}"
     return row
+
+
+def generation(derived: Derived) -> Table:
+    """Tokens per second and bytes between nodes of each contender, and the published rates."""
+    columns = (
+        Column("contender", "Contender"),
+        Column("generations", "n", str),
+        Column("speed_told", "Tokens/s per rank", str),
+        Column("later_tokens_per_second", "without the first token", number(3)),
+        Column("speedup_told", "over ZeRO-3's", str),
+        Column("exposed", "Exposed share", number(2)),
+        Column("first_mb", "Between nodes, first token, MB", number(4)),
+        Column("later_mb", "each later one, MB", number(4)),
+    )
+    caption = (
+        "Medians over generations and repeats with their 95 % interval; the ratio is the geometric mean over "
+        "generations of the same number, seed and repeat. A rank decodes several sequences at once; a token "
+        "takes as long as on the slowest rank. Bytes: by the ledger, all ranks. Published: the ZeRO++ blog's "
+        "RLHF figure, tokens/s per GPU, whose batches and models are others."
+    )
+    table = derived.generations
+    if table.empty:
+        return Table("generation", "Generation", caption, pd.DataFrame(), columns)
+    rows: list[dict[str, Any]] = []
+    for (cell,), of_cell in groups(table, ["cell"]):
+        for _, contender in contenders(of_cell):
+            rows.append(_generation_row(table[(table["cell"] == cell) & (table["contender"] == contender)]))
+    for one in published.generation().to_dict("records"):
+        for name in ("zero3", "zeropp"):
+            told = f"published: {NAMES[name]}, {one['model']} on {one['gpus']} GPUs"
+            row = {"where": rows[0]["where"], "contender": told, "generations": NOTHING}
+            row |= {"tokens_per_second": one[name], "speed_told": number(3)(one[name])}
+            ratio = one["speedup"] if name == "zeropp" else 1.0
+            rows.append(row | {"speedup": ratio, "speedup_told": f"{ratio:.2f}"})
+    return _placed("generation", "Generation", caption, rows, *columns)
+
+
+def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
+    speed, paired = median_interval(list(mine["tokens_per_second"])), mine.dropna(subset=["baseline"])
+    row = {
+        "where": mine["where"].iloc[0],
+        "contender": mine["contender"].iloc[0],
+        "generations": len(mine),
+        "tokens_per_second": speed.estimate,
+        "tokens_per_second_low": speed.low,
+        "tokens_per_second_high": speed.high,
+        "speed_told": _with_interval(speed, number(3)),
+        "speedup_told": NOTHING,
+        "first_mb": mine["first_bytes"].median() / 1e6,
+        "later_mb": mine["later_bytes"].median() / 1e6,
+    }
+    row |= {key: mine[key].median() for key in ("later_tokens_per_second", "exposed")}
+    if len(paired):
+        ratio = generations.speedup(paired)
+        row |= {"speedup": ratio.estimate, "speedup_low": ratio.low, "speedup_high": ratio.high}
+        row["speedup_told"] = _with_interval(ratio, "{:.2f}".format)
+    return row
+
+
+def _with_interval(found: Interval, told: Callable[[float], str]) -> str:
+    text = told(found.estimate)
+    return text if math.isnan(found.low) else f"{text} ({told(found.low)} to {told(found.high)})"
 
 
 def volume(derived: Derived) -> Table:
@@ -542,7 +604,7 @@ def failures(derived: Derived) -> Table:
 
 def setting(derived: Derived) -> Table:
     """What was trained, on what and how."""
-    data = pd.DataFrame(settings(derived.frames, derived.trials), columns=["setting", "value"])
+    data = pd.DataFrame(settings(derived.frames, derived.finished), columns=["setting", "value"])
     caption = (
         "What all trials were given, from their records; several values are told apart by contender where "
         "they depend on it alone. Units are what the policies gather at once. Kernels: 'reference' (plain "
@@ -565,6 +627,7 @@ def environment(derived: Derived) -> Table:
 
 _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     "summary": summary,
+    "generation": generation,
     "volume": volume,
     "checks": checks,
     "parity": parity,

@@ -30,6 +30,10 @@ COLOURS: Final = {
     "qwz+qgz": "#7a6bb8",
     "hpz+qgz": "#b59b00",
     "exact": "#332288",
+    "zero0": "#c9b8a0",
+    "zero1": "#a98c66",
+    "zero2": "#7d6340",
+    "mics": "#117733",
     "fsdp2": "#882255",
     "fsdp2+exact": "#aa4499",
     "fsdp2+bf16": "#a0527e",
@@ -45,6 +49,7 @@ COLOURS: Final = {
 MARKERS: Final = {
     "zero3": "o", "zeropp": "D", "qwz": "s", "hpz": "^", "qgz": "v", "qwz+hpz": "P", "qwz+qgz": "X",
     "hpz+qgz": "p", "exact": "h", "fsdp2": "<", "ddp": ">", "single": "*",
+    "zero0": "1", "zero1": "2", "zero2": "3", "mics": "8",
     "fsdp2+exact": "<", "fsdp2+bf16": "<", "fsdp2+qwz": "<", "fsdp2+qgz": "<", "fsdp2+qwz+qgz": "<",
     "ddp+exact": ">", "ddp+bf16": ">", "ddp+qgz": ">",
 }  # fmt: skip

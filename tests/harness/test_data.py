@@ -48,7 +48,7 @@ def test_a_model_reads_its_data(name: str) -> None:
     ((batch,),) = Data(one, 0, torch.device("cpu")).step(0)
     torch.manual_seed(0)
     loss = build(one.model, one.sequence)(*batch).item()
-    assert abs(loss - {"g": 5.545, "b": 5.545, "v": 6.238}[name[0]]) < 0.4
+    assert abs(loss - {"g": 5.545, "b": 5.545, "v": 5.545}[name[0]]) < 0.4
 
 
 def test_masked_text_is_of_the_corpus() -> None:
@@ -79,3 +79,20 @@ def test_a_users_model_reads_what_the_corpus_is() -> None:
         seed=0, step=0, micro_batch=0, rank=0, sequences=2
     )
     assert images.shape == (2, 32, 32)
+
+
+def test_a_vision_model_learns_by_heart() -> None:
+    """On a few images, seen again and again, its loss falls by half: pixels reach the classes."""
+    one = trial("vit-tiny")
+    ((batch,),) = Data(one, 0, torch.device("cpu")).step(0)
+    torch.manual_seed(0)
+    model = build(one.model, one.sequence)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(15):
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2

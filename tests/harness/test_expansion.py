@@ -149,7 +149,8 @@ def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
 
 CELLS = {
     "ablation": 8, "algorithms": 8, "bandwidth": 30, "bits": 13, "block_size": 8, "convergence": 15,
-    "feedback": 10, "formats": 12, "hpz_group": 10, "paper_scale": 20, "quickstart": 5, "smoke": 3,
+    "feedback": 10, "formats": 12, "generation": 9, "hpz_group": 10, "models": 6, "nodes": 14,
+    "paper_scale": 20, "quickstart": 5, "smoke": 3, "stages": 32,
 }  # fmt: skip
 
 
@@ -160,6 +161,24 @@ def test_shipped_suites_ask_what_they_say(path: Path) -> None:
     assert len({trial.model_copy(update={"repeat": 0}).id for trial in found.trials}) == CELLS[path.stem]
     assert found.merged == 0
     assert found.kept == ()
+
+
+def test_data_follow_from_a_model_of_images(tmp_path: Path) -> None:
+    """A vision model has images and as many patches as fit, unless the suite says otherwise."""
+    found = suite(tmp_path, '[matrix]\nmodel.name = ["gpt-tiny", "vit-tiny"]\n')
+    assert [(t.corpus, t.sequence) for t in found.trials] == [("stdlib", 128), ("glyphs", 64)]
+    found = suite(tmp_path, '[defaults]\nmodel.name = "vit-tiny"\nsequence = 16\n')
+    assert [(t.corpus, t.sequence) for t in found.trials] == [("glyphs", 16)]
+
+
+def test_a_match_on_what_only_generation_has_hits_no_training(tmp_path: Path) -> None:
+    """An override of generations by their tokens leaves alone trials that train."""
+    found = suite(
+        tmp_path,
+        '[[zip]]\nworkload = ["train", "generate"]\ngenerate.tokens = [32, 8]\n'
+        "[[override]]\nmatch = { generate.tokens = 8 }\nset = { steps = 3 }\n",
+    )
+    assert [(t.workload, t.steps) for t in found.trials] == [("train", 8), ("generate", 3)]
 
 
 def test_the_readmes_example(tmp_path: Path) -> None:

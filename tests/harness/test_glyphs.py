@@ -70,3 +70,20 @@ def test_validation_depends_on_no_world(found: glyphs.Glyphs) -> None:
     assert (np.concatenate([classes for _, classes in dealt]) == labels).all()
     held_out = {item.label for item in found.validation}
     assert set(labels.tolist()) <= held_out
+
+
+def test_an_image_shows_its_class(found: glyphs.Glyphs) -> None:
+    """What is drawn is a character of the label's class in one of the fonts, whole and nothing else."""
+    shapes: dict[int, list[np.ndarray]] = {}
+    for item in (*found.train, *found.validation):
+        shapes.setdefault(item.label, []).append(trimmed(glyphs._glyph(item.font, item.character)))
+    images, labels = found.batch(seed=3, step=0, micro_batch=0, rank=0, sequences=32)
+    for image, label in zip(images, labels, strict=True):
+        drawn = trimmed((image * 255).round().astype(np.uint8))
+        assert any(np.array_equal(drawn, shape) for shape in shapes[int(label)])
+
+
+def trimmed(picture: np.ndarray) -> np.ndarray:
+    """A picture without its empty margins."""
+    rows, columns = np.flatnonzero(picture.any(1)), np.flatnonzero(picture.any(0))
+    return picture[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.plan import Forecast, Host, forecast, per_node_bytes
-from harness.suite import Cluster, Model, Optimizer, PolicyChanges, Trial
+from harness.suite import Cluster, Generate, Model, Optimizer, PolicyChanges, Trial
 from impl import traffic
 from impl.geometry import ParameterSpec, lay_out
 from impl.policy import PRESETS, PolicyError, preset
@@ -258,3 +258,53 @@ def tiny(sequence: int) -> Any:
     from torch import nn
 
     return nn.Linear(64, sequence, bias=False)
+
+
+def test_generations_are_planned() -> None:
+    """Decoding sends a gather for each token, with hpZ one between nodes in all, and trains nothing."""
+    decode = {"workload": "generate", "generate": Generate(prompt=8, tokens=10), "cluster": SHAPED}
+    found = {name: one(strategy=name, **decode) for name in ("zero3", "hpz", "ddp")}
+    sent = {name: forecast.inter for name, forecast in found.items()}
+    assert sent["zero3"] is not None
+    assert sent["hpz"] is not None
+    assert sent["zero3"] == 10 * sent["hpz"]
+    for each in found.values():
+        assert each.memory is not None
+        assert each.memory["masters"] > 0
+        assert not {"gradients", "optimizer"} & set(each.memory)
+
+
+@pytest.mark.parametrize("name", ["bert-small", "vit-small"])
+def test_other_models_are_planned(name: str) -> None:
+    """An encoder and a vision model fit ZeRO++'s blocks on two nodes of two ranks, with their own data."""
+    images = {"corpus": "glyphs", "sequence": 64} if name == "vit-small" else {}
+    found = one(model=Model(name=name), cluster=SHAPED, **images)
+    assert found.problems == ()
+    assert found.parameters is not None
+    assert 3.2e6 < found.parameters < 3.4e6
+
+
+def test_data_of_another_form_are_a_problem() -> None:
+    """A vision model on text, and patches that make no image, cannot run, and plan says why."""
+    assert any(
+        "reads images" in problem for problem in one(model=Model(name="vit-small"), sequence=64).problems
+    )
+    (problem,) = one(model=Model(name="vit-small"), corpus="glyphs").problems
+    assert "sequence = 128 patches" in problem
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_limit_is_told_exactly(strategy: str) -> None:
+    """A trial keeps within a limit of what it holds and not within a byte less, which is no problem of
+    the machine's.
+    """
+    held = sum((one(strategy=strategy).memory or {}).values())
+    assert one(strategy=strategy, memory_limit=f"{held / 2**20:.9f} MiB").beyond_limit is None
+    within = Trial(strategy=strategy, model=Model(name="gpt-small")).model_copy(
+        update={"memory_limit": held - 1}
+    )
+    (found,) = forecast([within], HERE)
+    assert found.beyond_limit is not None
+    assert f"holds {held:,} bytes" in found.beyond_limit
+    assert f"memory_limit is {held - 1:,}" in found.beyond_limit
+    assert found.problems == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import signal
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from harness import link
+from harness import link, plan
 from harness.link import LinkError
 from harness.record import RecordError, read, read_all
 from harness.suite import Trial
@@ -89,6 +90,41 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
         assert len(record.ranks) == (1 if one.strategy == "single" else 2)
         assert bool(record.link.probed_mbit) == (one.strategy != "single")
     assert not (tmp_path / "logs").exists()
+
+
+def test_a_trial_beyond_its_limit_is_recorded_and_not_run(tmp_path: Path) -> None:
+    """It leaves a failure of kind memory with its numbers and the model's size, at once and for good."""
+    large = trial("zero3", memory_limit="0.1 MiB", model={"name": f"{__name__}:slow"})
+    small = trial("zero3", memory_limit="64 MiB")
+    outcome, _ = sweep([large, small], tmp_path)
+    assert outcome == SweepOutcome(ok=1, failed=1, skipped=0)
+    record = read(tmp_path / f"{large.id}.json")
+    assert record.failure is not None
+    assert record.failure.kind == "memory"
+    assert "not run: a rank holds" in record.failure.message
+    assert "memory_limit is 104,858" in record.failure.message
+    assert record.parameters > 0
+    assert record.ranks == []
+    outcome, _ = sweep([large, small], tmp_path)
+    assert outcome == SweepOutcome(ok=0, failed=0, skipped=2)
+
+
+def test_an_engine_that_held_more_than_foreseen_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine counted is held to the limit too, after the run."""
+    foreseen = plan.forecast
+    limited = trial("zero3", memory_limit="0.1 MiB")
+
+    def blind(trials: Iterable[Trial], host: plan.Host) -> list[plan.Forecast]:
+        return [dataclasses.replace(one, beyond_limit=None) for one in foreseen(trials, host)]
+
+    monkeypatch.setattr("harness.sweep.forecast", blind)
+    assert sweep([limited], tmp_path)[0].failed == 1
+    failure = read(tmp_path / f"{limited.id}.json").failure
+    assert failure is not None
+    assert failure.kind == "memory"
+    assert failure.message.startswith("it ran, and a rank holds")
 
 
 def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> None:

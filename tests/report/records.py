@@ -23,9 +23,10 @@ from harness.record import (
     RankRecord,
     Record,
     Step,
+    Token,
     Validation,
 )
-from harness.suite import Cluster, Model, PolicyChanges, Trial
+from harness.suite import Cluster, Generate, Model, PolicyChanges, Trial
 from impl.codec import IntCodec
 from impl.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.policy import Policy
@@ -103,6 +104,8 @@ def record_of(
 
 
 def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[str, Any]:
+    if trial.workload == "generate":
+        return _generated(trial, topology, policy)
     noise = np.random.default_rng(int(trial.id, 16))
     units = units_of(topology)
     ledgers = _ledgers(trial, topology, policy, units)
@@ -139,6 +142,45 @@ def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[st
         "validations": _validations(trial, policy, step_seconds, egress * topology.nodes, noise),
         "quantisation": _quantisation(trial, policy, noise),
         "predicted": Predicted(ledgers=ledgers, equal=True) if ledgers else None,
+        "reference_loss": 5.55,
+    }
+
+
+def _generated(trial: Trial, topology: Topology, policy: Policy | None) -> dict[str, Any]:
+    """Results of a trial that decodes: a token takes its bytes' time and ten milliseconds."""
+    assert policy is not None
+    noise = np.random.default_rng(int(trial.id, 16))
+    units, rate = units_of(topology), trial.cluster.rate or 20_000.0
+    passes = [
+        [sum(s.bytes for key, s in predict(policy, topology, units, rank, ["evaluate"] * count).items()
+             if key.link == "inter") for count in (1, 2)]
+        for rank in range(topology.world)
+    ]  # fmt: skip
+    ranks = []
+    for rank, (first, both) in enumerate(passes):
+        tokens = [
+            Token(
+                step=step,
+                warmup=step < trial.warmup,
+                index=index,
+                seconds=0.01 + topology.ranks_per_node * 8 * sent / (rate * 1e6) + 1e-3 * noise.random(),
+                exposed=topology.ranks_per_node * 8 * sent / (rate * 1e6),
+                inter_bytes=sent,
+                intra_bytes=1000,
+            )
+            for step in range(trial.warmup + trial.steps)
+            for index in range(trial.generate.tokens)
+            for sent in [first if index == 0 else both - first]
+        ]
+        place = {"rank": rank, "node": topology.node_of(rank), "local": rank % topology.ranks_per_node}
+        memory = Memory(engine={"masters": 1000}, formula={"masters": 1000}, peak_rss=400_000_000)
+        ranks.append(RankRecord(**place, steps=[], ledger=[], memory=memory, tokens=tokens))
+    return {
+        "ran": {"transport": trial.cluster.transport},
+        "units": [(unit.name, unit.numel, unit.padded) for unit in units],
+        "parameters": sum(unit.numel for unit in units),
+        "link": _link(trial, rate, noise),
+        "ranks": ranks,
         "reference_loss": 5.55,
     }
 
@@ -270,11 +312,29 @@ def trials_of(suite: str, *, repeats: int = 3) -> list[Trial]:
 
 
 def records_of(suite: str, *, repeats: int = 3) -> list[Record]:
-    """Records of :func:`trials_of`, all finished."""
+    """Records of :func:`trials_of`, all finished but those beyond their memory limit."""
     return [
-        record_of(trial, suite=suite, order=order)
+        record_of(trial, suite=suite, order=order, **_beyond(trial))
         for order, trial in enumerate(trials_of(suite, repeats=repeats))
     ]
+
+
+def _beyond(trial: Trial) -> dict[str, Any]:
+    """What makes the record of a trial a failure, if its layers are too many for its stage."""
+    layers = trial.model.arguments.get("layers")
+    if layers is None or int(layers) <= _FITTING[trial.strategy]:
+        return {}
+
+    def sized(fields: dict[str, Any]) -> None:
+        fields["parameters"] = 786_432 * int(layers)
+
+    return {
+        "failure": Failure(kind="memory", message="not run: a rank holds more", log=None),
+        "change": sized,
+    }
+
+
+_FITTING: Final = {"zero3": 8, "zeropp": 4}  # layers
 
 
 _BASE: Final = Trial(cluster=Cluster(rate="50 Mbit/s"), model=Model(name="gpt-small"), steps=4, warmup=1)
@@ -347,6 +407,34 @@ def _convergence(repeats: Iterable[int]) -> Iterable[Trial]:
     )
 
 
+def _generation(repeats: Iterable[int]) -> Iterable[Trial]:
+    return (
+        _with(strategy=s, repeat=r, workload="generate", generate=Generate(prompt=8, tokens=6), steps=2)
+        for r, s in product(repeats, COMBINATIONS)
+    )
+
+
+def _nodes(repeats: Iterable[int]) -> Iterable[Trial]:
+    sizes = ((1, 384), (2, 384), (3, 384), (4, 384), (1, 768), (3, 256), (4, 192))
+    return (
+        _with(
+            strategy=s, repeat=r, sequence=64, tokens_per_rank=tokens,
+            cluster=Cluster(nodes=nodes, ranks_per_node=2, rate="50 Mbit/s"),
+        )
+        for r, s, (nodes, tokens) in product(repeats, ("zero3", "zeropp"), sizes)
+    )  # fmt: skip
+
+
+def _stages(repeats: Iterable[int]) -> Iterable[Trial]:
+    return (
+        _with(
+            strategy=s, repeat=r, memory_limit=64 * 2**20,
+            model=Model(name="gpt-small", arguments={"layers": layers}),
+        )
+        for r, s, layers in product(repeats, _FITTING, (4, 8, 16))
+    )  # fmt: skip
+
+
 _SUITES: Final[dict[str, Callable[[Iterable[int]], Iterable[Trial]]]] = {
     "quickstart": _quickstart,
     "ablation": _ablation,
@@ -355,5 +443,8 @@ _SUITES: Final[dict[str, Callable[[Iterable[int]], Iterable[Trial]]]] = {
     "hpz_group": _hpz_group,
     "bandwidth": _bandwidth,
     "convergence": _convergence,
+    "generation": _generation,
+    "nodes": _nodes,
+    "stages": _stages,
 }
 SUITES: Final = tuple(_SUITES)

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from harness.suite import Cluster, Model, Trial
+from impl.hosts_traffic import HOSTED
 from report import figures, published, theme
 from report.contender import COMBINATIONS, NAMES
 from report.frame import frames_of
@@ -25,6 +26,8 @@ EXPECTED = {
     "hpz_group": {"speedup", "memory"},
     "bandwidth": {"speedup", "throughput", "beside_published", "parity", "memory"},
     "convergence": {"speedup", "loss", "final_loss", "memory"},
+    "nodes": {"speedup", "memory", "scaling"},
+    "stages": {"speedup", "memory", "largest_model"},
 }
 
 
@@ -48,10 +51,23 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
         assert len(pd.read_csv(found.files["csv"])) == len(found.data)
 
 
+def test_generations_have_a_figure_of_their_own(tmp_path: Path) -> None:
+    """Records of generation give their figure, and none of training."""
+    records = records_of("generation", repeats=2)
+    derived = derive(frames_of(records))
+    found = {plot.name for plot in figures.PLOTS if figures.draw(plot, derived, tmp_path)}
+    assert found == {"generation"}
+    plot = next(plot for plot in figures.PLOTS if plot.name == "generation")
+    data = plot.data(derived)
+    assert records_behind(data) == tuple(sorted(record.id for record in records))
+    assert "2.17 (30B) and 2.25 (66B)" in plot.caption(data)
+    assert plot.alt(data)
+
+
 def test_every_figure_has_a_suite_that_draws_it() -> None:
     """Together the suites draw every figure, and the suite that each names is one that draws it."""
     for plot in figures.PLOTS:
-        assert plot.name in EXPECTED[plot.suite] | EVERYWHERE
+        assert plot.name in EXPECTED.get(plot.suite, {plot.suite}) | EVERYWHERE
         assert (ROOT / "suites" / f"{plot.suite}.toml").is_file()
 
 
@@ -82,10 +98,12 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
 
 
 def test_each_policy_has_its_own_colour_and_marker() -> None:
-    """No two strategies share a colour or a marker."""
+    """No two strategies share a colour, and none a marker but a host's with what it hosts."""
     assert set(theme.COLOURS) == set(NAMES) == set(theme.MARKERS)
     assert len(set(theme.COLOURS.values())) == len(theme.COLOURS)
-    assert len(set(theme.MARKERS.values())) == len(theme.MARKERS)
+    alone = {name: marker for name, marker in theme.MARKERS.items() if name not in HOSTED}
+    assert len(set(alone.values())) == len(alone)
+    assert all(theme.MARKERS[name] == alone[host] for name, (host, _) in HOSTED.items())
 
 
 def test_published_numbers_are_those_of_the_blog() -> None:

@@ -16,10 +16,14 @@ from tests.report.records import SUITES, record_of, records_of, trials_of
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_frames_hold_every_raw_value(suite: str) -> None:
-    """Every step of every rank, and every byte of every ledger row, is in its frame."""
+    """Every step and decoded token of every rank, every failure, and every byte of every ledger row, is in
+    its frame.
+    """
     records = records_of(suite, repeats=1)
     frames = frames_of(records)
-    assert len(frames.trials) == len(records)
+    assert len(frames.trials) + len(frames.generators) + len(frames.failures) == len(records)
+    assert len(frames.failures) == sum(record.failure is not None for record in records)
+    assert len(frames.tokens) == sum(len(rank.tokens) for record in records for rank in record.ranks)
     assert len(frames.steps) == sum(len(rank.steps) for record in records for rank in record.ranks)
     ledgers = [rank.ledger for record in records for rank in record.ranks if rank.ledger]
     sent = frames.bytes[frames.bytes["source"] == "ledger"]
