@@ -69,7 +69,7 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["first"] = table.groupby("contender")["order"].transform("min")
     table["rate_mbit"] = pd.to_numeric(table["rate_mbit"]).astype(float)
     table["achieved_mbit"] = pd.to_numeric(table["achieved_mbit"]).astype(float)
-    cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "where"]
+    cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "where"]
     return table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
 
 

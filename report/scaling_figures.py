@@ -104,8 +104,8 @@ def _draw_largest(data: pd.DataFrame) -> Figure | None:
         largest, smallest = _bounds(data, contender)
         ax.barh(place, largest, 0.62, color=theme.colour(strategy))
         ax.plot(smallest, place, "x", color=theme.INK, ms=6, label="" if place else "next size: not run")
-        drawing.beside(ax, largest, place, f"{number(3)(largest)} M")
-    ax.set_xlim(0, data["parameters"].max() / 1e6 * 1.05)
+        drawing.beside(ax, np.fmax(largest, smallest), place, f"{number(3)(largest)} M", points=8)
+    ax.set_xlim(0, np.nanmax([_bounds(data, contender) for _, contender in shown]) * 1.12)
     ax.set_xlabel("largest model that trained, million parameters")
     drawing.legend_above(figure, ax, columns=1, side="right")
     return figure
