@@ -65,19 +65,22 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
             continue
         topology = ran.topology()
         units = [
-            UnitGeometry(
-                n, (), padded, topology.world, not n.endswith(FROZEN), policy.group_ranks(topology)
-            )
+            UnitGeometry(n, (), padded, topology.world, not n.endswith(FROZEN), policy.group_ranks(topology))
             for n, _, padded in frames.units[str(trial.id)]
         ]
         raw_codecs = {"weights": BF16, "gradients": (BF16, BF16), "feedback": None, "chunks": 1}
         ladder = (
-            replace(policy, **raw_codecs, secondary=0, gather="flat", reduce="ring"),  # type: ignore[arg-type]
+            replace(policy, **raw_codecs, secondary=0, group=0, gather="flat", reduce="ring"),  # type: ignore[arg-type]
             replace(policy, **raw_codecs, secondary=0),  # type: ignore[arg-type]
             replace(policy, **raw_codecs),  # type: ignore[arg-type]
             policy,
         )
-        sent = [_sent_between(p, topology, units, ran.accumulation) for p in ladder]
+        of_all = [replace(unit, group=0) for unit in units]
+        layouts = (of_all if policy.stage else units, units, units, units)
+        sent = [
+            _sent_between(p, topology, laid_out, ran.accumulation)
+            for p, laid_out in zip(ladder, layouts, strict=True)
+        ]
         parts = {
             "sent": sent[3],
             "quantising": sent[2] - sent[3],
