@@ -104,8 +104,9 @@ def _draw_largest(data: pd.DataFrame) -> Figure | None:
         largest, smallest = _bounds(data, contender)
         ax.barh(place, largest, 0.62, color=theme.colour(strategy))
         ax.plot(smallest, place, "x", color=theme.INK, ms=6, label="" if place else "next size: not run")
-        drawing.beside(ax, np.fmax(largest, smallest), place, f"{number(3)(largest)} M", points=8)
-    ax.set_xlim(0, np.nanmax([_bounds(data, contender) for _, contender in shown]) * 1.12)
+        words = f"{number(3)(largest)} M" + (f", not {number(3)(smallest)} M" if smallest > 0 else "")
+        drawing.beside(ax, np.fmax(largest, smallest), place, words, points=8)
+    ax.set_xlim(0, np.nanmax([_bounds(data, contender) for _, contender in shown]) * 1.25)
     ax.set_xlabel("largest model that trained, million parameters")
     drawing.legend_above(figure, ax, columns=1, side="right")
     return figure
