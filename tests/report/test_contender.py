@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from harness.suite import PolicyChanges, Trial
-from impl.policy import PRESETS, Policy, parse_feedback
+from impl.policy import PRESETS, MemoryLimits, Policy, parse_feedback, parse_loss_scale
 from report.contender import _fields, label_of
 
-LAYOUT = {"align", "compute"}  # they change the layout, or nothing here
+LAYOUT = {"align"}  # it changes the layout alone
 
 
 def test_every_field_of_a_policy_is_told() -> None:
@@ -22,12 +22,23 @@ def test_every_field_of_a_policy_is_told() -> None:
         "chunks": 4,
         "secondary": 1,
         "feedback": parse_feedback("loco"),
+        "stage": 2,
+        "group": "node",
+        "compute": "bf16",
+        "loss_scale": parse_loss_scale("dynamic"),
+        "frozen": PRESETS["zeropp"].weights,
+        "reduce_every": "step",
+        "order_every": 7,
         "memory": replace(PRESETS["zero3"].memory, prefetch=1),
     }
     assert others.keys() | LAYOUT == {field.name for field in fields(Policy)}
     usual = _fields(PRESETS["zero3"], trial.topology())
     for name, value in others.items():
         assert _fields(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
+    for limit in fields(MemoryLimits):
+        if limit.name != "max_padding":
+            memory = replace(PRESETS["zero3"].memory, **{limit.name: 7})
+            assert _fields(replace(PRESETS["zero3"], memory=memory), trial.topology()) != usual, limit.name
 
 
 def test_feedback_and_chunks_are_named() -> None:
