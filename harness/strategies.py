@@ -259,7 +259,7 @@ class Sharded:
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
         """See :meth:`Strategy.step`."""
-        return self.engine.step(optimizer, clip)
+        return self.engine.step(optimizer, max_norm=clip)
 
     def weights_changed(self) -> None:
         """See :meth:`Strategy.weights_changed`."""

@@ -61,19 +61,26 @@ def _unpack(saved: _Tensor | _Weight) -> Tensor:
 
 @dataclass(slots=True)
 class SavedTensors:
-    """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass."""
+    """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass.
 
+    Attributes:
+        active: whether they are.
+    """
+
+    active: bool = False
     _at: dict[int, Unit] = field(default_factory=dict)  # by the address of their weights, last gathered
     _active: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def begin(self) -> None:
         """Take over what autograd saves."""
         self._at.clear()
+        self.active = True
         self._active.enter_context(saved_tensors_hooks(self._pack, _unpack))
 
     def end(self) -> None:
         """Give it back."""
         self._active.close()
+        self.active = False
 
     def gathered(self, unit: Unit) -> None:
         """``unit``'s weights are there; views of them are to be recognised."""

@@ -8,6 +8,7 @@ through every codec.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,7 +68,10 @@ class LossScaler:
         return loss if self.scale == 1.0 else loss * self.scale
 
     def step(
-        self, gradients: Gradients, optimizer: torch.optim.Optimizer, max_norm: float | None = None
+        self,
+        gradients: Gradients,
+        optimizers: Sequence[torch.optim.Optimizer],
+        max_norm: float | None = None,
     ) -> Stepped:
         """Unscale, clip, and step, or skip the step after an overflow; all ranks must call it.
 
@@ -75,28 +79,29 @@ class LossScaler:
 
         Args:
             gradients: of the engine.
-            optimizer: over its masters.
+            optimizers: over its masters, all that step together.
             max_norm: largest global 2-norm; None does not clip.
 
         Raises:
             LossScaleError: for an overflow at the smallest scale of a dynamic one.
         """
         if self._setting is None and max_norm is None:
-            optimizer.step()
+            _step(optimizers)
             return Stepped(None, done=True)
         norm = float(gradients.grad_norm()) / self.scale
         if not math.isfinite(norm):
             gradients.forget_overflow()
             if self._setting is not None:
                 self._overflowed(self._setting)
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
                 return Stepped(norm, done=False)
         factor = 1.0 / self.scale
         if max_norm is not None:
             factor *= min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
         if factor != 1.0:
             gradients.scale_gradients(factor)
-        optimizer.step()
+        _step(optimizers)
         self._since += 1
         if self._setting is not None and self._setting.window and self._since >= self._setting.window:
             self.scale, self._since = min(self.scale * 2.0, 2.0**126), 0
@@ -119,3 +124,8 @@ class LossScaler:
         """Take over what :meth:`state_dict` gave."""
         self.scale, self.skipped = float(state["scale"]), int(state["skipped"])
         self._since = int(state["since"])
+
+
+def _step(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()

@@ -34,6 +34,8 @@ class Schedule:
         prefetch: elements that may be gathered ahead of the unit in use.
         max_live: elements that may be gathered at once; nothing is gathered ahead beyond it.
         kept: units that stay gathered from a forward pass to its backward pass.
+        in_model_order: whether gradients are reduced in model order, whatever ran; else in the order of the
+            forward pass, so that none waits for its turn.
     """
 
     sizes: Sequence[int]
@@ -42,11 +44,13 @@ class Schedule:
     prefetch: int
     max_live: int = 1 << 62
     kept: frozenset[int] = frozenset()
+    in_model_order: bool = False
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:
         """The one order in which all ranks issue gradient reductions."""
-        return (*reversed(self.order), *self.outer)
+        order = sorted(self.order) if self.in_model_order else self.order
+        return (*reversed(order), *self.outer)
 
     def pre_forward(self, unit: int) -> tuple[Action, ...]:
         """``unit`` is about to run: gather it, gather ahead, wait for it."""

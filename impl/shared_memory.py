@@ -77,6 +77,7 @@ class Arena:
         words = whole[:flags].view(torch.int64).view(2, SLOTS, size, _LINE // 8)
         self._posted = _Flags(words[0])  # numbers of the exchanges last written
         self._read = _Flags(words[1])  # numbers of the exchanges last read
+        self._marks = words[0, :, :, 1].numpy().view("uint64")  # (slot, rank) what was posted there
         self.rows = whole[flags:].view(SLOTS, size, self.row_bytes)  # (slot, rank, byte)
         self._count = 0
         self._free = list(range(SLOTS))
@@ -139,8 +140,14 @@ class Arena:
         """(row_bytes,) this rank's part of an exchange's slot."""
         return self.rows[self._slots[number], self.group.index]
 
-    def post(self, number: int) -> None:
-        """Tell the others that this rank's row is written."""
+    def post(self, number: int, mark: int) -> None:
+        """Tell the others that this rank's row is written.
+
+        Args:
+            number: of the exchange.
+            mark: 64 bits of what this rank believes it to be.
+        """
+        self._marks[self._slots[number], self.group.index] = mark
         self._posted.set(self._slots[number], self.group.index, number)
 
     def wait(self, number: int) -> Tensor:
@@ -152,6 +159,10 @@ class Arena:
         """
         self._await(self._posted, self._slots[number], number, "did not send")
         return self.rows[self._slots[number]]
+
+    def agree(self, number: int, mark: int) -> bool:
+        """Whether all ranks posted ``mark``; after :meth:`wait`."""
+        return bool((self._marks[self._slots[number]] == mark).all())
 
     def done(self, number: int) -> None:
         """Tell the others that this rank has read the slot."""

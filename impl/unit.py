@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -190,6 +190,7 @@ class Unit:
             self._member(slot.offset, original, where)
             for slot, original, where in zip(geometry.slots, originals, holders, strict=True)
         ]
+        self._own_views = self._views()
         self._resize(full=False)
         self.gathered = False
         self._gather: Transfer | None = None
@@ -247,8 +248,18 @@ class Unit:
         stand_in = nn.Parameter(empty, requires_grad=self.geometry.trainable)
         return Member(parameter, stand_in, holders)
 
+    def _views(self) -> int:
+        """Tensors that lie in the flat buffer, and handles of it."""
+        return int(torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata))  # noqa: SLF001
+
     def _resize(self, *, full: bool) -> None:
-        """Give the flat buffer its memory, or take it away."""
+        """Give the flat buffer its memory, or take it away: not from under a view that somebody holds.
+
+        Autograd holds views of what was used outside a forward pass of the model, or in a block that is
+        computed again; touching one without memory would crash.  :meth:`release` tries again.
+        """
+        if not full and self._views() > self._own_views:
+            return
         nbytes = self._flat.numel() * self._flat.element_size()
         storage = self._flat.untyped_storage()
         wanted = nbytes if full else 0
@@ -286,6 +297,8 @@ class Unit:
         self.secondary.end()
         self.wait()
         self._let_go()
+        if not self._stays:
+            self._resize(full=False)
 
     @property
     def storage_address(self) -> int:
@@ -330,14 +343,13 @@ class Unit:
         self.wait()
         if not self._stays:
             self._let_go()
+            self._resize(full=False)
 
     def _let_go(self) -> None:
         """The gathered weights are not to be used any more."""
         if self.gathered:
             self.gathered = False
             self._show(gathered=False)
-            if not self._stays:
-                self._resize(full=False)
 
     def _gathering(self, phase: Phase) -> Generator[None, None, None]:
         purpose: Purpose = "persistent" if self.geometry.persistent else "weights"
@@ -583,13 +595,28 @@ class Unit:
             return None
         return self._mean
 
-    def own_mean(self) -> Tensor | None:
-        """(piece,) of it that no other rank counts, in a norm over all ranks."""
-        mean = self.mean_gradient()
-        if mean is None:
-            return None
-        start, end = self.geometry.own_piece(self.wire.mesh.rank)
-        return mean[start:end]
+    def own_gradients(self) -> Iterator[Tensor]:
+        """Parts of the masters' gradients that no other rank counts, in a norm over all ranks."""
+        low, high = self.geometry.own_piece(self.wire.mesh.rank)
+        for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
+            first, last = max(start, low), min(end, high)
+            if master.grad is not None and first < last:
+                yield master.grad[first - start : last - start]
+
+    def check_flags(self) -> None:
+        """Refuse parameters that were frozen, or unfrozen, since the model was sharded.
+
+        Raises:
+            ZeroError: naming the first.
+        """
+        for member, slot in zip(self.members, self.geometry.slots, strict=True):
+            for parameter in (member.parameter, member.stand_in):
+                if parameter.requires_grad != self.geometry.trainable:
+                    was, now = ("frozen", "trained") if parameter.requires_grad else ("trained", "frozen")
+                    raise ZeroError(
+                        f"parameter {slot.spec.name!r} was {was} when the model was sharded and is now {now}: "
+                        "set requires_grad before"
+                    )
 
     # Whole values
 

@@ -148,7 +148,6 @@ class Wire:
         self._arenas: dict[Axis, Arena] = {}
         self._buffers: dict[int, list[Tensor]] = defaultdict(list)
         self._used: dict[str, set[str]] = {}
-        self._numbers: dict[Axis, int] = defaultdict(int)  # exchanges so far: the tag of the next
         self._trail = Trail()
         self._roll_call = self._listed()
 
@@ -208,11 +207,11 @@ class Wire:
         group = self.mesh.group(axis)
         before, after = (group.index - 1) % group.size, (group.index + 1) % group.size
         backend = dist.get_backend(group.process_group)
-        number = self._numbers[axis] = self._numbers[axis] + 1
+        mark = entry[2] % _TAGS  # of ranks that part no message fits another
 
         def start(received: Tensor, send: Tensor) -> list[dist.Work]:
             if backend == "gloo":  # as in _post_direct: its own all-to-all lets a slow link idle
-                ends, handle, mark = group.ranks, group.process_group, number % _TAGS
+                ends, handle = group.ranks, group.process_group
                 works = [dist.irecv(received, src=ends[before], group=handle, tag=mark)]
                 works.append(dist.isend(send, dst=ends[after], group=handle, tag=mark))
                 return [work for work in works if work is not None]
@@ -293,11 +292,11 @@ class Wire:
         backend = dist.get_backend(group.process_group)
         direct = backend == "gloo" and not ring
         self._note(axis, tag, f"{backend} point to point" if direct else backend)
-        number = self._numbers[axis] = self._numbers[axis] + 1
+        mark = entry[2] % _TAGS  # of ranks that part no message fits another
 
         def start(received: Tensor, send: Tensor) -> list[dist.Work]:
             if direct:
-                return _post_direct(group, kind, received, send, number)
+                return _post_direct(group, kind, received, send, mark)
             collective = _all_gather if kind == "all_gather" else dist.all_to_all_single
             return [collective(received, send, group=group.process_group, async_op=True)]
 
@@ -350,6 +349,11 @@ class Wire:
             return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({lost})")
         return WireError(f"{first}\n{report(found)}")
 
+    def _parted(self, entry: Entry) -> WireError:
+        """The error of a rank that finds another exchange in the place of its own."""
+        self._trail.waiting = entry
+        return self._explained("found that the ranks' exchanges differ", f"it is in {Step(*entry)}")
+
     def _stuck(self, entry: Entry, error: Exception) -> WireError:
         self._trail.waiting = entry
         return self._explained(f"could not finish exchange {Step(*entry)}", error)
@@ -399,7 +403,7 @@ _Start = Callable[[Tensor, Tensor], list[dist.Work]]
 
 
 def _post_direct(
-    group: Group, kind: _Collective, received: Tensor, send: Tensor, number: int
+    group: Group, kind: _Collective, received: Tensor, send: Tensor, tag: int
 ) -> list[dist.Work]:
     """Send to and receive from each rank of the group by itself.
 
@@ -409,7 +413,6 @@ def _post_direct(
     """
     rows = received.view(group.size, -1)
     mine = send.view(group.size, -1) if kind == "all_to_all" else send.expand(group.size, -1)
-    tag = number % _TAGS
     # Start with the next rank, so that not all ranks send to the first one first.
     others = [(group.index + step) % group.size for step in range(1, group.size)]
     works = [
@@ -459,7 +462,7 @@ class _InMemory:
         self.send = arena.row(self._number)[:row]
 
     def post(self) -> None:
-        self._arena.post(self._number)
+        self._arena.post(self._number, self._entry[2])
 
     def wait(self) -> Tensor:
         rows = self.whole()
@@ -474,6 +477,8 @@ class _InMemory:
             rows = self._arena.wait(self._number)
         except (TimeoutError, ConnectionError) as error:
             raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
+        if not self._arena.agree(self._number, self._entry[2]):
+            raise self._wire._parted(self._entry)  # noqa: SLF001
         trail.waiting, trail.finished = None, self._entry
         self._wire.exposed_seconds += time.perf_counter() - begin
         return rows

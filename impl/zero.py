@@ -129,6 +129,7 @@ class Zero:
         self._calls: dict[nn.Module, int] = {}  # forward calls whose backward is to come
         self._escaped: set[int] = set()  # units of which a parameter left its module as an output
         self._saved = SavedTensors()
+        self._called_alone: nn.Module | None = None
         self._in_backward = False
         self._reduced: set[int] = set()  # of this backward pass
         self._ready: set[int] = set()
@@ -139,6 +140,8 @@ class Zero:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
         model.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
+        clears = weakref.WeakMethod(self._zero_grad)
+        model.zero_grad = lambda set_to_none=True: (clears() or _gone)(set_to_none)  # type: ignore[method-assign]
         for index, unit in enumerate(self.units):
             if unit.geometry.trainable:
                 for number, member in enumerate(unit.members):
@@ -226,23 +229,38 @@ class Zero:
             self.wire.check_order()
 
     def drop_gradients(self) -> None:
-        """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`."""
+        """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
+
+        The errors that gradient codecs carry go too: a failed pass may have left some.
+        """
         for unit in self.units:
             unit.drop_gradients()
+            unit.clear_feedback()
 
-    def step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> Stepped:
+    def step(self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None) -> Stepped:
         """Unscale the loss's scale away, clip, and step; or skip the step on all ranks after an overflow.
 
         For losses that were multiplied by ``scaler.scaled(loss)``.
 
         Args:
-            optimizer: over :meth:`param_groups`.
+            optimizers: over :meth:`param_groups`; with a loss scale all that hold masters with gradients,
+                since unscaling and overflow are of all of them together.
             max_norm: largest global 2-norm of the mean gradient; None does not clip.
 
         Raises:
             LossScaleError: for an overflow at the smallest dynamic scale.
+            ZeroError: if a loss scale is set and an optimizer is missing.
         """
-        return self.scaler.step(self, optimizer, max_norm)
+        if self.policy.loss_scale is not None:
+            held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+            masters = [m for unit in self.units for _, m in unit.masters if m.grad is not None]
+            missing = sum(id(master) not in held for master in masters)
+            if missing:
+                raise ZeroError(
+                    f"step() of optimizers that lack {missing} of {len(masters)} masters with gradients: "
+                    "with a loss scale, give all optimizers to one step()"
+                )
+        return self.scaler.step(self, optimizers, max_norm)
 
     def grad_norm(self) -> Tensor:
         """() fp64 global 2-norm of the mean gradient; NaN and infinity included.
@@ -256,8 +274,8 @@ class Zero:
         self.check_finished("grad_norm()")
         total = torch.zeros((), dtype=torch.float64, device=self.wire.mesh.device)
         for unit in self.units:
-            if (mean := unit.own_mean()) is not None:
-                total += mean.double().square().sum()
+            for gradient in unit.own_gradients():
+                total += gradient.double().square().sum()
         world = self.wire.mesh.topology.world_axis
         exchange = self.wire.all_gather(world, NORM_BYTES, Tag("step", "control"))
         exchange.send.copy_(total.view(1).view(torch.uint8))
@@ -275,7 +293,12 @@ class Zero:
         Returns:
             () fp64 norm before scaling.  A norm that is not finite makes the gradients NaN, as
             ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Raises:
+            ZeroError: with a loss scale, whose gradients are unscaled and clipped in :meth:`step`.
         """
+        if self.policy.loss_scale is not None:
+            raise ZeroError("clip_grad_norm_() of scaled gradients: give max_norm to step() instead")
         norm = self.grad_norm()
         if self.policy.feedback is not None:  # looking waits for the device
             self._forget_overflow(norm)
@@ -308,6 +331,15 @@ class Zero:
         """Drop the errors that codecs carry: they are of gradients that are not used."""
         for unit in self.units:
             unit.clear_feedback()
+
+    def _zero_grad(self, set_to_none: bool) -> None:
+        """What ``model.zero_grad()`` means: the gradients are the masters'."""
+        for unit in self.units:
+            for _, master in unit.masters:
+                if set_to_none:
+                    master.grad = None
+                elif master.grad is not None:
+                    master.grad.zero_()
 
     # State
 
@@ -389,7 +421,15 @@ class Zero:
     def _scheduled(self, order: Iterable[int], outer: tuple[int, ...]) -> Schedule:
         sizes = [unit.geometry.padded for unit in self.units]
         limits = self.policy.memory
-        return Schedule(sizes, tuple(order), outer, limits.prefetch, limits.max_live, self._kept)
+        return Schedule(
+            sizes,
+            tuple(order),
+            outer,
+            limits.prefetch,
+            limits.max_live,
+            self._kept,
+            in_model_order=self.policy.stage < 3,
+        )
 
     def _phase(self) -> Phase:
         if self._in_backward:
@@ -430,6 +470,9 @@ class Zero:
             if self._casts_inputs:
                 dtype = DTYPES[self.policy.compute]
                 changed = args, kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+        if torch.is_grad_enabled() and not recomputing and not self._saved.active:
+            self._saved.begin()  # a block that is called by itself, outside the model's forward pass
+            self._called_alone = module
         for index in self._of_module.get(module, ()):
             if recomputing:  # gather what was released, and look no further
                 self._carry_out((Action("wait", index),), "backward")
@@ -450,6 +493,8 @@ class Zero:
                     "a forward pass after a backward pass that was not finished: call finish_backward() "
                     "(and drop its gradients with optimizer.zero_grad() if the backward pass failed)"
                 )
+            for unit in self.units:
+                unit.check_flags()
             self._calls.clear()
             self._saved.begin()
         self._escaped.clear()
@@ -493,6 +538,9 @@ class Zero:
             self._carry_out(self._schedule.post_forward(index, training=training), self._phase())
         if module is self.model:
             self._end_forward(outputs)
+        if module is self._called_alone:
+            self._saved.end()
+            self._called_alone = None
         if torch.is_grad_enabled() and self._of_module.get(module):
             arrive = self._arrival(module)
             for tensor in outputs:
@@ -561,7 +609,8 @@ class Zero:
         """A second backward pass began without finish_backward() in between."""
         raise ZeroError(
             "a gradient arrived for a unit that was already reduced: call finish_backward() after "
-            "each backward pass"
+            "each backward pass; in reentrant checkpoints a parameter that is used twice brings its "
+            "gradient in parts, so use_reentrant=False there"
         )
 
     def _start_ready(self) -> None:
@@ -606,6 +655,10 @@ class Zero:
                 f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
                 "outside of it, or call drop_gradients()"
             )
+
+
+def _gone(_: bool) -> None:
+    raise ZeroError("zero_grad() of a sharded model whose engine is gone")
 
 
 def _refuse_load(module: nn.Module, *_: Any) -> None:

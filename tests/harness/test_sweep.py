@@ -256,18 +256,23 @@ if __name__ == "__main__":
         text=True,
         start_new_session=True,
     ) as parent:
-        sweeping = psutil.Process(parent.pid)
-        # the keeper with two holders, the fork server with two ranks, and the resource tracker
-        until(lambda: len(sweeping.children(recursive=True)) >= 7, 120)
-        until(lambda: len(namespaces_of(sweeping.children(recursive=True))) >= 4, 120)
-        time.sleep(0.5)
-        below = sweeping.children(recursive=True)
-        made = namespaces_of(below) - namespaces_of([psutil.Process()])
-        assert len(made) == 3
-        if number == signal.SIGINT:
-            os.killpg(parent.pid, number)  # as a terminal does
-        else:
-            parent.send_signal(number)
+        try:
+            sweeping = psutil.Process(parent.pid)
+            own = namespaces_of([psutil.Process()])
+            # the keeper with two holders, the fork server with two ranks, and the resource tracker
+            until(lambda: len(sweeping.children(recursive=True)) >= 7, 120)
+            until(lambda: len(namespaces_of(sweeping.children(recursive=True)) - own) >= 3, 120)
+            time.sleep(0.5)
+            below = sweeping.children(recursive=True)
+            made = namespaces_of(below) - own
+            assert len(made) == 3
+            if number == signal.SIGINT:
+                os.killpg(parent.pid, number)  # as a terminal does
+            else:
+                parent.send_signal(number)
+        except BaseException:
+            os.killpg(parent.pid, signal.SIGKILL)  # or the rest of the run would share the machine with it
+            raise
         assert parent.stdout is not None
         shown = parent.stdout.read()
     until(lambda: not any(process.is_running() for process in below))

@@ -16,7 +16,7 @@ from impl.mesh import Mesh
 from impl.policy import Dtype, LossScale, Policy, Stage, preset
 from impl.scaling import LossScaleError, LossScaler
 from impl.topology import Topology
-from impl.zero import shard
+from impl.zero import ZeroError, shard
 from tests.models import Net
 from tests.ranks import on_threads
 from tests.strategies import ROOMY
@@ -103,17 +103,17 @@ def test_the_scale_moves_as_it_says() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scaler = LossScaler(LossScale(initial=4.0, window=2, least=2.0))
     gradients = _Gradients([8.0, 8.0, math.nan, math.inf, math.inf])
-    assert scaler.step(gradients, optimizer, max_norm=1.0).norm == 2.0
+    assert scaler.step(gradients, [optimizer], max_norm=1.0).norm == 2.0
     assert gradients.factors == [pytest.approx(0.25 * 0.5, rel=1e-6)]
-    scaler.step(gradients, optimizer)
+    scaler.step(gradients, [optimizer])
     assert scaler.scale == 8.0
-    assert not scaler.step(gradients, optimizer).done
+    assert not scaler.step(gradients, [optimizer]).done
     resumed = LossScaler(LossScale(initial=4.0, window=2, least=2.0))
     resumed.load_state_dict(scaler.state_dict())
     assert (resumed.scale, resumed.skipped) == (4.0, 1)
-    assert not resumed.step(gradients, optimizer).done
+    assert not resumed.step(gradients, [optimizer]).done
     with pytest.raises(LossScaleError, match="loss scale of 2, the smallest"):
-        resumed.step(gradients, optimizer)
+        resumed.step(gradients, [optimizer])
     assert gradients.forgotten == 3
 
 
@@ -121,7 +121,7 @@ def test_a_fixed_scale_stays() -> None:
     """Overflows under a fixed scale are skipped steps, and counted."""
     scaler = LossScaler(LossScale(initial=512.0, window=0))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    assert not scaler.step(_Gradients([math.inf]), optimizer).done
+    assert not scaler.step(_Gradients([math.inf]), [optimizer]).done
     assert (scaler.scale, scaler.skipped) == (512.0, 1)
 
 
@@ -217,3 +217,34 @@ def test_buffers_are_kept_equal() -> None:
                 assert torch.allclose(value.double(), means[name], rtol=1e-6)
                 assert torch.equal(state[name], value)
         assert loss == results[0][2]
+
+
+def _misused(mesh: Mesh, net: nn.Module, how: str) -> str:
+    zero = shard(
+        copy.deepcopy(net),
+        mesh=mesh,
+        policy=preset("exact", memory=ROOMY, loss_scale=LossScale(initial=8.0)),
+        group_of=lambda name, _: int("head" in name),
+    )
+    one, other = (torch.optim.SGD([group], lr=0.1) for group in zero.param_groups())
+    zero.scaler.scaled(zero.model(batch(0, mesh.rank))).backward()
+    zero.finish_backward()
+    before = torch.cat([unit.master.clone() for unit in zero.units])
+    if how == "together":
+        assert zero.step(one, other, max_norm=1e9).done
+        moved = torch.cat([unit.master for unit in zero.units]) - before
+        gradient = torch.cat([unit.mean_gradient() for unit in zero.units])  # type: ignore[misc]
+        assert torch.allclose(moved, -0.1 * gradient, atol=1e-6)
+        return "together"
+    with pytest.raises(ZeroError) as caught:
+        zero.step(one) if how == "one" else zero.clip_grad_norm_(1.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("together", "together"), ("one", "give all optimizers to one step"), ("clip", "give max_norm to step")],
+)
+def test_scaled_gradients_are_unscaled_once(how: str, words: str) -> None:
+    """Several optimizers step together under one scale; one alone, or clipping before, is refused."""
+    assert all(words in said for said in on_threads(Topology(1, 2), _misused, model(), how))

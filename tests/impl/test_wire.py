@@ -167,3 +167,24 @@ def test_shifts_arrive_from_the_rank_before() -> None:
     """Each rank receives its predecessor's messages, in the order in which they were posted."""
     for rank, got in enumerate(on_processes(Topology(1, 3), _shifted)):
         assert got == [(rank - 1) % 3, (rank - 1) % 3 + 10] * 20
+
+
+def _parted(mesh: Mesh) -> str:
+    """Rank 1 opens its two exchanges the other way round."""
+    wire = Wire(mesh, transport="shm", timeout=60.0)
+    wire.reserve(mesh.topology.world_axis, 64)
+    tags = [Tag("backward", "gradients", "blocks.1"), Tag("backward", "weights", "blocks.0")]
+    first, _ = tags if mesh.rank == 0 else reversed(tags)
+    exchange = wire.all_gather(mesh.topology.world_axis, 64, first)
+    exchange.post()
+    with pytest.raises(WireError) as caught:
+        exchange.wait()
+    return str(caught.value)
+
+
+def test_ranks_that_part_in_shared_memory_are_told_at_once() -> None:
+    """A rank never takes another exchange's message for its own: the first one that differs is an error."""
+    for said in on_processes(Topology(1, 2), _parted):
+        assert "found that the ranks' exchanges differ" in said
+        assert "blocks.1" in said
+        assert "blocks.0" in said

@@ -168,6 +168,24 @@ class CheckpointSpansBlocks(Stack):
         return x
 
 
+class ChecksPointsOfADetachedCopy(UsesADetachedCopy):
+    reentrant = False
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class ReentrantPointsOfADetachedCopy(ChecksPointsOfADetachedCopy):
+    reentrant = True
+
+
+class OneCheckpointOfDetachedCopies(UsesADetachedCopy):
+    def middle(self, x: Tensor) -> Tensor:
+        return checkpoint(super().middle, x, use_reentrant=False)
+
+
 class Recurrent(Stack):
     def __init__(self) -> None:
         super().__init__(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))
@@ -243,6 +261,9 @@ KINDS = [
     TakesTheRootsParameter,
     ListsOfLists,
     CheckpointSpansBlocks,
+    ChecksPointsOfADetachedCopy,
+    ReentrantPointsOfADetachedCopy,
+    OneCheckpointOfDetachedCopies,
     Recurrent,
 ]
 
@@ -260,6 +281,21 @@ def test_loops_train_as_in_one_process(loss_of: Any) -> None:
     """A checkpointed root, leaf inputs, inference mode before training, two forwards: as in one process."""
     torch.manual_seed(0)
     check(Stack(), loss_of, preset("exact", memory=ROOMY, secondary="node"))
+
+
+def outside(net: nn.Module, x: Tensor) -> Tensor:
+    """The blocks one after the other, past the model's forward."""
+    for block in net.blocks:  # type: ignore[union-attr]
+        x = block(x)
+        x = getattr(x, "x", x)
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Stack, HidesItsOutput, UsesADetachedCopy])
+def test_blocks_may_be_called_by_themselves(kind: type[nn.Module]) -> None:
+    """Past the model's own forward pass, whatever autograd keeps of weights is there in backward."""
+    torch.manual_seed(0)
+    check(kind(), outside)
 
 
 @pytest.mark.parametrize("changes", [{"secondary": "node"}, {"gather": "flat", "reduce": "one_hop"}], ids=str)
@@ -312,6 +348,9 @@ def _fails(mesh: Mesh, base: nn.Module, how: str) -> str:
             case "create_graph":
                 x = data(0, 0).requires_grad_()
                 torch.autograd.grad(net(x), x, create_graph=True)
+            case "frozen later":
+                net.head.weight.requires_grad_(requires_grad=False)
+                net(data(0, 0))
             case "in place":
                 x = net.embed
                 hidden = torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))  # outside forward: refused
@@ -329,6 +368,7 @@ def _fails(mesh: Mesh, base: nn.Module, how: str) -> str:
         ("load_state_dict", "use Zero.load_full_state_dict()"),
         ("step between", "changed between its forward and its backward pass"),
         ("create_graph", "gradients of gradients are not supported"),
+        ("frozen later", "parameter 'head.weight' was trained when the model was sharded and is now frozen"),
         ("in place", "meta"),
     ],
 )
@@ -483,3 +523,31 @@ def first_bf16_loss() -> float:
     """Before any step, in one process."""
     torch.manual_seed(0)
     return Stack().bfloat16()(data(0, 0).bfloat16()).item()
+
+
+def _cleared(mesh: Mesh, base: nn.Module, set_to_none: bool) -> tuple[float, float, float]:
+    """Norms of a gradient, after ``model.zero_grad()``, and after halving the masters' gradients."""
+    net = copy.deepcopy(base)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    norms = []
+    for clear in (True, False):
+        net(data(0, mesh.rank)).backward()
+        zero.finish_backward()
+        norms.append(zero.grad_norm().item())
+        if clear:
+            net.zero_grad(set_to_none=set_to_none)
+            norms.append(zero.grad_norm().item())
+    for unit in zero.units:
+        for _, master in unit.masters:
+            master.grad = None if master.grad is None else master.grad / 2
+    assert norms[2] == norms[0]
+    return norms[0], norms[1], zero.grad_norm().item()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_the_masters(set_to_none: bool) -> None:
+    """``model.zero_grad()`` clears them, and the norm is of what the optimizer would read."""
+    torch.manual_seed(0)
+    for norm, cleared, half in on_threads(Topology(2, 2), _cleared, Stack(), set_to_none):
+        assert cleared == 0.0
+        assert half == pytest.approx(norm / 2)
