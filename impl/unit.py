@@ -175,7 +175,7 @@ class Unit:
             for group, start, end in geometry.spans(rank)
             if geometry.trainable
         ]
-        self._spans = [(start, end) for _, start, end in geometry.spans(rank)]
+        self._spans = [(start, end) for _, start, end in geometry.spans(rank) if geometry.trainable]
         self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
         self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
         # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.

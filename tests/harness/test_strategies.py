@@ -89,7 +89,7 @@ def test_exposed_time_is_unknown_on_gpus(device: str, seconds: float | None) -> 
     """Where the stream waits and not the process, the time it waited is unknown rather than 0."""
     wire = SimpleNamespace(mesh=SimpleNamespace(device=torch.device(device)), exposed_seconds=1.5)
     engine: Any = SimpleNamespace(wire=wire)
-    assert Sharded(torch.nn.Linear(1, 1), engine, Policy(), Optimizer()).exposed_seconds() == seconds
+    assert Sharded(torch.nn.Linear(1, 1), engine, Policy(), Optimizer(), 1).exposed_seconds() == seconds
 
 
 def test_huge_pages_are_on_for_every_contender(tmp_path: Path) -> None:
