@@ -465,6 +465,8 @@ def _foreign(trial: Trial) -> Iterator[str]:
         yield "policy.stage"
     if changes.group and not base.group:
         yield "policy.group"
+    if changes.reduce_every == "micro_batch" and base.stage < 2:
+        yield "policy.reduce_every"
     if changes.feedback not in (None, "none") and _raw(base.gradients):
         yield "policy.feedback"
 
@@ -488,7 +490,14 @@ def _run_key(trial: Trial) -> str:
     data = trial.canonical()
     policy = trial.resolved_policy()
     if policy is not None:
-        data["policy"] = repr(replace(policy, secondary=policy.secondary_ranks(trial.topology())))
+        topology = trial.topology()
+        group = policy.group_ranks(topology)
+        alike = replace(
+            policy,
+            secondary=policy.secondary_ranks(topology),
+            group=group if policy.stage > 0 and group < topology.world else 0,
+        )
+        data["policy"] = repr(alike)
         data["strategy"] = trial.host
     return json.dumps(data, sort_keys=True)
 

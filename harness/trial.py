@@ -421,6 +421,7 @@ def assemble(outcomes: Sequence[Outcome]) -> Result:
             a ledger that is not the prediction, or generations of one rank that differ.
     """
     _check_losses(outcomes)
+    _check_steps(outcomes[0])
     _check_decoded(outcomes)
     first = outcomes[0]
     predicted = None
@@ -471,6 +472,16 @@ def _check_losses(outcomes: Sequence[Outcome]) -> None:
                 raise TrialError(
                     f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
                 )
+
+
+def _check_steps(outcome: Outcome) -> None:
+    """At least one step was taken: what skips all of them trains nothing, however fast."""
+    scaler = outcome.ran.get("loss_scale")
+    if scaler is not None and outcome.record.steps and scaler["skipped"] >= len(outcome.record.steps):
+        raise TrialError(
+            f"all {len(outcome.record.steps)} steps were skipped: gradients overflow, at last at a loss "
+            f"scale of {scaler['scale']:g}; start from a smaller one"
+        )
 
 
 def _check_decoded(outcomes: Sequence[Outcome]) -> None:

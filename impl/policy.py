@@ -19,6 +19,7 @@ Gather = Literal["flat", "hierarchical"]
 Reduce = Literal["ring", "one_hop", "two_hop"]
 ReduceEvery = Literal["stage", "micro_batch", "step"]
 
+LARGEST_SCALE: Final = 2.0**126  # of losses; within fp32
 MOST_CHUNKS: Final = 8  # each holds a slot of the shared memory between its two hops
 
 
@@ -83,10 +84,10 @@ class LossScale:
     least: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (0 < self.least <= self.initial < math.inf) or self.window < 0:
+        if not (0 < self.least <= self.initial <= LARGEST_SCALE) or self.window < 0:
             raise PolicyError(
                 f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}: expected "
-                "0 < least <= scale, and a window of steps or 0"
+                f"0 < least <= scale <= {LARGEST_SCALE:g}, and a window of steps or 0"
             )
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from impl.policy import LossScale
+from impl.policy import LARGEST_SCALE, LossScale
 
 
 class Gradients(Protocol):
@@ -104,7 +104,7 @@ class LossScaler:
         _step(optimizers)
         self._since += 1
         if self._setting is not None and self._setting.window and self._since >= self._setting.window:
-            self.scale, self._since = min(self.scale * 2.0, 2.0**126), 0
+            self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
         return Stepped(norm, done=True)
 
     def _overflowed(self, setting: LossScale) -> None:

@@ -614,8 +614,8 @@ class Unit:
                 if parameter.requires_grad != self.geometry.trainable:
                     was, now = ("frozen", "trained") if parameter.requires_grad else ("trained", "frozen")
                     raise ZeroError(
-                        f"parameter {slot.spec.name!r} was {was} when the model was sharded and is now {now}: "
-                        "set requires_grad before"
+                        f"parameter {slot.spec.name!r} was {was} when the model was sharded and is now "
+                        f"{now}: set requires_grad before"
                     )
 
     # Whole values

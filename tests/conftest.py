@@ -7,6 +7,7 @@ searches anew each night, and what it finds becomes an ``@example``.
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -15,3 +16,6 @@ settings.register_profile("quick", max_examples=30, derandomize=True, **_COMMON)
 settings.register_profile("ci", max_examples=60, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and their children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
