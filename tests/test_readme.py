@@ -15,6 +15,7 @@ from impl.codec import parse
 from impl.mesh import Mesh
 from impl.reference import encode
 from impl.topology import Topology
+from tests.models import Net
 from tests.ranks import on_threads
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +97,30 @@ def test_frame_example() -> None:
     assert " ".join(stated) == bytes(frame.tolist()).hex(" ")
 
 
+def _python(word: str) -> str:
+    """The README's one Python example that holds ``word``."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    (code,) = [block for block in blocks if word in block]
+    return code
+
+
+def _loop(mesh: Mesh, code: str) -> tuple[int, str]:
+    net = Net(width=64, hidden=2048, depth=2)
+    batches = [torch.randn(4, 64) for _ in range(2)]
+    made = {"torch": torch, "mesh": mesh, "model": net, "batches": batches}
+    exec(compile(code, "README.md", "exec"), made)  # noqa: S102  # our own text
+    return made["zero"]._clock.step, made["zero"].policy.compute
+
+
+def test_the_loop_trains_as_shown() -> None:
+    """The README's loop takes a step for each batch, in bf16."""
+    code = _python("finish_backward").replace(
+        'compute="bf16"', 'compute="bf16", memory=MemoryLimits(max_padding=9.0)'
+    )
+    code = code.replace("import preset", "import MemoryLimits, preset")
+    assert on_threads(Topology(2, 2), _loop, code) == [(2, "bf16")] * 4
+
+
 def _standalone(mesh: Mesh, code: str) -> tuple[torch.Size, torch.Size]:
     made = {"shard": torch.randn(100, 3), "gradient": torch.randn(4 * 50, 2)}
     exec(compile(code, "README.md", "exec"), made)  # noqa: S102  # our own text
@@ -104,6 +129,6 @@ def _standalone(mesh: Mesh, code: str) -> tuple[torch.Size, torch.Size]:
 
 def test_the_collectives_stand_alone_as_shown() -> None:
     """The README's two lines gather weights and reduce a gradient on any mesh."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    code = _python("quantized_all_gather")
     code = code.replace("Topology(nodes=2, ranks_per_node=4)", "Topology(nodes=2, ranks_per_node=2)")
     assert on_threads(Topology(2, 2), _standalone, code) == [((4, 100, 3), (50, 2))] * 4
