@@ -84,6 +84,23 @@ def test_peers_run_once(tmp_path: Path) -> None:
     assert found.merged == 1
 
 
+def test_groups_under_two_names_run_once(tmp_path: Path) -> None:
+    """On two nodes of two ranks a group of the node is one of 2, and one of 4 is none."""
+    found = suite(tmp_path, '[matrix]\nstrategy = ["zero3"]\npolicy.group = ["node", 2, 0, 4]\n')
+    assert len(found.trials) == 2
+    assert found.merged == 2
+
+
+def test_what_a_stage_cannot_hold_is_left_out(tmp_path: Path) -> None:
+    """Reducing each micro-batch is stage 2: it does not apply to stages 0 and 1, which is said."""
+    found = suite(
+        tmp_path,
+        '[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n',
+    )
+    assert [trial.strategy for trial in found.trials].count("zero0") <= 2
+    assert any("does not apply to zero0" in line for line in found.kept)
+
+
 def resolved(found: Suite) -> list[tuple[str, str, str, object]]:
     """Strategy, weights, gradients and secondary of every trial."""
     rows = []

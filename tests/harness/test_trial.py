@@ -201,6 +201,24 @@ def test_a_loss_that_is_not_finite_is_no_result(text: str, tmp_path: Path) -> No
         result(one, tmp_path / "log")
 
 
+def test_a_trial_that_takes_no_step_is_no_result(text: str, tmp_path: Path) -> None:
+    """In fp16 under a loss scale that overflows every step, it raises and names the scale."""
+    one = trial(
+        text, "zero2", policy={"max_padding": 9.0, "compute": "fp16", "loss_scale": "1e9"}, accumulation=1
+    )
+    with pytest.raises(TrialError, match=r"steps were skipped: .* loss scale of 1e\+09"):
+        result(one, tmp_path / "log")
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "mics"])
+def test_stages_types_and_accumulation_run_as_trials(text: str, tmp_path: Path, strategy: str) -> None:
+    """Below stage 3 and in groups, in bf16, with micro-batches: the ledger is the prediction there too."""
+    policy = {"max_padding": 9.0, "compute": "bf16"}
+    assert (
+        result(trial(text, strategy, policy=policy, accumulation=2), tmp_path / "log").predicted is not None
+    )
+
+
 @pytest.mark.parametrize("strategy", ["exact", "zero3", "zeropp"])
 def test_a_loss_before_training_that_is_not_a_single_processs_is_no_result(
     text: str, tmp_path: Path, strategy: str

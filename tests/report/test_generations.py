@@ -63,3 +63,11 @@ def test_the_page_of_generations(tmp_path: Path) -> None:
     assert rows.loc["hpZ", "later_mb"] == 0 < rows.loc["ZeRO-3", "later_mb"]
     assert rows.loc["published: ZeRO++, 66B on 32 GPUs", "tokens_per_second"] == 0.834
     assert table.markdown().count("published") >= 4
+
+
+def test_a_page_without_the_baseline(tmp_path: Path) -> None:
+    """Generations that have no ZeRO-3 beside them have no ratio, and a page all the same."""
+    for record in records_of("generation", repeats=1):
+        if record.trial["strategy"] != "zero3":
+            write(tmp_path, record)
+    assert "tokens" in build(tmp_path).read_text(encoding="utf-8")
