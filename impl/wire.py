@@ -352,7 +352,7 @@ class Wire:
     def _parted(self, entry: Entry) -> WireError:
         """The error of a rank that finds another exchange in the place of its own."""
         self._trail.waiting = entry
-        return self._explained("found that the ranks' exchanges differ", f"it is in {Step(*entry)}")
+        return self._explained("found that the ranks' exchanges differ", f"it is in exchange {Step(*entry)}")
 
     def _stuck(self, entry: Entry, error: Exception) -> WireError:
         self._trail.waiting = entry

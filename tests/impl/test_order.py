@@ -193,31 +193,38 @@ PLAN: Plan = [
 ]
 
 
+def _play_and_check(wire: Wire, plan: Plan) -> None:
+    _play(wire, plan)
+    wire.check_order()
+
+
 def _parted(mesh: Mesh, transport: str) -> tuple[bytes, str]:
-    wire = Wire(mesh, transport=transport, timeout=20)
+    wire = Wire(mesh, transport=transport, timeout=4)
     _play(wire, PLAN)
     wire.check_order()
     same = wire._trail.packed()
-    _play(wire, [("all_gather", 1, 16, "blocks.0", False)])
-    _play(wire, [("all_gather", 1, 16, "blocks.1" if mesh.rank == 2 else "blocks.0", False)])
-    _play(wire, [("all_gather", 1, 16, "embed", False)])
+    units = ["blocks.0", "blocks.1" if mesh.rank == 2 else "blocks.0", "embed"]
     with pytest.raises(WireError) as caught:
-        wire.check_order()
+        _play_and_check(wire, [("all_gather", 1, 16, unit, False) for unit in units])
     return same, str(caught.value)
 
 
 def test_the_first_differing_exchange_is_named_whatever_the_transport() -> None:
-    """Every rank learns where the ranks part and who opened what there; transports share fingerprints."""
+    """Every rank learns where the ranks part and who opened what there; transports share fingerprints.
+
+    Those whose messages do not fit stop there; the others when they check, and nobody answers.
+    """
     marks = set()
     for transport in ("backend", "shm"):
         for rank, (mark, text) in enumerate(on_processes(Topology(2, 2), _parted, transport)):
             marks.add(mark)
             first, second = text.splitlines()[:2]
-            assert first.startswith(f"rank {rank} found that the ranks' exchanges differ: ranks 0, 1 and 3")
+            found = "found that the ranks' exchanges differ: it is in exchange 6"
+            waited = f"could not finish exchange {6 if rank >= 2 else 8}"
+            assert first.startswith(f"rank {rank} {found if transport == 'shm' and rank >= 2 else waited}")
             gather = "all_gather of 16 B along local (2 ranks) for forward weights"
             assert second == (
                 f"the ranks part at exchange 6: ranks 0, 1 and 3 opened {gather} blocks.0; "
                 f"rank 2 opened {gather} blocks.1"
             )
-            assert "after 8 exchanges" in text
     assert len(marks) == 1
