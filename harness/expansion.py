@@ -496,6 +496,7 @@ def _run_key(trial: Trial) -> str:
             policy,
             secondary=policy.secondary_ranks(topology),
             group=group if policy.stage > 0 and group < topology.world else 0,
+            reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
         )
         data["policy"] = repr(alike)
         data["strategy"] = trial.host

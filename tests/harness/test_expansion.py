@@ -92,12 +92,12 @@ def test_groups_under_two_names_run_once(tmp_path: Path) -> None:
 
 
 def test_what_a_stage_cannot_hold_is_left_out(tmp_path: Path) -> None:
-    """Reducing each micro-batch is stage 2: it does not apply to stages 0 and 1, which is said."""
+    """Reducing each micro-batch is stage 2: stage 0 runs once, as it does anyway, which is said."""
     found = suite(
         tmp_path,
         '[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n',
     )
-    assert [trial.strategy for trial in found.trials].count("zero0") <= 2
+    assert Counter(trial.strategy for trial in found.trials) == {"zero0": 1, "zero2": 2}
     assert any("does not apply to zero0" in line for line in found.kept)
 
 
