@@ -92,6 +92,8 @@ def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     unmeasured = [part for part in wide["formula"].columns if part not in parts]
     engine = wide["engine"].reindex(index=list(names), columns=[*parts, *unmeasured]).fillna(0)
     formula = wide["formula"].reindex(index=list(names), columns=engine.columns)
+    used = engine.gt(0).any() | formula.gt(0).any()  # what nobody holds is not in the legend
+    engine, formula = engine.loc[:, used], formula.loc[:, used]
     return engine.rename(index=names), formula.rename(index=names)
 
 

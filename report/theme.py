@@ -80,6 +80,8 @@ MEMORY: Final = {
     "secondary": "#009e73",
     "gathered": "#e69f00",
     "local_gradients": "#cc79a7",
+    "feedback": "#882255",
+    "frozen": "#44aa99",
 }
 HATCH: Final = "////"  # a part without a formula
 OTHER: Final = "#bbbbbb"

@@ -224,3 +224,13 @@ def test_equal_parts_have_no_hatch() -> None:
     figure, _, _ = _drawn("memory", derived)
     assert not [patch for patch in figure.axes[0].patches if patch.get_hatch()]
     assert "Without formula" not in [column.title for column in tables.memory(derived).columns]
+
+
+def test_what_nobody_holds_is_not_in_the_legend() -> None:
+    """Parts of memory that are zero for all contenders have no entry, and those shown differ in colour."""
+    derived = derive(frames_of([record_of(Trial(strategy=name)) for name in ("zero3", "zeropp")]))
+    figure, _, _ = _drawn("memory", derived)
+    labels = figure.axes[0].get_legend_handles_labels()[1]
+    assert {"masters", "secondary"} <= set(labels)
+    assert not {"frozen", "feedback"} & set(labels)
+    assert len(set(theme.MEMORY.values())) == len(theme.MEMORY)
