@@ -98,6 +98,32 @@ class LossScale:
         return ":".join(["dynamic", *options])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What lies in host memory instead of the device's (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
+
+    Whole units are offloaded, in model order, until at least the share is reached.
+
+    Attributes:
+        optimizer: share of trained elements whose masters, mean gradients and optimizer state lie on the
+            host, where the optimizer steps them; the device keeps the frame that they are sent in.
+        weights: share of elements whose frames, frozen shards and hpZ's secondary frames lie on the host
+            too and are brought to the device for each gather.  Of trained units those whose masters are
+            offloaded: a master on the device is the only copy of its shard.
+
+    Raises:
+        PolicyError: for shares outside [0, 1].
+    """
+
+    optimizer: float = 0.0
+    weights: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0.0 <= getattr(self, field.name) <= 1.0:
+                raise PolicyError(f"offload.{field.name} = {getattr(self, field.name)}: expected 0 to 1")
+
+
 DYNAMIC: Final = LossScale()
 
 
@@ -250,6 +276,7 @@ class Policy:
         frozen: codec in which weights that are not trained are held and sent; None holds fp32 masters
             and sends them as ``weights`` says.
         memory: limits on what is gathered.
+        offload: what lies in host memory.
         order_every: backward passes between checks that all ranks open the same collectives in one
             order; 0 for never.
         align: elements, beside the codecs' own blocks, on which parameters start; a suite sets
@@ -273,6 +300,7 @@ class Policy:
     loss_scale: LossScale | None = None
     frozen: Codec | None = None
     memory: MemoryLimits = MemoryLimits()
+    offload: Offload = Offload()
     order_every: int = 32
     align: int = 1
 
