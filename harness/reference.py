@@ -39,6 +39,8 @@ _MORE: Final = {
     "policy.max_reuse": "blocks stay gathered until backward if fewer elements run in between; 0: none",
     "policy.persist_below": "parameters of fewer elements stay gathered, and are never quantised; 0: none",
     "policy.reduce_bucket": "elements of gradients under way at once",
+    "policy.offload_optimizer": "share of trained elements whose masters and optimizer state the host holds",
+    "policy.offload_weights": "share of elements whose frames, and frozen shards, the host holds",
     "policy.order_every": "backward passes between checks of the order of messages; 0: never",
     "policy.weights": "codec",
     "policy.gradients": "codec, or a list of two: inside a node, between nodes",

@@ -21,7 +21,7 @@ from harness.flops import PRESETS as MODELS
 from harness.flops import GPTShape, ViTShape
 from impl.codec import Codec, parse
 from impl.hosts_traffic import HOSTED, Host, check_host
-from impl.policy import MOST_CHUNKS, PRESETS, MemoryLimits, Policy, parse_feedback, parse_loss_scale
+from impl.policy import MOST_CHUNKS, PRESETS, MemoryLimits, Offload, Policy, parse_feedback, parse_loss_scale
 from impl.topology import Topology
 
 PEERS: Final = ("single", "ddp", "fsdp2")
@@ -142,7 +142,8 @@ class PolicyChanges(_Frozen):
     """Fields of ``impl.policy.Policy`` that replace those of the strategy's preset; text forms.
 
     Limits of ``impl.policy.MemoryLimits`` stand beside them: prefetch, max_live, max_reuse, persist_below,
-    reduce_bucket and max_padding.
+    reduce_bucket and max_padding.  Shares of ``impl.policy.Offload`` are offload_optimizer and
+    offload_weights.
     """
 
     stage: Literal[0, 1, 2, 3] | None = None
@@ -164,6 +165,8 @@ class PolicyChanges(_Frozen):
     persist_below: int | None = Field(None, ge=0)
     reduce_bucket: int | None = Field(None, ge=0)
     max_padding: float | None = Field(None, ge=0)
+    offload_optimizer: float | None = Field(None, ge=0, le=1)
+    offload_weights: float | None = Field(None, ge=0, le=1)
     order_every: int | None = Field(None, ge=0)
     align: int = Field(1, ge=1)
 
@@ -205,13 +208,16 @@ class PolicyChanges(_Frozen):
         changes = {name: value for name, value in given.items() if value is not None}
         limits = {field.name for field in dataclasses.fields(MemoryLimits)}
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
+        shares = {name: changes.pop(f"offload_{name}", getattr(base.offload, name)) for name in _SHARES}
         hops = (self.gradients,) * 2 if isinstance(self.gradients, str) else self.gradients
         if hops is not None:
             changes["gradients"] = (parse(hops[0]), parse(hops[1]))
         for name, read in _TEXT_FORMS.items():
             if name in changes:
                 changes[name] = read(changes[name])
-        return replace(base, memory=replace(base.memory, **memory), **changes)
+        return replace(
+            base, memory=replace(base.memory, **memory), offload=replace(base.offload, **shares), **changes
+        )
 
 
 def _parse_or_none(text: str) -> Codec | None:
@@ -220,8 +226,9 @@ def _parse_or_none(text: str) -> Codec | None:
 
 _CAME_LATER: Final = (  # fields of policies that trials from before them do not have
     "stage", "group", "reduce_every", "compute", "loss_scale", "frozen", "max_live", "max_reuse",
-    "persist_below", "reduce_bucket", "order_every",
+    "persist_below", "reduce_bucket", "order_every", "offload_optimizer", "offload_weights",
 )  # fmt: skip
+_SHARES: Final = tuple(field.name for field in dataclasses.fields(Offload))
 _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
     "weights": parse, "frozen": _parse_or_none, "feedback": parse_feedback, "loss_scale": parse_loss_scale,
 }  # fmt: skip

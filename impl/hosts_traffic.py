@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from impl.codec import FP32, common_grain
 from impl.geometry import ParameterSpec, UnitGeometry, chunked
-from impl.policy import PRESETS, MemoryLimits, Policy, PolicyError
+from impl.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 from impl.topology import Axis, Topology
 from impl.traffic import NORM_BYTES, Event, LedgerKey, Phase, Purpose, Sent, destinations
 
@@ -76,10 +76,10 @@ def check_host(host: Host, policy: Policy) -> None:
 
 
 def _values(policy: Policy) -> Iterator[tuple[str, Any]]:
-    """(name, value) of every field, those of the memory limits by themselves."""
+    """(name, value) of every field, those of memory limits and offload by themselves."""
     for one in fields(policy):
         value = getattr(policy, one.name)
-        if isinstance(value, MemoryLimits):
+        if isinstance(value, MemoryLimits | Offload):
             yield from ((f"{one.name}.{limit.name}", getattr(value, limit.name)) for limit in fields(value))
         else:
             yield one.name, value

@@ -90,6 +90,8 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "max reuse": str(policy.memory.max_reuse),
         "persist below": str(policy.memory.persist_below),
         "reduce bucket": str(policy.memory.reduce_bucket),
+        "optimizer on the host": f"{policy.offload.optimizer:g}",
+        "weights on the host": f"{policy.offload.weights:g}",
         "order checked every": str(policy.order_every),
     }
 

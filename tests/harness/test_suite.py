@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from harness.suite import PEERS, Cluster, Generate, Model, PolicyChanges, Trial, parse_rate
 from impl.codec import IntCodec, Raw
-from impl.policy import PRESETS, MemoryLimits, Policy, PolicyError
+from impl.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 
 codecs = st.one_of(
     st.sampled_from(["fp32", "bf16", "fp16"]),
@@ -132,11 +132,12 @@ def test_changes_replace_fields() -> None:
 def test_every_field_of_a_policy_can_be_said() -> None:
     """What a suite may change are the fields of policies and of their limits, all of them."""
     named = {field.name for kind in (Policy, MemoryLimits) for field in dataclasses.fields(kind)}
-    assert set(PolicyChanges.model_fields) == named - {"memory"}
+    shares = {f"offload_{field.name}" for field in dataclasses.fields(Offload)}
+    assert set(PolicyChanges.model_fields) == named - {"memory", "offload"} | shares
     changes = {
         "stage": 2, "group": "node", "compute": "fp16", "loss_scale": "dynamic:window7", "frozen": "int8:64",
         "reduce_every": "step", "max_live": 1, "max_reuse": 2, "persist_below": 3, "reduce_bucket": 4,
-        "order_every": 5, "feedback": "none",
+        "order_every": 5, "feedback": "none", "offload_optimizer": 0.5, "offload_weights": 0.25,
     }  # fmt: skip
     policy = Trial(strategy="zero3", policy=PolicyChanges(**changes)).resolved_policy()  # type: ignore[arg-type]
     assert policy is not None
@@ -145,6 +146,7 @@ def test_every_field_of_a_policy_can_be_said() -> None:
     limits = policy.memory
     assert (limits.max_live, limits.max_reuse, limits.persist_below, limits.reduce_bucket) == (1, 2, 3, 4)
     assert policy.order_every == 5
+    assert policy.offload == Offload(optimizer=0.5, weights=0.25)
     assert Trial.from_canonical(Trial(policy=PolicyChanges(**changes)).canonical()).policy.stage == 2  # type: ignore[arg-type]
 
 
