@@ -45,8 +45,12 @@ class MemoryLimits:
             between, as far as ``max_live`` allows; 0 lets every unit go.
         persist_below: parameters with fewer elements form a unit of stage 2 of their own, which stays
             gathered and travels unquantised; 0 for none.
+        persist_most: elements that such parameters may have in all; those that would exceed it, in model
+            order, are gathered with their block.
         reduce_bucket: elements of gradients that may be under way at once; an earlier unit's reduction is
             finished before the one that would exceed it begins.
+        largest_unit: elements of a unit at most: a block that has more is cut into its parts, and a part
+            that cannot be cut is refused, naming it; 0 for no limit.
         max_padding: share of a unit that may be padding; more is refused, naming the unit.
 
     Raises:
@@ -57,7 +61,9 @@ class MemoryLimits:
     max_live: int = 1_000_000_000
     max_reuse: int = 0
     persist_below: int = 0
+    persist_most: int = 2**63 - 1
     reduce_bucket: int = 500_000_000
+    largest_unit: int = 0
     max_padding: float = 0.05
 
     def __post_init__(self) -> None:

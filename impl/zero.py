@@ -63,7 +63,7 @@ def shard(
         policy: what is sent, held and computed.
         wire: what sends; a plain one by default.
         blocks: modules that are gathered and released as a whole; by default the children of the
-            outermost ``ModuleList`` and ``Sequential``.
+            outermost ``ModuleList`` and ``Sequential``, cut to the policy's ``largest_unit``.
         group_of: optimizer group of a parameter by name (weight decay, learning rate).
         seed: of stochastic codecs; the same on all ranks.
 
@@ -76,7 +76,7 @@ def shard(
     policy.check(mesh.topology)
     ops.prepare(mesh.device)
     wire = wire if wire is not None else Wire(mesh)
-    drafts = drafts_of(model, find_blocks(model) if blocks is None else blocks, group_of, policy)
+    drafts = drafts_of(model, blocks, group_of, policy)
     geometries = [geometry_of(draft, mesh.topology, policy) for draft in drafts]
     meter = Meter()
     pool = Pool(DTYPES[policy.compute], mesh.device, meter, "local_gradients")
