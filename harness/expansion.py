@@ -37,7 +37,7 @@ import itertools
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, get_origin
@@ -45,12 +45,15 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from harness.suite import PEERS, PolicyChanges, Trial, following_model, suggestion
+from harness.suite import PEERS, RECIPE, PolicyChanges, Trial, following_model, suggestion
 from impl.codec import Codec, Raw, parse
+from impl.deepspeed import DeepSpeedError
+from impl.deepspeed import load as load_configuration
 from impl.hosts_traffic import carries
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
 _ABSENT: Final = object()
+_CONFIGURATION: Final = "deepspeed_config"
 
 
 class SuiteError(ValueError):
@@ -91,6 +94,7 @@ class Suite:
         merged: cells that were the same run as another: those of a peer that differ in policy
             alone, or two that resolve to one policy.
         kept: what was not changed in a strategy because it would have become another, one line each.
+        findings: what became of the keys of its DeepSpeed configurations, other than being honoured.
     """
 
     name: str
@@ -99,6 +103,7 @@ class Suite:
     trials: tuple[Trial, ...]
     merged: int
     kept: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,7 @@ class _Expansion:
 
     def __init__(self, path: Path, tables: dict[str, Any]) -> None:
         self.path = path
-        self.file = self._validated(tables)
+        self.file = self._validated(self._with_configurations(tables))
         self.fields = dict(_fields(Trial))
 
     def suite(self) -> Suite:
@@ -172,6 +177,8 @@ class _Expansion:
         if not cells:
             self._refuse("[[exclude]] leaves no trial")
         trials = [self._trial(settings) for settings in cells]
+        for settings, trial in zip(cells, trials, strict=True):
+            self._check(settings, trial.check_recipe, axes)
         kept: dict[str, None] = {}
         if len({trial.strategy for trial in trials} - set(PEERS)) > 1:
             cells = [
@@ -179,7 +186,7 @@ class _Expansion:
             ]
             trials = [self._trial(settings) for settings in cells]
         for settings, trial in zip(cells, trials, strict=True):
-            self._check(settings, trial, axes)
+            self._check(settings, trial.check, axes)
         trials = _aligned([_without_policy(trial) for trial in trials])
         unique = _different(trials)
         return Suite(
@@ -189,6 +196,7 @@ class _Expansion:
             tuple(_interleaved(unique, self.file.repeats)),
             len(trials) - len(unique),
             tuple(kept),
+            tuple(dict.fromkeys(itertools.chain.from_iterable(_findings(trial) for trial in unique))),
         )
 
     def _refuse(self, complaint: str) -> NoReturn:
@@ -209,6 +217,34 @@ class _Expansion:
             if first["type"] == "missing":
                 self._refuse(f"key {where!r} is missing")
             self._refuse(f"{where} = {_text(first['input'])}: {_allowed([first])}")
+
+    def _with_configurations(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """The tables with every DeepSpeed configuration, a file beside the suite or a table, as its text."""
+
+        def inlined(table: Any) -> Any:
+            if isinstance(table, list):
+                return [inlined(one) for one in table]
+            if not isinstance(table, dict):
+                return table
+            changed = {name: inlined(table[name]) for name in ("match", "set") if name in table}
+            if _CONFIGURATION in table:
+                changed[_CONFIGURATION] = self._configurations(table[_CONFIGURATION])
+            return {**table, **changed}
+
+        return {name: inlined(table) for name, table in tables.items()}
+
+    def _configurations(self, value: Any) -> Any:
+        """Text of one configuration, or of each of a list."""
+        if isinstance(value, list):
+            return [self._configurations(one) for one in value]
+        if isinstance(value, dict):
+            return json.dumps(value, default=str)
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.dumps(load_configuration(self.path.parent / value))
+        except DeepSpeedError as error:
+            self._refuse(f"{_CONFIGURATION} = {_text(value)}: {error}")
 
     def _axes(self) -> list[list[_Settings]]:
         """Each axis as the settings of its points; a zip is one axis."""
@@ -307,10 +343,10 @@ class _Expansion:
             kept[f"{said} does not apply to {trial.strategy}, which would be another strategy with it"] = None
         return {path: setting for path, setting in settings.items() if path not in foreign}
 
-    def _check(self, settings: _Settings, trial: Trial, axes: list[list[_Settings]]) -> None:
+    def _check(self, settings: _Settings, check: Callable[[], None], axes: list[list[_Settings]]) -> None:
         """Refuse what is impossible together, naming the cell by what varies."""
         try:
-            trial.check()
+            check()
         except ValueError as error:
             varying = dict.fromkeys(path for axis in axes for point in axis for path in point)
             cell = ", ".join(
@@ -500,11 +536,18 @@ def _run_key(trial: Trial) -> str:
         )
         data["policy"] = repr(alike)
         data["strategy"] = trial.host
+        data.pop(_CONFIGURATION, None)
     return json.dumps(data, sort_keys=True)
 
 
 def _changes(trial: Trial) -> dict[str, Any]:
     return trial.policy.model_dump(exclude_defaults=True)
+
+
+def _findings(trial: Trial) -> Iterator[str]:
+    """What became of the keys of a trial's DeepSpeed configuration, but for those that are honoured."""
+    if trial.strategy == RECIPE:
+        yield from (str(finding) for finding in trial.recipe().findings if finding.kind != "honoured")
 
 
 def _without_policy(trial: Trial) -> Trial:

@@ -15,6 +15,8 @@ from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from impl.deepspeed import Finding
+
 # 1: first schema.
 SCHEMA_VERSION: Final = 1
 
@@ -215,6 +217,7 @@ class Record(_Part):
         inputs: digests of what the trial names but does not hold (``harness.inputs``).
         pool: hash of the facts that must agree before two records are pooled.
         ran: algorithms, transports, kernel backends and threads that really ran.
+        findings: what became of each key of a DeepSpeed configuration, of strategy ``recipe``.
         order: position in the sweep's interleaved order.
         units: name, elements, padded elements of each unit.
         reference_loss: of a single process in fp32 on the first step's batches, before training and in
@@ -236,6 +239,7 @@ class Record(_Part):
     pool: str
     failure: Failure | None
     ran: dict[str, Any] = {}
+    findings: list[Finding] = []
     units: list[tuple[str, int, int]] = []
     parameters: int = 0
     link: LinkRecord | None = None

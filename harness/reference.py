@@ -27,6 +27,7 @@ _OVERRIDE: Final = (
 )
 _MORE: Final = {
     "strategy": ", ".join(STRATEGIES),
+    "deepspeed_config": "of strategy `recipe`: a file beside the suite, or a table",
     "policy.stage": "0, 1, 2 or 3: what is sharded",
     "policy.group": "ranks that share one copy of all states, 0 for all, or `node`",
     "policy.secondary": "ranks that share hpZ's copy, 0 for none, or `node`",
@@ -38,6 +39,8 @@ _MORE: Final = {
     "policy.max_live": "elements gathered at once: beyond, nothing is gathered ahead or kept",
     "policy.max_reuse": "blocks stay gathered until backward if fewer elements run in between; 0: none",
     "policy.persist_below": "parameters of fewer elements stay gathered, and are never quantised; 0: none",
+    "policy.persist_most": "elements that stay gathered so in all; the others, in model order, do not",
+    "policy.largest_unit": "elements of a unit: larger blocks are cut into their parts; 0: any",
     "policy.reduce_bucket": "elements of gradients under way at once",
     "policy.offload_optimizer": "share of trained elements whose masters and optimizer state the host holds",
     "policy.offload_weights": "share of elements whose frames, and frozen shards, the host holds",

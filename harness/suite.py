@@ -20,12 +20,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from harness.flops import PRESETS as MODELS
 from harness.flops import GPTShape, ViTShape
 from impl.codec import Codec, parse
+from impl.deepspeed import Recipe, recipe
 from impl.hosts_traffic import HOSTED, Host, check_host
 from impl.policy import MOST_CHUNKS, PRESETS, MemoryLimits, Offload, Policy, parse_feedback, parse_loss_scale
 from impl.topology import Topology
 
 PEERS: Final = ("single", "ddp", "fsdp2")
-STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS)
+RECIPE: Final = "recipe"  # the strategy whose policy a DeepSpeed configuration says
+STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)
 
 _RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(kbit|Mbit|Gbit)/s\s*$")
 _MBIT = {"kbit": 1e-3, "Mbit": 1.0, "Gbit": 1e3}
@@ -142,7 +144,7 @@ class PolicyChanges(_Frozen):
     """Fields of ``impl.policy.Policy`` that replace those of the strategy's preset; text forms.
 
     Limits of ``impl.policy.MemoryLimits`` stand beside them: prefetch, max_live, max_reuse, persist_below,
-    reduce_bucket and max_padding.  Shares of ``impl.policy.Offload`` are offload_optimizer and
+    persist_most, reduce_bucket, largest_unit and max_padding.  Shares of ``impl.policy.Offload`` are offload_optimizer and
     offload_weights.
     """
 
@@ -163,7 +165,9 @@ class PolicyChanges(_Frozen):
     max_live: int | None = Field(None, ge=0)
     max_reuse: int | None = Field(None, ge=0)
     persist_below: int | None = Field(None, ge=0)
+    persist_most: int | None = Field(None, ge=0)
     reduce_bucket: int | None = Field(None, ge=0)
+    largest_unit: int | None = Field(None, ge=0)
     max_padding: float | None = Field(None, ge=0)
     offload_optimizer: float | None = Field(None, ge=0, le=1)
     offload_weights: float | None = Field(None, ge=0, le=1)
@@ -227,6 +231,7 @@ def _parse_or_none(text: str) -> Codec | None:
 _CAME_LATER: Final = (  # fields of policies that trials from before them do not have
     "stage", "group", "reduce_every", "compute", "loss_scale", "frozen", "max_live", "max_reuse",
     "persist_below", "reduce_bucket", "order_every", "offload_optimizer", "offload_weights",
+    "persist_most", "largest_unit",
 )  # fmt: skip
 _SHARES: Final = tuple(field.name for field in dataclasses.fields(Offload))
 _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
@@ -264,8 +269,9 @@ class Trial(_Frozen):
         workload: ``train``, or ``generate``: decode tokens greedily with sharded weights.  Then a step is
             one generation on weights that have just changed, as between two updates of a policy that
             learns from what it generates.
-        strategy: a peer (single, ddp, fsdp2), a host with our collectives (``impl.hosts_traffic``) or a
-            preset of ``impl.policy``.
+        strategy: a peer (single, ddp, fsdp2), a host with our collectives (``impl.hosts_traffic``), a
+            preset of ``impl.policy``, or ``recipe``, whose policy ``deepspeed_config`` says.
+        deepspeed_config: a DeepSpeed configuration as JSON text; in a suite a file or a table.
         tokens_per_rank: tokens in one micro-batch of one rank; a multiple of ``sequence``.
         sequence: tokens in a sequence.
         accumulation: micro-batches per optimizer step.
@@ -280,6 +286,7 @@ class Trial(_Frozen):
     generate: Generate = Generate()
     strategy: str = "zeropp"
     policy: PolicyChanges = PolicyChanges()
+    deepspeed_config: str | None = None
     cluster: Cluster = Cluster()
     model: Model = Model()
     corpus: str = Field("stdlib", min_length=1)
@@ -316,6 +323,8 @@ class Trial(_Frozen):
             del data["workload"], data["generate"]
         if self.memory_limit is None:
             del data["memory_limit"]
+        if self.deepspeed_config is None:
+            del data["deepspeed_config"]
         for name in _CAME_LATER:
             if data["policy"][name] is None:
                 del data["policy"][name]
@@ -349,7 +358,55 @@ class Trial(_Frozen):
         """The strategy's policy without this trial's changes; None for a peer, which has none."""
         if self.strategy in PEERS:
             return None
+        if self.strategy == RECIPE:
+            return self.recipe().policy
         return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
+
+    def recipe(self) -> Recipe:
+        """What the DeepSpeed configuration of strategy ``recipe`` says on this topology.
+
+        Raises:
+            ValueError: without one, or for one that cannot be carried out; one line.
+        """
+        if self.deepspeed_config is None:
+            raise ValueError(f"strategy = {RECIPE!r}: expected deepspeed_config, a file or a table, with it")
+        return recipe(self.deepspeed_config, topology=self.topology())
+
+    def check_recipe(self) -> None:
+        """Refuse a DeepSpeed configuration that says other than the trial what is trained, or is not used.
+
+        Raises:
+            ValueError: naming the fields and their values.
+        """
+        if self.strategy != RECIPE:
+            if self.deepspeed_config is not None:
+                raise ValueError(
+                    f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r}"
+                )
+            return
+        found = self.recipe()
+        sequences = self.tokens_per_rank // self.sequence
+        said = [finding.key for finding in found.findings]
+        if found.clip != self.clip:
+            raise ValueError(
+                f"clip = {self.clip}, but gradient_clipping of deepspeed_config says {found.clip}: expected "
+                "the same"
+            )
+        if found.accumulation != self.accumulation:
+            raise ValueError(
+                f"accumulation = {self.accumulation}, but the batches of deepspeed_config make "
+                f"{found.accumulation}: expected the same"
+            )
+        if found.micro_batch not in (None, sequences):
+            raise ValueError(
+                f"tokens_per_rank = {self.tokens_per_rank} of sequence = {self.sequence} are {sequences} "
+                f"sequences, but deepspeed_config says {found.micro_batch} of a rank: expected the same"
+            )
+        if any(key.startswith("optimizer.") for key in said):
+            raise ValueError(
+                "deepspeed_config has an optimizer: a trial's is said by optimizer.name and "
+                "optimizer.arguments; leave it out"
+            )
 
     def resolved_policy(self) -> Policy | None:
         """The strategy's preset with this trial's changes; None for a peer, which has no policy.
@@ -375,6 +432,7 @@ class Trial(_Frozen):
             raise ValueError(
                 f"tokens_per_rank = {self.tokens_per_rank}: expected a multiple of sequence = {self.sequence}"
             )
+        self.check_recipe()
         cluster = self.cluster
         if cluster.link == "none" and cluster.rate is not None:
             raise ValueError(

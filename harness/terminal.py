@@ -38,7 +38,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     out.print(
         f"{len(found)} trials: {len(rows)} cells x {repeats} repeats{merged}. Stated time: {suite.time}."
     )
-    for line in suite.kept:
+    for line in (*suite.kept, *suite.findings):
         out.print(escape(line))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for name in varying or ["strategy"]:

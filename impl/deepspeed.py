@@ -103,14 +103,14 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology) -> Rec
     Raises:
         DeepSpeedError: for what is not JSON, is unknown, contradictory or not possible here; one line.
     """
-    return _Reading(_table(config), topology).recipe()
+    return _Reading(load(config), topology).recipe()
 
 
-def _table(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """The configuration as a table.
+def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """The configuration as a table, its keys not looked at: of :func:`recipe`'s ``config``.
 
     Raises:
-        DeepSpeedError: naming the file, if it is one.
+        DeepSpeedError: naming the file, if it is one, that cannot be read or is no table in JSON.
     """
     if isinstance(config, Mapping):
         return config

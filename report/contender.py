@@ -43,6 +43,7 @@ NAMES: Final = {
     "qwz+qgz": "qwZ+qgZ",
     "hpz+qgz": "hpZ+qgZ",
     "zeropp": "ZeRO++",
+    "recipe": "DeepSpeed configuration",
 }
 """Printed names, in the order in which figures and tables list strategies."""
 
@@ -89,7 +90,9 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "max live": str(policy.memory.max_live),
         "max reuse": str(policy.memory.max_reuse),
         "persist below": str(policy.memory.persist_below),
+        "persist most": str(policy.memory.persist_most),
         "reduce bucket": str(policy.memory.reduce_bucket),
+        "largest unit": str(policy.memory.largest_unit),
         "optimizer on the host": f"{policy.offload.optimizer:g}",
         "weights on the host": f"{policy.offload.weights:g}",
         "order checked every": str(policy.order_every),

@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.expansion import MOST_TRIALS, Suite, SuiteError, differing, load
-from harness.suite import STRATEGIES, Trial
+from harness.suite import RECIPE, STRATEGIES, Trial
+from impl.codec import parse
 
 HEAD = 'name = "q"\nquestion = "?"\n'
 SUITES = Path(__file__).parents[2] / "suites"
+NAMED = [name for name in STRATEGIES if name != RECIPE]  # that need nothing else
 
 
 def suite(tmp_path: Path, body: str, head: str = HEAD) -> Suite:
@@ -34,7 +36,7 @@ def refusal(tmp_path: Path, body: str, head: str = HEAD) -> str:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    policies=st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=5, unique=True),
+    policies=st.lists(st.sampled_from(NAMED), min_size=1, max_size=5, unique=True),
     steps=st.lists(st.integers(1, 9), min_size=1, max_size=4, unique=True),
     zipped=st.integers(1, 4),
     repeats=st.integers(1, 4),
@@ -55,7 +57,7 @@ def test_product(tmp_path: Path, policies: list[str], steps: list[int], zipped: 
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from(STRATEGIES), min_size=2, max_size=6, unique=True), st.integers(2, 4))
+@given(st.lists(st.sampled_from(NAMED), min_size=2, max_size=6, unique=True), st.integers(2, 4))
 def test_interleaving(tmp_path: Path, policies: list[str], repeats: int) -> None:
     """Compared trials stand together in every repeat, and none of them always runs first."""
     found = suite(
@@ -366,3 +368,60 @@ def test_no_traceback(tmp_path: Path, junk: bytes) -> None:
     with pytest.raises(SuiteError) as caught:
         load(file)
     assert "\n" not in str(caught.value)
+
+
+# DeepSpeed's configurations
+
+STAGE_3 = '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true, "overlap_comm": true}}'
+
+
+def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
+    """A file beside the suite or a table: the same trial, of the recipe's policy, which holds its text."""
+    (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
+    head = '[defaults]\nstrategy = "recipe"\n'
+    of_file = suite(tmp_path, head + 'deepspeed_config = "ds.json"\n')
+    table = "{ stage = 3, zero_quantized_weights = true, overlap_comm = true }"
+    of_table = suite(tmp_path, head + f"deepspeed_config.zero_optimization = {table}\n")
+    assert of_file == of_table
+    (trial,) = of_file.trials
+    policy = trial.resolved_policy()
+    assert policy is not None
+    assert policy.weights == parse("int8:2048")
+    assert Trial.from_canonical(trial.canonical()) == trial
+    assert any("overlap_comm = true: without effect" in line for line in of_file.findings)
+
+
+def test_configurations_are_compared_with_presets_and_one_another(tmp_path: Path) -> None:
+    """As an axis of files, and in an override of strategy ``recipe`` beside a preset."""
+    for stage in (2, 3):
+        text = f'{{"zero_optimization": {{"stage": {stage}}}}}'
+        (tmp_path / f"ds{stage}.json").write_text(text, encoding="utf-8")
+    axis = '[defaults]\nstrategy = "recipe"\n[matrix]\ndeepspeed_config = ["ds2.json", "ds3.json"]\n'
+    found = suite(tmp_path, axis).trials
+    assert [policy.stage for trial in found if (policy := trial.resolved_policy())] == [2, 3]
+    beside = (
+        '[matrix]\nstrategy = ["zero3", "recipe"]\n[[override]]\nmatch = { strategy = "recipe" }\n'
+        'set = { deepspeed_config = "ds3.json" }\n'
+    )
+    assert [trial.strategy for trial in suite(tmp_path, beside).trials] == ["zero3", "recipe"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ("", "strategy = 'recipe': expected deepspeed_config"),
+        ('deepspeed_config = "none.json"', "none.json: cannot read"),
+        ('deepspeed_config = "ds.json"\nclip = 0.5', "clip = 0.5, but gradient_clipping of deepspeed_config"),
+        ('deepspeed_config = "ds.json"\naccumulation = 2', "accumulation = 2, but"),
+        ("deepspeed_config = 3", "expected text"),
+        ("deepspeed_config.zero_optimization.stge = 3", "did you mean 'zero_optimization.stage'"),
+        ('deepspeed_config.optimizer.type = "AdamW"', "has an optimizer"),
+        ("deepspeed_config.train_micro_batch_size_per_gpu = 3", "but deepspeed_config says 3 of a rank"),
+        ('deepspeed_config = "ds.json"\nstrategy = "zero3"', "expected strategy = 'recipe'"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, fields: str, words: str) -> None:
+    """In one line that names the suite's file."""
+    (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
+    strategy = "" if "strategy =" in fields else 'strategy = "recipe"\n'
+    assert words in refusal(tmp_path, f"[defaults]\n{strategy}{fields}\n")

@@ -138,6 +138,7 @@ def test_every_field_of_a_policy_can_be_said() -> None:
         "stage": 2, "group": "node", "compute": "fp16", "loss_scale": "dynamic:window7", "frozen": "int8:64",
         "reduce_every": "step", "max_live": 1, "max_reuse": 2, "persist_below": 3, "reduce_bucket": 4,
         "order_every": 5, "feedback": "none", "offload_optimizer": 0.5, "offload_weights": 0.25,
+        "persist_most": 6, "largest_unit": 7,
     }  # fmt: skip
     policy = Trial(strategy="zero3", policy=PolicyChanges(**changes)).resolved_policy()  # type: ignore[arg-type]
     assert policy is not None
@@ -145,7 +146,7 @@ def test_every_field_of_a_policy_can_be_said() -> None:
     assert (str(policy.loss_scale), str(policy.frozen)) == ("dynamic:window7", "int8:64")
     limits = policy.memory
     assert (limits.max_live, limits.max_reuse, limits.persist_below, limits.reduce_bucket) == (1, 2, 3, 4)
-    assert policy.order_every == 5
+    assert (limits.persist_most, limits.largest_unit, policy.order_every) == (6, 7, 5)
     assert policy.offload == Offload(optimizer=0.5, weights=0.25)
     assert Trial.from_canonical(Trial(policy=PolicyChanges(**changes)).canonical()).policy.stage == 2  # type: ignore[arg-type]
 
