@@ -144,8 +144,8 @@ class PolicyChanges(_Frozen):
     """Fields of ``impl.policy.Policy`` that replace those of the strategy's preset; text forms.
 
     Limits of ``impl.policy.MemoryLimits`` stand beside them: prefetch, max_live, max_reuse, persist_below,
-    persist_most, reduce_bucket, largest_unit and max_padding.  Shares of ``impl.policy.Offload`` are offload_optimizer and
-    offload_weights.
+    persist_most, reduce_bucket, largest_unit and max_padding.  Shares of ``impl.policy.Offload`` are
+    offload_optimizer and offload_weights.
     """
 
     stage: Literal[0, 1, 2, 3] | None = None

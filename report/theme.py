@@ -45,11 +45,12 @@ COLOURS: Final = {
     "ddp+bf16": "#b8b85a",
     "ddp+qgz": "#c98a5a",
     "single": "#aaaaaa",
+    "recipe": "#1f5f5f",
 }
 MARKERS: Final = {
     "zero3": "o", "zeropp": "D", "qwz": "s", "hpz": "^", "qgz": "v", "qwz+hpz": "P", "qwz+qgz": "X",
     "hpz+qgz": "p", "exact": "h", "fsdp2": "<", "ddp": ">", "single": "*",
-    "zero0": "1", "zero1": "2", "zero2": "3", "mics": "8",
+    "recipe": "d", "zero0": "1", "zero1": "2", "zero2": "3", "mics": "8",
     "fsdp2+exact": "<", "fsdp2+bf16": "<", "fsdp2+qwz": "<", "fsdp2+qgz": "<", "fsdp2+qwz+qgz": "<",
     "ddp+exact": ">", "ddp+bf16": ">", "ddp+qgz": ">",
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from harness.suite import PolicyChanges, Trial
-from impl.policy import PRESETS, MemoryLimits, Policy, parse_feedback, parse_loss_scale
+from impl.policy import PRESETS, MemoryLimits, Offload, Policy, parse_feedback, parse_loss_scale
 from report.contender import _fields, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone
@@ -30,6 +30,7 @@ def test_every_field_of_a_policy_is_told() -> None:
         "reduce_every": "step",
         "order_every": 7,
         "memory": replace(PRESETS["zero3"].memory, prefetch=1),
+        "offload": Offload(optimizer=1.0),
     }
     assert others.keys() | LAYOUT == {field.name for field in fields(Policy)}
     usual = _fields(PRESETS["zero3"], trial.topology())
