@@ -1,4 +1,4 @@
-"""``zeropp``: plan, run, show, report, bench, check, doctor.
+"""``zeropp``: plan, run, show, report, train, bench, check, doctor.
 
 A suite file says what happens; there is no option that it could state.  What cannot be done is
 one line on standard error and exit status 2, and nothing is touched.  torch is imported only by
@@ -21,7 +21,7 @@ from typing import Annotated, Final
 
 import typer
 
-from harness import bench, bench_record, check, machine, terminal
+from harness import bench, bench_record, check, machine, terminal, train_command
 from harness.expansion import SuiteError, load
 from harness.inputs import digests
 from harness.plan import Forecast, PlanError, forecast, this_host
@@ -41,6 +41,7 @@ app = typer.Typer(
 
 app.add_typer(bench.app, name="bench")
 app.add_typer(check.app, name="check")
+app.command(name="train")(train_command.train)
 
 SuiteFile = Annotated[Path, typer.Argument(help="Suite file in TOML.", metavar="SUITE.toml")]
 ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
@@ -260,6 +261,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         RefusalError,
         bench_record.BenchError,
         check.CheckError,
+        train_command.TrainError,
     ) as error:
         return _complain(str(error), REFUSED)
     except OSError as error:

@@ -62,6 +62,8 @@ PRESETS: Final[dict[str, Shape]] = {
     "gpt-tiny": GPTShape(layers=2, width=64, heads=2),
     "gpt-small": GPTShape(layers=4, width=256, heads=4),
     "gpt-medium": GPTShape(layers=8, width=512, heads=8),
+    "gpt-1.5b": GPTShape(layers=48, width=1600, heads=16, vocab=50304, tied=True),
+    "gpt-10b": GPTShape(layers=50, width=4096, heads=32, vocab=50304, tied=True),
     "gpt-18b": GPTShape(layers=40, width=6144, heads=32, vocab=50304, tied=True),
     "gpt-100b": GPTShape(layers=80, width=10240, heads=80, vocab=50304, tied=True),
     "bert-tiny": BERTShape(layers=2, width=64, heads=2),
@@ -69,7 +71,7 @@ PRESETS: Final[dict[str, Shape]] = {
     "vit-tiny": ViTShape(layers=2, width=64, heads=2),
     "vit-small": ViTShape(layers=4, width=256, heads=4),
 }
-"""Models by name.  ``gpt-18b`` is the one of the ZeRO++ tutorial's logs."""
+"""Models by name.  ``gpt-1.5b`` and ``gpt-10b`` are those of the ZeRO tutorial, ``gpt-18b`` of ZeRO++'s."""
 
 
 PATCHES: Final = {(IMAGE_SIDE // side) ** 2: side for side in (32, 16, 8, 4, 2, 1)}

@@ -191,7 +191,10 @@ def run_ranks(
 
 
 def run_in_place(
-    target: Callable[[Rank, Argument], Result], argument: Argument, launch: Launch
+    target: Callable[[Rank, Argument], Result],
+    argument: Argument,
+    launch: Launch,
+    on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[Result] | None:
     """Run ``target`` in this process, as one rank of the group that ``torchrun`` started.
 
@@ -201,6 +204,7 @@ def run_in_place(
         target: see :func:`run_ranks`.
         argument: this rank's own.
         launch: topology, threads and backend; ports are the network that exists.
+        on_progress: called on rank 0, with what it reports.
 
     Returns:
         What each rank returned, on rank 0; None on the others.
@@ -224,7 +228,8 @@ def run_in_place(
         raise Refusal(f"torchrun started {world} ranks, the trial has {launch.topology}")
     torch.set_num_threads(launch.threads)
     port = launch.ports[launch.topology.node_of(number)]
-    result = target(Rank(number, launch.topology, port, None, lambda _: None, launch.threads), argument)
+    report = on_progress if number == 0 else lambda _: None
+    result = target(Rank(number, launch.topology, port, None, report, launch.threads), argument)
     results: list[Any] | None = [None] * world if number == 0 else None
     dist.gather_object(result, results)
     return results

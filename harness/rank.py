@@ -21,11 +21,13 @@ class Progress:
         stage: set-up, warm-up, steps, validation, probe.
         step: steps done.
         steps: of how many.
+        text: a line for whoever started the rank to print; empty for none.
     """
 
     stage: str
     step: int = 0
     steps: int = 0
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class _Run:
     def __init__(self, rank: Rank, assignment: Assignment) -> None:
         trial = assignment.trial
         self.rank, self.assignment, self.trial = rank, assignment, trial
-        self.device = _device(trial, rank)
+        self.device = device_of(trial, rank)
         self.data = Data(trial, rank.rank, self.device)
         torch.manual_seed(trial.seed)
         with self.device:
@@ -366,7 +366,12 @@ class _Run:
         return _rows(_less(whole, self.strategy.predicted(self.events[:skipped]) or {}))
 
 
-def _device(trial: Trial, rank: Rank) -> torch.device:
+def device_of(trial: Trial, rank: Rank) -> torch.device:
+    """Where a rank's tensors live, which becomes torch's current device.
+
+    Raises:
+        Refusal: if there is no GPU for it.
+    """
     if trial.cluster.device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()

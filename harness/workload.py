@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from harness.flops import IMAGE_CLASSES, IMAGE_SIDE, PATCHES, PRESETS, BERTShape, GPTShape, Shape, ViTShape
 from harness.inputs import see_working_folder
@@ -104,10 +105,12 @@ class GPT(nn.Module):
     Args:
         shape: its sizes.
         sequence: the longest sequence, T.
+        recompute: keep the inputs of blocks alone for the backward pass, and run each block once more there.
     """
 
-    def __init__(self, shape: GPTShape, sequence: int) -> None:
+    def __init__(self, shape: GPTShape, sequence: int, *, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.embedding = nn.Embedding(shape.vocab, shape.width)
         self.positions = nn.Embedding(sequence, shape.width)
         self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
@@ -129,7 +132,10 @@ class GPT(nn.Module):
         places = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens) + self.positions(places)
         for index, block in enumerate(self.blocks):
-            x = block(x, None if past is None else past[index])
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, None if past is None else past[index])
         if targets is None:
             return self.head(self.norm(x[:, -1]))  # type: ignore[no-any-return]
         logits = self.head(self.norm(x))  # (B, T, vocab)

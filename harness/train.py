@@ -1,0 +1,273 @@
+"""Training by a DeepSpeed configuration: what ``zeropp train`` asks for, and the loop of each rank.
+
+A job is a :class:`harness.suite.Trial` of strategy ``recipe``, so that model, data, optimizer and clocks are
+those of the suites; it is logged step by step and leaves no record.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from harness import workload
+from harness.data import Data
+from harness.flops import GPTShape, tflops_per_rank
+from harness.meter import StepClock, forget_peak, peak_device, peak_rss
+from harness.rank import Progress, Rank, Refusal
+from harness.record import Step
+from harness.strategies import Strategy, build_optimizer, prepare
+from harness.suite import Cluster, Model, Optimizer, Trial
+from harness.trial import device_of
+from impl.deepspeed import Recipe, recipe
+from impl.deepspeed_keys import ZERO
+from impl.topology import Topology
+from impl.traffic import NORM_BYTES
+from impl.wire import Tag, Wire
+
+MB: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the flags of ``zeropp train`` say; None where they leave it to the configuration.
+
+    Attributes:
+        shape: of the model.
+        sequence: tokens of a sequence.
+        batch: sequences of a rank in a micro-batch.
+        recompute: whether blocks are run again in the backward pass.
+        precision: ``fp16`` or ``bf16``.
+        stage: of ZeRO.
+        lr: of an optimizer that the configuration leaves open.
+        steps: optimizer steps.
+        corpus: see :mod:`harness.corpus`.
+        seed: of weights and batches.
+        topology: where ranks stand.
+        device: ``cpu`` or ``cuda``.
+        torchrun: whether this process is a rank already.
+        threads: of torch in a rank.
+    """
+
+    shape: GPTShape
+    sequence: int
+    batch: int | None
+    recompute: bool
+    precision: str | None
+    stage: int | None
+    lr: float
+    steps: int
+    corpus: str
+    seed: int
+    topology: Topology
+    device: str
+    torchrun: bool
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank of a training run is given.
+
+    Attributes:
+        trial: model, data, optimizer and policy.
+        shape: of the model.
+        recompute: see :class:`Asked`.
+    """
+
+    trial: Trial
+    shape: GPTShape
+    recompute: bool
+
+
+def configured(config: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+    """The configuration with what the flags say, where it does not say it itself.
+
+    Raises:
+        Refusal: where they say different things.
+    """
+    table = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
+    for flag, section, key, value in (
+        ("--zero-stage", ZERO, "stage", asked.stage),
+        (f"--{asked.precision}", asked.precision, "enabled", None if asked.precision is None else True),
+        ("--batch-size", None, "train_micro_batch_size_per_gpu", asked.batch),
+    ):
+        if value is None:
+            continue
+        place = table if section is None else table.setdefault(section, {})
+        if not isinstance(place, dict):
+            raise Refusal(f"{flag}, but the configuration's {section} = {json.dumps(place)}")
+        said = place.get(key)
+        if said not in (None, "auto", value):
+            raise Refusal(f"{flag} {json.dumps(value)}, but the configuration's {key} = {json.dumps(said)}")
+        place[key] = value
+    return table
+
+
+def job_of(config: Mapping[str, Any], asked: Asked) -> tuple[Job, Recipe]:
+    """The job that configuration and flags make together.
+
+    Raises:
+        Refusal: where they contradict one another.
+        DeepSpeedError: for a configuration that cannot be carried out.
+    """
+    table = configured(config, asked)
+    found = recipe(table, topology=asked.topology)
+    shape = asked.shape
+    adam = found.optimizer
+    arguments: dict[str, float | bool | list[float]] = {"lr": asked.lr}
+    if adam is not None:
+        arguments = {
+            "lr": adam.lr, "betas": list(adam.betas), "eps": adam.eps, "weight_decay": adam.weight_decay,
+        }  # fmt: skip
+    trial = Trial(
+        strategy="recipe",
+        deepspeed_config=json.dumps(table),
+        cluster=Cluster(
+            nodes=asked.topology.nodes,
+            ranks_per_node=asked.topology.ranks_per_node,
+            link="real" if asked.torchrun else "none",
+            device="cuda" if asked.device == "cuda" else "cpu",
+            transport="nccl" if asked.device == "cuda" else "shm",
+            launcher="torchrun" if asked.torchrun else "local",
+        ),
+        model=Model(
+            name="gpt-small",
+            arguments={
+                "layers": shape.layers, "width": shape.width, "heads": shape.heads, "vocab": shape.vocab,
+                "tied": shape.tied,
+            },
+        ),
+        corpus=asked.corpus,
+        sequence=asked.sequence,
+        tokens_per_rank=(found.micro_batch or 1) * asked.sequence,
+        accumulation=found.accumulation,
+        optimizer=Optimizer(name="AdamW" if adam is None else adam.type, arguments=arguments),
+        clip=found.clip,
+        steps=asked.steps,
+        warmup=0,
+        seed=asked.seed,
+        threads=asked.threads,
+    )  # fmt: skip
+    return Job(trial, shape, asked.recompute), found
+
+
+def train(rank: Rank, job: Job) -> list[Step]:
+    """Train on this rank; rank 0 reports a line a step.
+
+    Returns:
+        Its steps, raw.
+
+    Raises:
+        Refusal, PolicyError, GeometryError, ZeroError, CorpusError: it cannot be run as asked.
+    """
+    return _Training(rank, job).run()
+
+
+class _Training:
+    """One rank's training under way."""
+
+    def __init__(self, rank: Rank, job: Job) -> None:
+        trial = job.trial
+        self.rank, self.job, self.trial = rank, job, trial
+        self.device = device_of(trial, rank)
+        self.data = Data(trial, rank.rank, self.device)
+        torch.manual_seed(trial.seed)
+        with self.device:
+            model = workload.GPT(job.shape, trial.sequence, recompute=job.recompute)
+        self.strategy = prepare(trial, model, rank, self.device)
+        self.optimizer = build_optimizer(trial.optimizer, self.strategy)
+        self.clock = StepClock(self.strategy.exposed_seconds, self.device)
+
+    def run(self) -> list[Step]:
+        """All steps, with a line for each."""
+        forget_peak(self.device)
+        for index in range(self.trial.steps):
+            loss, scale = self._step(index), _scale(self.strategy)
+            mean = _mean(self.strategy, loss, self.device)
+            peak = peak_device(self.device) or peak_rss()
+            text = line(self.job, self.clock.steps[-1], mean, scale, peak)
+            self.rank.report(Progress("steps", index + 1, self.trial.steps, text))
+        self.strategy.close()
+        return self.clock.steps
+
+    def _step(self, index: int) -> float:
+        """One optimizer step; this rank's mean loss."""
+        clock, strategy, accumulation = self.clock, self.strategy, self.trial.accumulation
+        clock.begin()
+        losses: list[Tensor] = []
+        for number, micro in enumerate(self.data.step(index)):
+            strategy.begin(last=number == accumulation - 1)
+            for batch in micro:
+                with clock.part("forward"):
+                    loss = strategy.model(*batch)
+                with clock.part("backward"):
+                    strategy.backward(loss / accumulation)
+                losses.append(loss.detach())
+            with clock.part("backward"):
+                strategy.finish_backward()
+        with clock.part("optimizer"):
+            norm, _ = strategy.step(self.optimizer, self.trial.clip)
+            self.optimizer.zero_grad()
+        mean = math.fsum(float(loss) for loss in losses) / len(losses)
+        clock.end(index=index, warmup=False, loss=mean, norm=norm)
+        return mean
+
+
+def _mean(strategy: Strategy, loss: float, device: torch.device) -> float:
+    """Mean loss over all ranks, through the wire: 8 bytes of each."""
+    assert strategy.zero is not None  # noqa: S101  # a recipe is a policy
+    wire: Wire = strategy.zero.wire
+    exchange = wire.all_gather(wire.mesh.topology.world_axis, NORM_BYTES, Tag("step", "control"))
+    exchange.send.copy_(torch.tensor([loss], dtype=torch.float64, device=device).view(torch.uint8))
+    exchange.post()
+    losses = exchange.wait().contiguous().view(torch.float64).view(-1)
+    mean = float(losses.mean())
+    exchange.close()
+    return mean
+
+
+def _scale(strategy: Strategy) -> float | None:
+    """The loss scale, where there is one."""
+    assert strategy.zero is not None  # noqa: S101  # a recipe is a policy
+    return strategy.zero.scaler.scale if strategy.zero.policy.loss_scale is not None else None
+
+
+def line(job: Job, step: Step, loss: float, scale: float | None, peak: int) -> str:
+    """One step as the ZeRO++ tutorial's log tells it.
+
+    Args:
+        job: for sizes.
+        step: with its times.
+        loss: mean over all ranks.
+        scale: of the loss, if there is one.
+        peak: most bytes of a rank so far: allocated on its GPU, or resident.
+    """
+    trial = job.trial
+    ranks = trial.topology().world
+    sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * ranks
+    rate = tflops_per_rank(
+        job.shape, sequences=sequences, length=trial.sequence, recompute=job.recompute, seconds=step.total,
+        ranks=ranks,
+    )  # fmt: skip
+    parts = ", ".join(
+        f"{name} {getattr(step, name) * 1e3:.1f}" for name in ("forward", "backward", "optimizer")
+    )
+    said = [
+        f"step {step.index + 1}/{trial.steps}",
+        f"loss {loss:.6f}",
+        f"{step.total * 1e3:.1f} ms ({parts})",
+        f"{sequences / step.total:.3f} samples/s",
+        f"{rate:.4g} TFLOP/s per rank",
+        f"{peak / MB:.2f} MB at most",
+    ]
+    if scale is not None:
+        said.append(f"loss scale {scale:g}")
+    if step.gradient_norm is not None:
+        said.append(f"gradient norm {step.gradient_norm:.4g}")
+    return " | ".join(said)

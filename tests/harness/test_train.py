@@ -1,0 +1,178 @@
+"""``zeropp train``: the tutorials' launch lines, what fits, and a log line a step."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from harness.cli import main
+from harness.flops import GPTShape
+from harness.train_memory import activation_bytes
+from harness.workload import GPT
+from impl.policy import Policy, preset
+from tests.impl.test_deepspeed import ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, ZEROPP_TUTORIAL
+
+TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
+LINE = re.compile(
+    r"step \d+/2 \| loss (?P<loss>[\d.]+) \| [\d.]+ ms \(forward [\d.]+, backward [\d.]+, optimizer [\d.]+\) "
+    r"\| [\d.]+ samples/s \| [\d.e-]+ TFLOP/s per rank \| [\d.]+ MB at most"
+)
+
+
+def config(folder: Path, text: str) -> str:
+    file = folder / "ds.config"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def losses(output: str) -> list[float]:
+    return [float(found["loss"]) for found in LINE.finditer(output)]
+
+
+def trained(capfd: pytest.CaptureFixture[str], *flags: str) -> list[float]:
+    """Losses of two steps on two nodes of two ranks."""
+    ranks = ["--nodes", "2", "--ranks-per-node", "2", "--steps", "2"]
+    assert main(["train", *TOY, *ranks, *flags]) == 0
+    return losses(capfd.readouterr().out)
+
+
+def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(["train", *flags]) == 2
+    text = capfd.readouterr().err
+    assert text.count("\n") == 1
+    return text
+
+
+def test_zeropp_tutorial_launch_line_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its flags, at toy scale: two steps, each with loss, time split, rates and memory."""
+    found = trained(
+        capfd, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",
+        "--batch-size", "1", "--zero-stage", "3", "--deepspeed_config", config(tmp_path, ZEROPP_TUTORIAL),
+        "--deepspeed-activation-checkpointing", "--fp16", "--checkpoint-activations",
+    )  # fmt: skip
+    assert len(found) == 2
+    assert all(abs(loss - 5.55) < 0.3 for loss in found)  # ln 256 and a little
+
+
+def test_zero_tutorial_launch_lines_train_alike(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Stage 1 and, with activation checkpoints, stage 2: the same losses, as all is in fp32."""
+    first = trained(
+        capfd, "--model-parallel-size", "1", "--batch-size", "1",
+        "--deepspeed_config", config(tmp_path, ZERO_TUTORIAL_STAGE_1),
+    )  # fmt: skip
+    second = trained(
+        capfd, "--model-parallel-size", "1", "--batch-size", "1",
+        "--deepspeed_config", config(tmp_path, ZERO_TUTORIAL_STAGE_2), "--checkpoint-activations",
+    )  # fmt: skip
+    assert len(first) == 2
+    assert first == pytest.approx(second, abs=2e-6)
+
+
+def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """1.5 B parameters: some 18 GB of Adam's states become an eighth on 8 ranks; nothing is built."""
+    file = config(tmp_path, ZERO_TUTORIAL_STAGE_1)
+    flags = [
+        "--num-layers",
+        "48",
+        "--hidden-size",
+        "1600",
+        "--num-attention-heads",
+        "16",
+        "--batch-size",
+        "1",
+    ]
+    assert main(["train", *flags, "--deepspeed_config", file, "--ranks-per-node", "8", "--plan"]) == 0
+    found = re.search(r"states are ([\d.]+) GB, and ([\d.]+) GB on each rank", capfd.readouterr().out)
+    assert found is not None
+    whole, share = float(found[1]), float(found[2])
+    assert whole == pytest.approx(18, rel=0.05)
+    assert share == pytest.approx(whole / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("preset_name", ["10b", "18b"])
+def test_too_large_a_shape_is_refused_with_its_numbers(
+    preset_name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is allocated, with a table of all stages."""
+    assert main(["train", "--preset", preset_name, "--zero-stage", "0", "--ranks-per-node", "64"]) == 2
+    captured = capfd.readouterr()
+    assert re.search(r"too big for memory: 64 of 64 ranks x [\d.]+ GB = [\d.]+ GB at stage 0", captured.err)
+    assert all(re.search(rf"^ +{stage}( <)? ", captured.out, re.MULTILINE) for stage in range(4))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
+        (["--model-parallel-size", "4"], "--model-parallel-size 4: only 1"),
+        (["--fp16", "--bf16"], "at most one of them"),
+        (["--hidden-size", "65"], "--hidden-size 65: 4 heads do not divide it"),
+        (["--deepspeed_config", "none.json"], "none.json: cannot read"),
+        (["--zero-stage", "7"], "zero-stage"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(
+    flags: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In one line."""
+    assert words in refusal(capfd, *flags)
+
+
+@pytest.mark.parametrize(
+    ("table", "flags", "words"),
+    [
+        ({"zero_optimization": {"stage": 2}}, ["--zero-stage", "3"], "--zero-stage 3, but .* stage = 2"),
+        ({"fp16": {"enabled": False}}, ["--fp16"], "--fp16 true, but .* enabled = false"),
+        ({"bf16": {"enabled": True}}, ["--fp16"], "fp16.enabled = true and bf16.enabled = true"),
+        ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2, but .* = 4"),
+        ({"train_batch_size": 3}, [], "train_batch_size = 3"),
+    ],
+)
+def test_flags_and_configuration_must_agree(
+    table: dict[str, object], flags: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What both say must be the same."""
+    file = config(tmp_path, json.dumps(table))
+    assert re.search(words, refusal(capfd, *TOY, "--deepspeed-config", file, *flags))
+
+
+def test_torchrun_starts_its_ranks(tmp_path: Path) -> None:
+    """Under torchrun each process is a rank, and rank 0 alone prints; a process of torchrun takes seconds."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
+        sys.executable, "-m", "harness.cli", "train", *TOY, "--steps", "2", "--zero-stage", "3",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(done.stdout)) == 2
+
+
+def test_recomputing_blocks_changes_no_gradient() -> None:
+    """Bit for bit, in fp32."""
+    shape = GPTShape(layers=2, width=32, heads=2)
+    tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = GPT(shape, 16, recompute=recompute)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_recomputing_saves_activations() -> None:
+    """The estimate with activation checkpoints is less, the more so the deeper the model."""
+    shape = GPTShape(layers=40, width=6144, heads=32)
+    policy: Policy = preset("zeropp", compute="fp16")
+    whole, less = (
+        activation_bytes(shape, policy, sequences=1, length=512, recompute=recompute)
+        for recompute in (False, True)
+    )
+    assert less < whole / 8
