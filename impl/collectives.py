@@ -30,18 +30,21 @@ from impl.topology import Axis
 from impl.wire import Exchange, Tag, Wire
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
+# A collective stops after each message that it posted, and says whether that is best waited for late:
+# nothing is to be posted after it, and it travels between nodes.
+Steps = Generator[bool, None, T]
 
 
 class Transfer:
     """A collective under way: starts at once, goes on when told.
 
-    All ranks must call :meth:`advance` and :meth:`wait` in the same order: each may post the next
-    hop's message, and messages of one axis match by order.
+    All ranks must call :meth:`proceed`, :meth:`advance` and :meth:`wait` in the same order: each may post
+    the next hop's message, and messages of one axis match by order.
     """
 
     def __init__(self, steps: Steps[None]) -> None:
         self._steps: Steps[None] | None = steps
+        self._late = False  # the message under way is best waited for late
         self.advance()
 
     @property
@@ -53,9 +56,14 @@ class Transfer:
         """Wait for the message under way and post the next one, if there is one."""
         if self._steps is not None:
             try:
-                next(self._steps)
+                self._late = next(self._steps)
             except StopIteration:
                 self._steps = None
+
+    def proceed(self) -> None:
+        """:meth:`advance`, unless it would only wait for the slowest link."""
+        if not self._late:
+            self.advance()
 
     def wait(self) -> None:
         """Carry the collective to its end."""
@@ -99,7 +107,7 @@ def gather_frames(
             exchange.send.view(received.shape).copy_(received)
             held.close()
         exchange.post()
-        yield
+        yield axis is hops[-1] and wire.mesh.topology.crosses(axis)
         exchange.wait()
         nbytes *= axis.size
         held = exchange
@@ -162,6 +170,7 @@ class Reduction:
             they lie.
         opened: the first hop's exchange, in whose message the gradient lies already (:func:`opened`).
         out: (piece,) fp32 where the mean is written; a fresh tensor by default.
+        goes_on: whether the mean is sent on, to other groups.
     """
 
     wire: Wire
@@ -174,6 +183,7 @@ class Reduction:
     stays: bool = False
     opened: Exchange | None = None
     out: Tensor | None = None
+    goes_on: bool = False
 
     def noise(self, hop: int, shard: int, start: int) -> Noise | None:
         """Random bits of what ``hop`` encodes from element ``start`` of each shard on."""
@@ -278,7 +288,7 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
                 received.close()
                 under_way[index] = codec, exchange
             exchange.post()
-        yield
+        yield hop == len(how.hops) - 1 and not how.goes_on and how.wire.mesh.topology.crosses(axis)
     mean = how.out
     if mean is None:
         mean = torch.empty(shard, dtype=torch.float32, device=gradient.device)
@@ -320,7 +330,7 @@ def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
             noise = replace(how.key, hop=step).noise((me - 1 - step) % size * apart(shard))
         ops.encode(codec, partial, exchange.send, noise=noise)
         exchange.post()
-        yield
+        yield step == size - 2
         ops.decode(codec, exchange.wait()[0], partial)
         exchange.close()
         partial += slices[(me - 2 - step) % size]

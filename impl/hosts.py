@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -455,15 +455,16 @@ class InDDP:
     def _start(self, unit: _Unit) -> None:
         """Post the first message of a unit; the units under way go on by one."""
         for transfer in self._transfers:
-            transfer.advance()
+            transfer.proceed()
         self._transfers = [transfer for transfer in self._transfers if not transfer.complete]
         self._transfers.append(Transfer(self._averaging(unit)))
 
     def _averaging(self, unit: _Unit) -> Steps[None]:
         wire, policy, geometry = self.wire, self.policy, unit.geometry
         how = _reduction(wire, policy, geometry.name, geometry.piece)
-        mean = yield from reduced(how, policy.reduce, unit.flat)  # (piece,) fp32
         axes, codec = policy.replica_axes(wire.mesh.topology)
+        how = replace(how, goes_on=bool(axes))
+        mean = yield from reduced(how, policy.reduce, unit.flat)  # (piece,) fp32
         if axes:  # one rank has the whole mean
             back = Replication(axes=axes, strides=[axis.stride for axis in axes], codec=codec)
             mean = yield from replicated(wire, back, how.tag, mean)  # (padded,) fp32

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from impl.codec import FP32, Codec, FloatCodec, Raw
 from impl.collectives import (
     Reduction,
     Replication,
+    Steps,
     Transfer,
     gather_frames,
     gathered,
@@ -351,7 +352,7 @@ class Unit:
             self.gathered = False
             self._show(gathered=False)
 
-    def _gathering(self, phase: Phase) -> Generator[None, None, None]:
+    def _gathering(self, phase: Phase) -> Steps[None]:
         purpose: Purpose = "persistent" if self.geometry.persistent else "weights"
         tag = Tag(phase, purpose, self.geometry.name)
         codec, axes, spared = self.policy.weights, self._axes, self._spared
@@ -449,6 +450,11 @@ class Unit:
             self.meter.add("local_gradients", self._gradient.nbytes)
 
     @property
+    def collecting(self) -> bool:
+        """Whether gradients of this backward pass have arrived, and not all."""
+        return self.armed and len(self.missing) < len(self.members)
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether gradients wait to be reduced."""
         return self._gradient is not None
@@ -502,12 +508,12 @@ class Unit:
             errors=self._feedback(),
         )
 
-    def _reducing(self, gradient: Tensor) -> Generator[None, None, None]:
+    def _reducing(self, gradient: Tensor) -> Steps[None]:
         how = self._reduction()
         axes, codec = self.policy.replica_axes(self.wire.mesh.topology)
         fresh = all(master.grad is None for _, master in self.masters)
         into = self._kept_mean() if fresh and not axes else None
-        mean = yield from reduced(replace(how, opened=self._opened, out=into), self.policy.reduce, gradient)
+        mean = yield from reduced(replace(how, opened=self._opened, out=into, goes_on=bool(axes)), self.policy.reduce, gradient)
         if axes:
             mean = yield from replicated(self.wire, self._replication(how, axes, codec), how.tag, mean)
         self._accumulate(mean)
@@ -633,7 +639,7 @@ class Unit:
         steps = gather_frames(self.wire, inside, write, nbytes, tag)
         whole = torch.empty(self.geometry.padded, device=master.device)
 
-        def gathering() -> Generator[None, None, None]:
+        def gathering() -> Steps[None]:
             exchange = yield from steps
             ops.decode(FP32, gathered(exchange, inside, nbytes), placed(whole, inside[::-1], shard))
             exchange.close()

@@ -601,6 +601,8 @@ class Zero:
         self._in_backward = self._unfinished = True
         if index in self._reduced:
             self._next_pass()
+        if not self.units[index].collecting:  # the first of its unit: all ranks' reductions are here
+            self._proceed()
         in_turn = not self._accumulating and self._next_in_order() == index
         if self.units[index].collect(number, in_turn=in_turn):
             self._carry_out(self._schedule.post_backward(index), "backward")
@@ -630,8 +632,7 @@ class Zero:
 
     def _start_reduction(self, index: int) -> None:
         """Start one, after the others have gone on by a message, within the limit on those under way."""
-        for transfer in self._transfers.values():
-            transfer.advance()
+        self._proceed()
         left = self.policy.memory.reduce_bucket - self.units[index].geometry.padded
         under_way = {i: self.units[i].geometry.padded for i, t in self._transfers.items() if not t.complete}
         for earlier in list(under_way):
@@ -641,6 +642,11 @@ class Zero:
         self._transfers = {i: transfer for i, transfer in self._transfers.items() if not transfer.complete}
         self._transfers[index] = self.units[index].reduce()
         self._reduced.add(index)
+
+    def _proceed(self) -> None:
+        """Let every reduction under way post its next message, so that no link idles."""
+        for transfer in self._transfers.values():
+            transfer.proceed()
 
     def check_finished(self, what: str) -> None:
         """Refuse ``what`` after a backward pass that was not finished.
