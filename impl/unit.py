@@ -513,7 +513,9 @@ class Unit:
         axes, codec = self.policy.replica_axes(self.wire.mesh.topology)
         fresh = all(master.grad is None for _, master in self.masters)
         into = self._kept_mean() if fresh and not axes else None
-        mean = yield from reduced(replace(how, opened=self._opened, out=into, goes_on=bool(axes)), self.policy.reduce, gradient)
+        mean = yield from reduced(
+            replace(how, opened=self._opened, out=into, goes_on=bool(axes)), self.policy.reduce, gradient
+        )
         if axes:
             mean = yield from replicated(self.wire, self._replication(how, axes, codec), how.tag, mean)
         self._accumulate(mean)

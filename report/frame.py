@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,8 @@ class Frames:
         ran: the whole trial by id.
         shared: policy fields that all policies changed alike and that no name tells.
         units: name, elements and padded elements of each unit, by id.
+        unit_bytes: what the busiest node sent to other nodes over the timed steps, by id, then by unit,
+            phase and purpose (ledger).
     """
 
     suite: str
@@ -106,6 +109,7 @@ class Frames:
     ran: dict[str, Trial]
     shared: dict[str, str]
     units: dict[str, list[tuple[str, int, int]]]
+    unit_bytes: dict[str, dict[tuple[str, str, str], int]]
 
 
 def load(results: Path, *, across_pools: bool = False) -> Frames:
@@ -162,6 +166,7 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         ran=trials,
         shared=shared,
         units={r.id: r.units for r in ended},
+        unit_bytes={r.id: _unit_bytes(r) for r in finished},
     )
 
 
@@ -355,6 +360,16 @@ def _bytes_frame(records: list[Record]) -> pd.DataFrame:
                 rows += [where | entry.model_dump(exclude={"unit"}) for entry in ledger]
     frame = _frame(rows, BYTES)
     return frame.groupby(list(BYTES[:-2]), as_index=False, sort=False)[["bytes", "messages"]].sum()
+
+
+def _unit_bytes(record: Record) -> dict[tuple[str, str, str], int]:
+    """Bytes to other nodes by (unit, phase, purpose), of the node that sends most of them."""
+    sent: dict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
+    for rank in record.ranks:
+        for row in rank.ledger or []:
+            if row.link == "inter":
+                sent[row.unit, row.phase, row.purpose][rank.node] += row.bytes
+    return {key: max(nodes.values()) for key, nodes in sent.items()}
 
 
 def _memory_rows(record: Record) -> list[dict[str, Any]]:

@@ -20,9 +20,9 @@ from harness.suite import PolicyChanges, Trial
 from report.contender import BASELINE, NAMES, PROPOSED
 from report.frame import Frames, groups
 from report.generations import generations
+from report.overlap import BITS_PER_MBIT, schedule_seconds
 
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
-BITS_PER_MBIT: Final = 1e6
 TRAINING: Final = ("forward", "backward", "step")  # phases of a training step
 PAIR: Final = ("cell", "seed", "repeat")  # trials that ran under the same conditions
 
@@ -40,8 +40,9 @@ def trials(frames: Frames) -> pd.DataFrame:
         header_bytes: of the packets that the interfaces counted, per step.
         egress_bytes: the largest of any node; ledger, or the interface where there is no ledger.
         wire_seconds: 8 egress_bytes / achieved rate.
-        best_seconds: max(compute_seconds, wire_seconds): all communication hidden that can be.
-        share: best_seconds / step_seconds.
+        ideal_seconds: max(compute_seconds, wire_seconds): one of the two hidden behind the other.
+        best_seconds: what bytes and the order of units allow (:mod:`report.overlap`).
+        share, ideal_share: best_seconds and ideal_seconds / step_seconds.
         m_bytes: M times the micro-batches of a step; M is what crosses between nodes in one
             hierarchical gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
         tflops: model TFLOP/s of a rank, for presets.
@@ -55,9 +56,10 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["tokens_per_second"] = tokens / table["step_seconds"]
     rate = pd.to_numeric(table["achieved_mbit"]).astype(float) * BITS_PER_MBIT
     table["wire_seconds"] = np.where(table["egress_bytes"] == 0, 0.0, 8 * table["egress_bytes"] / rate)
-    best = table[["compute_seconds", "wire_seconds"]].max(axis=1, skipna=False)
-    table["best_seconds"] = best
-    table["share"] = best / table["step_seconds"]
+    table["ideal_seconds"] = table[["compute_seconds", "wire_seconds"]].max(axis=1, skipna=False)
+    table["best_seconds"] = table["id"].map(schedule_seconds(frames, timed_steps(frames)))
+    for name, seconds in (("share", "best_seconds"), ("ideal_share", "ideal_seconds")):
+        table[name] = table[seconds] / table["step_seconds"]
     model = ["nodes", "ranks_per_node", "model", "accumulation"]  # peers have no units of their own
     table["padded"] = table.groupby(model)["padded"].transform("max")
     table["m_bytes"] = (2.0 * table["padded"] * (table["nodes"] - 1)).replace(0.0, np.nan)

@@ -236,9 +236,10 @@ def _speedup_caption(data: pd.DataFrame) -> str:
     )
     return (
         "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; "
-        f"{shown}. What bytes and overlap allow: the best step is max(compute, wire), "
-        "where compute is the slowest rank's step less its exposed communication, and "
-        "wire is 8 times the bytes that the busiest node sent to others in a step over the achieved rate; "
+        f"{shown}. What bytes and overlap allow: the best step is the engine's schedule driven with the "
+        "computation measured (the slowest rank's forward and backward less exposed communication) and a "
+        "link that carries what the busiest node sent to others at the achieved rate, one message after the "
+        "other; "
         f"the share is that best step over the measured one. {peers_note(data)}{common_to(data)}"
     )
 

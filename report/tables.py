@@ -177,6 +177,7 @@ def summary(derived: Derived) -> Table:
         Column("speedup_told", "Speed-up", str),
         Column("pairs_told", "Pairs", str),
         Column("share", "Share allowed", number(2)),
+        Column("ideal_share", "of ideal", number(2)),
         Column("exposed_seconds", "Exposed, s", number(2)),
         Column("sent_mb", "Sent, MB/step", number(3)),
         Column("bytes_ratio", "of ZeRO-3's", number(3)),
@@ -184,8 +185,9 @@ def summary(derived: Derived) -> Table:
     )
     caption = (
         "Medians over repeats and seeds; speed-up is the geometric mean of pairs with its 95 % interval. "
-        "Share allowed: the best step that bytes and overlap allow over the measured one. Exposed: "
-        "communication that was waited for. Sent: by all ranks between nodes in training (ledger). Loss: "
+        "Share allowed: the best step that bytes and the order of units allow over the measured one; of "
+        "ideal: max(compute, wire) over it, which no schedule reaches. Exposed: communication waited for. "
+        "Sent: by all ranks between nodes in training (ledger). Loss: "
         f"last validation{_after(derived)}. TFLOPs: of the model, per rank, by Megatron's formula without "
         "recomputation. The interval is Student's t on the logarithms of the pairs' ratios, so it is wide "
         "for few pairs; 'Pairs' has their number and the range in which they lie."
@@ -221,7 +223,14 @@ def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         "pairs_highest": math.nan,
         "pairs_told": NOTHING,
     }
-    for key in ("tokens_per_second", "compute_seconds", "wire_seconds", "share", "exposed_seconds"):
+    for key in (
+        "tokens_per_second",
+        "compute_seconds",
+        "wire_seconds",
+        "exposed_seconds",
+        "share",
+        "ideal_share",
+    ):
         row[key] = mine[key].median()
     for key in ("achieved_mbit", "validation_loss", "m_bytes", "tflops"):
         row[key] = mine[key].median()

@@ -61,7 +61,10 @@ def test_times_and_bytes_equal_those_recomputed_by_hand() -> None:
         assert row["wire_seconds"] == pytest.approx(wire)
         assert row["compute_seconds"] == pytest.approx(_compute_seconds(record))
         best = max(_compute_seconds(record), wire)
-        assert row["share"] == pytest.approx(best / seconds)
+        assert row["ideal_share"] == pytest.approx(best / seconds)
+
+        assert row["best_seconds"] > 0
+        assert row["share"] == pytest.approx(row["best_seconds"] / seconds)
         counted = sum(counters.tx_bytes for counters in record.interfaces) / record.trial["steps"]
         assert row["interface_bytes"] == pytest.approx(counted)
         assert row["m_bytes"] == 2 * sum(padded for _, _, padded in record.units)
@@ -152,7 +155,7 @@ def test_peers_have_interfaces_and_no_ledger() -> None:
     table = derive(frames_of(records_of("bandwidth", repeats=1))).trials
     peers = table[table["strategy"] == "fsdp2"]
     assert peers["interface_bytes"].gt(0).all()
-    assert peers[["sent_bytes", "exposed_seconds", "share"]].isna().all().all()
+    assert peers[["sent_bytes", "exposed_seconds", "share", "ideal_share"]].isna().all().all()
 
 
 @given(
