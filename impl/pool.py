@@ -59,3 +59,45 @@ class Pool:
     def give_back(self, buffer: Tensor) -> None:
         """What :meth:`take` handed out is free again."""
         self._free.append(self._taken.pop(buffer.data_ptr()))
+
+
+class Reserve:
+    """Flat buffers of one type, by exact size; free ones never raise the most that was held at once.
+
+    So what is held is at its peak what was in use at once, and a sequence of takes that comes again is served
+    without touching the allocator.
+
+    Args:
+        dtype: of their elements.
+        device: where they lie.
+        meter: where they are counted, free ones too.
+        part: as what.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
+        self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
+        self._free: dict[int, list[Tensor]] = {}  # by elements
+        self._held = self._used = self._most = 0  # elements: free and in use, in use, most in use so far
+
+    def take(self, numel: int) -> Tensor:
+        """(numel,) of any content."""
+        self._used += numel
+        self._most = max(self._most, self._used)
+        if self._free.get(numel):
+            return self._free[numel].pop()
+        while self._held + numel > self._most:  # then something is free, since what is in use fits
+            largest = max(size for size, free in self._free.items() if free)
+            self._free[largest].pop()
+            self._count(-largest)
+        self._count(numel)
+        with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
+            return torch.empty(numel, dtype=self._dtype, device=self._device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """What :meth:`take` handed out is free again; nothing else may look at it."""
+        self._used -= buffer.numel()
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def _count(self, numel: int) -> None:
+        self._held += numel
+        self._meter.add(self._part, numel * self._dtype.itemsize)

@@ -1,7 +1,7 @@
 """A unit: one block of the model as a flat buffer, of which each rank owns a shard.
 
-The only place that resizes storage.  While a unit is released its parameters are stand-ins on the
-meta device: touching one from outside is a clear error of torch, never a crash on freed memory.
+The only place that gives parameters their memory.  While a unit is released its parameters are stand-ins on
+the meta device: touching one from outside is a clear error of torch, never a crash on freed memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from impl.feedback import Errors
 from impl.geometry import UnitGeometry, chunked
 from impl.noise import Clock, apart
 from impl.policy import Policy
-from impl.pool import Meter, Pool
+from impl.pool import Meter, Pool, Reserve
 from impl.reference import DTYPES
 from impl.topology import Axis
 from impl.traffic import Phase, Purpose
@@ -72,11 +72,15 @@ class Member:
         parameter: the leaf view of the flat buffer; valid while the unit is gathered.
         stand_in: what modules see while it is not: same shape and type, on the meta device.
         holders: where modules hold it.
+        place: in the flat buffer.
+        released: its values while there is no flat buffer: NaN.
     """
 
     parameter: nn.Parameter
     stand_in: nn.Parameter
     holders: Sequence[Holder]
+    place: Place
+    released: Tensor
 
 
 class Place(NamedTuple):
@@ -101,6 +105,11 @@ class Secondary:
             self.life = Life.STALE
 
 
+def _handles(tensor: Tensor) -> int:
+    """Tensors that share the memory of ``tensor``, and handles of it."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001
+
+
 def _keeps_zeros(codec: Codec) -> bool:
     """Whether a zero decodes to zero whatever else is in its block."""
     if isinstance(codec, Raw | FloatCodec):
@@ -118,6 +127,7 @@ class Shared:
         meter: where memory is counted.
         clock: what stochastic codecs and feedback go by.
         gradients: where buffers of local gradients come from.
+        weights: where buffers of gathered weights come from.
     """
 
     wire: Wire
@@ -125,6 +135,7 @@ class Shared:
     meter: Meter
     clock: Clock
     gradients: Pool
+    weights: Reserve
 
 
 class Unit:
@@ -182,17 +193,15 @@ class Unit:
         # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
         self._pads = () if all(map(_keeps_zeros, self.policy.gradients)) else geometry.pads(rank)
 
-        self._flat = torch.zeros(geometry.padded, dtype=dtype, device=device)
-        # A second handle with a version counter of its own: refilling through it does not look
-        # like an in-place change of what autograd saved.
-        self._storage = self._flat.data
-        self.meter.add("gathered", self._flat.nbytes)
+        # What a parameter shows while its unit is released: whoever computes with it sees it.
+        nowhere = torch.full((), math.nan, dtype=dtype, device=device)
         self.members = [
-            self._member(slot.offset, original, where)
+            self._member(nowhere, slot.offset, original, where)
             for slot, original, where in zip(geometry.slots, originals, holders, strict=True)
         ]
-        self._own_views = self._views()
-        self._resize(full=False)
+        self._reserve = shared.weights
+        self._flat: Tensor | None = None  # (padded,) the gathered weights, while there is memory for them
+        self._own_views = 0  # handles of its memory that are the unit's and its parameters'
         self.gathered = False
         self._gather: Transfer | None = None
         self._gathered_version = self._secondary_version = -1
@@ -241,32 +250,43 @@ class Unit:
                 master[begin - low : end - low] = values
         return master
 
-    def _member(self, offset: int, original: nn.Parameter, holders: Sequence[Holder]) -> Member:
-        shape, numel = original.shape, original.numel()
-        view = self._flat[offset : offset + numel].view(shape)
-        parameter = nn.Parameter(view, requires_grad=self.geometry.trainable)
-        empty = torch.empty(shape, dtype=view.dtype, device="meta")
+    def _member(
+        self, nowhere: Tensor, offset: int, original: nn.Parameter, holders: Sequence[Holder]
+    ) -> Member:
+        shape = original.shape
+        released = nowhere.expand(shape)
+        parameter = nn.Parameter(released, requires_grad=self.geometry.trainable)
+        empty = torch.empty(shape, dtype=nowhere.dtype, device="meta")
         stand_in = nn.Parameter(empty, requires_grad=self.geometry.trainable)
-        return Member(parameter, stand_in, holders)
+        place = Place(nowhere.dtype, shape, empty.stride(), offset)
+        return Member(parameter, stand_in, holders, place, released)
 
-    def _views(self) -> int:
-        """Tensors that lie in the flat buffer, and handles of it."""
-        return int(torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata))  # noqa: SLF001
+    def _attach(self) -> Tensor:
+        """(padded,) memory for the gathered weights, of which the parameters become views.
 
-    def _resize(self, *, full: bool) -> None:
-        """Give the flat buffer its memory, or take it away: not from under a view that somebody holds.
+        They are given it through ``data``: their version counters are their own, so that filling it does
+        not look like an in-place change of what autograd saved.
+        """
+        if self._flat is None:
+            self._flat = self._reserve.take(self.geometry.padded)
+            with torch.inference_mode(mode=False):
+                for member in self.members:
+                    place = member.place
+                    member.parameter.data = self._flat.as_strided(place.shape, place.stride, place.offset)
+            self._own_views = _handles(self._flat)
+        return self._flat
+
+    def _detach(self) -> None:
+        """Give the memory of the gathered weights back: not from under a view that somebody holds.
 
         Autograd holds views of what was used outside a forward pass of the model, or in a block that is
-        computed again; touching one without memory would crash.  :meth:`release` tries again.
+        computed again; they would show another unit's weights.  :meth:`release` tries again.
         """
-        if not full and self._views() > self._own_views:
-            return
-        nbytes = self._flat.numel() * self._flat.element_size()
-        storage = self._flat.untyped_storage()
-        wanted = nbytes if full else 0
-        if storage.nbytes() != wanted:
-            self.meter.add("gathered", wanted - storage.nbytes())
-            storage.resize_(wanted)
+        if self._flat is not None and _handles(self._flat) == self._own_views:
+            for member in self.members:
+                member.parameter.data = member.released
+            self._reserve.give_back(self._flat)
+            self._flat = None
 
     def _show(self, *, gathered: bool) -> None:
         for member in self.members:
@@ -299,12 +319,12 @@ class Unit:
         self.wait()
         self._let_go()
         if not self._stays:
-            self._resize(full=False)
+            self._detach()
 
     @property
     def storage_address(self) -> int:
         """Where the gathered weights lie; 0 while released."""
-        return self._flat.untyped_storage().data_ptr()
+        return 0 if self._flat is None else self._flat.data_ptr()
 
     def locate(self, tensor: Tensor) -> Place:
         """Where ``tensor``, a view of the gathered weights, lies in them."""
@@ -312,7 +332,8 @@ class Unit:
 
     def view(self, place: Place) -> Tensor:
         """The view of the gathered weights at ``place``."""
-        flat = self._storage if place.dtype == self._storage.dtype else self._storage.view(place.dtype)
+        assert self._flat is not None  # noqa: S101  # it is gathered
+        flat = self._flat if place.dtype == self._flat.dtype else self._flat.view(place.dtype)
         return flat.as_strided(place.shape, place.stride, place.offset)
 
     @property
@@ -344,7 +365,7 @@ class Unit:
         self.wait()
         if not self._stays:
             self._let_go()
-            self._resize(full=False)
+            self._detach()
 
     def _let_go(self) -> None:
         """The gathered weights are not to be used any more."""
@@ -371,8 +392,7 @@ class Unit:
         exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring)
         frames = gathered(exchange, axes, nbytes)
         frames = frames.view(*(axis.size for axis in reversed(self._axes)), self._frame)
-        self._resize(full=True)
-        ops.decode(codec, frames, placed(self._storage, self._axes[::-1], self.geometry.shard))
+        ops.decode(codec, frames, placed(self._attach(), self._axes[::-1], self.geometry.shard))
         exchange.close()
 
     def _encode_master(self, frame: Tensor) -> None:

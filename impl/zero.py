@@ -31,7 +31,7 @@ from impl.mesh import Mesh
 from impl.module_buffers import ModuleBuffers
 from impl.noise import Clock
 from impl.policy import Policy
-from impl.pool import Meter, Pool
+from impl.pool import Meter, Pool, Reserve
 from impl.reference import DTYPES
 from impl.saved import SavedTensors
 from impl.scaling import LossScaler, Stepped
@@ -80,7 +80,8 @@ def shard(
     geometries = [geometry_of(draft, mesh.topology, policy) for draft in drafts]
     meter = Meter()
     pool = Pool(DTYPES[policy.compute], mesh.device, meter, "local_gradients")
-    shared = Shared(wire, policy, meter, Clock(seed), pool)
+    weights = Reserve(DTYPES[policy.compute], mesh.device, meter, "gathered")
+    shared = Shared(wire, policy, meter, Clock(seed), pool, weights)
     casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)
     units = [
         Unit(geometry, draft.parameters, draft.holders, shared)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from impl.codec import IntCodec
 from impl.mesh import Mesh
-from impl.policy import Policy, preset
+from impl.policy import MemoryLimits, Policy, preset
 from impl.topology import Topology
 from impl.wire import Wire
 from impl.zero import Zero, ZeroError, shard
@@ -551,3 +551,29 @@ def test_gradients_are_the_masters(set_to_none: bool) -> None:
     for norm, cleared, half in on_threads(Topology(2, 2), _cleared, Stack(), set_to_none):
         assert cleared == 0.0
         assert half == pytest.approx(norm / 2)
+
+
+class _Looks(Layer):
+    """A view of its weight outlives its forward pass."""
+
+    seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.weight.detach().t()
+        return super().forward(x)
+
+
+def test_a_view_that_somebody_holds_never_shows_another_units_weights() -> None:
+    """Memory of released weights is used again, but not while anyone but the unit looks at it."""
+    base = Stack(_Looks, depth=4)
+
+    def body(mesh: Mesh) -> None:
+        model = copy.deepcopy(base)
+        shard(model, mesh=mesh, policy=preset("exact", memory=MemoryLimits(prefetch=0, max_padding=9)))
+        for _ in range(2):  # again with what the first pass left
+            with torch.no_grad():
+                model(data(0, mesh.rank))
+            for block, original in zip(model.blocks, base.blocks, strict=True):
+                assert torch.equal(block.seen, original.weight.detach().t())
+
+    on_threads(Topology(1, 2), body)
