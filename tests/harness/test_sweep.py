@@ -92,6 +92,20 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
 
 
+def test_a_deepspeed_configuration_leaves_its_findings(tmp_path: Path) -> None:
+    """A trial by one sends what its policy predicts, and its record says what became of each key."""
+    config = (
+        '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true, "zero_hpz_partition_size": 16}}'
+    )
+    asked = trial("recipe", deepspeed_config=config, policy={"max_padding": 1e9})
+    outcome, text = sweep([asked], tmp_path)
+    assert outcome.failed == 0, text
+    (record,) = read_all(tmp_path)
+    assert [finding.kind for finding in record.findings] == ["honoured", "honoured", "changed"]
+    assert record.predicted is not None
+    assert record.predicted.equal
+
+
 def test_a_trial_beyond_its_limit_is_recorded_and_not_run(tmp_path: Path) -> None:
     """It leaves a failure of kind memory with its numbers and the model's size, at once and for good."""
     large = trial("zero3", memory_limit="0.1 MiB", model={"name": f"{__name__}:slow"})
