@@ -1,12 +1,24 @@
-"""Which of the bytes that a rank holds a workload needs.  No torch."""
+"""Which of the bytes that a rank holds a workload needs, and where they lie.  No torch."""
 
 from __future__ import annotations
 
 from typing import Final
 
-TRAINING: Final = ("gradients", "optimizer", "local_gradients", "feedback")
+HOST: Final = "host_"  # before the names of parts in host memory
+_STEPPED: Final = ("gradients", "optimizer")
+TRAINING: Final = (*_STEPPED, *(HOST + part for part in _STEPPED), "local_gradients", "feedback", "staging")
 
 
 def without_training(memory: dict[str, int]) -> dict[str, int]:
     """Bytes by part, without the parts that only training holds."""
     return {part: size for part, size in memory.items() if part not in TRAINING}
+
+
+def on_device(memory: dict[str, int]) -> dict[str, int]:
+    """Bytes by part, without what is offloaded to the host."""
+    return {part: size for part, size in memory.items() if not part.startswith(HOST)}
+
+
+def on_host(memory: dict[str, int]) -> dict[str, int]:
+    """Bytes by part of what is offloaded to the host."""
+    return {part: size for part, size in memory.items() if part.startswith(HOST)}

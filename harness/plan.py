@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from harness import machine, samples
 from harness.corpus import CorpusError
-from harness.memory import without_training
+from harness.memory import on_device, on_host, without_training
 from harness.suite import Model, Trial
 from impl import traffic
 from impl.geometry import GeometryError, UnitGeometry
@@ -66,6 +66,8 @@ class Forecast:
         wire_seconds: time that ``egress`` takes at the link's rate; None without a rate.
         problems: why it cannot run here; empty if it can.
         beyond_limit: how it exceeds its own memory limit, for which it will not be run; None if it does not.
+        copied: bytes that one rank copies between host and device in one step, both ways; 0 where nothing
+            is offloaded.
     """
 
     trial: Trial
@@ -78,6 +80,7 @@ class Forecast:
     wire_seconds: float | None = None
     problems: tuple[str, ...] = ()
     beyond_limit: str | None = None
+    copied: int = 0
 
 
 def this_host() -> Host:
@@ -159,6 +162,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         None if rate is None else inter * 8 / (rate * 1e6),
         problems + _too_big(trial, host, memory),
         beyond_limit(trial, memory),
+        _copied(policy, topology, units, trial),
     )
 
 
@@ -205,7 +209,11 @@ def _events(trial: Trial) -> list[traffic.Event]:
 
 
 def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
-    """How ``memory``, a rank's bytes by part, exceeds the trial's limit; None if it keeps within it."""
+    """How ``memory``, a rank's bytes by part, exceeds the trial's limit; None if it keeps within it.
+
+    The limit is on the device's memory: what is offloaded to the host does not count.
+    """
+    memory = on_device(memory)
     held, limit = sum(memory.values()), trial.memory_limit
     if limit is None or held <= limit:
         return None
@@ -225,16 +233,29 @@ def per_node_bytes(
 
     All nodes send the same, so the ranks of node 0 are enough.
     """
-    # Only the first micro-batch, or token, finds no copy of the weights: all later ones send alike.
-    if trial.workload == "generate":
-        loads = [traffic.Load(steps=0, evaluations=tokens) for tokens in (1, 2)]
-        later = trial.generate.tokens - 1
-    else:
-        norms = 0 if trial.clip is None else 1
-        loads = [traffic.Load(micro_batches=n, norms=norms) for n in (1, 2)]
-        later = trial.accumulation - 1
+    loads, later = _loads(trial)
     one, two = (_node_bytes(policy, topology, units, load) for load in loads)
     return one[0] + later * (two[0] - one[0]), one[1] + later * (two[1] - one[1])
+
+
+def _loads(trial: Trial) -> tuple[tuple[traffic.Load, traffic.Load], int]:
+    """A step of one micro-batch, or token, and one of two; and how many a step has after the first.
+
+    Only the first finds no copy of the weights: all later ones send alike.
+    """
+    if trial.workload == "generate":
+        one, two = (traffic.Load(steps=0, evaluations=tokens) for tokens in (1, 2))
+        return (one, two), trial.generate.tokens - 1
+    norms = 0 if trial.clip is None else 1
+    one, two = (traffic.Load(micro_batches=n, norms=norms) for n in (1, 2))
+    return (one, two), trial.accumulation - 1
+
+
+def _copied(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
+    """Bytes that one rank copies between host and device in one step, both ways."""
+    loads, later = _loads(trial)
+    one, two = (sum(traffic.predict_copies(policy, topology, units, load).values()) for load in loads)
+    return one + later * (two - one)
 
 
 def _node_bytes(
@@ -291,10 +312,14 @@ def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...
     """Whether the ranks fit this machine's memory, or its GPUs'."""
     ranks, each = _ranks_here(trial), sum(memory.values()) + _batch_bytes(trial)
     if trial.cluster.device == "cuda":
-        if not host.gpus or each <= min(host.gpus):
-            return ()
-        complaint = f"a rank needs {gib(each)} without activations, a GPU here has {gib(min(host.gpus))}"
-        return (f"too big for memory: {complaint}",)
+        each -= (offloaded := sum(on_host(memory).values()))
+        found = []
+        if host.gpus and each > min(host.gpus):
+            needs = f"a rank needs {gib(each)} without activations"
+            found.append(f"{needs}, a GPU here has {gib(min(host.gpus))}")
+        if offloaded and (need := ranks * (offloaded + PROCESS_BYTES)) > host.memory:
+            found.append(f"{ranks} ranks offload {gib(need)}, this machine has {gib(host.memory)}")
+        return tuple(f"too big for memory: {complaint}" for complaint in found)
     need = ranks * (each + PROCESS_BYTES)
     if need <= host.memory:
         return ()

@@ -116,13 +116,17 @@ class Validation(_Part):
 
 class Memory(_Part):
     """Bytes of one rank. ``engine``: what the engine owns, by name; ``formula``: the same
-    parts as ``impl.traffic.memory`` predicts; ``peak_rss``: of the process.
+    parts as ``impl.traffic.memory`` predicts; ``peak_rss``: of the process.  ``copied``: between host
+    and device over the timed steps, by direction and purpose, for what is offloaded, and
+    ``copied_formula`` as ``impl.traffic.predict_copies`` predicts it.
     """
 
     engine: dict[str, int]
     formula: dict[str, int]
     peak_rss: int
     peak_device: int | None = None
+    copied: dict[str, int] = {}
+    copied_formula: dict[str, int] = {}
 
 
 class RankRecord(_Part):

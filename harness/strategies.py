@@ -25,8 +25,9 @@ from impl.hosts_traffic import GroupGeometry, Host, check_host
 from impl.mesh import Mesh
 from impl.policy import Policy
 from impl.scaling import Stepped
+from impl.tiers import CopyKey
 from impl.topology import Topology
-from impl.traffic import ADAM_BYTES, Event, LedgerKey, Sent, memory, predict
+from impl.traffic import ADAM_BYTES, Event, LedgerKey, Sent, memory, predict, predict_copies
 from impl.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.zero import Zero, find_blocks, shard
 
@@ -82,6 +83,12 @@ class Strategy(Protocol):
 
     def formula(self) -> dict[str, int]:
         """The same parts as ``impl.traffic`` predicts them; empty for peers."""
+
+    def copied(self) -> dict[CopyKey, int]:
+        """Bytes this rank has copied between host and device so far, for what is offloaded."""
+
+    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
+        """The same in the passes of ``events``, as ``impl.traffic`` predicts it."""
 
     def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
         """What travels together; empty for peers."""
@@ -161,7 +168,16 @@ class Peer:
         """Weights, gradients and optimizer state that stay on this rank."""
         parameters = [_local(parameter) for parameter in self.model.parameters()]
         held = sum(parameter.nbytes for parameter in parameters)
-        return {"masters": held, "gradients": held, "optimizer": _state_bytes(optimizer)}
+        return {"masters": held, "gradients": held, "optimizer": _state_bytes(optimizer, optimizer.state)}
+
+    def copied(self) -> dict[CopyKey, int]:
+        """Empty: nothing is offloaded."""
+        return {}
+
+    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
+        """Empty."""
+        del events
+        return {}
 
     def formula(self) -> dict[str, int]:
         """Empty."""
@@ -284,7 +300,21 @@ class Sharded:
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """What the engine metered, and the optimizer's state."""
-        return {**self.engine.memory(), "optimizer": _state_bytes(optimizer)}
+        masters = [(unit.tier.shard, m) for unit in self.engine.units for _, m in unit.masters]
+        device, host = ([m for there, m in masters if there is where] for where in (False, True))
+        states = {
+            "optimizer": _state_bytes(optimizer, device),
+            "host_optimizer": _state_bytes(optimizer, host),
+        }
+        return {**self.engine.memory(), **states}
+
+    def copied(self) -> dict[CopyKey, int]:
+        """What the engine counted."""
+        return self.engine.copied()
+
+    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
+        """What ``impl.traffic`` says."""
+        return predict_copies(self.policy, self.engine.wire.mesh.topology, self.units(), events)
 
     def formula(self) -> dict[str, int]:
         """See :meth:`Strategy.formula`."""
@@ -380,8 +410,9 @@ def predicted_memory(
 ) -> dict[str, int]:
     """What ``impl.traffic`` says one rank holds, by part, with the state of the trial's optimizer."""
     parts = memory(policy, topology, units, micro_batches=micro_batches)
-    elements = parts["optimizer"] // ADAM_BYTES
-    return {**parts, "optimizer": state_bytes_per_element(optimizer) * elements}
+    size = state_bytes_per_element(optimizer)
+    states = {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
+    return {**parts, **states}
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
@@ -397,7 +428,7 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
         built.step()
     except Exception as error:
         raise _refusal(optimizer, error) from error
-    return _state_bytes(built) // few.numel()
+    return _state_bytes(built, [few]) // few.numel()
 
 
 def build_optimizer(optimizer: Optimizer, strategy: Strategy) -> torch.optim.Optimizer:
@@ -428,11 +459,11 @@ def _local(tensor: Tensor) -> Tensor:
     return cast("Tensor", tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's per-element state; its step counters are not counted."""
+def _state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
+    """Bytes of the optimizer's per-element state of ``parameters``; its step counters are not counted."""
     return sum(
         _local(value).nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
+        for parameter in parameters
+        for value in optimizer.state.get(parameter, {}).values()
         if isinstance(value, Tensor) and value.dim() > 0
     )

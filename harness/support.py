@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from impl.codec import Codec, IntCodec
 from impl.hosts_traffic import BASES, check_host
-from impl.policy import Feedback, LossScale, MemoryLimits, Policy, PolicyError
+from impl.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError
 from impl.topology import Topology
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "support.md"
@@ -50,6 +50,8 @@ def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, C
         "fp16, loss scale": {"compute": "fp16", "loss_scale": LossScale(initial=256.0)},
         "frozen as codes": {"frozen": weights},
         "kept and persistent": {"memory": limited},
+        "optimizer offloaded": {"offload": Offload(optimizer=1.0)},
+        "all offloaded": {"offload": Offload(optimizer=1.0, weights=1.0)},
     }
 
 

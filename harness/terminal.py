@@ -14,6 +14,7 @@ from rich.table import Table
 
 from harness.doctor import Finding
 from harness.expansion import Suite, differing, look_up
+from harness.memory import on_device, on_host
 from harness.plan import Forecast, gib
 from harness.record import Record
 
@@ -41,11 +42,12 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     for line in (*suite.kept, *suite.findings):
         out.print(escape(line))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    offloading = ("on the host", "to and from it/step") if any(_host_bytes(one) for one in rows) else ()
     for name in varying or ["strategy"]:
         table.add_column(name, overflow="fold")
     for name in (
         "parameters", "between nodes/step", "inside nodes/step", "out of a node/step",
-        "on the wire s/step", "memory/rank", "runs here",
+        "on the wire s/step", "memory/rank", *offloading, "runs here",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for one in rows:
@@ -57,7 +59,8 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             _size(one.intra),
             _size(one.egress),
             NONE if one.wire_seconds is None else f"{one.wire_seconds:.3f}",
-            NONE if one.memory is None else gib(sum(one.memory.values())),
+            NONE if one.memory is None else gib(sum(on_device(one.memory).values())),
+            *((gib(_host_bytes(one)), _size(one.copied)) if offloading else ()),
             "no" if one.problems else "over its limit" if one.beyond_limit else "yes",
         )
     out.print(table)
@@ -67,6 +70,11 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             problems[problem] = problems.get(problem, 0) + 1
     for problem, count in problems.items():
         out.print(f"cannot run here ({count} of {len(rows)} cells): {escape(problem)}")
+
+
+def _host_bytes(one: Forecast) -> int:
+    """Bytes of one rank that are offloaded."""
+    return sum(on_host(one.memory or {}).values())
 
 
 def records(found: Sequence[Record], out: Console) -> None:
@@ -92,6 +100,18 @@ def records(found: Sequence[Record], out: Console) -> None:
         if record.failure is not None:
             log = f"; log {record.failure.log}" if record.failure.log else ""
             out.print(f"{record.id} {record.failure.kind}: {escape(record.failure.message)}{escape(log)}")
+
+
+def _held(one: Record) -> list[tuple[str, Any]]:
+    """What the fullest rank's engine held and, for what is offloaded, copied in a step."""
+    parts = {part for rank in one.ranks for part in rank.memory.engine}
+    largest = {part: max(rank.memory.engine.get(part, 0) for rank in one.ranks) for part in sorted(parts)}
+    lines = [(f"memory, {part.replace('_', ' ')}", gib(size)) for part, size in largest.items() if size]
+    steps = sum(not step.warmup for step in one.ranks[0].steps) if one.ranks else 0
+    for name in sorted({name for rank in one.ranks for name in rank.memory.copied}):
+        most = max(rank.memory.copied.get(name, 0) for rank in one.ranks)
+        lines.append((f"copied {name.replace('_', ' ')}, a step", _size(most // steps) if steps else NONE))
+    return lines
 
 
 def record(one: Record, out: Console) -> None:
@@ -121,6 +141,7 @@ def record(one: Record, out: Console) -> None:
         ("achieved rate, Mbit/s", rate),
         ("last loss", loss),
         ("reference loss of step 1", one.reference_loss),
+        *_held(one),
         ("validations", ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in one.validations)),
         ("ledger equals prediction", None if one.predicted is None else one.predicted.equal),
         ("outcome", "ok" if one.failure is None else f"{one.failure.kind}: {one.failure.message}"),

@@ -45,6 +45,7 @@ from harness.record import (
 from harness.strategies import Strategy, build_optimizer, prepare
 from harness.suite import Trial
 from impl.hosts import fsdp2_groups
+from impl.tiers import CopyKey
 from impl.traffic import Event, LedgerKey, Sent
 from impl.zero import find_blocks, plan_units
 
@@ -156,6 +157,7 @@ class _Run:
             self._one(index)
         dist.barrier()
         skipped, ledger_before = len(self.events), self.strategy.ledger()
+        copied_before = self.strategy.copied()
         counted_before = self._trained()
         with PowerSampler(self.device) as power:
             for index in range(trial.warmup, total):
@@ -174,6 +176,11 @@ class _Run:
             formula=formula,
             peak_rss=peak_rss(),
             peak_device=peak_device(self.device),
+            copied=_copied(self.strategy.copied(), copied_before),
+            copied_formula=_copied(
+                self.strategy.predicted_copies(self.events),
+                self.strategy.predicted_copies(self.events[:skipped]),
+            ),
         )
         probed = self._probe()
         errors = self._quantisation()
@@ -398,6 +405,15 @@ def _rows(sent: Mapping[LedgerKey, Sent]) -> list[LedgerRow]:
         LedgerRow(**key._asdict(), bytes=total.bytes, messages=total.messages)
         for key, total in sorted(sent.items())
     ]
+
+
+def _copied(whole: Mapping[CopyKey, int], before: Mapping[CopyKey, int]) -> dict[str, int]:
+    """What ``whole`` holds beyond ``before``, by direction and purpose."""
+    rest: dict[str, int] = {}
+    for key, nbytes in sorted(whole.items()):
+        name = f"{key.direction} {key.purpose}"
+        rest[name] = rest.get(name, 0) + nbytes - before.get(key, 0)
+    return rest
 
 
 @dataclass(frozen=True, slots=True)

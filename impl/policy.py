@@ -114,8 +114,8 @@ class Offload:
         optimizer: share of trained elements whose masters, mean gradients and optimizer state lie on the
             host, where the optimizer steps them; the device keeps the frame that they are sent in.
         weights: share of elements whose frames, frozen shards and hpZ's secondary frames lie on the host
-            too and are brought to the device for each gather.  Of trained units those whose masters are
-            offloaded: a master on the device is the only copy of its shard.
+            too and are brought to the device for each gather.  A trained unit whose master is on the device
+            has no frame, since it is encoded on its way out: of it only the secondary frames go.
 
     Raises:
         PolicyError: for shares outside [0, 1].

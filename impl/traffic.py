@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codec import ITEM_BYTES
 from impl.geometry import UnitGeometry, chunked
 from impl.order import ORDER_BYTES
 from impl.policy import Policy
+from impl.tiers import Copied, CopyKey, Direction, Tier, tiers_of
 from impl.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]
@@ -27,6 +28,13 @@ Event = Literal["forward", "accumulate", "backward", "evaluate", "norm", "step",
 NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
 MASTER_BYTES: Final = 4  # fp32
 ADAM_BYTES: Final = 8  # two fp32 moments per element
+STAGED: Final = 2  # mean gradients on their way to the host at most
+PARTS: Final = (
+    "masters", "frozen", "gradients", "optimizer", "secondary", "feedback", "gathered", "local_gradients",
+    "frames", "staging",
+    "host_masters", "host_frozen", "host_gradients", "host_optimizer", "host_secondary", "host_frames",
+)  # fmt: skip
+"""What a rank's memory is divided into (:func:`memory`)."""
 
 
 class LedgerKey(NamedTuple):
@@ -95,11 +103,12 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> di
 
 @dataclass(slots=True)
 class _Book:
-    """Adds up one rank's messages."""
+    """Adds up one rank's messages, and its copies between host and device."""
 
     topology: Topology
     rank: int
-    rows: dict[LedgerKey, list[int]]
+    rows: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    copied: dict[CopyKey, int] = field(default_factory=lambda: defaultdict(int))
 
     def exchange(
         self, phase: Phase, purpose: Purpose, unit: str, axis: Axis, size: int, *, ring: bool = False
@@ -108,6 +117,9 @@ class _Book:
             row = self.rows[LedgerKey(phase, purpose, unit, axis.name, link)]
             row[0] += count * size
             row[1] += count
+
+    def copy(self, direction: Direction, purpose: Copied, unit: str, size: int) -> None:
+        self.copied[CopyKey(direction, purpose, unit)] += size
 
 
 def predict(
@@ -133,11 +145,45 @@ def predict(
     Raises:
         PolicyError: if the policy does not fit the topology.
     """
+    book = _booked(policy, topology, units, rank, load, buffer_bytes)
+    return {key: Sent(*row) for key, row in book.rows.items()}
+
+
+def predict_copies(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], load: Load | Iterable[Event]
+) -> dict[CopyKey, int]:
+    """Bytes that one rank, any rank, copies between host and device for what is offloaded.
+
+    Of offloaded masters 4 S to the host per reduction, and the frame to the device once after a step, or,
+    where frames are offloaded, whenever it is sent; of offloaded secondary frames what the spared hops
+    brought, to the host when it is kept and to the device when it is used again.
+
+    Args:
+        policy: what is offloaded.
+        topology: where ranks stand.
+        units: as :func:`predict` takes them.
+        load: as :func:`predict` takes it.
+
+    Raises:
+        PolicyError: if the policy does not fit the topology.
+    """
+    return dict(_booked(policy, topology, units, 0, load, 0).copied)
+
+
+def _booked(  # noqa: PLR0917  # the arguments of the two functions above
+    policy: Policy,
+    topology: Topology,
+    units: Sequence[UnitGeometry],
+    rank: int,
+    load: Load | Iterable[Event],
+    buffer_bytes: int,
+) -> _Book:
+    """Walk through ``load``."""
     policy.check(topology)
-    book = _Book(topology, rank, defaultdict(lambda: [0, 0]))
+    book = _Book(topology, rank)
     senders = [
-        _Sender(book, policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit)
-        for unit in units
+        _Sender(book, policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit, tier)
+        for unit, tier in zip(units, tiers_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
     buffers_differ, passes = bool(buffer_bytes), 0
@@ -164,7 +210,7 @@ def predict(
                 passes += 1
                 if policy.order_every and passes % policy.order_every == 0:
                     book.exchange("step", "control", "", topology.world_axis, ORDER_BYTES)
-    return {key: Sent(*row) for key, row in book.rows.items()}
+    return book
 
 
 @dataclass(slots=True)
@@ -174,12 +220,14 @@ class _Sender:
     book: _Book
     policy: Policy
     unit: UnitGeometry
+    tier: Tier
     gathered: bool = False  # its weights stayed from the pass before
     current: bool = False  # hpZ's secondary holds these weights
+    uploaded: bool = False  # the device holds the frame of an offloaded master
 
     def weights_changed(self) -> None:
         """After an optimizer step nothing that was kept is true."""
-        self.gathered = self.current = False
+        self.gathered = self.current = self.uploaded = False
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
         """The weights are needed; afterwards they stay, or go."""
@@ -187,6 +235,7 @@ class _Sender:
             axes, spared = self.policy.gather_axes(self.book.topology)
             purpose: Purpose = "persistent" if self.unit.persistent else "weights"
             held = self.policy.weights.frame_bytes(self.unit.shard)
+            self._copy(held, _secondary_bytes(self.policy, self.book.topology, self.unit))
             for number, axis in enumerate(axes):
                 if number >= spared or not self.current:
                     ring = axis == self.book.topology.world_axis and self.policy.gather == "flat"
@@ -195,11 +244,24 @@ class _Sender:
             self.current = spared > 0
         self.gathered = keep or self.policy.stage < 3
 
+    def _copy(self, frame: int, secondary: int) -> None:
+        """What a gather copies between host and device: ``frame`` bytes sent, ``secondary`` bytes kept."""
+        name, reused = self.unit.name, bool(secondary) and self.current
+        if reused and self.tier.frames:
+            self.book.copy("to_device", "secondary", name, secondary)
+        if not reused and self.tier.shard and (self.tier.frames or not self.uploaded):
+            self.book.copy("to_device", "weights", name, frame)
+            self.uploaded = True
+        if not reused and self.tier.frames and secondary:
+            self.book.copy("to_host", "secondary", name, secondary)
+
     def reduce(self) -> None:
         """The gradient is there."""
         policy, unit, topology = self.policy, self.unit, self.book.topology
         if not unit.trainable:
             return
+        if self.tier.shard:
+            self.book.copy("to_host", "gradients", unit.name, MASTER_BYTES * unit.shard)
         slices = topology.world
         for axis, codec in policy.reduce_axes(topology):
             slices //= axis.size
@@ -258,6 +320,11 @@ def memory(
     and of the largest block.  S is the sum of shards.  Units gathered ahead come on top: at most
     ``prefetch`` elements.
 
+    What lies in host memory has ``host_`` before its name (:mod:`impl.tiers`).  For it the device holds
+    ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two of the
+    largest mean gradients on their way; the host holds ``host_frames``, those of all fp32 shards there, and
+    its gradients twice where several micro-batches are added up in shards.
+
     Reduces to facts A10 (16 bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit
     shard, which is encoded from the master on the way out.
 
@@ -267,22 +334,31 @@ def memory(
         units: in model order, laid out for ``topology.world`` ranks.
         micro_batches: of a step.
     """
-    policies = [policy.of_unit(trainable=u.trainable, persistent=u.persistent) for u in units]
     item = ITEM_BYTES[policy.compute]
-    coded = [u for u in units if not u.trainable and policy.frozen is not None]
-    trainable = sum(u.shard for u in units if u.trainable)
-    return {
-        "masters": MASTER_BYTES * sum(u.shard for u in units if u not in coded),
-        "frozen": sum(policy.frozen.frame_bytes(u.shard) for u in coded if policy.frozen is not None),
-        "gradients": MASTER_BYTES * trainable,
-        "optimizer": ADAM_BYTES * trainable,
-        "secondary": sum(_secondary_bytes(p, topology, u) for p, u in zip(policies, units, strict=True)),
-        "feedback": sum(
-            _feedback_bytes(p, topology, u) for p, u in zip(policies, units, strict=True) if u.trainable
-        ),
-        "gathered": item * _gathered(policy, units),
-        "local_gradients": item * _local_gradients(policy, units, micro_batches),
-    }
+    parts = dict.fromkeys(PARTS, 0)
+
+    def add(part: str, nbytes: int, *, host: bool) -> None:
+        parts[f"host_{part}" if host else part] += nbytes
+
+    landing = 1 if micro_batches == 1 or not policy.reduces_each_micro_batch else 2
+    for unit, tier in zip(units, tiers_of(policy.offload, units), strict=True):
+        own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+        frame, fp32 = own.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
+        coded = not unit.trainable and policy.frozen is not None
+        add("frozen" if coded else "masters", frame if coded else fp32, host=tier.shard)
+        add("secondary", _secondary_bytes(own, topology, unit), host=tier.frames)
+        if tier.shard and not coded:
+            parts["host_frames"] += frame
+            parts["frames"] += 0 if tier.frames else frame
+        if unit.trainable:
+            add("gradients", fp32 * (landing if tier.shard else 1), host=tier.shard)
+            add("optimizer", ADAM_BYTES * unit.shard, host=tier.shard)
+            parts["feedback"] += _feedback_bytes(own, topology, unit)
+            if tier.shard:
+                parts["staging"] = max(parts["staging"], STAGED * fp32)
+    parts["gathered"] = item * _gathered(policy, units)
+    parts["local_gradients"] = item * _local_gradients(policy, units, micro_batches)
+    return parts
 
 
 def _gathered(policy: Policy, units: Sequence[UnitGeometry]) -> int:

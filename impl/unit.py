@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,9 +33,11 @@ from impl.collectives import (
 from impl.feedback import Errors
 from impl.geometry import UnitGeometry, chunked
 from impl.noise import Clock, apart
+from impl.offload import MEMORY, Arrival, Host
 from impl.policy import Policy
 from impl.pool import Meter, Pool, Reserve
 from impl.reference import DTYPES
+from impl.tiers import ON_DEVICE, Tier
 from impl.topology import Axis
 from impl.traffic import Phase, Purpose
 from impl.wire import Exchange, Tag, Wire
@@ -110,6 +113,13 @@ def _handles(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001
 
 
+def _pass_on(received: Exchange, frame: Tensor) -> None:
+    """Write what an exchange brought to the next one's message."""
+    rows = received.wait()
+    frame.view(rows.shape).copy_(rows)
+    received.close()
+
+
 def _keeps_zeros(codec: Codec) -> bool:
     """Whether a zero decodes to zero whatever else is in its block."""
     if isinstance(codec, Raw | FloatCodec):
@@ -128,6 +138,7 @@ class Shared:
         clock: what stochastic codecs and feedback go by.
         gradients: where buffers of local gradients come from.
         weights: where buffers of gathered weights come from.
+        host: the host's memory, of units that are offloaded.
     """
 
     wire: Wire
@@ -136,6 +147,7 @@ class Shared:
     clock: Clock
     gradients: Pool
     weights: Reserve
+    host: Host
 
 
 class Unit:
@@ -146,10 +158,12 @@ class Unit:
         originals: the model's parameters in slot order, with their values.
         holders: for each of them, the modules that hold it.
         shared: with the other units.
+        tier: what of it lies in host memory.
 
     Attributes:
-        master: (S,) fp32, this rank's shard of the weights: the truth.  Of weights that are held as
-            codes, what they decode to.
+        tier: as given.
+        master: (S,) fp32, this rank's shard of the weights: the truth; on the host if offloaded.  Of
+            weights that are held as codes, what they decode to.
         masters: leaf views of it, one per optimizer group, empty where the group has no elements
             here, so that all ranks have as many: (group, view).
         missing: parameters whose gradient has not arrived in this backward pass.
@@ -161,10 +175,11 @@ class Unit:
         originals: Sequence[nn.Parameter],
         holders: Sequence[Sequence[Holder]],
         shared: Shared,
+        tier: Tier = ON_DEVICE,
     ) -> None:
-        self.geometry = geometry
+        self.geometry, self.tier = geometry, tier
         self.wire, self.meter, self.clock = shared.wire, shared.meter, shared.clock
-        self._pool = shared.gradients
+        self._pool, self._host = shared.gradients, shared.host
         self.policy = shared.policy.of_unit(trainable=geometry.trainable, persistent=geometry.persistent)
         self.secondary = Secondary()
         self._stays = self.policy.stage < 3  # gathered until the weights change
@@ -177,11 +192,15 @@ class Unit:
         device, dtype = self.wire.mesh.device, DTYPES[self.policy.compute]
 
         self._codes: Tensor | None = None  # this rank's frame, of weights that are held as codes
-        self._master: Tensor | None = self._cut(originals, device)  # (S,) fp32
+        self._master: Tensor | None = self._cut(originals)  # (S,) fp32
+        self._encoded: Tensor | None = None  # (F,) on the host: of an offloaded master
+        self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
+        self._encoded_of = self._sent_of = (-1, 0)  # which master, and noise, they are of
+        self._arrival = Arrival()  # of what the last gather brought from the host
         coded = not geometry.trainable and self.policy.frozen is not None
         if coded:
             self._hold_codes()
-        self.meter.add("frozen" if coded else "masters", self.held.nbytes)
+        self.meter.add(self._part("frozen" if coded else "masters", host=tier.shard), self.held.nbytes)
         self.masters = [
             (group, nn.Parameter(self.master[start:end], requires_grad=True))
             for group, start, end in geometry.spans(rank)
@@ -189,6 +208,8 @@ class Unit:
         ]
         self._spans = [(start, end) for _, start, end in geometry.spans(rank) if geometry.trainable]
         self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
+        self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean on its way to the host
+        self._landed: Tensor | None = None  # (S,) where it arrives if it is to be added to another
         self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
         # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
         self._pads = () if all(map(_keeps_zeros, self.policy.gradients)) else geometry.pads(rank)
@@ -235,13 +256,26 @@ class Unit:
 
     def _hold_codes(self) -> None:
         """Encode the master once and for all, and let it go."""
-        codes = torch.empty(self._frame, dtype=torch.uint8, device=self.wire.mesh.device)
+        codes = self._bytes(self._frame, host=self.tier.shard)
         self._encode_master(codes)
         self._codes, self._master = codes, None
 
-    def _cut(self, originals: Sequence[Tensor], device: torch.device) -> Tensor:
-        """This rank's slice of the laid-out values."""
+    def _bytes(self, numel: int, *, host: bool) -> Tensor:
+        """(numel,) uint8 of any content, on the host or on the device, that outlives inference mode."""
+        if host:
+            return self._host.empty(numel, torch.uint8)
+        with torch.inference_mode(mode=False):
+            return torch.empty(numel, dtype=torch.uint8, device=self.wire.mesh.device)
+
+    @staticmethod
+    def _part(name: str, *, host: bool) -> str:
+        """As what memory is counted: a key of ``traffic.memory``."""
+        return f"host_{name}" if host else name
+
+    def _cut(self, originals: Sequence[Tensor]) -> Tensor:
+        """This rank's slice of the laid-out values, where its shard lies."""
         low, high = self.geometry.bounds(self.wire.mesh.rank)
+        device = MEMORY if self.tier.shard else self.wire.mesh.device
         master = torch.zeros(self.geometry.shard, dtype=torch.float32, device=device)
         for slot, original in zip(self.geometry.slots, originals, strict=True):
             begin, end = max(slot.offset, low), min(slot.end, high)
@@ -347,11 +381,17 @@ class Unit:
             self._let_go()  # a master was written by hand
         if not self.in_use:
             self._gathered_version = self.weights_version
-            self._gather = Transfer(self._gathering(phase))
+            if self.tier.crosses:
+                with self._host.ahead() as arrival:
+                    self._gather = Transfer(self._gathering(phase))
+                self._arrival = arrival
+            else:
+                self._gather = Transfer(self._gathering(phase))
 
     def wait(self) -> None:
         """Finish gathering: parameters have their values when this returns."""
         if self._gather is not None:
+            self._arrival.join()
             self._gather.wait()
             self._gather = None
             self.gathered = True
@@ -380,14 +420,15 @@ class Unit:
         nbytes = self._frame
         if self.secondary.life is Life.CURRENT and self._secondary_version != self.weights_version:
             self.secondary.end()  # a master was written by hand
-        if spared and self.secondary.life is not Life.CURRENT:
-            exchange = yield from gather_frames(self.wire, axes[:spared], self._encode_master, nbytes, tag)
-            self._keep(exchange.wait())
-            exchange.close()
+        write = self._write_shard
         if spared:
-            write, nbytes, axes = self._copy_secondary, self._secondary_bytes, axes[spared:]
-        else:
-            write = self._encode_master
+            if self.secondary.life is Life.CURRENT:
+                write = self._write_secondary
+            else:
+                first = yield from gather_frames(self.wire, axes[:spared], write, nbytes, tag)
+                self._keep(first.wait())
+                write = partial(_pass_on, first)
+            nbytes, axes = self._secondary_bytes, axes[spared:]
         ring = self._axes == (self.wire.mesh.topology.world_axis,)
         exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring)
         frames = gathered(exchange, axes, nbytes)
@@ -395,29 +436,67 @@ class Unit:
         ops.decode(codec, frames, placed(self._attach(), self._axes[::-1], self.geometry.shard))
         exchange.close()
 
-    def _encode_master(self, frame: Tensor) -> None:
-        if self._codes is not None:
-            frame.copy_(self._codes)
+    def _write_shard(self, frame: Tensor) -> None:
+        """Write this rank's frame to a message."""
+        if not self.tier.shard:
+            if self._codes is None:
+                self._encode_master(frame)
+            else:
+                frame.copy_(self._codes)
             return
+        source, name = self._codes if self._codes is not None else self._kept_frame(), self.geometry.name
+        if self.tier.frames:
+            self._host.upload(source, frame, "weights", name)
+            return
+        if self._sent is None:
+            self._sent = self._bytes(self._frame, host=False)
+            self.meter.add("frames", self._sent.nbytes)
+        if self._sent_of != self._encoded_of:
+            self._host.upload(source, self._sent, "weights", name)
+            self._sent_of = self._encoded_of
+        frame.copy_(self._sent)
+
+    def _kept_frame(self) -> Tensor:
+        """(F,) uint8 on the host: the frame of an offloaded master, encoded there when it is another.
+
+        Whenever a master on the device would be encoded with the same noise to the same bits, the frame
+        stays; so offloading changes no bit.
+        """
+        now = (self.weights_version, self.clock.step if self.policy.weights.stochastic else 0)
+        if self._encoded is None:
+            self._encoded = self._bytes(self._frame, host=True)
+            self.meter.add("host_frames", self._encoded.nbytes)
+        if self._encoded_of != now:
+            self._arrival.finish()  # of the last copy from it
+            self._encode_master(self._encoded)
+            self._encoded_of = now
+        return self._encoded
+
+    def _encode_master(self, frame: Tensor) -> None:
         codec, noise = self.policy.weights, None
         if codec.stochastic:
             key = self.clock.weights(self.geometry.name)
             noise = key.noise(self.geometry.bounds(self.wire.mesh.rank)[0])
         ops.encode(codec, self.master, frame, noise=noise)
 
-    def _copy_secondary(self, frame: Tensor) -> None:
+    def _write_secondary(self, frame: Tensor) -> None:
         assert self.secondary.frames is not None  # noqa: S101  # current
-        frame.copy_(self.secondary.frames)
+        if self.tier.frames:
+            self._host.upload(self.secondary.frames, frame, "secondary", self.geometry.name)
+        else:
+            frame.copy_(self.secondary.frames)
 
     def _keep(self, received: Tensor) -> None:
         """Keep what the spared hops brought."""
+        host = self.tier.frames
         if self.secondary.frames is None:
-            with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
-                self.secondary.frames = torch.empty(
-                    received.numel(), dtype=torch.uint8, device=self.wire.mesh.device
-                )
-            self.meter.add("secondary", received.numel())
-        self.secondary.frames.view(received.shape).copy_(received)
+            self.secondary.frames = self._bytes(received.numel(), host=host)
+            self.meter.add(self._part("secondary", host=host), received.numel())
+        kept = self.secondary.frames.view(received.shape)
+        if host:
+            self._host.keep(received, kept, "secondary", self.geometry.name)
+        else:
+            kept.copy_(received)
         self.secondary.life = Life.CURRENT
         self._secondary_version = self.weights_version
 
@@ -532,13 +611,39 @@ class Unit:
         how = self._reduction()
         axes, codec = self.policy.replica_axes(self.wire.mesh.topology)
         fresh = all(master.grad is None for _, master in self.masters)
-        into = self._kept_mean() if fresh and not axes else None
+        into = self._kept_mean() if fresh and not axes and not self.tier.shard else None
         mean = yield from reduced(
             replace(how, opened=self._opened, out=into, goes_on=bool(axes)), self.policy.reduce, gradient
         )
         if axes:
             mean = yield from replicated(self.wire, self._replication(how, axes, codec), how.tag, mean)
-        self._accumulate(mean)
+        for start, end in self._pads:
+            mean[start:end] = 0
+        if self.tier.shard:
+            self._send_home(mean)
+        else:
+            self._accumulate(mean)
+
+    def _send_home(self, mean: Tensor) -> None:
+        """Start copying ``mean`` (S,) to the host; :meth:`land` accumulates it there."""
+        staged = self._host.stage(self.geometry.shard)
+        staged.copy_(mean)
+        target = self._kept_mean()
+        if any(master.grad is not None for _, master in self.masters):
+            if self._landed is None:
+                self._landed = self._host.empty(self.geometry.shard, torch.float32)
+                self.meter.add("host_gradients", self._landed.nbytes)
+            target = self._landed
+        arrival = self._host.download(staged, target, "gradients", self.geometry.name)
+        self._landing = arrival, target
+
+    def land(self) -> None:
+        """Wait for a mean gradient that is on its way to the host, and accumulate it."""
+        if self._landing is not None:
+            arrival, mean = self._landing
+            arrival.finish()
+            self._landing = None
+            self._accumulate(mean)
 
     def _replication(self, how: Reduction, axes: Sequence[Axis], codec: Codec) -> Replication:
         """How this rank's mean comes to the other groups."""
@@ -595,9 +700,7 @@ class Unit:
             errors.load(state)
 
     def _accumulate(self, mean: Tensor) -> None:
-        """Add ``mean`` (S,) to the masters' gradients."""
-        for start, end in self._pads:
-            mean[start:end] = 0
+        """Add ``mean`` (S,) to the masters' gradients, where they lie."""
         kept = self._kept_mean()
         if all(master.grad is None for _, master in self.masters):
             if mean is not kept:
@@ -613,8 +716,11 @@ class Unit:
     def _kept_mean(self) -> Tensor:
         """(S,) fp32 where the masters' gradients lie."""
         if self._mean is None:
-            self._mean = torch.zeros(self.geometry.shard, device=self.wire.mesh.device)
-            self.meter.add("gradients", self._mean.nbytes)
+            if self.tier.shard:
+                self._mean = self._host.empty(self.geometry.shard, torch.float32).zero_()
+            else:
+                self._mean = torch.zeros(self.geometry.shard, device=self.wire.mesh.device)
+            self.meter.add(self._part("gradients", host=self.tier.shard), self._mean.nbytes)
         return self._mean
 
     def mean_gradient(self) -> Tensor | None:
@@ -653,7 +759,11 @@ class Unit:
         topology, shard = self.wire.mesh.topology, self.geometry.shard
         axes, outside = topology.gather_axes(self.policy.group_ranks(topology))
         inside, tag = axes[outside:], Tag("step", "state", self.geometry.name)
-        master, nbytes = self.master, FP32.frame_bytes(shard)
+        nbytes = FP32.frame_bytes(shard)
+        master = self.master
+        if self.tier.shard:
+            master = torch.empty(shard, device=self.wire.mesh.device)
+            self._host.upload(self.master, master, "state", self.geometry.name)
 
         def write(frame: Tensor) -> None:
             ops.encode(FP32, master, frame)
@@ -671,7 +781,7 @@ class Unit:
 
     def load_master(self, values: Sequence[Tensor]) -> None:
         """Overwrite the weights with ``values``, one tensor per slot; ends the secondary's life."""
-        cut = self._cut(values, self.wire.mesh.device)
+        cut = self._cut(values)
         if self._codes is None:
             self.master.copy_(cut)
         else:

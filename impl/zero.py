@@ -30,12 +30,14 @@ from impl.collectives import Transfer
 from impl.mesh import Mesh
 from impl.module_buffers import ModuleBuffers
 from impl.noise import Clock
-from impl.policy import Policy
+from impl.offload import MEMORY, Host
+from impl.policy import Offload, Policy
 from impl.pool import Meter, Pool, Reserve
 from impl.reference import DTYPES
 from impl.saved import SavedTensors
 from impl.scaling import LossScaler, Stepped
 from impl.schedule import MOST_AHEAD, Action, Schedule
+from impl.tiers import CopyKey, realised, tiers_of
 from impl.traffic import NORM_BYTES, Phase, kept_units
 from impl.unit import Shared, Unit, ZeroError
 from impl.watch import watch_optimizers
@@ -74,18 +76,21 @@ def shard(
             sharded.
     """
     policy.check(mesh.topology)
-    ops.prepare(mesh.device)
+    for device in {mesh.device, MEMORY} if policy.offload != Offload() else {mesh.device}:
+        ops.prepare(device)
     wire = wire if wire is not None else Wire(mesh)
     drafts = drafts_of(model, blocks, group_of, policy)
     geometries = [geometry_of(draft, mesh.topology, policy) for draft in drafts]
     meter = Meter()
     pool = Pool(DTYPES[policy.compute], mesh.device, meter, "local_gradients")
     weights = Reserve(DTYPES[policy.compute], mesh.device, meter, "gathered")
-    shared = Shared(wire, policy, meter, Clock(seed), pool, weights)
+    shared = Shared(wire, policy, meter, Clock(seed), pool, weights, Host(mesh.device, meter))
     casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)
     units = [
-        Unit(geometry, draft.parameters, draft.holders, shared)
-        for draft, geometry in zip(drafts, geometries, strict=True)
+        Unit(geometry, draft.parameters, draft.holders, shared, tier)
+        for draft, geometry, tier in zip(
+            drafts, geometries, tiers_of(policy.offload, geometries), strict=True
+        )
     ]
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
@@ -114,7 +119,7 @@ class Zero:
         self.model, self.units = model, list(units)
         self.wire, self.policy = shared.wire, shared.policy
         self.scaler = LossScaler(shared.policy.loss_scale)
-        self._meter, self._clock = shared.meter, shared.clock
+        self._meter, self._clock, self._host = shared.meter, shared.clock, shared.host
         self._casts_inputs = casts_inputs  # the model was given in another type than it computes in
         self._module_buffers = ModuleBuffers(model, shared.wire)
         self._accumulating = False  # this pass adds to local gradients and reduces nothing
@@ -160,13 +165,21 @@ class Zero:
 
         Returns:
             One dict per group with elements on any rank: ``params``, 1-D fp32 tensors (possibly
-            none here), and the group's options.
+            none here), and the group's options.  A group of which some masters are offloaded is two dicts
+            on a GPU, one a device: torch steps a list of one device by fused or foreach kernels.
         """
         numbers = sorted({slot.spec.group for unit in self.units for slot in unit.geometry.slots})
         groups = []
         for number in numbers:
-            masters = [master for unit in self.units for group, master in unit.masters if group == number]
-            groups.append({"params": masters, **(options or {}).get(number, {})})
+            of_device: dict[torch.device, list[Tensor]] = {}
+            for unit in self.units:
+                for group, master in unit.masters:
+                    if group == number:
+                        of_device.setdefault(master.device, []).append(master)
+            groups += [
+                {"params": masters, **(options or {}).get(number, {})}
+                for masters in of_device.values() or ([],)
+            ]
         return groups
 
     @contextlib.contextmanager
@@ -219,6 +232,7 @@ class Zero:
         self._transfers.clear()
         for unit in self.units:
             unit.release()
+            unit.land()
         self._reduced.clear()
         self._ready.clear()
         self._position = 0
@@ -267,16 +281,21 @@ class Zero:
         """() fp64 global 2-norm of the mean gradient; NaN and infinity included.
 
         All ranks must call it: each sends its sum of squares, summed in rank order, so that all
-        have the same bits.
+        have the same bits.  Offloaded gradients are summed where they lie, on the host.
 
         Raises:
             ZeroError: before :meth:`finish_backward`.
         """
         self.check_finished("grad_norm()")
-        total = torch.zeros((), dtype=torch.float64, device=self.wire.mesh.device)
+        device = self.wire.mesh.device
+        sums: dict[torch.device, Tensor] = {}
         for unit in self.units:
             for gradient in unit.own_gradients():
-                total += gradient.double().square().sum()
+                square, place = gradient.double().square().sum(), gradient.device
+                sums[place] = sums[place] + square if place in sums else square
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for part in sums.values():
+            total = total + part.to(device)
         world = self.wire.mesh.topology.world_axis
         exchange = self.wire.all_gather(world, NORM_BYTES, Tag("step", "control"))
         exchange.send.copy_(total.view(1).view(torch.uint8))
@@ -308,10 +327,15 @@ class Zero:
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the masters' gradients, where they are there."""
+        factors: dict[torch.device, float | Tensor] = {}  # a tensor is read from its device once
         for unit in self.units:
             for _, master in unit.masters:
-                if master.grad is not None:
-                    master.grad.mul_(factor)
+                if master.grad is None:
+                    continue
+                device = master.grad.device
+                if device not in factors:
+                    factors[device] = factor.to(device) if isinstance(factor, Tensor) else factor
+                master.grad.mul_(factors[device])
 
     def overflowed(self) -> bool:
         """Whether any rank's gradient holds a NaN or an infinity; the same answer on all ranks.
@@ -402,6 +426,16 @@ class Zero:
         """Most bytes that this rank's engine has held, by part (keys of ``traffic.memory``)."""
         return dict(self._meter.peak)
 
+    def copied(self) -> dict[CopyKey, int]:
+        """Bytes copied between host and device so far (as ``traffic.predict_copies`` foresees)."""
+        return dict(self._host.copied)
+
+    def _offloaded(self) -> dict[str, Any]:
+        """For the record: the shares that whole units come to, and what the host's memory is here."""
+        tiers = [unit.tier for unit in self.units]
+        shares = realised(tiers, [unit.geometry for unit in self.units])
+        return {**dataclasses.asdict(shares), "memory": self._host.nature}
+
     def describe(self) -> dict[str, Any]:
         """Algorithms, transports and kernels that ran, for the record."""
         device = self.wire.mesh.device
@@ -414,6 +448,7 @@ class Zero:
             "transports": self.wire.describe(),
             "kernels": ops.kernels_of(device, [self.policy.weights, *self.policy.gradients]),
             **({} if warning is None else {"kernels_warning": warning}),
+            **({} if self.policy.offload == Offload() else {"offload": self._offloaded()}),
             **({} if self.policy.loss_scale is None else {"loss_scale": self.scaler.state_dict()}),
         }
 

@@ -83,6 +83,14 @@ MEMORY: Final = {
     "local_gradients": "#cc79a7",
     "feedback": "#882255",
     "frozen": "#44aa99",
+    "frames": "#ddcc77",
+    "staging": "#999933",
+    "host_masters": "#9cc4de",
+    "host_gradients": "#c9e4f5",
+    "host_optimizer": "#a79fcf",
+    "host_secondary": "#99d3c2",
+    "host_frames": "#eee5bb",
+    "host_frozen": "#b8dfd8",
 }
 HATCH: Final = "////"  # a part without a formula
 OTHER: Final = "#bbbbbb"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PURE = "codec topology geometry policy traffic schedule"
+PURE = "codec topology geometry policy tiers traffic schedule"
 
 
 def test_pure_files_import_no_torch() -> None:
