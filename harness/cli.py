@@ -1,4 +1,4 @@
-"""``zeropp``: plan, run, show, report, train, bench, check, doctor.
+"""``zeropp``: plan, run, show, report, train, bench, check, doctor, checkpoints, export.
 
 A suite file says what happens; there is no option that it could state.  What cannot be done is
 one line on standard error and exit status 2, and nothing is touched.  torch is imported only by
@@ -27,6 +27,8 @@ from harness.inputs import digests
 from harness.plan import Forecast, PlanError, forecast, this_host
 from harness.record import Record, RecordError, path_of, read, read_all
 from harness.suite import Trial
+from impl.checkpoint_files import checkpoints, read_manifest, resolve
+from impl.disk import CheckpointError
 
 OK: Final = 0
 SOME_FAILED: Final = 1
@@ -132,6 +134,39 @@ def doctor() -> None:
     from harness.doctor import examine
 
     terminal.findings(examine(), terminal.console())
+
+
+@app.command("checkpoints")
+def list_checkpoints(
+    folder: Annotated[Path, typer.Argument(help="A folder of checkpoints, or one.", metavar="FOLDER")],
+) -> None:
+    """List checkpoints, oldest first, and what is in them."""
+    found = checkpoints(folder) or [resolve(folder)]
+    manifests = [read_manifest(path) for path in found]
+    for path, manifest in zip(found, manifests, strict=True):
+        optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
+        print(
+            f"{path}: step {manifest.step}, {manifest.numel:,} elements in {len(manifest.parameters)} "
+            f"parameters, optimizers {optimizers}, {manifest.nbytes:,} bytes in {len(manifest.files)} files, "
+            f"from {manifest.topology} ranks at stage {manifest.of.get('stage')}; {manifest.writer}"
+        )
+
+
+@app.command("export")
+def export_checkpoint(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder: its newest.")],
+    out: Annotated[Path, typer.Argument(help="The file to write.", metavar="OUT.safetensors")],
+    dtype: Annotated[str, typer.Option(help="Type of the parameters: fp32, bf16 or fp16.")] = "fp32",
+) -> None:
+    """Write a checkpoint's model as one safetensors file; on one process, without the model."""
+    from impl.consolidated import export
+    from impl.reference import DTYPES
+
+    named = {str(name): one for name, one in DTYPES.items()}
+    if dtype not in named:
+        raise RefusalError(f"--dtype {dtype}: expected one of {', '.join(named)}")
+    export(checkpoint, out, dtype=named[dtype])
+    print(out)
 
 
 def _build_report(folder: Path) -> None:
@@ -262,6 +297,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         bench_record.BenchError,
         check.CheckError,
         train_command.TrainError,
+        CheckpointError,
     ) as error:
         return _complain(str(error), REFUSED)
     except OSError as error:

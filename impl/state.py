@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,33 @@ from impl.policy import Policy
 from impl.unit import Unit, ZeroError
 from impl.wire import Wire
 
+EXTRA: Final = "_extra_state"  # ends the name of what a module's get_extra_state() returned
+
+
+def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
+    """For each name of a sharded parameter in the state dict, the parameter's own; tied ones have several."""
+    own = {
+        id(member.parameter if unit.gathered else member.stand_in): slot.spec.name
+        for unit in units
+        for member, slot in zip(unit.members, unit.geometry.slots, strict=True)
+    }
+    held = model.state_dict(keep_vars=True)
+    return {name: own[id(value)] for name, value in held.items() if id(value) in own}
+
+
+def is_extra(name: str) -> bool:
+    """Whether an entry of a state dict is what a module's ``get_extra_state()`` returned."""
+    return name.rpartition(".")[2] == EXTRA
+
+
+def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
+    """Give a buffer ``held``, or a module's extra state, its value."""
+    if is_extra(name):
+        model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    elif isinstance(held, Tensor):
+        with torch.no_grad():
+            held.copy_(value)
+
 
 def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor]:
     """The unsharded model's state: fp32 parameters and buffers by their original names.
@@ -21,13 +49,11 @@ def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor
     All ranks must call it, and all get it.
     """
     state = dict(model.state_dict(keep_vars=True))
+    own = parameter_names(model, units)
     for unit in units:
         values = unit.full_master()
-        for member, value in zip(unit.members, values, strict=True):
-            visible = member.parameter if unit.gathered else member.stand_in
-            for name, held in state.items():
-                if held is visible:
-                    state[name] = value
+        of = {slot.spec.name: value for slot, value in zip(unit.geometry.slots, values, strict=True)}
+        state |= {name: of[parameter] for name, parameter in own.items() if parameter in of}
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in state.items()
@@ -45,16 +71,17 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
         odd = sorted(own.keys() ^ state.keys())
         raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
     for name, value in own.items():
-        if isinstance(value, Tensor) and value.shape != state[name].shape:
+        if isinstance(value, Tensor) and not is_extra(name) and value.shape != state[name].shape:
             raise ZeroError(f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(value.shape)}")
     names = {id(value): name for name, value in own.items()}
     with torch.no_grad():
         for unit in units:
             visible = [member.parameter if unit.gathered else member.stand_in for member in unit.members]
             unit.load_master([state[names[id(parameter)]] for parameter in visible])
-        for name, value in own.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                value.copy_(state[name])
+    sharded = parameter_names(model, units)
+    for name, value in own.items():
+        if name not in sharded:
+            load_entry(model, name, value, state[name])
 
 
 def communication_state(units: Sequence[Unit], clock: Clock, wire: Wire, policy: Policy) -> dict[str, Tensor]:
@@ -108,8 +135,13 @@ def load_communication_state(
 def _identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
     """What the state of codecs belongs to."""
     mesh = wire.mesh
+    return {"rank": f"{mesh.rank} of {mesh.topology}", **run_identity(clock, wire, policy)}
+
+
+def run_identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
+    """What it belongs to on every rank."""
+    mesh = wire.mesh
     return {
-        "rank": f"{mesh.rank} of {mesh.topology}",
         "weights": str(policy.weights),
         "gradients": "/".join(map(str, policy.gradients)),
         "reduction": policy.reduce,

@@ -781,10 +781,32 @@ class Unit:
 
     def load_master(self, values: Sequence[Tensor]) -> None:
         """Overwrite the weights with ``values``, one tensor per slot; ends the secondary's life."""
-        cut = self._cut(values)
+        self.load_shard(self._cut(values))
+
+    def load_shard(self, values: Tensor) -> None:
+        """Overwrite this rank's shard with ``values`` (S,) fp32; ends the secondary's life."""
         if self._codes is None:
-            self.master.copy_(cut)
+            self.master.copy_(values)
         else:
-            self._master, self._codes = cut, None
+            self._master, self._codes = values.to(self.held.device), None
             self._hold_codes()
+        self.weights_changed()
+
+    @property
+    def codes(self) -> Tensor | None:
+        """(F,) uint8 this rank's frame of weights that are held as codes; None of others."""
+        return self._codes
+
+    def load_codes(self, frame: Tensor) -> None:
+        """Overwrite weights that are held as codes with a frame of equal layout and codec.
+
+        Encoding again what a frame decodes to may give another one.
+
+        Raises:
+            ZeroError: if they are not held as codes, or the frame is of another size.
+        """
+        held = 0 if self._codes is None else self._codes.numel()
+        if self._codes is None or frame.numel() != held:
+            raise ZeroError(f"unit {self.geometry.name!r}: {frame.numel()} bytes of codes, it holds {held}")
+        self._codes.copy_(frame)
         self.weights_changed()

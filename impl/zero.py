@@ -147,6 +147,8 @@ class Zero:
             module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
         model.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
         clears = weakref.WeakMethod(self._zero_grad)
+        for module in {model: None, **dict.fromkeys(modules)}:
+            module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]  # found by copy.deepcopy()
         model.zero_grad = lambda set_to_none=True: (clears() or _gone)(set_to_none)  # type: ignore[method-assign]
         for index, unit in enumerate(self.units):
             if unit.geometry.trainable:
@@ -399,12 +401,21 @@ class Zero:
         """
         state.load_communication_state(self.units, self._clock, self.wire, self.policy, given)
 
+    @property
+    def clock(self) -> Clock:
+        """What stochastic codecs and feedback go by."""
+        return self._clock
+
+    def make_buffers_equal(self) -> None:
+        """Bring the model's persistent buffers together, as before a forward pass; all ranks must call it."""
+        self._module_buffers.make_equal()
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state: fp32 parameters and buffers by their original names.
 
         All ranks must call it, and all get it.
         """
-        self._module_buffers.make_equal()
+        self.make_buffers_equal()
         return state.full_state_dict(self.model, self.units)
 
     def load_full_state_dict(self, given: Mapping[str, Tensor]) -> None:
@@ -707,6 +718,13 @@ def _refuse_load(module: nn.Module, *_: Any) -> None:
     raise ZeroError(
         f"{type(module).__name__}.load_state_dict() of a sharded model loads nothing: use "
         "Zero.load_full_state_dict()"
+    )
+
+
+def _refuse_copy(_: object) -> None:
+    raise ZeroError(
+        "deepcopy() of a sharded model: weights and hooks are one engine's; copy the model before shard(), "
+        "or give a new one Zero.full_state_dict()"
     )
 
 

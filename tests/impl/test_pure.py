@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PURE = "codec topology geometry policy tiers traffic schedule"
+PURE = "codec topology geometry policy tiers traffic schedule checkpoint_files"
 
 
 def test_pure_files_import_no_torch() -> None:

@@ -1,0 +1,254 @@
+"""The state of optimizers over masters, by parameter name instead of by shard.
+
+A master is the part of a shard that belongs to one optimizer group.  What an optimizer keeps for each
+of its elements is cut into ranges of parameters; numbers (Adam's ``step``) belong to every parameter of
+the master.  So another layout, whose masters join other parameters, can be given the state again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from impl.checkpoint_files import (
+    Parts,
+    Range,
+    SavedGroup,
+    SavedOptimizer,
+    SavedState,
+    held_ranges,
+    saved_ranges,
+)
+from impl.disk import CheckpointError
+from impl.geometry import UnitGeometry
+from impl.plain_values import from_json, to_json
+from impl.tensor_bytes import DTYPES, NAMES, tensor_of
+from impl.unit import Unit
+
+_NUMBER: Final = "__number__"  # a tensor without dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A master: its unit's layout, its optimizer group, and where it lies in the shard."""
+
+    geometry: UnitGeometry
+    group: int
+    start: int
+    end: int
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters that its unit holds of its group, on any rank."""
+        return [slot.spec.name for slot in self.geometry.slots if slot.spec.group == self.group]
+
+    def held(self, rank: int) -> Iterator[Range]:
+        """What it holds of parameters."""
+        return (one for one in held_ranges(self.geometry, rank) if one.slot.spec.group == self.group)
+
+    def saved(self, rank: int) -> Iterator[Range]:
+        """What of that its rank saves."""
+        return (one for one in saved_ranges(self.geometry, rank) if one.slot.spec.group == self.group)
+
+
+class Masters:
+    """The masters of one engine on one rank, in the optimizers that hold them.
+
+    Args:
+        units: of the engine.
+        rank: this one.
+        optimizers: over the masters, and nothing else.
+
+    Raises:
+        CheckpointError: for an optimizer that holds something else, or a master that two hold.
+    """
+
+    def __init__(self, units: Sequence[Unit], rank: int, optimizers: Sequence[Optimizer]) -> None:
+        self._rank = rank
+        self._optimizers = list(optimizers)
+        owned = {
+            id(master): Owned(unit.geometry, group, start, end)
+            for unit in units
+            for (group, master), (_, start, end) in zip(
+                unit.masters, unit.geometry.spans(rank) if unit.geometry.trainable else (), strict=True
+            )
+        }
+        self._owned: list[list[list[Owned]]] = []  # by optimizer, group and parameter
+        seen: set[int] = set()
+        for number, optimizer in enumerate(self._optimizers):
+            groups = [[id(master) for master in group["params"]] for group in optimizer.param_groups]
+            for one in (one for group in groups for one in group):
+                if one not in owned or one in seen:
+                    why = "a master that is held twice" if one in seen else "what is no master of this engine"
+                    raise CheckpointError(f"optimizer {number} holds {why}: build it of Zero.param_groups()")
+                seen.add(one)
+            self._owned.append([[owned[one] for one in group] for group in groups])
+
+    def described(self) -> list[SavedOptimizer]:
+        """What rank 0 writes down; the same on all ranks.
+
+        Raises:
+            CheckpointError: for state or options that are neither by element nor plain values.
+        """
+        return [self._described(number) for number in range(len(self._optimizers))]
+
+    def _described(self, number: int) -> SavedOptimizer:
+        where = f"optimizer {number}"
+        state: dict[str, SavedState] = {}
+        for owned, held in self._states(number):
+            if held:
+                numbers = {
+                    key: _plain(value, f"{where}: {key!r}")
+                    for key, value in held.items()
+                    if not _by_element(value)
+                }
+                elements = [key for key, value in held.items() if _by_element(value)]
+                for key in elements:
+                    if held[key].numel() != owned.end - owned.start:
+                        raise CheckpointError(
+                            f"{where}: state {key!r} has {held[key].numel()} elements for a master of "
+                            f"{owned.end - owned.start}: it is not of each element, and cannot be cut"
+                        )
+                state |= {name: SavedState(numbers=numbers, elements=elements) for name in owned.names}
+        groups = [
+            SavedGroup(
+                parameters=[name for one in owned for name in one.names],
+                options={
+                    key: _plain(value, f"{where}: option {key!r}")
+                    for key, value in group.items()
+                    if key != "params"
+                },
+            )
+            for owned, group in zip(self._owned[number], self._optimizers[number].param_groups, strict=True)
+        ]
+        kind = type(self._optimizers[number]).__name__
+        return SavedOptimizer(kind=kind, groups=groups, state=state)
+
+    def _states(self, number: int) -> Iterator[tuple[Owned, Mapping[str, Any]]]:
+        """Each master with its state, in the order in which the optimizer counts them."""
+        state = self._optimizers[number].state_dict()["state"]
+        flat = [one for group in self._owned[number] for one in group]
+        for index, owned in enumerate(flat):
+            yield owned, state.get(index, {})
+
+    def elements(self) -> Iterator[tuple[str, Range, Tensor]]:
+        """What this rank saves: (kind, range, (n,) values) of each range of each state by element."""
+        for number in range(len(self._optimizers)):
+            for owned, held in self._states(number):
+                for key, value in held.items():
+                    if _by_element(value):
+                        for one in owned.saved(self._rank):
+                            first = one.at - owned.start
+                            yield kind_of(number, key), one, value[first : first + one.end - one.start]
+
+    def check(self, saved: Sequence[SavedOptimizer]) -> None:
+        """Refuse state that these optimizers cannot take over; nothing is changed.
+
+        Raises:
+            CheckpointError: naming the first difference.
+        """
+        if len(saved) != len(self._optimizers):
+            raise CheckpointError(
+                f"it holds {len(saved)} optimizers, {len(self._optimizers)} are to be loaded"
+            )
+        for number, one in enumerate(saved):
+            self._check(number, one)
+
+    def _check(self, number: int, saved: SavedOptimizer) -> None:
+        kind = type(self._optimizers[number]).__name__
+        if kind != saved.kind:
+            raise CheckpointError(f"optimizer {number} is {kind}, it holds the state of {saved.kind}")
+        own = [{name for one in group for name in one.names} for group in self._owned[number]]
+        if len(own) != len(saved.groups):
+            raise CheckpointError(f"optimizer {number} has {len(own)} groups, it holds {len(saved.groups)}")
+        for index, (names, group) in enumerate(zip(own, saved.groups, strict=True)):
+            if odd := sorted(names ^ set(group.parameters)):
+                side = "only here" if odd[0] in names else "only in the checkpoint"
+                raise CheckpointError(
+                    f"optimizer {number}, group {index}: {len(odd)} names differ, first {odd[0]!r} {side}"
+                )
+        for owned in (one for group in self._owned[number] for one in group):
+            self._shared_state(number, owned, saved)
+
+    @staticmethod
+    def _shared_state(number: int, owned: Owned, saved: SavedOptimizer) -> SavedState | None:
+        """What all parameters of a master have; None for no state.
+
+        Raises:
+            CheckpointError: if they differ.
+        """
+        found = {name: saved.state.get(name) for name in owned.names}
+        first, *others = found
+        for other in others:
+            if found[other] != found[first]:
+                raise CheckpointError(
+                    f"optimizer {number}: {first!r} and {other!r} share a master here, but not the state's "
+                    "numbers in the checkpoint"
+                )
+        return found[first]
+
+    def load(self, saved: Sequence[SavedOptimizer], parts: Parts) -> None:
+        """Take over state that :meth:`check` let pass.
+
+        Raises:
+            CheckpointError: if a file cannot be read.
+        """
+        for number, one in enumerate(saved):
+            state: dict[int, dict[str, Any]] = {}
+            flat = [owned for group in self._owned[number] for owned in group]
+            for index, owned in enumerate(flat):
+                shared = self._shared_state(number, owned, one)
+                if shared is not None:
+                    state[index] = {
+                        key: self._values(parts, kind_of(number, key), owned) for key in shared.elements
+                    } | {key: _value(value) for key, value in shared.numbers.items()}
+            optimizer = self._optimizers[number]
+            groups = optimizer.state_dict()["param_groups"]
+            loaded = [
+                {**{key: _value(value) for key, value in old.options.items()}, "params": group["params"]}
+                for group, old in zip(groups, one.groups, strict=True)
+            ]
+            optimizer.load_state_dict({"state": state, "param_groups": loaded})
+
+    def _values(self, parts: Parts, kind: str, owned: Owned) -> Tensor:
+        """(n,) what the files hold for each element of a master; zeros for its padding."""
+        out: Tensor | None = None
+        for one in owned.held(self._rank):
+            for offset, entry, data in parts.read(kind, one.name, one.start, one.end):
+                if out is None:
+                    out = torch.zeros(owned.end - owned.start, dtype=DTYPES[entry.dtype])
+                first = one.at - owned.start + offset
+                values = tensor_of(entry, data)
+                out[first : first + len(values)] = values
+        return torch.zeros(owned.end - owned.start) if out is None else out
+
+
+def kind_of(number: int, key: str) -> str:
+    """What the entries of state ``key`` of an optimizer are called."""
+    return f"optimizer{number}.{key}"
+
+
+def _by_element(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _plain(value: object, where: str) -> Any:
+    """A number, option or tensor without dimensions as JSON."""
+    if isinstance(value, Tensor):
+        if value.dim() or value.dtype not in NAMES:
+            raise CheckpointError(f"{where}: a tensor of {tuple(value.shape)} {value.dtype} is no number")
+        return {_NUMBER: [NAMES[value.dtype], to_json(value.item(), where)]}
+    return to_json(value, where)
+
+
+def _value(value: Any) -> Any:
+    """What :func:`_plain` was given."""
+    if isinstance(value, dict) and value.keys() == {_NUMBER}:
+        dtype, number = value[_NUMBER]
+        return torch.tensor(from_json(number), dtype=DTYPES[dtype])
+    return from_json(value)
