@@ -77,7 +77,8 @@ class Frames:
             purpose, link and hop.
         interfaces: one row per node: what its network interface counted over the timed steps, and
             the bytes of a packet's headers where the link states them.
-        memory: bytes by part, source (``engine``, ``formula`` or ``process``) and rank.
+        memory: bytes by part, source (``engine``, ``formula`` or ``process``; ``copied`` and
+            ``copied_formula`` of a step, by direction and purpose) and rank.
         tokens: one row per rank and decoded token; seconds, and bytes that the rank sent for it.
         validations: loss on the validation split.
         quantisation: error of a codec on a unit.
@@ -381,6 +382,9 @@ def _memory_rows(record: Record) -> list[dict[str, Any]]:
         parts.append(("process", "peak_rss", memory.peak_rss))
         if memory.peak_device is not None:
             parts.append(("process", "peak_device", memory.peak_device))
+        timed = max(1, sum(not step.warmup for step in rank.steps))
+        parts += [("copied", name, size // timed) for name, size in memory.copied.items()]
+        parts += [("copied_formula", name, size // timed) for name, size in memory.copied_formula.items()]
         rows += [
             {"id": record.id, "rank": rank.rank, "source": source, "part": part, "bytes": size}
             for source, part, size in parts

@@ -472,7 +472,11 @@ def memory(derived: Derived) -> Table:
             row |= {
                 f"{pair[0]}_{pair[1]}_mib": size
                 for pair, size in zip(sizes.index.to_list(), sizes, strict=True)
+                if pair[0] in {"engine", "formula", "process"}
             }
+            for source in ("copied", "copied_formula"):
+                told = sizes.get(source)
+                row[f"{source}_step_mib"] = math.nan if told is None else told.sum()
             for source in ("engine", "formula"):
                 known = [size for name, size in row.items() if name.startswith(f"{source}_")]
                 row[f"{source}_mib"] = sum(known) if known else math.nan
@@ -484,7 +488,11 @@ def memory(derived: Derived) -> Table:
     if not any(row["beyond_mib"] for row in rows):  # then Sum says it all
         rows = [row | {"beyond_mib": math.nan, "covered_mib": math.nan} for row in rows]
     data = pd.DataFrame(rows)
-    parts = [c for c in data.columns if c.startswith("engine_") and c != "engine_mib"] if len(data) else []
+    parts = [
+        name
+        for name in data.columns
+        if name.startswith("engine_") and name != "engine_mib" and data[name].gt(0).any()
+    ]
     columns = (
         Column("contender", "Contender"),
         *(
@@ -496,11 +504,17 @@ def memory(derived: Derived) -> Table:
         Column("covered_mib", "With formula", number(4)),
         Column("formula_mib", "Formula", number(4)),
         Column("process_peak_rss_mib", "Process peak", number(3)),
+        *(
+            Column(f"{source}_step_mib", title, number(4))
+            for source, title in (("copied", "Copied, a step"), ("copied_formula", "Copied, formula"))
+            if len(data) and data[f"{source}_step_mib"].notna().any()
+        ),
     )
     caption = (
         "MiB of the fullest rank: what the engine owns, by part and in sum; of that, parts without and "
         "with a "
-        "formula; the sum of the formulas, to compare with the latter; and the process."
+        "formula; the sum of the formulas, to compare with the latter; and the process. Of what is "
+        "offloaded (host parts) also what is copied between host and device in a step."
     )
     return _placed("memory", "Memory per rank", caption, rows, *columns)
 

@@ -308,3 +308,25 @@ def test_a_limit_is_told_exactly(strategy: str) -> None:
     assert f"holds {held:,} bytes" in found.beyond_limit
     assert f"memory_limit is {held - 1:,}" in found.beyond_limit
     assert found.problems == ()
+
+
+def test_what_is_offloaded_is_foreseen_and_not_the_devices() -> None:
+    """Host parts are beside the device's and outside a limit on it; copies of a step are told."""
+    shares = PolicyChanges(offload_optimizer=1.0, offload_weights=1.0, max_padding=0.1)
+    plain, moved = (
+        forecast([Trial(strategy="zeropp", policy=policy)], HERE)[0]
+        for policy in (PolicyChanges(max_padding=0.1), shares)
+    )
+    assert plain.memory is not None
+    assert moved.memory is not None
+    for part in ("masters", "optimizer", "secondary"):
+        assert (moved.memory[part], moved.memory[f"host_{part}"]) == (0, plain.memory[part])
+    assert plain.copied == 0
+    # gradients in fp32; the frame once, int8; the secondary of two ranks out and in
+    assert (
+        moved.copied
+        == plain.memory["gradients"] + moved.memory["host_frames"] + 2 * plain.memory["secondary"]
+    )
+    device = sum(size for part, size in moved.memory.items() if not part.startswith("host_"))
+    limited = Trial(strategy="zeropp", policy=shares, memory_limit=f"{device / 2**20 + 1} MiB")  # type: ignore[arg-type]
+    assert forecast([limited], HERE)[0].beyond_limit is None

@@ -219,6 +219,17 @@ def test_stages_types_and_accumulation_run_as_trials(text: str, tmp_path: Path, 
     )
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_offload_is_recorded_as_foreseen(text: str, tmp_path: Path, accumulation: int) -> None:
+    """Bytes held on host and device, and copied between them, are those of the formulas."""
+    shares = {"offload_optimizer": 0.5, "offload_weights": 0.5, "prefetch": 0, "max_padding": 1.0}
+    policy = {**shares, "weights": "int8:64", "gradients": "int4:64"}
+    for rank in result(trial(text, "zeropp", policy=policy, accumulation=accumulation), tmp_path).ranks:
+        held = rank.memory
+        assert held.copied == held.copied_formula != {}
+        assert {part: held.engine.get(part, 0) for part in held.formula} == held.formula
+
+
 @pytest.mark.parametrize("strategy", ["exact", "zero3", "zeropp"])
 def test_a_loss_before_training_that_is_not_a_single_processs_is_no_result(
     text: str, tmp_path: Path, strategy: str

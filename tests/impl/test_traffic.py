@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from impl.geometry import ParameterSpec, lay_out
-from impl.policy import PRESETS, Policy, preset
+from impl.policy import PRESETS, Offload, Policy, preset
 from impl.topology import Topology
 from impl.traffic import Load, memory, predict
 
@@ -71,6 +71,28 @@ def test_memory_reduces_to_the_papers_formula() -> None:
     secondary = memory(PRESETS["hpz"], topology, [unit])["secondary"]
     assert secondary == 2 * (1 << 20) // 4  # alpha M / P at 16 bits: M over the group (facts A4)
     assert memory(preset("zeropp"), topology, [unit])["secondary"] == pytest.approx(secondary / 2, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("offload", "device", "host"),
+    [(Offload(), 16, 0), (Offload(optimizer=1), 2, 18), (Offload(optimizer=1, weights=1), 0, 18)],
+    ids=str,
+)
+def test_memory_beside_deepspeeds_estimator(offload: Offload, device: int, host: int) -> None:
+    """Bytes per parameter over the ranks at stage 3, of states (facts B2, without its buffer factor of 1.5).
+
+    DeepSpeed: 18 on the device; with the optimizer offloaded 2 there and 16 on the host; with parameters
+    too, none and 18.  Ours keeps no 16-bit shard or gradients beside the fp32 ones, so 16; offloaded, the
+    host also keeps the frame that it sends (2), and the device two mean gradients on their way.
+    """
+    topology, numel = Topology(2, 4), 1 << 20
+    unit = lay_out("u", [ParameterSpec("w", (numel,))], grain=32, world=8, max_padding=0)
+    parts = memory(preset("zero3", compute="bf16", offload=offload), topology, [unit])
+    states = ("masters", "gradients", "optimizer", "frames", "secondary")
+    assert sum(parts[part] for part in states) == device * numel // 8
+    assert sum(size for part, size in parts.items() if part.startswith("host_")) == host * numel // 8
+    assert parts["staging"] == (2 * 4 * numel // 8 if offload.optimizer else 0)
+    assert parts["gathered"] + parts["local_gradients"] == 4 * numel  # its 4 L: the largest layer, twice
 
 
 def test_a_block_with_frozen_parameters_is_two_units_gathered_together() -> None:
