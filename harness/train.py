@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -24,6 +25,8 @@ from harness.record import Step
 from harness.strategies import Strategy, build_optimizer, prepare
 from harness.suite import Cluster, Model, Optimizer, Trial
 from harness.trial import device_of
+from impl import checkpoint
+from impl.checkpoint import CheckpointError
 from impl.deepspeed import Recipe, recipe
 from impl.deepspeed_keys import ZERO
 from impl.topology import Topology
@@ -31,6 +34,23 @@ from impl.traffic import NORM_BYTES
 from impl.wire import Tag, Wire
 
 MB: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """Where a run begins and what it leaves; None for nothing.
+
+    Attributes:
+        load: a checkpoint, or a folder of them, whose newest is taken.
+        save: the folder of those that are saved.
+        every: steps between them; None saves after the last step alone.
+        keep: of the newest; None keeps all.
+    """
+
+    load: Path | None = None
+    save: Path | None = None
+    every: int | None = None
+    keep: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +72,7 @@ class Asked:
         device: ``cpu`` or ``cuda``.
         torchrun: whether this process is a rank already.
         threads: of torch in a rank.
+        checkpoints: loaded and saved.
     """
 
     shape: GPTShape
@@ -68,6 +89,7 @@ class Asked:
     device: str
     torchrun: bool
     threads: int
+    checkpoints: Checkpoints = Checkpoints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +99,13 @@ class Job:
     Attributes:
         trial: model, data, optimizer and policy.
         shape: of the model.
-        recompute: see :class:`Asked`.
+        recompute, checkpoints: see :class:`Asked`.
     """
 
     trial: Trial
     shape: GPTShape
     recompute: bool
+    checkpoints: Checkpoints
 
 
 def configured(config: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
@@ -154,7 +177,7 @@ def job_of(config: Mapping[str, Any], asked: Asked) -> tuple[Job, Recipe]:
         seed=asked.seed,
         threads=asked.threads,
     )  # fmt: skip
-    return Job(trial, shape, asked.recompute), found
+    return Job(trial, shape, asked.recompute, asked.checkpoints), found
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
@@ -186,15 +209,67 @@ class _Training:
 
     def run(self) -> list[Step]:
         """All steps, with a line for each."""
+        begin = self._resumed()
         forget_peak(self.device)
-        for index in range(self.trial.steps):
+        for index in range(begin, self.trial.steps):
             loss, scale = self._step(index), _scale(self.strategy)
             mean = _mean(self.strategy, loss, self.device)
             peak = peak_device(self.device) or peak_rss()
             text = line(self.job, self.clock.steps[-1], mean, scale, peak)
             self.rank.report(Progress("steps", index + 1, self.trial.steps, text))
+            self._save(index + 1)
         self.strategy.close()
         return self.clock.steps
+
+    def _resumed(self) -> int:
+        """Steps that were done before: those of the checkpoint, if one is loaded.
+
+        Raises:
+            Refusal: for a checkpoint that cannot be taken over, of other data, or with no step left.
+        """
+        folder = self.job.checkpoints.load
+        if folder is None:
+            return 0
+        assert self.strategy.zero is not None  # noqa: S101  # a recipe is a policy
+        try:
+            loaded = checkpoint.load(folder, self.strategy.zero, [self.optimizer])
+        except CheckpointError as error:
+            raise Refusal(str(error)) from None
+        held = loaded.extra if isinstance(loaded.extra, dict) else {}
+        for name, here in self._run().items():
+            if held.get(name) != here:
+                raise Refusal(f"{folder}: is of a run with {name} {held.get(name)}, not {here}")
+        done = int(held.get("steps", 0))
+        if done >= self.trial.steps:
+            raise Refusal(f"{folder}: has {done} steps behind it, --steps {self.trial.steps} leaves none")
+        said = [f"{folder}: goes on after step {done}", *(f"not taken over: {why}" for why in loaded.dropped)]
+        self.rank.report(Progress("resume", done, self.trial.steps, "\n".join(said)))
+        return done
+
+    def _save(self, done: int) -> None:
+        """Leave a checkpoint after ``done`` steps, if it is time for one.
+
+        Raises:
+            Refusal: if it cannot be written; those before it stay.
+        """
+        asked = self.job.checkpoints
+        last = done == self.trial.steps
+        if asked.save is None or not (last or (asked.every and done % asked.every == 0)):
+            return
+        assert self.strategy.zero is not None  # noqa: S101  # a recipe is a policy
+        extra = self._run() | {"steps": done}
+        try:
+            saving = checkpoint.save(
+                asked.save, self.strategy.zero, [self.optimizer], extra=extra, keep=asked.keep
+            )
+        except CheckpointError as error:
+            raise Refusal(str(error)) from None
+        self.rank.report(Progress("save", done, self.trial.steps, f"saved {saving.path}"))
+
+    def _run(self) -> dict[str, Any]:
+        """What must be the same for a run to go on: batches are drawn from it."""
+        trial = self.trial
+        return {"seed": trial.seed, "corpus": self.data.sha256, "sequence": trial.sequence}
 
     def _step(self, index: int) -> float:
         """One optimizer step; this rank's mean loss."""

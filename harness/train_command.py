@@ -73,10 +73,19 @@ def train(
     lr: Annotated[float, typer.Option(min=0, help="Of AdamW, if the configuration has no optimizer.")] = 3e-4,
     corpus: Annotated[str, typer.Option(help="stdlib, a file or a folder.")] = "stdlib",
     seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
+    save: Annotated[Path | None, typer.Option(help="Folder of checkpoints: one after the last step.")] = None,
+    save_every: Annotated[
+        int | None,
+        typer.Option("--save-every", "--save-interval", min=1, help="And one every so many steps."),
+    ] = None,
+    keep: Annotated[int | None, typer.Option(min=1, help="Checkpoints to keep, the newest.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--load", help="A checkpoint, or a folder of them, to go on from.")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory at each stage, and stop.")] = False,
 ) -> None:
     """Train a GPT by a DeepSpeed configuration, with the flags of its tutorials; print a line a step."""
-    from harness.train import Asked, job_of
+    from harness.train import Asked, Checkpoints, job_of
 
     for flag, size in (
         ("--model-parallel-size", model_parallel_size),
@@ -85,6 +94,8 @@ def train(
     ):
         if size != 1:
             raise TrainError(f"{flag} {size}: {_ONE}")
+    if save is None and (save_every or keep):
+        raise TrainError(f"{'--save-every' if save_every else '--keep'}: where to? give --save FOLDER")
     if fp16 and bf16:
         raise TrainError("--fp16 and --bf16: expected at most one of them")
     topology, torchrun = _topology(nodes, ranks_per_node)
@@ -104,6 +115,7 @@ def train(
         device=device,
         torchrun=torchrun,
         threads=max(1, machine.cores() // topology.world),
+        checkpoints=Checkpoints(load=resume, save=save, every=save_every, keep=keep),
     )
     try:
         job, found = job_of({} if deepspeed_config is None else load(deepspeed_config), asked)

@@ -26,6 +26,9 @@ LINE = re.compile(
 )
 
 
+STEP = re.compile(r"loss ([\d.]+)")
+
+
 def config(folder: Path, text: str) -> str:
     file = folder / "ds.config"
     file.write_text(text, encoding="utf-8")
@@ -73,6 +76,43 @@ def test_zero_tutorial_launch_lines_train_alike(tmp_path: Path, capfd: pytest.Ca
     )  # fmt: skip
     assert len(first) == 2
     assert first == pytest.approx(second, abs=2e-6)
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Three steps in one go are one, and two more from its checkpoint on the same ranks: the same losses.
+
+    On other ranks, under another stage, it goes on too, and says what it did not take over.
+    """
+    folder = str(tmp_path / "checkpoints")
+    base = ["train", *TOY, "--batch-size", "1", "--zero-stage", "3"]
+    two = ["--ranks-per-node", "2"]
+    assert main([*base, *two, "--steps", "3"]) == 0
+    whole = STEP.findall(capfd.readouterr().out)
+    assert main([*base, *two, "--steps", "1", "--save", folder]) == 0
+    first = capfd.readouterr().out
+    assert "saved " in first
+    assert main([*base, *two, "--steps", "3", "--load", folder, "--save", folder, "--keep", "1"]) == 0
+    then = capfd.readouterr().out
+    assert "goes on after step 1" in then
+    assert STEP.findall(first) + STEP.findall(then) == whole
+    assert [path.name for path in Path(folder).iterdir()] == ["checkpoint-000002"]
+    other = ["train", *TOY, "--batch-size", "1", "--zero-stage", "1", "--ranks-per-node", "3"]
+    assert main([*other, "--steps", "4", "--load", folder]) == 0
+    assert "goes on after step 3\nnot taken over: " in capfd.readouterr().out
+
+
+def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No checkpoint there, no step left, another seed, nowhere to save: one line each."""
+    folder = str(tmp_path / "checkpoints")
+    base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1"]
+    assert "no such folder" in refusal(capfd, *base, "--load", folder)
+    assert main(["train", *base, "--steps", "1", "--save", folder]) == 0
+    capfd.readouterr()
+    assert "has 1 steps behind it, --steps 1 leaves none" in refusal(
+        capfd, *base, "--load", folder, "--steps", "1"
+    )
+    assert "seed 0, not 3" in refusal(capfd, *base, "--load", folder, "--seed", "3")
+    assert "--save-every: where to?" in refusal(capfd, *base, "--save-every", "1")
 
 
 def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
