@@ -25,7 +25,7 @@ from impl.checkpoint import CheckpointError, Loaded, latest, load, save
 from impl.checkpoint_files import MANIFEST, WEIGHT, Parts, checkpoints, read_manifest
 from impl.codec import parse
 from impl.mesh import Mesh
-from impl.policy import PRESETS, Feedback, LossScale, Policy, preset
+from impl.policy import PRESETS, Feedback, LossScale, Offload, Policy, preset
 from impl.tensor_bytes import tensor_of
 from impl.topology import Topology
 from impl.wire import Wire
@@ -147,6 +147,7 @@ POLICIES = {
     # The scale falls and rises, and steps are skipped, before and after the save.
     "fp16": Policy(compute="fp16", loss_scale=LossScale(initial=2.0**18, window=1), memory=ROOMY),
     "persistent": replace(PRESETS["zeropp"], memory=replace(ROOMY, persist_below=30)),
+    "offload": replace(PRESETS["zeropp"], memory=ROOMY, offload=Offload(optimizer=0.5, weights=0.5)),
     "mics+feedback": Policy(group=2, gradients=(INT4, INT4), feedback=Feedback(), memory=ROOMY),
 }
 

@@ -1,0 +1,93 @@
+"""``zeropp checkpoints`` and ``zeropp export``; the docs' program that reads a checkpoint by itself."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.cli import main
+from impl.checkpoint import save
+from impl.mesh import Mesh
+from impl.policy import preset
+from impl.safetensors_file import Reader
+from impl.topology import Topology
+from impl.zero import shard
+from tests.models import Odd
+from tests.ranks import on_threads
+from tests.strategies import ROOMY
+from tests.training import model
+
+NET, ODD = model(), model(Odd)
+
+
+def _saved(mesh: Mesh, folder: Path, net: torch.nn.Module) -> None:
+    zero = shard(copy.deepcopy(net), mesh=mesh, policy=preset("zero3", memory=ROOMY))
+    optimizer = torch.optim.AdamW(zero.param_groups())
+    for _ in range(2):
+        save(folder, zero, [optimizer])
+
+
+def test_checkpoints_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line each, of a folder of them or of one: step, elements, optimizers, bytes, where from."""
+    on_threads(Topology(2, 1), _saved, tmp_path, NET)
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    sizes = [parameter.numel() for parameter in NET.parameters()]
+    words = f"{sum(sizes):,} elements in {len(sizes)} parameters, optimizers AdamW"
+    assert f"checkpoint-000002: step 0, {words}" in lines[1]
+    assert "in 2 files, from 2x1 ranks at stage 3; zeropp " in lines[1]
+    assert main(["checkpoints", str(tmp_path / "checkpoint-000001")]) == 0
+    assert capsys.readouterr().out.splitlines() == lines[:1]
+
+
+def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest of a folder, in the type asked for; the path is printed."""
+    on_threads(Topology(2, 1), _saved, tmp_path, NET)
+    out = tmp_path / "out.safetensors"
+    assert main(["export", str(tmp_path), str(out), "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().out.split() == [str(out)]
+    reader = Reader(out)
+    assert reader.entries["head.weight"].dtype == "BF16"
+    assert list(reader.entries) == list(NET.state_dict())
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["checkpoints", "FOLDER/nowhere"], "nowhere: no such folder"),
+        (["checkpoints", "FOLDER"], "no checkpoint in it"),
+        (["export", "FOLDER", "FOLDER/out"], "no checkpoint in it"),
+        (
+            ["export", "FOLDER", "FOLDER/out", "--dtype", "int8"],
+            "--dtype int8: expected one of fp32, bf16, fp16",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    """What is not a checkpoint, or not a type, is said; nothing is written."""
+    assert main([one.replace("FOLDER", str(tmp_path)) for one in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_documented_program_reads_a_checkpoint(tmp_path: Path) -> None:
+    """docs/checkpoints.md, "Reading one without this project", with the format's own library."""
+    pytest.importorskip("safetensors", reason="the format's own library is not installed")
+    text = Path("docs/checkpoints.md").read_text(encoding="utf-8").partition("Reading one without")[2]
+    (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(program, found)  # noqa: S102  # our own docs
+    on_threads(Topology(3, 1), _saved, tmp_path, ODD)
+    state = found["read"](tmp_path / "checkpoint-000002")
+    assert state.keys() == ODD.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in ODD.state_dict().items())
