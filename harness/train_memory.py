@@ -14,6 +14,7 @@ from typing import Final, get_args
 from torch import nn
 
 from harness.flops import GPTShape
+from harness.memory import on_device, on_host
 from harness.plan import PROCESS_BYTES, Host
 from impl.blocks import plan_units
 from impl.codec import ITEM_BYTES
@@ -39,6 +40,7 @@ class Need:
         other: what the policy keeps beside them: hpZ's copy, carried errors, frozen codes.
         activations: an estimate.
         building: the whole model in fp32, with which a rank begins.
+        offloaded: to host memory; in none of the others.
     """
 
     stage: Stage
@@ -49,10 +51,11 @@ class Need:
     other: int
     activations: int
     building: int
+    offloaded: int
 
     @property
     def training(self) -> int:
-        """All of a step."""
+        """All of a step, on the device."""
         return self.adam + self.gradients + self.local + self.gathered + self.other + self.activations
 
     @property
@@ -81,7 +84,8 @@ def needs(
     found = []
     for stage in get_args(Stage):
         at = _at(policy, stage)
-        parts = memory(at, topology, plan_units(model, topology, at), micro_batches=micro_batches)
+        held = memory(at, topology, plan_units(model, topology, at), micro_batches=micro_batches)
+        parts = on_device(held)
         counted = ("masters", "optimizer", "gradients", "local_gradients", "gathered")
         found.append(
             Need(
@@ -93,6 +97,7 @@ def needs(
                 other=sum(size for name, size in parts.items() if name not in counted),
                 activations=activations,
                 building=building,
+                offloaded=sum(on_host(held).values()),
             )
         )
     return found
@@ -130,6 +135,7 @@ def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length:
 def table(found: Sequence[Need], chosen: Stage) -> str:
     """The needs as lines of text, in GB of 1e9 bytes, or MB for models that need little."""
     unit, name = (GB, "GB of 1e9") if max(need.most for need in found) >= GB / 10 else (MB, "MB of 1e6")
+    offloads = any(need.offloaded for need in found)
     head = (
         "stage",
         "Adam's states",
@@ -137,6 +143,7 @@ def table(found: Sequence[Need], chosen: Stage) -> str:
         "weights",
         "other",
         "activations*",
+        *(("on the host",) if offloads else ()),
         "in a step",
         "at most**",
     )
@@ -147,7 +154,7 @@ def table(found: Sequence[Need], chosen: Stage) -> str:
                 f"{size / unit:.3f}"
                 for size in (
                     need.adam, need.gradients + need.local, need.gathered, need.other, need.activations,
-                    need.training, need.most,
+                    *((need.offloaded,) if offloads else ()), need.training, need.most,
                 )
             ),
         )
@@ -174,17 +181,19 @@ def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: i
         cuda: whether states lie on GPUs.
         here: ranks on this machine.
     """
+    held = need.most + need.offloaded  # one memory
     if cuda:
         have = min(host.gpus, default=0)
-        if need.most <= have:
-            return None
-        return (
-            f"a rank needs {need.most / GB:.2f} GB at stage {need.stage}, a GPU here has {have / GB:.2f} GB"
-        )
-    whole = here * (need.most + PROCESS_BYTES)
+        if need.most > have:
+            return (
+                f"a rank needs {need.most / GB:.2f} GB at stage {need.stage}, a GPU here has "
+                f"{have / GB:.2f} GB"
+            )
+        held = need.offloaded
+    whole = here * (held + PROCESS_BYTES)
     if whole <= host.memory:
         return None
-    each = (need.most + PROCESS_BYTES) / GB
+    each = (held + PROCESS_BYTES) / GB
     return (
         f"{here} of {topology.world} ranks x {each:.2f} GB = {whole / GB:.2f} GB at "
         f"stage {need.stage}, this machine has {host.memory / GB:.2f} GB"

@@ -808,5 +808,6 @@ class Unit:
         held = 0 if self._codes is None else self._codes.numel()
         if self._codes is None or frame.numel() != held:
             raise ZeroError(f"unit {self.geometry.name!r}: {frame.numel()} bytes of codes, it holds {held}")
+        self._arrival.finish()  # of a copy from them to the device
         self._codes.copy_(frame)
         self.weights_changed()

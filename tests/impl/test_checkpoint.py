@@ -116,8 +116,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 # Going on
 
 
-def _resumed(mesh: Mesh, folder: Path, policy: Policy, accumulation: int, net: nn.Module) -> bool:
-    """Whether a run that is loaded after two steps ends as the one that went on."""
+def _resumed(  # noqa: PLR0917  # thread ranks pass by position
+    mesh: Mesh, folder: Path, policy: Policy, accumulation: int, net: nn.Module, into: Policy | None = None
+) -> bool:
+    """Whether a run that is loaded after two steps, ``into`` another policy, ends as the one that went on."""
     run = Run(mesh, policy, net)
     for number in range(2):
         run.step(number, accumulation)
@@ -125,7 +127,7 @@ def _resumed(mesh: Mesh, folder: Path, policy: Policy, accumulation: int, net: n
     done = run.zero.clock.step
     losses = [run.step(number, accumulation) for number in range(2, 5)]
 
-    again = Run(mesh, policy, net)
+    again = Run(mesh, into or policy, net)
     with torch.no_grad():
         for unit in again.zero.units:
             unit.master.add_(1.0)  # nothing of the new model's own may be left
@@ -156,6 +158,16 @@ POLICIES = {
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     """Under every preset, loss scale, feedback and noise: losses and weights are equal bit for bit."""
     assert all(on_threads(Topology(2, 2), _resumed, tmp_path, POLICIES[name], 1, model(tied=True)))
+
+
+@pytest.mark.parametrize("shares", [(0, 1), (1, 0), (0.5, 1)], ids=str)
+def test_a_run_may_be_offloaded_from_here_on(tmp_path: Path, shares: tuple[float, float]) -> None:
+    """A run goes on bit for bit with another share of its optimizer and weights on the host."""
+    before, after = (
+        replace(PRESETS["zeropp"], memory=ROOMY, offload=Offload(optimizer=share, weights=share))
+        for share in shares
+    )
+    assert all(on_threads(Topology(2, 2), _resumed, tmp_path, before, 1, model(), after))
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(1, 3)], ids=str)
