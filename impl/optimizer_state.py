@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,9 @@ from impl.checkpoint_files import (
 )
 from impl.disk import CheckpointError
 from impl.geometry import UnitGeometry
-from impl.plain_values import from_json, to_json
+from impl.plain_values import NUMBER, from_json, to_json
 from impl.tensor_bytes import DTYPES, NAMES, tensor_of
 from impl.unit import Unit
-
-_NUMBER: Final = "__number__"  # a tensor without dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +240,13 @@ def _plain(value: object, where: str) -> Any:
     if isinstance(value, Tensor):
         if value.dim() or value.dtype not in NAMES:
             raise CheckpointError(f"{where}: a tensor of {tuple(value.shape)} {value.dtype} is no number")
-        return {_NUMBER: [NAMES[value.dtype], to_json(value.item(), where)]}
+        return {NUMBER: [NAMES[value.dtype], to_json(value.item(), where)]}
     return to_json(value, where)
 
 
 def _value(value: Any) -> Any:
     """What :func:`_plain` was given."""
-    if isinstance(value, dict) and value.keys() == {_NUMBER}:
-        dtype, number = value[_NUMBER]
+    if isinstance(value, dict) and value.keys() == {NUMBER}:
+        dtype, number = value[NUMBER]
         return torch.tensor(from_json(number), dtype=DTYPES[dtype])
     return from_json(value)

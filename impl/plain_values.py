@@ -14,6 +14,7 @@ from impl.disk import CheckpointError
 
 _TUPLE: Final = "__tuple__"
 _FLOAT: Final = "__float__"
+NUMBER: Final = "__number__"  # a tensor without dimensions (:mod:`impl.optimizer_state`)
 
 
 def to_json(value: object, where: str) -> Any:
@@ -38,7 +39,7 @@ def to_json(value: object, where: str) -> Any:
         case tuple() if type(value) is tuple:
             return {_TUPLE: [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]}
         case dict():
-            odd = [key for key in value if not isinstance(key, str) or key in (_TUPLE, _FLOAT)]
+            odd = [key for key in value if not isinstance(key, str) or key in (_TUPLE, _FLOAT, NUMBER)]
             if odd:
                 raise CheckpointError(f"{where}: key {odd[0]!r} cannot be written as JSON")
             return {key: to_json(item, f"{where}[{key!r}]") for key, item in value.items()}

@@ -42,6 +42,7 @@ def test_nan_comes_back() -> None:
         ({"a": [1, {2}]}, r"extra\['a'\]\[1\]: set cannot be written"),
         ({1: 2}, "extra: key 1 cannot be written"),
         ({"__tuple__": []}, "extra: key '__tuple__' cannot"),
+        ({"__number__": ["F32", 1.0]}, "extra: key '__number__' cannot"),
         (b"", "extra: bytes cannot"),
     ],
 )
