@@ -265,6 +265,14 @@ class Record(_Part):
         """
         return self.failure is None or self.failure.kind not in ("interrupted", "refused")
 
+    @property
+    def answers(self) -> bool:
+        """Whether it says what its suite asks: a result, or that its memory limit allows none."""
+        if self.failure is None:
+            return True
+        foreseen = self.failure.kind == "memory" and not self.ranks and self.failure.log is None
+        return foreseen and self.trial.get("memory_limit") is not None
+
 
 def path_of(results: Path, record_id: str) -> Path:
     """Where the record of trial ``record_id`` lies."""

@@ -55,7 +55,8 @@ class SweepOutcome:
     """How many trials of a sweep ended how.
 
     Attributes:
-        ok, failed, skipped: trials.
+        ok, skipped: trials that ran and gave an answer, and that had run before.
+        failed: trials without an answer, those of earlier runs included.
         interrupted: Ctrl-C ended it.
         leads: whether this process wrote the records; under torchrun only the first rank does.
     """
@@ -89,6 +90,9 @@ def run_sweep(
         if sweep.leads:
             stack.enter_context(alone(results))
         missing = [(order, trial) for order, trial in enumerate(trials) if not finished(results, trial)]
+        ran = {trial.id for _, trial in missing}
+        before = [read(path_of(results, trial.id)) for trial in trials if trial.id not in ran]
+        counts["failed"] += sum(not record.answers for record in before)
         if together:
             missing = _agree(missing)
         shown = console if sweep.leads else Console(quiet=True)
@@ -101,7 +105,7 @@ def run_sweep(
                 record = sweep.run(trial, order, display)
                 if sweep.leads:
                     write(results, record)
-                counts["ok" if record.failure is None else "failed"] += 1
+                counts["ok" if record.answers else "failed"] += 1
                 display.finished(record)
         except KeyboardInterrupt:
             interrupted = True
