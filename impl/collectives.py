@@ -153,6 +153,56 @@ def placed(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int
     return flat.as_strided((*sizes, shard), (*(stride * shard for stride in apart_by), 1))
 
 
+def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor:
+    """(ranks, n) fp32: the equally long parts of all ranks along ``axes``, in rank order.
+
+    Args:
+        wire: what sends.
+        axes: that together number the ranks, the first hop's first.
+        part: (n,) fp32, this rank's.
+        tag: for the ledger.
+    """
+    numel, ranks = part.numel(), math.prod(axis.size for axis in axes)
+    whole = torch.empty(ranks * numel, device=part.device)
+    if not numel:
+        return whole.view(ranks, 0)
+
+    def write(frame: Tensor) -> None:
+        frame.view(torch.float32).copy_(part)
+
+    steps = gather_frames(wire, axes, write, part.nbytes, tag)
+
+    def gathering() -> Steps[None]:
+        exchange = yield from steps
+        frames = gathered(exchange, axes, part.nbytes).view(torch.float32)
+        placed(whole, axes[::-1], numel).copy_(frames)
+        exchange.close()
+
+    Transfer(gathering()).wait()
+    return whole.view(ranks, numel)
+
+
+def scattered(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
+    """(numel,) fp32 that rank ``source`` has for this rank; the other ranks' messages are zeros.
+
+    Args:
+        wire: what sends.
+        source: the rank that knows.
+        parts: on it, fp32 of at most ``numel`` elements for each rank; elsewhere None.
+        numel: of the longest part.
+        tag: for the ledger.
+    """
+    world = wire.mesh.topology.world_axis
+    exchange = wire.all_to_all(world, numel * torch.float32.itemsize, tag)
+    rows = exchange.send.view(torch.float32).view(world.size, numel).zero_()
+    for row, part in zip(rows, parts or (), strict=False):
+        row[: part.numel()] = part
+    exchange.post()
+    mine = exchange.wait()[source].clone().view(torch.float32)
+    exchange.close()
+    return mine
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
     """How a gradient is reduced, beside its values.

@@ -124,6 +124,12 @@ class UnitGeometry:
         index = rank % self.shards
         return index * self.shard, (index + 1) * self.shard
 
+    def overlap(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """(first, end) elements of the unit that are both ``slot``'s and in ``rank``'s shard; maybe empty."""
+        low, high = self.bounds(rank)
+        first = min(max(slot.offset, low), high)
+        return first, max(first, min(slot.end, high))
+
     def own_piece(self, rank: int) -> tuple[int, int]:
         """(first, end) elements of the shard that ``rank`` alone reduces: they number every element once."""
         replica = rank // self.shards

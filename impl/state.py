@@ -21,9 +21,9 @@ EXTRA: Final = "_extra_state"  # ends the name of what a module's get_extra_stat
 def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
     """For each name of a sharded parameter in the state dict, the parameter's own; tied ones have several."""
     own = {
-        id(member.parameter if unit.gathered else member.stand_in): slot.spec.name
+        id(visible): slot.spec.name
         for unit in units
-        for member, slot in zip(unit.members, unit.geometry.slots, strict=True)
+        for visible, slot in zip(unit.visible, unit.geometry.slots, strict=True)
     }
     held = model.state_dict(keep_vars=True)
     return {name: own[id(value)] for name, value in held.items() if id(value) in own}
@@ -76,8 +76,7 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     names = {id(value): name for name, value in own.items()}
     with torch.no_grad():
         for unit in units:
-            visible = [member.parameter if unit.gathered else member.stand_in for member in unit.members]
-            unit.load_master([state[names[id(parameter)]] for parameter in visible])
+            unit.load_master([state[names[id(parameter)]] for parameter in unit.visible])
     sharded = parameter_names(model, units)
     for name, value in own.items():
         if name not in sharded:

@@ -1,14 +1,15 @@
 """A unit: one block of the model as a flat buffer, of which each rank owns a shard.
 
-The only place that gives parameters their memory.  While a unit is released its parameters are stand-ins on
-the meta device: touching one from outside is a clear error of torch, never a crash on freed memory.
+The only place that gives parameters their memory.  While a unit is released its modules hold stand-ins
+without values (:mod:`impl.released`): touching one from outside asks the engine, never crashes.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from impl import ops
-from impl.codec import FP32, Codec, FloatCodec, Raw
+from impl.codec import Codec, FloatCodec, Raw
 from impl.collectives import (
     Reduction,
     Replication,
@@ -29,6 +30,7 @@ from impl.collectives import (
     placed,
     reduced,
     replicated,
+    whole_of,
 )
 from impl.feedback import Errors
 from impl.geometry import UnitGeometry, chunked
@@ -37,6 +39,7 @@ from impl.offload import MEMORY, Arrival, Host
 from impl.policy import Policy
 from impl.pool import Meter, Pool, Reserve
 from impl.reference import DTYPES
+from impl.released import Released, release, restore
 from impl.tiers import ON_DEVICE, Tier
 from impl.topology import Axis
 from impl.traffic import Phase, Purpose
@@ -73,7 +76,7 @@ class Member:
 
     Attributes:
         parameter: the leaf view of the flat buffer; valid while the unit is gathered.
-        stand_in: what modules see while it is not: same shape and type, on the meta device.
+        stand_in: what modules see outside of their passes: same shape and type, no values.
         holders: where modules hold it.
         place: in the flat buffer.
         released: its values while there is no flat buffer: NaN.
@@ -120,6 +123,46 @@ def _pass_on(received: Exchange, frame: Tensor) -> None:
     received.close()
 
 
+class _InUnit:
+    """Keeper of a stand-in: the unit whose member it stands for."""
+
+    def __init__(self, unit: Unit, number: int) -> None:
+        self.name = unit.geometry.slots[number].spec.name
+        self._unit, self._number = weakref.ref(unit), number
+
+    def use(self, parameter: Released, together: Sequence[Released]) -> Tensor:
+        unit = self._unit()
+        if unit is None:
+            raise ZeroError(f"parameter {self.name!r} of a sharded model whose engine is gone")
+        unit.used_outside(self.name)
+        return unit.members[self._number].parameter
+
+
+class _Taken:
+    """Keeper of what a model held before it was sharded."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def use(self, parameter: Released, together: Sequence[Released]) -> Tensor:
+        raise ZeroError(
+            f"parameter {self.name!r} was taken from its module before the model was sharded: take it "
+            "from the module again"
+        )
+
+
+def sliced(geometry: UnitGeometry, rank: int, values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """(S,) fp32 of ``rank``: its slice of the laid-out ``values``, one tensor per slot."""
+    low, _ = geometry.bounds(rank)
+    shard = torch.zeros(geometry.shard, dtype=torch.float32, device=device)
+    for slot, value in zip(geometry.slots, values, strict=True):
+        begin, end = geometry.overlap(slot, rank)
+        if begin < end:
+            part = value.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
+            shard[begin - low : end - low] = part
+    return shard
+
+
 def _keeps_zeros(codec: Codec) -> bool:
     """Whether a zero decodes to zero whatever else is in its block."""
     if isinstance(codec, Raw | FloatCodec):
@@ -159,6 +202,7 @@ class Unit:
         holders: for each of them, the modules that hold it.
         shared: with the other units.
         tier: what of it lies in host memory.
+        cut: (S,) fp32 this rank's slice of the values, if the originals are without them already.
 
     Attributes:
         tier: as given.
@@ -166,6 +210,9 @@ class Unit:
             weights that are held as codes, what they decode to.
         masters: leaf views of it, one per optimizer group, empty where the group has no elements
             here, so that all ranks have as many: (group, view).
+        used_outside: called with the name of a parameter that is used while modules do not show it;
+            gathers the unit, or refuses.
+        whole: members that are seen whole and unsharded now, by number.
         missing: parameters whose gradient has not arrived in this backward pass.
     """
 
@@ -176,6 +223,8 @@ class Unit:
         holders: Sequence[Sequence[Holder]],
         shared: Shared,
         tier: Tier = ON_DEVICE,
+        *,
+        cut: Tensor | None = None,
     ) -> None:
         self.geometry, self.tier = geometry, tier
         self.wire, self.meter, self.clock = shared.wire, shared.meter, shared.clock
@@ -192,7 +241,10 @@ class Unit:
         device, dtype = self.wire.mesh.device, DTYPES[self.policy.compute]
 
         self._codes: Tensor | None = None  # this rank's frame, of weights that are held as codes
-        self._master: Tensor | None = self._cut(originals)  # (S,) fp32
+        home = MEMORY if tier.shard else device
+        self._master: Tensor | None = (  # (S,) fp32
+            sliced(geometry, rank, originals, home) if cut is None else cut.to(home)
+        )
         self._encoded: Tensor | None = None  # (F,) on the host: of an offloaded master
         self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
         self._encoded_of = self._sent_of = (-1, 0)  # which master, and noise, they are of
@@ -217,9 +269,11 @@ class Unit:
         # What a parameter shows while its unit is released: whoever computes with it sees it.
         nowhere = torch.full((), math.nan, dtype=dtype, device=device)
         self.members = [
-            self._member(nowhere, slot.offset, original, where)
-            for slot, original, where in zip(geometry.slots, originals, holders, strict=True)
+            self._member(nowhere, number, original, where)
+            for number, (original, where) in enumerate(zip(originals, holders, strict=True))
         ]
+        self.used_outside: Callable[[str], None] = _refuse_use
+        self.whole: dict[int, Tensor] = {}
         self._reserve = shared.weights
         self._flat: Tensor | None = None  # (padded,) the gathered weights, while there is memory for them
         self._own_views = 0  # handles of its memory that are the unit's and its parameters'
@@ -231,11 +285,12 @@ class Unit:
         self._written: set[int] = set()  # members whose part of it holds something
         self.missing: set[int] = set()
         self.armed = False
+        self._shown = True
         self._show(gathered=False)
-        for original in originals:
-            # A reference that a module keeps outside its parameters would train nothing; without
-            # elements, its first use is an error instead.
-            original.data = original.data.new_empty(0)
+        for slot, original in zip(geometry.slots, originals, strict=True):
+            # A reference that a module keeps outside its parameters would train nothing: its first use
+            # is an error instead.
+            release(original, _Taken(slot.spec.name))
 
     @property
     def master(self) -> Tensor:
@@ -272,27 +327,16 @@ class Unit:
         """As what memory is counted: a key of ``traffic.memory``."""
         return f"host_{name}" if host else name
 
-    def _cut(self, originals: Sequence[Tensor]) -> Tensor:
-        """This rank's slice of the laid-out values, where its shard lies."""
-        low, high = self.geometry.bounds(self.wire.mesh.rank)
-        device = MEMORY if self.tier.shard else self.wire.mesh.device
-        master = torch.zeros(self.geometry.shard, dtype=torch.float32, device=device)
-        for slot, original in zip(self.geometry.slots, originals, strict=True):
-            begin, end = max(slot.offset, low), min(slot.end, high)
-            if begin < end:
-                values = original.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
-                master[begin - low : end - low] = values
-        return master
-
     def _member(
-        self, nowhere: Tensor, offset: int, original: nn.Parameter, holders: Sequence[Holder]
+        self, nowhere: Tensor, number: int, original: nn.Parameter, holders: Sequence[Holder]
     ) -> Member:
-        shape = original.shape
+        shape, slot = original.shape, self.geometry.slots[number]
         released = nowhere.expand(shape)
         parameter = nn.Parameter(released, requires_grad=self.geometry.trainable)
-        empty = torch.empty(shape, dtype=nowhere.dtype, device="meta")
-        stand_in = nn.Parameter(empty, requires_grad=self.geometry.trainable)
-        place = Place(nowhere.dtype, shape, empty.stride(), offset)
+        stand_in = nn.Parameter(released, requires_grad=self.geometry.trainable)
+        release(stand_in, _InUnit(self, number))
+        strides = torch.empty(shape, device="meta").stride()
+        place = Place(nowhere.dtype, shape, strides, slot.offset)
         return Member(parameter, stand_in, holders, place, released)
 
     def _attach(self) -> Tensor:
@@ -316,13 +360,16 @@ class Unit:
         Autograd holds views of what was used outside a forward pass of the model, or in a block that is
         computed again; they would show another unit's weights.  :meth:`release` tries again.
         """
-        if self._flat is not None and _handles(self._flat) == self._own_views:
+        if self._flat is not None and not self.whole and _handles(self._flat) == self._own_views:
             for member in self.members:
                 member.parameter.data = member.released
             self._reserve.give_back(self._flat)
             self._flat = None
 
     def _show(self, *, gathered: bool) -> None:
+        if gathered == self._shown:
+            return
+        self._shown = gathered
         for member in self.members:
             for holder in member.holders:
                 holder.put(member.parameter if gathered else member.stand_in)
@@ -376,7 +423,14 @@ class Unit:
         return self.gathered or self._gather is not None
 
     def gather(self, phase: Phase) -> None:
-        """Start gathering, unless it is gathered or on its way."""
+        """Start gathering, unless it is gathered or on its way.
+
+        Raises:
+            ZeroError: while a parameter of it is seen whole.
+        """
+        if self.whole:
+            name = self.geometry.slots[next(iter(self.whole))].spec.name
+            raise ZeroError(f"a pass inside GatheredParameters of {name!r}: leave its context first")
         if self.gathered and self._gathered_version != self.weights_version:
             self._let_go()  # a master was written by hand
         if not self.in_use:
@@ -395,14 +449,16 @@ class Unit:
             self._gather.wait()
             self._gather = None
             self.gathered = True
+        if self.gathered:
             self._show(gathered=True)
 
     def release(self) -> None:
         """Free the weights; what is on its way is awaited first, as its bytes are sent.
 
-        Below stage 3 they stay until they change.
+        Below stage 3 they stay until they change, unseen by modules.
         """
         self.wait()
+        self._show(gathered=False)
         if not self._stays:
             self._let_go()
             self._detach()
@@ -754,34 +810,98 @@ class Unit:
 
     # Whole values
 
+    @property
+    def visible(self) -> list[nn.Parameter]:
+        """What modules show now, in slot order."""
+        return [member.parameter if self._shown else member.stand_in for member in self.members]
+
     def full_master(self) -> list[Tensor]:
         """All parameters in fp32, gathered from the masters: one tensor per slot."""
-        topology, shard = self.wire.mesh.topology, self.geometry.shard
-        axes, outside = topology.gather_axes(self.policy.group_ranks(topology))
-        inside, tag = axes[outside:], Tag("step", "state", self.geometry.name)
-        nbytes = FP32.frame_bytes(shard)
         master = self.master
         if self.tier.shard:
-            master = torch.empty(shard, device=self.wire.mesh.device)
+            master = torch.empty(self.geometry.shard, device=self.wire.mesh.device)
             self._host.upload(self.master, master, "state", self.geometry.name)
-
-        def write(frame: Tensor) -> None:
-            ops.encode(FP32, master, frame)
-
-        steps = gather_frames(self.wire, inside, write, nbytes, tag)
-        whole = torch.empty(self.geometry.padded, device=master.device)
-
-        def gathering() -> Steps[None]:
-            exchange = yield from steps
-            ops.decode(FP32, gathered(exchange, inside, nbytes), placed(whole, inside[::-1], shard))
-            exchange.close()
-
-        Transfer(gathering()).wait()
+        whole = whole_of(self.wire, self._state_axes(), master, self._state_tag()).view(-1)
         return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self.geometry.slots]
+
+    def gather_member(self, number: int, part: Tensor) -> Tensor:
+        """(shape of the parameter) fp32, gathered from the parts that ranks hold of it.
+
+        Args:
+            number: of the member.
+            part: (elements here,) fp32, this rank's, as :meth:`part` bounds it.
+        """
+        axes, tag, part = self._state_axes(), self._state_tag(), part.to(self.wire.mesh.device)
+        return assembled(self.geometry, number, part, axes, wire=self.wire, tag=tag)
+
+    def part(self, number: int) -> tuple[int, int]:
+        """(start, end) of member ``number`` in this rank's shard; maybe empty."""
+        low, _ = self.geometry.bounds(self.wire.mesh.rank)
+        first, end = self.geometry.overlap(self.geometry.slots[number], self.wire.mesh.rank)
+        return first - low, end - low
+
+    def show_whole(self, number: int, values: Tensor) -> nn.Parameter:
+        """From here on whoever holds member ``number`` sees ``values`` (shape), which it may write.
+
+        Returns:
+            What modules hold.
+        """
+        self.wait()
+        self._show(gathered=False)
+        member = self.members[number]
+        self.whole[number] = values
+        self.meter.add("gathered", values.nbytes)
+        restore(member.stand_in, values)
+        member.parameter.data = values  # whoever took it during a pass
+        return member.stand_in
+
+    def hide_whole(self, number: int) -> None:
+        """End what :meth:`show_whole` began; nothing is written back."""
+        member = self.members[number]
+        self.meter.add("gathered", -self.whole.pop(number).nbytes)
+        flat, place = self._flat, member.place
+        member.parameter.data = (
+            member.released if flat is None else flat.as_strided(place.shape, place.stride, place.offset)
+        )
+        release(member.stand_in, _InUnit(self, number))
+
+    def write_part(self, number: int, part: Tensor) -> None:
+        """Overwrite this rank's part of member ``number``; ends the secondary's life.
+
+        Args:
+            number: of the member.
+            part: (elements here,) fp32.
+        """
+        start, end = self.part(number)
+        master = self.master
+        with torch.no_grad():
+            master[start:end] = part
+        if self._codes is not None and start < end:
+            self._master, self._codes = master, None
+            self._hold_codes()
+        self.weights_changed()
+
+    def write_gradient(self, number: int, part: Tensor) -> None:
+        """Overwrite this rank's part of member ``number``'s mean gradient; (elements here,) fp32."""
+        start, end = self.part(number)
+        kept = self._kept_mean()
+        for (_, master), (first, last) in zip(self.masters, self._spans, strict=True):
+            if master.grad is None:
+                master.grad = kept[first:last].zero_()
+        kept[start:end] = part
+
+    def _state_axes(self) -> Sequence[Axis]:
+        """Along which ranks share one copy."""
+        topology = self.wire.mesh.topology
+        axes, outside = topology.gather_axes(self.policy.group_ranks(topology))
+        return axes[outside:]
+
+    def _state_tag(self) -> Tag:
+        return Tag("step", "state", self.geometry.name)
 
     def load_master(self, values: Sequence[Tensor]) -> None:
         """Overwrite the weights with ``values``, one tensor per slot; ends the secondary's life."""
-        self.load_shard(self._cut(values))
+        self.load_shard(sliced(self.geometry, self.wire.mesh.rank, values, self.held.device))
 
     def load_shard(self, values: Tensor) -> None:
         """Overwrite this rank's shard with ``values`` (S,) fp32; ends the secondary's life."""
@@ -811,3 +931,20 @@ class Unit:
         self._arrival.finish()  # of a copy from them to the device
         self._codes.copy_(frame)
         self.weights_changed()
+
+
+def assembled(
+    geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
+) -> Tensor:
+    """(shape) fp32: slot ``number``, of which each rank along ``axes`` gives its part (elements here,)."""
+    slot = geometry.slots[number]
+    bounds = [geometry.overlap(slot, rank) for rank in range(geometry.shards)]
+    longest = torch.zeros(max(end - first for first, end in bounds), device=part.device)
+    longest[: part.numel()] = part
+    rows = whole_of(wire, axes, longest, tag)
+    parts = [row[: end - first] for row, (first, end) in zip(rows, bounds, strict=True)]
+    return torch.cat(parts).view(slot.spec.shape)
+
+
+def _refuse_use(name: str) -> None:
+    raise ZeroError(f"parameter {name!r} is used, but no engine trains its model")

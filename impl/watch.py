@@ -1,4 +1,4 @@
-"""Optimizers, watched from outside: they change weights behind the engine's back.
+"""Whose a tensor is, and optimizers, watched from outside: they change weights behind the engine's back.
 
 No version counter shows it (fused AdamW leaves it alone), so every optimizer's step is watched; the
 masters that it holds tell whose weights it changed.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, MutableMapping
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -33,10 +33,27 @@ class Engine(Protocol):
     def optimizer_stepped(self) -> None:
         """The masters have new values."""
 
+    def check_idle(self, what: str) -> None:
+        """Refuse ``what`` inside a forward or backward pass."""
+
+    def register_external(self, module: nn.Module, unit: Unit) -> None:
+        """Gather ``unit`` for each forward pass of ``module``."""
+
+
+class Found(NamedTuple):
+    """A parameter of a sharded model: its engine, its unit and its number there."""
+
+    engine: Engine
+    unit: Unit
+    number: int
+
 
 # Keyed by identity: tensors compare elementwise.
 _owners: MutableMapping[Tensor, weakref.ref[Engine]] = WeakTensorKeyDictionary()
-_visible: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()  # what modules of sharded models show
+# What modules of sharded models show; units hold these tensors, so what is kept here holds no unit.
+_visible: MutableMapping[Tensor, tuple[weakref.ref[Engine], weakref.ref[Unit], int]] = (
+    WeakTensorKeyDictionary()
+)
 _lock = threading.Lock()
 _watching: list[object] = []
 
@@ -47,11 +64,24 @@ def watch_optimizers(engine: Engine, units: Iterable[Unit]) -> None:
         for unit in units:
             for _, master in unit.masters:
                 _owners[master] = weakref.ref(engine)
-            for member in unit.members:
-                _visible[member.parameter] = _visible[member.stand_in] = True
+            for number, member in enumerate(unit.members):
+                place = (weakref.ref(engine), weakref.ref(unit), number)
+                _visible[member.parameter] = _visible[member.stand_in] = place
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
             _watching.append(register_optimizer_step_post_hook(_after_step))
+
+
+def find(parameter: Tensor) -> Found | None:
+    """Where ``parameter`` lies, if it is one that modules of a sharded model show."""
+    with _lock:
+        place = _visible.get(parameter)
+    if place is None:
+        return None
+    engine, unit, number = place[0](), place[1](), place[2]
+    if engine is None or unit is None:
+        raise ZeroError("a parameter of a sharded model whose engine is gone")
+    return Found(engine, unit, number)
 
 
 def _owners_of(optimizer: Optimizer) -> set[Engine]:

@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from impl import ops, state
 from impl.blocks import GroupOf, drafts_of, find_blocks, geometry_of, plan_units
 from impl.collectives import Transfer
+from impl.construction import give_values
+from impl.cut import taken_over
+from impl.external import external_to
 from impl.mesh import Mesh
 from impl.module_buffers import ModuleBuffers
 from impl.noise import Clock
@@ -55,12 +58,14 @@ def shard(
     blocks: Sequence[nn.Module] | None = None,
     group_of: GroupOf | None = None,
     seed: int = 0,
+    initialise: Callable[[nn.Module], None] | None = None,
 ) -> Zero:
     """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
 
     Args:
         model: with the same architecture on every rank; each rank's own slice of its values is
-            what training starts from.
+            what training starts from.  What :class:`~impl.construction.Init` cut is taken over as it is;
+            a model on the meta device is given its values block by block.
         mesh: the ranks.
         policy: what is sent, held and computed.
         wire: what sends; a plain one by default.
@@ -68,6 +73,8 @@ def shard(
             outermost ``ModuleList`` and ``Sequential``, cut to the policy's ``largest_unit``.
         group_of: optimizer group of a parameter by name (weight decay, learning rate).
         seed: of stochastic codecs; the same on all ranks.
+        initialise: gives a module of a model on the meta device the values of its own parameters and
+            buffers; ``reset_parameters()`` by default.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
@@ -79,6 +86,9 @@ def shard(
     for device in {mesh.device, MEMORY} if policy.offload != Offload() else {mesh.device}:
         ops.prepare(device)
     wire = wire if wire is not None else Wire(mesh)
+    if blocks is None:
+        blocks = find_blocks(model, most=policy.memory.largest_unit)
+    give_values(model, blocks, mesh, policy, initialise)
     drafts = drafts_of(model, blocks, group_of, policy)
     geometries = [geometry_of(draft, mesh.topology, policy) for draft in drafts]
     meter = Meter()
@@ -86,15 +96,36 @@ def shard(
     weights = Reserve(DTYPES[policy.compute], mesh.device, meter, "gathered")
     shared = Shared(wire, policy, meter, Clock(seed), pool, weights, Host(mesh.device, meter))
     casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)
+    external = list(external_to(model))
     units = [
-        Unit(geometry, draft.parameters, draft.holders, shared, tier)
+        Unit(
+            geometry,
+            draft.parameters,
+            draft.holders,
+            shared,
+            tier,
+            cut=taken_over(geometry, draft.parameters, wire),
+        )
         for draft, geometry, tier in zip(
             drafts, geometries, tiers_of(policy.offload, geometries), strict=True
         )
     ]
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
-    return Zero(model, units, [draft.module for draft in drafts], shared, casts_inputs=casts)
+    zero = Zero(model, units, [draft.module for draft in drafts], shared, casts_inputs=casts)
+    unit_of = {
+        id(parameter): unit
+        for draft, unit in zip(drafts, units, strict=True)
+        for parameter in draft.parameters
+    }
+    for module, parameter in external:
+        if id(parameter) not in unit_of:
+            raise ZeroError(
+                f"an external parameter of shape {tuple(parameter.shape)} is registered for "
+                f"{type(module).__name__}, but is not a parameter of the model"
+            )
+        zero.register_external(module, unit_of[id(parameter)])
+    return zero
 
 
 class Zero:
@@ -133,7 +164,10 @@ class Zero:
         self._schedule = self._scheduled(inner, outer)
         self._seen: list[int] | None = []  # units in the order they ran; None once it is known
         self._calls: dict[nn.Module, int] = {}  # forward calls whose backward is to come
-        self._escaped: set[int] = set()  # units of which a parameter left its module as an output
+        self._escaped: set[int] = set()  # units in use outside of their modules, in this forward pass
+        self._running = 0  # forward calls of hooked modules under way
+        self._external: dict[nn.Module, list[int]] = {}  # units that a module uses beside its own
+        self._brought: list[list[int]] = []  # of those, what calls under way have gathered
         self._saved = SavedTensors()
         self._called_alone: nn.Module | None = None
         self._in_backward = False
@@ -151,6 +185,7 @@ class Zero:
             module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]  # found by copy.deepcopy()
         model.zero_grad = lambda set_to_none=True: (clears() or _gone)(set_to_none)  # type: ignore[method-assign]
         for index, unit in enumerate(self.units):
+            unit.used_outside = self._user(index)
             if unit.geometry.trainable:
                 for number, member in enumerate(unit.members):
                     hook = self._collector(index, number)
@@ -510,6 +545,7 @@ class Zero:
     # Forward
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._running += 1
         recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # inside a backward pass
         changed = None
         if module is self.model and not recomputing:
@@ -532,6 +568,7 @@ class Zero:
         return changed
 
     def _begin_forward(self) -> None:
+        self._running = 1
         self._module_buffers.make_equal()
         if torch.is_grad_enabled():
             self._module_buffers.changed()
@@ -573,6 +610,7 @@ class Zero:
             tensor.register_hook(passed)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._running -= 1
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputed: kept until its backward
             return
         outputs = list(_tensors(output))
@@ -607,6 +645,72 @@ class Zero:
         for index, unit in enumerate(self.units):  # gathered ahead and not used, or returned by a module
             if index not in kept and not (unit.gathered and unit.storage_address in addresses):
                 unit.release()
+        self._escaped.clear()
+
+    # Parameters used outside of their modules
+
+    def register_external(self, module: nn.Module, unit: Unit) -> None:
+        """Gather ``unit`` ahead of each forward pass of ``module``, and release it after."""
+        if module not in self._external:
+            self._external[module] = []
+            module.register_forward_pre_hook(self._pre_external)  # after the engine's own
+            module.register_forward_hook(self._post_external, always_call=True)
+        if (index := self.units.index(unit)) not in self._external[module]:
+            self._external[module].append(index)
+
+    def _pre_external(self, module: nn.Module, _: Any) -> None:
+        recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # then uses bring what they need
+        fresh = [] if recomputing else [i for i in self._external[module] if not self.units[i].in_use]
+        self._brought.append(fresh)
+        for index in fresh:
+            self._bring(index, self._phase())
+
+    def _post_external(self, module: nn.Module, _: Any, output: Any) -> None:
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in _tensors(output)}
+        kept = self._kept if torch.is_grad_enabled() else ()
+        for index in self._brought.pop() if self._brought else ():  # none if an earlier hook failed
+            if self.units[index].storage_address not in addresses:
+                self._escaped.discard(index)
+                if index not in kept:
+                    self.units[index].release()
+
+    def _bring(self, index: int, phase: Phase) -> None:
+        """Gather a unit that is used outside of its module; it stays until the forward pass ends."""
+        self._escaped.add(index)
+        self._carry_out((Action("wait", index),), phase)
+
+    def _user(self, index: int) -> Callable[[str], None]:
+        reference = weakref.ref(self)
+
+        def used(name: str) -> None:
+            zero = reference()
+            if zero is None:
+                raise ZeroError(f"parameter {name!r} of a sharded model whose engine is gone")
+            zero._use(index, name)  # noqa: SLF001  # its own
+
+        return used
+
+    def _use(self, index: int, name: str) -> None:
+        """A parameter is used while its unit is not shown: in a pass it is gathered, else refused."""
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # computed again, inside a backward pass
+            self._carry_out((Action("wait", index),), "backward")
+        elif self._running:
+            self._bring(index, self._phase())
+        else:
+            raise ZeroError(
+                f"parameter {name!r} is used outside of a forward pass, where its values are sharded: read "
+                "or change it under GatheredParameters; gradients are the masters' "
+                "(Zero.clip_grad_norm_(), impl.access)"
+            )
+
+    def check_idle(self, what: str) -> None:
+        """Refuse ``what`` inside a forward or backward pass.
+
+        Raises:
+            ZeroError: naming it.
+        """
+        if self._running or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+            raise ZeroError(f"{what} inside a forward or backward pass, which gathers what it uses itself")
 
     # Backward
 

@@ -429,7 +429,7 @@ def _misuse(mesh: Mesh, how: str) -> str:
         ("finish first", "finish_backward() without a backward pass before it"),
         ("twice", "a forward pass after a backward pass that was not finished: call finish_backward()"),
         ("adafactor", "Adafactor is not elementwise"),
-        ("outside", "meta"),
+        ("outside", "is used outside of a forward pass, where its values are sharded"),
     ],
 )
 def test_misuse_is_a_clear_error(how: str, words: str) -> None:

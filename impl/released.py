@@ -1,0 +1,128 @@
+"""A parameter whose values are elsewhere: it has a shape, a type and a device, and no memory of its own.
+
+It stands where torch expects a parameter, and takes part in nothing: each use that needs values asks its
+keeper, who brings them or says clearly why there are none.  Values that are there are plain parameters, so
+that computing pays nothing for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Keeper(Protocol):
+    """Who knows where a released parameter's values are."""
+
+    name: str
+
+    def use(self, parameter: Released, together: Sequence[Released]) -> Tensor:
+        """What to compute with in its place.
+
+        Args:
+            parameter: that is used.
+            together: all released ones of this operation, whose values must be there at once.
+        """
+
+
+# Keyed by identity; a keeper holds its parameters weakly, or it would live for ever.
+_keepers: MutableMapping[Tensor, Keeper] = WeakTensorKeyDictionary()
+
+
+_ATTRIBUTES: Final = (
+    "shape dtype device layout ndim requires_grad is_leaf grad_fn is_meta is_cuda is_cpu is_mps is_sparse "
+    "is_quantized is_nested itemsize nbytes _version"
+)
+_METHODS: Final = (
+    "size dim numel nelement element_size stride is_contiguous is_floating_point is_complex __len__ __hash__ "
+    "requires_grad_ _fix_weakref new_empty new_zeros new_ones new_full"
+)
+# What asks for no value, or sets a flag.
+_HARMLESS: Final = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()),
+        *(getattr(torch.Tensor, name) for name in _METHODS.split()),
+        vars(torch._C.TensorBase)["requires_grad"].__set__,  # noqa: SLF001  # where the descriptor is
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.rand_like,
+        torch.randn_like,
+    ]
+)
+
+
+class Released(nn.Parameter):
+    """A parameter without values; :func:`release` makes one of a plain parameter, in place."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func`` with the values that keepers bring."""
+        kwargs = kwargs or {}
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # how torch's own subclasses do it
+                return func(*args, **kwargs)
+        together = list(_released((args, kwargs)))
+        values = {id(one): _keepers[one].use(one, together) for one in together}
+        return func(*_replaced(tuple(args), values), **_replaced(kwargs, values))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Released({_keepers[self].name!r}, {tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()  # of its values, if the keeper brings them
+
+
+def release(parameter: nn.Parameter, keeper: Keeper) -> None:
+    """Take the values of ``parameter`` away: from here on ``keeper`` is asked for them."""
+    shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        # One NaN, seen everywhere: what reads past the keeper is loud, what writes is refused by torch.
+        parameter.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+    _keepers[parameter] = keeper
+    parameter.__class__ = Released
+
+
+def restore(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give ``parameter`` the memory of ``values``; it is a plain parameter again."""
+    parameter.__class__ = nn.Parameter
+    _keepers.pop(parameter, None)
+    parameter.data = values
+
+
+def keeper_of(parameter: Tensor) -> Keeper | None:
+    """Who keeps the values of ``parameter``; None of a plain one."""
+    return _keepers.get(parameter)
+
+
+def _released(value: Any) -> Iterator[Released]:
+    """Those in nested tuples, lists and dicts."""
+    if isinstance(value, Released):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _released(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _released(item)
+
+
+def _replaced(value: Any, values: dict[int, Tensor]) -> Any:
+    """``value`` with the released ones replaced."""
+    if isinstance(value, Tensor):
+        return values.get(id(value), value)
+    if isinstance(value, dict):
+        return {name: _replaced(item, values) for name, item in value.items()}
+    if isinstance(value, list) or type(value) is tuple:
+        return type(value)(_replaced(item, values) for item in value)
+    return value
