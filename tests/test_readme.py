@@ -75,7 +75,7 @@ def test_commands_are_named() -> None:
     """The README names every command."""
     for command in app.registered_commands:
         assert command.callback is not None
-        assert f"`zeropp {command.callback.__name__}" in README
+        assert f"`zeropp {command.name or command.callback.__name__}" in README
 
 
 def test_ci_runs_the_tests_line() -> None:
