@@ -353,15 +353,25 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     policy = trial.resolved_policy()
     if policy is None:
         return _peer(trial.strategy, model, device)
-    wire = Wire(
+    wire = wire_of(trial, rank, device)
+    if trial.host is not None:
+        return _hosted(trial.host, model, wire, policy)
+    return sharded(trial, model, wire, policy)
+
+
+def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
+    """What sends in a trial; all ranks must call it."""
+    return Wire(
         Mesh.create(rank.topology, device),
         transport=TRANSPORTS[trial.cluster.transport],
         pacer=rank.pacer,
         # Well before the launcher's own limit on the trial, or nobody would be asked where they are.
         timeout=min(TIMEOUT_SECONDS, trial.timeout_seconds / 4),
     )
-    if trial.host is not None:
-        return _hosted(trial.host, model, wire, policy)
+
+
+def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
+    """``model`` on our engine; all ranks must call it."""
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
     return Sharded(model, zero, policy, trial.optimizer, trial.accumulation)
 

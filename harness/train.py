@@ -22,11 +22,12 @@ from harness.flops import GPTShape, tflops_per_rank
 from harness.meter import StepClock, forget_peak, peak_device, peak_rss
 from harness.rank import Progress, Rank, Refusal
 from harness.record import Step
-from harness.strategies import Strategy, build_optimizer, prepare
+from harness.strategies import Strategy, build_optimizer, sharded, wire_of
 from harness.suite import Cluster, Model, Optimizer, Trial
 from harness.trial import device_of
 from impl import checkpoint
 from impl.checkpoint import CheckpointError
+from impl.construction import Init
 from impl.deepspeed import Recipe, recipe
 from impl.deepspeed_keys import ZERO
 from impl.topology import Topology
@@ -200,10 +201,16 @@ class _Training:
         self.rank, self.job, self.trial = rank, job, trial
         self.device = device_of(trial, rank)
         self.data = Data(trial, rank.rank, self.device)
-        torch.manual_seed(trial.seed)
-        with self.device:
+        policy = trial.resolved_policy()
+        assert policy is not None  # noqa: S101  # a recipe is one
+        wire = wire_of(trial, rank, self.device)
+        # Cut block by block: no rank ever holds the whole model, unless its stage does.
+        with (
+            Init(mesh=wire.mesh, policy=policy, blocks=workload.Block, wire=wire, seed=trial.seed),
+            self.device,
+        ):
             model = workload.GPT(job.shape, trial.sequence, recompute=job.recompute)
-        self.strategy = prepare(trial, model, rank, self.device)
+        self.strategy: Strategy = sharded(trial, model, wire, policy)
         self.optimizer = build_optimizer(trial.optimizer, self.strategy)
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
 

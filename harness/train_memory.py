@@ -20,7 +20,7 @@ from impl.blocks import plan_units
 from impl.codec import ITEM_BYTES
 from impl.policy import MemoryLimits, Policy, Stage
 from impl.topology import Topology
-from impl.traffic import MASTER_BYTES, memory
+from impl.traffic import memory
 
 GB: Final = 1e9  # as the tutorials count
 MB: Final = 1e6
@@ -39,7 +39,6 @@ class Need:
         gathered: weights in the type that is computed in.
         other: what the policy keeps beside them: hpZ's copy, carried errors, frozen codes.
         activations: an estimate.
-        building: the whole model in fp32, with which a rank begins.
         offloaded: to host memory; in none of the others.
     """
 
@@ -50,19 +49,12 @@ class Need:
     gathered: int
     other: int
     activations: int
-    building: int
     offloaded: int
 
     @property
     def training(self) -> int:
-        """All of a step, on the device."""
+        """All of a step, on the device: more than masters and one whole block, while it is built."""
         return self.adam + self.gradients + self.local + self.gathered + self.other + self.activations
-
-    @property
-    def most(self) -> int:
-        """While it is built the masters are there beside the whole model; or in a step."""
-        masters = self.adam // 3
-        return max(self.training, self.building + masters)
 
 
 def needs(
@@ -80,7 +72,6 @@ def needs(
     Raises:
         PolicyError, GeometryError, ZeroError: if the model cannot be laid out as the policy asks.
     """
-    building = MASTER_BYTES * sum(parameter.numel() for parameter in model.parameters())
     found = []
     for stage in get_args(Stage):
         at = _at(policy, stage)
@@ -96,7 +87,6 @@ def needs(
                 gathered=parts["gathered"],
                 other=sum(size for name, size in parts.items() if name not in counted),
                 activations=activations,
-                building=building,
                 offloaded=sum(on_host(held).values()),
             )
         )
@@ -134,7 +124,7 @@ def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length:
 
 def table(found: Sequence[Need], chosen: Stage) -> str:
     """The needs as lines of text, in GB of 1e9 bytes, or MB for models that need little."""
-    unit, name = (GB, "GB of 1e9") if max(need.most for need in found) >= GB / 10 else (MB, "MB of 1e6")
+    unit, name = (GB, "GB of 1e9") if max(need.training for need in found) >= GB / 10 else (MB, "MB of 1e6")
     offloads = any(need.offloaded for need in found)
     head = (
         "stage",
@@ -145,7 +135,6 @@ def table(found: Sequence[Need], chosen: Stage) -> str:
         "activations*",
         *(("on the host",) if offloads else ()),
         "in a step",
-        "at most**",
     )
     rows = [
         (
@@ -154,7 +143,7 @@ def table(found: Sequence[Need], chosen: Stage) -> str:
                 f"{size / unit:.3f}"
                 for size in (
                     need.adam, need.gradients + need.local, need.gathered, need.other, need.activations,
-                    *((need.offloaded,) if offloads else ()), need.training, need.most,
+                    *((need.offloaded,) if offloads else ()), need.training,
                 )
             ),
         )
@@ -166,7 +155,7 @@ def table(found: Sequence[Need], chosen: Stage) -> str:
     ]
     lines += [
         f"{name} bytes on each rank, without buffers of messages",
-        "* an estimate; ** also while it is built",
+        "* an estimate",
     ]
     return "\n".join(lines)
 
@@ -181,12 +170,12 @@ def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: i
         cuda: whether states lie on GPUs.
         here: ranks on this machine.
     """
-    held = need.most + need.offloaded  # one memory
+    held = need.training + need.offloaded  # one memory
     if cuda:
         have = min(host.gpus, default=0)
-        if need.most > have:
+        if need.training > have:
             return (
-                f"a rank needs {need.most / GB:.2f} GB at stage {need.stage}, a GPU here has "
+                f"a rank needs {need.training / GB:.2f} GB at stage {need.stage}, a GPU here has "
                 f"{have / GB:.2f} GB"
             )
         held = need.offloaded
