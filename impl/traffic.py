@@ -7,9 +7,10 @@ message counts once per destination, self excluded; a ring counts what it sends 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -83,7 +84,8 @@ class Load:
         return events + ["evaluate"] * self.evaluations
 
 
-def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> dict[Link, int]:
+@functools.cache
+def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
     """How many messages ``rank`` sends over each kind of link in one exchange along ``axis``.
 
     Args:
