@@ -291,8 +291,10 @@ def _picked(how: Reduction, exchange: Exchange, sizes: Sequence[int], frame: int
 def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
     """Average ``gradient`` over all ranks; each rank gets its shard.
 
-    All chunks of the first hop are posted at once; then each is encoded again and goes on while the
-    later ones still travel.  ``gradient`` may be overwritten once the first message is posted.
+    A chunk goes on to its next hop as soon as the one after it was posted on this one, so that the link of
+    the last hop has something to carry while most of the gradient is still to be encoded.  All ranks post
+    in this one order.  ``gradient`` may be overwritten once the generator stops for the first time: then the
+    first hop of all chunks is posted.
 
     Args:
         how: along which hops, with which codecs.
@@ -310,9 +312,14 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
     chunks = how.chunks or ((0, shard),)
     slices = placed(gradient, axes, shard, how.strides)  # (axis 0, axis 1, ..., S)
     under_way: list[tuple[Codec, Exchange]] = []  # of the last hop, chunk by chunk
-    for hop, (axis, codec) in enumerate(how.hops):
-        rest = sizes[hop + 1 :]  # the axes that are still to come
-        for index, (start, end) in enumerate(chunks):
+    hops = len(how.hops)
+    for turn in range(len(chunks) + hops - 1):  # in each, all chunks that can go one hop further do
+        for hop, (axis, codec) in enumerate(how.hops):
+            index = turn - hop
+            if not 0 <= index < len(chunks):
+                continue
+            start, end = chunks[index]
+            rest = sizes[hop + 1 :]  # the axes that are still to come
             frame = codec.frame_bytes(end - start)
             noise, carried = how.noise(hop, shard, start), how.carried(hop, start, end)
             if hop == 0 and how.opened is not None:
@@ -320,7 +327,7 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
                 how.opened.post()
                 continue
             source = None
-            if how.stays and how.strides is None and len(how.hops) == len(chunks) == 1 and carried is None:
+            if how.stays and how.strides is None and hops == len(chunks) == 1 and carried is None:
                 source = as_frames(codec, gradient, shard)
             exchange = how.wire.all_to_all(axis, math.prod(rest) * frame, how.tag, source=source)
             send = exchange.send.view(axis.size, *rest, frame)
@@ -338,7 +345,10 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
                 received.close()
                 under_way[index] = codec, exchange
             exchange.post()
-        yield hop == len(how.hops) - 1 and not how.goes_on and how.wire.mesh.topology.crosses(axis)
+        done = turn - len(chunks) + 1  # the hop on which the last chunk was posted
+        if done >= 0:
+            last_hop = done == hops - 1
+            yield last_hop and not how.goes_on and how.wire.mesh.topology.crosses(axes[done])
     mean = how.out
     if mean is None:
         mean = torch.empty(shard, dtype=torch.float32, device=gradient.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -207,6 +208,41 @@ def test_chunks_change_no_bit(topology: Topology, texts: tuple[str, str]) -> Non
     for whole, *others in on_threads(topology, _by_chunks, codecs):
         for other in others:
             assert torch.equal(other, whole)
+
+
+def _opened_in_order(mesh: Mesh, chunks: int) -> tuple[list[str], int, bool]:
+    """Axes of the exchanges in the order of opening, how many before the first stop, and whether the mean
+    survives that the gradient is overwritten there.
+    """
+    wire, codecs = Wire(mesh), (parse("int8:64"), parse("int4:32"))
+    gradient = torch.randn(mesh.topology.world * 8 * 64, generator=torch.Generator().manual_seed(mesh.rank))
+    expected = reduced(mesh, Policy(gradients=codecs), gradient.clone())
+    opened: list[str] = []
+    all_to_all = wire.all_to_all
+    wire.all_to_all = lambda axis, *rest, **named: (
+        opened.append(axis.name),
+        all_to_all(axis, *rest, **named),
+    )[1]  # type: ignore[method-assign,assignment]
+    how = Reduction(
+        wire=wire,
+        hops=Policy(gradients=codecs).reduce_axes(mesh.topology),
+        tag=GRADIENTS,
+        chunks=chunked(8 * 64, chunks, 64),
+    )
+    steps = reduction(how, "two_hop", gradient)
+    next(steps)
+    before = len(opened)
+    gradient.fill_(math.nan)
+    return opened, before, torch.equal(finish(steps), expected)
+
+
+@pytest.mark.parametrize(("chunks", "before"), [(1, 1), (2, 3), (4, 7)])
+def test_a_chunk_goes_on_while_later_ones_are_encoded(chunks: int, before: int) -> None:
+    """Each chunk's second hop is posted right after the first hop of the chunk behind it, on all ranks alike;
+    at the first stop all first hops are posted, and the gradient is the caller's again.
+    """
+    order = ["local", *["local", "node"] * (chunks - 1), "node"]
+    assert on_threads(Topology(2, 2), _opened_in_order, chunks) == [(order, before, True)] * 4
 
 
 def _gathered_by(mesh: Mesh, whole: torch.Tensor, codec: Codec) -> torch.Tensor:
