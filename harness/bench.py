@@ -1,14 +1,15 @@
 """``zeropp bench``: the speed of codecs, collectives and training, each beside what it is compared with.
 
-A run leaves one record in ``<results>/bench-codecs``, ``bench-collectives`` or ``bench-engine``, prints its
-table and draws the page of its folder.  Records of other machines or code are not joined.  torch is
-imported only once the command runs.
+A run leaves one record in ``<results>/bench-codecs``, ``bench-collectives``, ``bench-engine`` or
+``bench-overlap``, prints its table and draws the page of its folder.  Records of other machines or code are
+not joined.  torch is imported only once the command runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -20,11 +21,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from harness import bench_record, engine_goals, machine, terminal
+from harness import bench_record, engine_goals, machine, overlap_goals, terminal
 from harness.bench_record import Bench, BenchError, Kind, Subject
 
 app = typer.Typer(
-    help="Measure codecs against a copy, collectives against gloo's own, the engine against its peers.",
+    help="Measure codecs beside a copy, collectives beside gloo's own, engines beside peers and compute.",
     no_args_is_help=True,
 )
 
@@ -206,6 +207,58 @@ def engine(  # noqa: PLR0917  # typer passes by name
         raise typer.Exit(GOAL_MISSED)
 
 
+@app.command()
+def overlap(  # noqa: PLR0917  # typer passes by name
+    model: Annotated[str, typer.Option(help="A GPT preset of suites.")] = overlap_goals.MODEL,
+    layers: Annotated[int, typer.Option(help="Of the model.", min=1)] = overlap_goals.LAYERS,
+    sequences: Annotated[int, typer.Option(help="Of each rank in a step.", min=1)] = overlap_goals.SEQUENCES,
+    megabytes: Annotated[
+        int, typer.Option(help="MiB of the fp32 gradient.", min=1, max=MOST_MEBIBYTES)
+    ] = overlap_goals.MEBIBYTES,
+    chunks: Annotated[int, typer.Option(help="Of a reduction.", min=2)] = overlap_goals.CHUNKS,
+    seconds: Annotated[float, typer.Option(help="For each policy and for the hops, about.", min=0.0)] = 90.0,
+    results: ResultsFolder = RESULTS,
+) -> None:
+    """Steps on a slow link beside compute alone, and hops in chunks; status 1 below the goals."""
+    folder, pool = _folder("overlap", results)
+
+    from harness import bench_overlap
+    from harness.flops import PRESETS, GPTShape
+
+    gpts = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))
+    _chosen([model], gpts, "model")
+    told = {
+        "model": model, "layers": layers, "sequence": overlap_goals.SEQUENCE, "sequences": sequences,
+        "megabytes": megabytes, "chunks": chunks, "seconds": seconds,
+    }  # fmt: skip
+    started = _now()
+    place = bench_overlap.TOPOLOGY_OF_STEP
+    alone = bench_overlap.StepSetting(model, layers, overlap_goals.SEQUENCE, sequences, seconds)
+    rates = bench_overlap.rates_for_steps(
+        _on_ranks(bench_overlap.compute_alone, alone, folder, topology=place)
+    )
+    steps = []
+    for policy, rate in rates.items():
+        setting = replace(alone, policy=policy, rate_mbit=rate)
+        ranks = _on_ranks(
+            bench_overlap.step, setting, folder, topology=place, rate_mbit=rate, kind="namespaces"
+        )
+        steps.append(bench_overlap.together(ranks))
+    place = bench_overlap.TOPOLOGY_OF_HOPS
+    reductions = bench_overlap.HopsSetting(megabytes, chunks, seconds)
+    rate = bench_overlap.rate_for_hops(
+        _on_ranks(bench_overlap.first_hop, reductions, folder, topology=place), reductions
+    )
+    reductions = replace(reductions, rate_mbit=rate)
+    found = _on_ranks(
+        bench_overlap.hops, reductions, folder, topology=place, rate_mbit=rate, kind="namespaces"
+    )
+    hops = [bench_overlap.together(found)]
+    _finish(folder, _bench("overlap", started, told, pool, overlap_steps=steps, overlap_hops=hops))
+    if any(not verdict.met for verdict in overlap_goals.verdicts(steps, hops)):
+        raise typer.Exit(GOAL_MISSED)
+
+
 def _places(nodes: int | None, ranks: int | None, rate: str | None) -> list[tuple[int, int, float | None]]:
     """Nodes, ranks of each, and the rate of the link between nodes, of every topology to run.
 
@@ -253,6 +306,8 @@ def _print(benches: list[Bench], out: Console) -> None:
     out.print(table)
     for verdict in engine_goals.verdicts(benches[-1].engine):
         out.print(engine_goals.told(verdict))
+    for shown in overlap_goals.verdicts(benches[-1].overlap_steps, benches[-1].overlap_hops):
+        out.print(overlap_goals.told(shown))
     for (operation, transport), met in goals(benches[-1]).items():
         goal = GOALS[operation, transport]
         out.print(f"goal: {operation} over {transport} >= {goal:g} x gloo's: {'met' if met else 'MISSED'}")

@@ -19,12 +19,13 @@ from harness.record import RecordError, path_of, read_as, write_whole
 # 1: first schema.
 SCHEMA_VERSION: Final = 1
 
-Subject = Literal["codecs", "collectives", "engine"]
+Subject = Literal["codecs", "collectives", "engine", "overlap"]
 Kind = Literal["fp32", "bf16", "fp16"]
 FOLDERS: Final[dict[Subject, str]] = {
     "codecs": "bench-codecs",
     "collectives": "bench-collectives",
     "engine": "bench-engine",
+    "overlap": "bench-overlap",
 }
 
 
@@ -159,6 +160,86 @@ class EngineSample(_Paired):
         return self.equal_steps == len(self.losses)
 
 
+class OverlapStep(_Paired):
+    """Training steps of one policy; the reference is compute alone on the same ranks and link.
+
+    Attributes:
+        policy: by its preset's name.
+        nodes: of the topology.
+        ranks_per_node: likewise.
+        rate_mbit: of the link between nodes.
+        model: by its preset's name.
+        layers: of the model.
+        parameters: likewise.
+        sequence: tokens of a sequence.
+        sequences: of each rank in a step.
+        sent_forward: bytes that a node sends to others in a step's forward pass, as predicted.
+        sent_backward: likewise, in the backward pass.
+        forward_seconds: of compute alone in the same round.
+        backward_seconds: likewise.
+    """
+
+    policy: str
+    nodes: int
+    ranks_per_node: int
+    rate_mbit: float
+    model: str
+    layers: int
+    parameters: int
+    sequence: int
+    sequences: int
+    sent_forward: int
+    sent_backward: int
+    forward_seconds: list[float]
+    backward_seconds: list[float]
+
+    @model_validator(mode="after")
+    def _as_many(self) -> OverlapStep:
+        _check_rounds(len(self.seconds), self.forward_seconds, self.backward_seconds)
+        return self
+
+
+class OverlapHops(_Paired):
+    """A gradient's two-hop reduction in several chunks; the reference is that in one.
+
+    Attributes:
+        nodes: of the topology.
+        ranks_per_node: likewise.
+        rate_mbit: of the link between nodes.
+        numel: elements of the gradient.
+        codecs: text forms, one a hop.
+        chunks: how many.
+        first_sent: bytes that a rank sends to each other rank of its group in the first hop.
+        second_sent: likewise, in the second.
+        first_seconds: of the first hop's messages by themselves, in the same round.
+        second_seconds: likewise, of the second's.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    rate_mbit: float
+    numel: int
+    codecs: tuple[str, str]
+    chunks: int
+    first_sent: int
+    second_sent: int
+    first_seconds: list[float]
+    second_seconds: list[float]
+
+    @model_validator(mode="after")
+    def _as_many(self) -> OverlapHops:
+        _check_rounds(len(self.seconds), self.first_seconds, self.second_seconds)
+        return self
+
+
+def _check_rounds(rounds: int, *others: list[float]) -> None:
+    for values in others:
+        if len(values) != rounds:
+            raise ValueError(f"{len(values)} values beside {rounds} rounds")
+        if not all(value > 0 for value in values):
+            raise ValueError("seconds are above 0")
+
+
 class Bench(_Part):
     """One run of a benchmark.
 
@@ -174,6 +255,8 @@ class Bench(_Part):
         codecs: samples of codecs.
         collectives: samples of collectives.
         engine: samples of training steps.
+        overlap_steps: samples of training steps beside compute alone.
+        overlap_hops: samples of reductions in chunks.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -188,6 +271,8 @@ class Bench(_Part):
     codecs: list[CodecSample] = []
     collectives: list[CollectiveSample] = []
     engine: list[EngineSample] = []
+    overlap_steps: list[OverlapStep] = []
+    overlap_hops: list[OverlapHops] = []
 
     @property
     def id(self) -> str:

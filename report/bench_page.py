@@ -9,7 +9,7 @@ from typing import Any, Final
 import pandas as pd
 
 from harness.bench_record import Bench, Subject, read_all
-from report import bench_codecs, bench_collectives, bench_engine, figures, page
+from report import bench_codecs, bench_collectives, bench_engine, bench_overlap, figures, page
 from report.build import PAGE, Folders, publish
 from report.frame import ReportError
 from report.plot import Drawing
@@ -20,16 +20,19 @@ _HEADINGS: Final[dict[Subject, tuple[str, str]]] = {
     "codecs": ("Codecs against", "a copy"),
     "collectives": ("Collectives against", "gloo's own"),
     "engine": ("The engine against", "its peers"),
+    "overlap": ("Communication behind", "computation"),
 }
 _QUESTIONS: Final[dict[Subject, str]] = {
     "codecs": "How fast does each codec encode and decode, beside a copy of the same elements?",
     "collectives": "How long does each collective take, and what does it send, beside gloo's own?",
     "engine": "How many tokens per second does each engine train, beside the same model stepping alone?",
+    "overlap": "What of communication hides behind computation, and what of one hop behind the other?",
 }
 _MODULES: Final[dict[Subject, Any]] = {
     "codecs": bench_codecs,
     "collectives": bench_collectives,
     "engine": bench_engine,
+    "overlap": bench_overlap,
 }
 _FOLDERS: Final[Folders] = {
     "figures": (

@@ -11,16 +11,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import bench, bench_codecs, bench_engine, bench_record, cli, deepspeed_peer, engine_goals
+from harness import (
+    bench,
+    bench_codecs,
+    bench_engine,
+    bench_overlap,
+    bench_record,
+    cli,
+    deepspeed_peer,
+    engine_goals,
+    link,
+    overlap_goals,
+)
 from harness.bench_collectives import any_inside, together
-from harness.bench_record import Bench, BenchError, CodecSample, CollectiveSample
+from harness.bench_record import Bench, BenchError, CodecSample, CollectiveSample, OverlapHops, OverlapStep
 from harness.rank import Progress, Rank
 from harness.record import RecordError
 from impl import ops
 from impl.codec import parse
 from impl.topology import Axis, Topology
 from tests.harness.test_cli import folder, refused
-from tests.report.bench_records import codecs, collectives, engine
+from tests.report.bench_records import codecs, collectives, engine, overlap
 
 __all__ = ["folder"]  # a fixture
 
@@ -44,6 +55,8 @@ BAD = {
     "no model": (("engine", "--model", "gpt-huge"), "unknown model 'gpt-huge'"),
     "one rank alone": (("engine", "--nodes", "1", "--ranks", "1"), "expected 2 to 64 ranks"),
     "a rate of no topology": (("engine", "--rate", "1 Gbit/s"), "say --nodes and --ranks with it"),
+    "no model of overlap": (("overlap", "--model", "bert-small"), "unknown model 'bert-small'"),
+    "one chunk": (("overlap", "--chunks", "1"), "--chunks"),
     "a link of one node": (("engine", "--ranks", "2", "--rate", "1 Gbit/s"), "one node has no link"),
 }
 
@@ -300,3 +313,92 @@ def test_compute_alone_begins_equal() -> None:
     assert first.losses[1] != rest[0].losses[1]
     other = first.model_copy(update={"losses": [5.6, 5.0]})
     assert "alone over none has loss 5.6 in step 0" in str(engine_goals.unequal([other, *rest]))
+
+
+OVERLAP = ("overlap", "--layers", "1", "--sequences", "1", "--megabytes", "1")
+
+
+@pytest.mark.link
+@pytest.mark.timeout(180)
+def test_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run holds the link to the rate that follows from compute alone, and keeps raw seconds of every round;
+    other sizes have no goals.
+    """
+    assert cli.main(["bench", *OVERLAP, "--seconds", "0"]) == cli.OK
+    assert "goal" not in capsys.readouterr().out
+    (found,) = bench_record.read_all(folder / "results" / "bench-overlap")
+    assert [sample.policy for sample in found.overlap_steps] == list(bench_overlap.POLICIES)
+    for step in found.overlap_steps:
+        assert len(step.seconds) == len(step.forward_seconds) == bench_overlap.FEWEST_ROUNDS
+        pairs = zip(step.forward_seconds, step.backward_seconds, step.reference_seconds, strict=True)
+        assert all(max(forward, backward) < whole for forward, backward, whole in pairs)
+    zero3, zeropp = found.overlap_steps
+    assert zero3.sent_backward == 2 * zero3.sent_forward
+    assert zeropp.sent_backward < zeropp.sent_forward < zero3.sent_forward
+    (hops,) = found.overlap_hops
+    assert (hops.numel, hops.first_sent) == (1 << 18, 2 * hops.second_sent)
+    assert len(hops.first_seconds) == len(hops.seconds) == bench_overlap.FEWEST_ROUNDS
+    # Tokens that the link has saved cannot carry more than a burst.
+    frames = 8e-6 * 2 * (hops.second_sent - link.shape(hops.rate_mbit).burst)
+    assert min(hops.second_seconds) > frames / hops.rate_mbit / 2
+
+
+@pytest.mark.timeout(120)
+def test_overlap_needs_namespaces(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no link can be shaped the run ends in one line: a pacer holds only what passes our wire."""
+
+    def refuse(*_: object) -> None:
+        raise link.LinkError("no network namespaces here")
+
+    monkeypatch.setattr(link, "_open_namespaces", refuse)
+    assert "no network namespaces here" in refused(folder, capsys, "bench", *OVERLAP)
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**9), st.floats(1e-3, 1e2), st.floats(1e-3, 1e2))
+def test_computation_has_its_room(forward: int, backward: int, ahead: float, behind: float) -> None:
+    """At the rate of a step computation takes 1.2 times as long as communication in the tighter of forward
+    and backward, and no less in the other; a second hop takes three times as long as the first.
+    """
+    rate = overlap_goals.rate_for_step((forward, backward), (ahead, behind))
+    rooms = ahead / (8e-6 * forward / rate), behind / (8e-6 * backward / rate)
+    assert min(rooms) == pytest.approx(overlap_goals.ROOM, rel=0.01)
+    rate = overlap_goals.rate_for_hops(forward, ahead)
+    assert 8e-6 * forward / rate == pytest.approx(3 * ahead, rel=0.01)
+
+
+@given(st.floats(0.9, 1.3), st.floats(-1.0, 2.0), st.floats(1.0, 1.5))
+def test_goals_of_overlap(of_alone: float, hidden: float, room: float) -> None:
+    """A step's goal is met if the median ratio to compute alone is small enough on a link that leaves
+    computation no more room than was meant, and that of chunks if the median share is large enough.
+    """
+    made = overlap(of_alone=of_alone, hidden=hidden, room=room)
+    *steps, chunks = overlap_goals.verdicts(made.overlap_steps, made.overlap_hops)
+    assert len(steps) == 2
+    for verdict in steps:
+        tight = 1.025 * room <= overlap_goals.MOST_ROOM  # the median of the backward pass
+        assert verdict.met == (verdict.found.estimate <= overlap_goals.MOST_OF_ALONE and tight)
+    assert chunks.met == (chunks.found.estimate >= overlap_goals.LEAST_HIDDEN)
+    assert chunks.found.estimate == pytest.approx(hidden, abs=1e-6)
+    assert all(("MISSED" in overlap_goals.told(each)) != each.met for each in (*steps, chunks))
+
+
+def test_goals_of_overlap_are_of_one_size() -> None:
+    """Other models and gradients are judged by no goal."""
+    made = overlap()
+    steps = [step.model_copy(update={"layers": 4}) for step in made.overlap_steps]
+    hops = [sample.model_copy(update={"numel": 1 << 20}) for sample in made.overlap_hops]
+    assert overlap_goals.verdicts(steps, hops) == []
+
+
+def test_records_of_overlap() -> None:
+    """A round lasts as long as the slowest rank's; unequal numbers of rounds are no record."""
+    (hops,) = overlap().overlap_hops
+    other = hops.model_copy(update={"seconds": [1.0, 0.01], "first_seconds": [0.001, 9.0]})
+    found = bench_overlap.together([hops, other])
+    assert (found.seconds, found.first_seconds) == ([1.0, hops.seconds[1]], [0.02, 9.0])
+    with pytest.raises(ValueError, match="1 values beside 2 rounds"):
+        OverlapHops(**(hops.model_dump() | {"second_seconds": [1.0]}))
+    with pytest.raises(ValueError, match="above 0"):
+        OverlapStep(**(overlap().overlap_steps[0].model_dump() | {"forward_seconds": [0.0, 1.0]}))

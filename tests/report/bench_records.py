@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from harness import engine_goals
+from harness import engine_goals, overlap_goals
 from harness.bench_codecs import CODECS, OPERATIONS
-from harness.bench_record import Bench, CodecSample, CollectiveSample, EngineSample
+from harness.bench_record import (
+    Bench,
+    CodecSample,
+    CollectiveSample,
+    EngineSample,
+    OverlapHops,
+    OverlapStep,
+)
 from impl.codec import parse
 from tests.report.records import CODE, MACHINE, POOL
 
@@ -81,4 +88,28 @@ def engine(*, ours: float = 2.0) -> Bench:
     return Bench(
         subject="engine", started="2026-01-01T00:00:00.000+00:00", finished="2026-01-01T00:01:00.000+00:00",
         setting={}, machine=MACHINE, code=CODE, pool=POOL, engine=samples,
+    )  # fmt: skip
+
+
+def overlap(*, of_alone: float = 1.05, hidden: float = 0.9, room: float = overlap_goals.ROOM) -> Bench:
+    """A record of two policies' steps and of a reduction in chunks, at the goals' sizes."""
+    steps = [
+        OverlapStep(
+            policy=policy, nodes=2, ranks_per_node=1, rate_mbit=80.0, model=overlap_goals.MODEL,
+            layers=overlap_goals.LAYERS, parameters=9_630_976, sequence=overlap_goals.SEQUENCE,
+            sequences=overlap_goals.SEQUENCES, sent_forward=1_000_000, sent_backward=2_000_000,
+            forward_seconds=[0.1 * room, 0.11 * room], backward_seconds=[0.25 * room, 0.24 * room],
+            seconds=[0.4 * of_alone, 0.5 * of_alone], reference_seconds=[0.4, 0.5],
+        )
+        for policy in ("zero3", "zeropp")
+    ]  # fmt: skip
+    hops = OverlapHops(
+        nodes=2, ranks_per_node=2, rate_mbit=1000.0, numel=overlap_goals.MEBIBYTES << 18,
+        codecs=("int4:256", "int4:256"), chunks=overlap_goals.CHUNKS, first_sent=8_650_752,
+        second_sent=4_325_376, first_seconds=[0.02, 0.03], second_seconds=[0.07, 0.08],
+        seconds=[0.2 - 0.02 * hidden, 0.2 - 0.03 * hidden], reference_seconds=[0.2, 0.2],
+    )  # fmt: skip
+    return Bench(
+        subject="overlap", started="2026-01-01T00:00:00.000+00:00", finished="2026-01-01T00:01:00.000+00:00",
+        setting={}, machine=MACHINE, code=CODE, pool=POOL, overlap_steps=steps, overlap_hops=[hops],
     )  # fmt: skip

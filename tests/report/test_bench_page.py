@@ -9,10 +9,10 @@ import pytest
 
 from harness import bench_record
 from harness.record import RecordError
-from report import bench_codecs, bench_collectives, bench_dots, bench_engine
+from report import bench_codecs, bench_collectives, bench_dots, bench_engine, bench_overlap
 from report.bench_page import build
 from report.frame import ReportError
-from tests.report.bench_records import codecs, collectives, engine
+from tests.report.bench_records import codecs, collectives, engine, overlap
 
 
 def test_ratios_are_of_pairs() -> None:
@@ -52,10 +52,18 @@ def test_of_compute_alone() -> None:
     assert speeds["ddp", "backend", 1] == pytest.approx(statistics.median([6144 / 1.0, 6144 / 1.1]))
 
 
+def test_what_overlap_hides() -> None:
+    """A step stands beside compute alone of its round, chunks beside the shorter hop of theirs."""
+    found = bench_overlap.derived(bench_overlap.frame([overlap(of_alone=1.05, hidden=0.9)]))
+    assert found["measured"].to_list() == pytest.approx([1.05, 1.05, 0.9])
+    assert found["first"].to_list() == pytest.approx([1.26, 1.26, 0.025])
+
+
 PAGES = {
     "codecs": (codecs, ("roofline-cpu-fp32", "speeds-cpu-fp32")),
     "collectives": (collectives, bench_collectives.NAMES_OF_FIGURES),
     "engine": (engine, bench_engine.NAMES_OF_FIGURES),
+    "overlap": (overlap, bench_overlap.NAMES_OF_FIGURES),
 }
 
 
