@@ -62,7 +62,7 @@ class Pool:
 
 
 class Reserve:
-    """Flat buffers of one type, by exact size; free ones never raise the most that was held at once.
+    """Flat buffers of one type, by exact size; free ones never raise the most that was in use at once.
 
     So what is held is at its peak what was in use at once, and a sequence of takes that comes again is served
     without touching the allocator.
@@ -77,18 +77,19 @@ class Reserve:
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
         self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
         self._free: dict[int, list[Tensor]] = {}  # by elements
-        self._held = self._used = self._most = 0  # elements: free and in use, in use, most in use so far
+        self._held = self._used = 0  # elements: free and in use, in use
+        self._most = self._lately = (
+            0  # most in use: to which free ones may fill up, and since the last trim()
+        )
 
     def take(self, numel: int) -> Tensor:
         """(numel,) of any content."""
         self._used += numel
+        self._lately = max(self._lately, self._used)
         self._most = max(self._most, self._used)
         if self._free.get(numel):
             return self._free[numel].pop()
-        while self._held + numel > self._most:  # then something is free, since what is in use fits
-            largest = max(size for size, free in self._free.items() if free)
-            self._free[largest].pop()
-            self._count(-largest)
+        self._shrink(self._most - numel)
         self._count(numel)
         with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
             return torch.empty(numel, dtype=self._dtype, device=self._device)
@@ -97,6 +98,18 @@ class Reserve:
         """What :meth:`take` handed out is free again; nothing else may look at it."""
         self._used -= buffer.numel()
         self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def trim(self) -> None:
+        """A pass is over: let go of what it did not need, as after a first one that used more."""
+        self._most, self._lately = self._lately, self._used
+        self._shrink(self._most)
+
+    def _shrink(self, most: int) -> None:
+        """Drop free buffers, the largest first, until at most ``most`` elements are held, or none is free."""
+        while self._held > most and any(self._free.values()):
+            largest = max(size for size, free in self._free.items() if free)
+            self._free[largest].pop()
+            self._count(-largest)
 
     def _count(self, numel: int) -> None:
         self._held += numel

@@ -32,7 +32,10 @@ class Load:
 
 
 def pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> float:
-    """Seconds of one forward and backward pass, until the last gradient is reduced.
+    """Least seconds of one forward and backward pass, until the last gradient is reduced.
+
+    Where in a pass the units around all others compute (an embedding before the blocks, a head after them) is
+    not known: their computation is taken to fill whatever time the link leaves free.
 
     Args:
         schedule: whose actions are carried out.
@@ -46,20 +49,18 @@ def pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> float:
         run.carry_out(schedule.pre_forward(unit))
         run.now += loads[unit].forward
         run.carry_out(schedule.post_forward(unit))
-    for unit in outer:  # the head comes after all blocks
-        run.now += loads[unit].forward
-        run.carry_out(schedule.post_forward(unit))
+    run.now = max(run.now, sum(load.forward for load in loads))
     run.turn()
+    begin = run.now
     for unit in outer:
         run.carry_out(schedule.pre_backward(unit))
-        run.now += loads[unit].backward
     for unit in reversed(inner):
         run.carry_out(schedule.pre_backward(unit))
         run.now += loads[unit].backward
         run.carry_out(schedule.post_backward(unit))
     for unit in outer:
         run.carry_out(schedule.post_backward(unit))
-    return max(run.now, run.reduced)
+    return max(run.now, run.reduced, begin + sum(load.backward for load in loads))
 
 
 class _Run:

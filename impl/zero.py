@@ -151,6 +151,7 @@ class Zero:
         self.wire, self.policy = shared.wire, shared.policy
         self.scaler = LossScaler(shared.policy.loss_scale)
         self._meter, self._clock, self._host = shared.meter, shared.clock, shared.host
+        self._weights = shared.weights
         self._casts_inputs = casts_inputs  # the model was given in another type than it computes in
         self._module_buffers = ModuleBuffers(model, shared.wire)
         self._accumulating = False  # this pass adds to local gradients and reduces nothing
@@ -175,6 +176,7 @@ class Zero:
         self._ready: set[int] = set()
         self._position = 0  # in the order of reductions
         self._transfers: dict[int, Transfer] = {}  # reductions under way, by unit, in their order
+        self._proceeded = True  # since the last one was started
         self._unfinished = False
         for module in {model: None, **dict.fromkeys(modules)}:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -270,6 +272,7 @@ class Zero:
         for unit in self.units:
             unit.release()
             unit.land()
+        self._weights.trim()
         self._reduced.clear()
         self._ready.clear()
         self._position = 0
@@ -784,6 +787,7 @@ class Zero:
     def _start_reduction(self, index: int) -> None:
         """Start one, after the others have gone on by a message, within the limit on those under way."""
         self._proceed()
+        self._proceeded = False
         left = self.policy.memory.reduce_bucket - self.units[index].geometry.padded
         under_way = {i: self.units[i].geometry.padded for i, t in self._transfers.items() if not t.complete}
         for earlier in list(under_way):
@@ -795,9 +799,15 @@ class Zero:
         self._reduced.add(index)
 
     def _proceed(self) -> None:
-        """Let every reduction under way post its next message, so that no link idles."""
-        for transfer in self._transfers.values():
-            transfer.proceed()
+        """Let every reduction under way post its next message, so that no link idles.
+
+        Once for each reduction that was started: when the first gradient after it arrives, or else when the
+        next one starts.  So ranks post in one order, whichever units bring them gradients.
+        """
+        if not self._proceeded:
+            self._proceeded = True
+            for transfer in self._transfers.values():
+                transfer.proceed()
 
     def check_finished(self, what: str) -> None:
         """Refuse ``what`` after a backward pass that was not finished.

@@ -12,17 +12,19 @@ from typing import Any, Final
 
 import pandas as pd
 
-from impl.geometry import FROZEN, PERSISTENT, ROOT
+from impl.geometry import FROZEN, UnitGeometry
 from impl.schedule import Schedule
 from impl.simulate import Load, pass_seconds
+from impl.traffic import kept_units
 from report.frame import Frames
 
 BITS_PER_MBIT: Final = 1e6
-_AROUND: Final = {name + suffix for name in (ROOT, PERSISTENT) for suffix in ("", FROZEN)}
 
 
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     """Seconds of the best step of each trial, by id; NaN for engines whose waiting is not known.
+
+    No step is shorter than that of any of its ranks alone: the longest of theirs counts.
 
     With A micro-batches a step, A passes that each compute and send a part of A; what is neither forward
     nor backward (the optimizer) comes on top as it was measured.
@@ -36,11 +38,14 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
         timed[f"compute_{phase}"] = timed[phase] - pd.to_numeric(timed[f"exposed_{phase}"])
     timed["rest"] = timed["total"] - timed["forward"] - timed["backward"]
     columns = ["compute_forward", "compute_backward", "rest"]
-    slowest = timed.groupby(["id", "index"])[columns].max().groupby("id").median()
+    of_ranks = timed.groupby(["id", "rank"])[columns].median()
     found = {
-        row["id"]: _seconds(frames, row, slowest.loc[row["id"]], int(steps.loc[row["id"]]))
+        row["id"]: max(
+            _seconds(frames, row, computed, int(steps.loc[row["id"]]))
+            for _, computed in of_ranks.loc[row["id"]].iterrows()
+        )
         for row in frames.trials.to_dict("records")
-        if row["id"] in slowest.index
+        if row["id"] in of_ranks.index
     }
     return pd.Series(found, dtype=float)
 
@@ -70,8 +75,18 @@ def _seconds(frames: Frames, row: Mapping[Hashable, Any], computed: pd.Series[fl
         )
         for unit, size, _ in units
     ]
-    outer = tuple(index for index, (unit, _, _) in enumerate(units) if unit in _AROUND)
-    inner = tuple(index for index in range(len(units)) if index not in outer)
-    limits = policy.memory
-    schedule = Schedule([padded for *_, padded in units], inner, outer, limits.prefetch, limits.max_live)
+    world = trial.topology().world
+    geometries = [
+        UnitGeometry(name, (), padded, world, not name.endswith(FROZEN)) for name, _, padded in units
+    ]
+    outer = tuple(index for index, unit in enumerate(geometries) if unit.outer)
+    schedule = Schedule(
+        [unit.padded for unit in geometries],
+        tuple(index for index in range(len(units)) if index not in outer),
+        outer,
+        policy.memory.prefetch,
+        policy.memory.max_live,
+        kept_units(policy, geometries),
+        in_model_order=policy.stage < 3,
+    )
     return passes * pass_seconds(schedule, loads) + float(computed["rest"])

@@ -61,3 +61,16 @@ def test_no_two_buffers_in_use_overlap(sizes: list[int]) -> None:
     for number, buffer in enumerate(taken):
         buffer.fill_(number)
     assert all(bool((buffer == number).all()) for number, buffer in enumerate(taken))
+
+
+@given(ORDERS, st.lists(SIZES, min_size=1, max_size=6))
+def test_after_a_pass_no_more_is_held_than_the_last_one_used(order: list[int], sizes: list[int]) -> None:
+    """One pass that touches everything does not keep its memory for ever."""
+    reserve, meter = _reserve()
+    for buffer in [reserve.take(size) for size in order if size]:
+        reserve.give_back(buffer)
+    reserve.trim()
+    for buffer in [reserve.take(size) for size in sizes]:
+        reserve.give_back(buffer)
+    reserve.trim()
+    assert meter.now["gathered"] <= 4 * sum(sizes)

@@ -63,3 +63,23 @@ def test_a_pass_by_hand() -> None:
     block = Load(forward=1, backward=1, gather=1, regather=0, reduce=1)
     # forward: gathered at 1 and 2, computed until 3; backward: until 5, reduced at 5 and 6
     assert pass_seconds(_schedule(3), [nothing, block, block]) == pytest.approx(6)
+
+
+@given(LOADS, st.integers(0, 4))
+def test_computation_around_the_blocks_may_hide_anything(loads: list[Load], prefetch: int) -> None:
+    """What an embedding computes makes a pass longer by itself at most, and never shorter."""
+    root, *blocks = loads
+    without = [
+        Load(forward=0, backward=0, gather=root.gather, regather=root.regather, reduce=root.reduce),
+        *blocks,
+    ]
+    schedule = _schedule(len(loads), prefetch)
+    bare, found = pass_seconds(schedule, without), pass_seconds(schedule, loads)
+    assert bare - 1e-9 <= found <= bare + root.forward + root.backward + 1e-9
+
+
+def test_an_embedding_hides_the_last_reduction() -> None:
+    """Its backward comes last: a second of it and a second on the link are one second."""
+    root = Load(forward=0, backward=1, gather=0, regather=0, reduce=0)
+    block = Load(forward=0, backward=0.1, gather=0, regather=0, reduce=1)
+    assert pass_seconds(_schedule(2), [root, block]) == pytest.approx(1.1)

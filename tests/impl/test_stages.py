@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from impl.codec import IntCodec, parse
 from impl.mesh import Mesh
 from impl.policy import Policy, Stage, preset
 from impl.topology import Topology
 from impl.traffic import Phase, memory
+from impl.wire import Wire
 from impl.zero import ZeroError, shard
 from tests.models import Odd
-from tests.ranks import on_threads
+from tests.ranks import on_processes, on_threads
 from tests.strategies import ROOMY
 from tests.training import batch, close, mean_losses, model, single, train
 
@@ -230,3 +231,46 @@ def test_small_parameters_are_gathered_once_a_step_and_never_quantised() -> None
     rows = {key: sent for key, sent in zero.wire.ledger.rows().items() if key.purpose == "persistent"}
     assert {key.phase for key in rows} == {"forward"}
     assert sum(sent.bytes for sent in rows.values()) == 2 * 2 * small.shard  # steps x bytes of bf16
+
+
+class _Skipping(nn.Module):
+    """Some blocks bring rank 1 no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            x = x.detach() if rank == 1 and index < 2 else x
+        return self.head(x).square().mean()
+
+
+def _skips(mesh: Mesh, policy: Policy) -> float:
+    torch.manual_seed(0)
+    net = _Skipping()
+    wire = Wire(mesh, timeout=20.0)
+    zero = shard(net, mesh=mesh, policy=policy, wire=wire)
+    for _ in range(2):
+        net(torch.ones(2, 16) * (1 + mesh.rank), mesh.rank).backward()
+        zero.finish_backward()
+    wire.check_order()
+    return float(zero.grad_norm())
+
+
+@pytest.mark.parametrize(
+    ("topology", "policy"),
+    [
+        (Topology(2, 2), replace(EXACT, stage=2, group=2)),
+        (Topology(1, 4), replace(EXACT, stage=1, gather="flat", reduce="ring")),
+    ],
+    ids=["groups", "ring"],
+)
+def test_ranks_without_gradients_for_some_units_keep_the_order(topology: Topology, policy: Policy) -> None:
+    """Below stage 3 reductions of several messages go on alike, whichever units bring a rank gradients."""
+    norms = on_processes(topology, _skips, policy)
+    assert len(set(norms)) == 1
