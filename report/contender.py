@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from harness.suite import Trial
+from harness.suite import RECIPE, Trial
+from impl.deepspeed import recipe
 from impl.policy import Policy
 from impl.topology import Topology
 
@@ -114,11 +115,23 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it.
 
-    ``w`` and ``g`` are the codecs of weights and gradients.
+    ``w`` and ``g`` are the codecs of weights and gradients.  A DeepSpeed configuration is told by its stage and
+    by what it asks beside that.
     """
     name = NAMES.get(trial.strategy, trial.strategy)
-    told = [_told(key, value) for key, value in changes_of(trial).items() if key not in shared]
+    changes = changes_of(trial)
+    if trial.strategy == RECIPE:
+        changes = _asked(trial) | changes
+    told = [_told(key, value) for key, value in changes.items() if key not in shared]
     return f"{name} ({', '.join(told)})" if told else name
+
+
+def _asked(trial: Trial) -> dict[str, str]:
+    """The stage of a DeepSpeed configuration, and in what its policy differs from the bare stage's."""
+    policy, topology = trial.recipe().policy, trial.topology()
+    bare = recipe({"zero_optimization": {"stage": policy.stage}}, topology=topology).policy
+    fields, usual = _fields(policy, topology), _fields(bare, topology)
+    return {name: value for name, value in fields.items() if name == "stage" or value != usual[name]}
 
 
 def _told(field: str, value: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 
 from harness.suite import PolicyChanges, Trial
@@ -46,3 +47,18 @@ def test_feedback_and_chunks_are_named() -> None:
     """The label of a trial with feedback and chunks says both."""
     changes = PolicyChanges(feedback="loco:bf16", chunks=4)
     assert label_of(Trial(policy=changes), {}) == "ZeRO++ (chunks 4, feedback loco:bf16)"
+
+
+def test_deepspeeds_configurations_are_told_by_what_they_ask() -> None:
+    """Stage, techniques and limits; two that differ in any of them have two names."""
+
+    def label(**zero: object) -> str:
+        config = json.dumps({"zero_optimization": zero})
+        return label_of(Trial(strategy="recipe", deepspeed_config=config), {})
+
+    assert label(stage=3) == "DeepSpeed configuration (stage 3)"
+    quantised = label(stage=3, zero_quantized_weights=True, zero_quantized_gradients=True)
+    assert "w int8:2048" in quantised
+    assert "g int4:256" in quantised
+    names = {label(stage=3), quantised, label(stage=2), label(stage=3, reduce_bucket_size=1000)}
+    assert len(names) == 4

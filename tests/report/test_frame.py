@@ -116,3 +116,12 @@ def test_a_trial_that_this_version_does_not_know_gives_one_clear_line() -> None:
     with pytest.raises(ReportError, match=r"record .*: trial.strategy") as refused:
         frames_of([record_of(Trial(), change=unknown)])
     assert "\n" not in str(refused.value)
+
+
+def test_a_deepspeed_configuration_stands_beside_the_policies_of_its_cell() -> None:
+    """It says who ran, as a policy does: not under which conditions."""
+    config = json.dumps({"zero_optimization": {"stage": 3}})
+    trials = [Trial(strategy="zero3"), Trial(strategy="recipe", deepspeed_config=config)]
+    frames = frames_of([record_of(trial) for trial in trials])
+    assert frames.trials["cell"].nunique() == 1
+    assert not frames.trials["where"].str.contains("deepspeed").any()
