@@ -115,8 +115,8 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it.
 
-    ``w`` and ``g`` are the codecs of weights and gradients.  A DeepSpeed configuration is told by its stage and
-    by what it asks beside that.
+    ``w`` and ``g`` are the codecs of weights and gradients.  A DeepSpeed configuration is told by its stage
+    and by what it asks beside that.
     """
     name = NAMES.get(trial.strategy, trial.strategy)
     changes = changes_of(trial)
