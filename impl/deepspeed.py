@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, cast
 
 from impl.codec import BF16, FP16, FP32, Codec, Dtype, IntCodec
-from impl.deepspeed_keys import KEYS, LOCO, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, ZERO, Key
+from impl.deepspeed_keys import KEYS, LOCO, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, SWITCHED, ZERO, Key
+from impl.geometry import UnitGeometry
 from impl.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError, Stage
 from impl.topology import Topology
 
@@ -35,6 +36,11 @@ LARGEST: Final = 1e30  # of any number; what is beyond is a slip of the pen, inf
 _WIRE_TYPES: Final[dict[str, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "bfp16": BF16}
 _RAW: Final[dict[Dtype, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
 _ADAM: Final = ("Adam", "AdamW")
+_OF_SHARDS: Final = frozenset(
+    f"{ZERO}.{name}"
+    for name in ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients")
+)
+TORCH_DECAY: Final = 0.01  # torch.optim.AdamW's default weight decay
 
 
 class DeepSpeedError(ValueError):
@@ -58,7 +64,7 @@ class Finding:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.key} = {json.dumps(self.value)}: {self.kind}: {self.text}"
+        return f"{self.key} = {_json(self.value)}: {self.kind}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +112,28 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology) -> Rec
     return _Reading(load(config), topology).recipe()
 
 
+def laid_out(found: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
+    """The recipe with the findings that its units tell: ZeRO++ does nothing for weights that stay gathered.
+
+    Args:
+        found: of a configuration.
+        units: of the model, as its policy cuts it.
+    """
+    if found.policy.stage < 3 or not all(unit.persistent for unit in units):
+        return found
+    text = (
+        "here every parameter stays gathered and travels unquantised "
+        f"(stage3_param_persistence_threshold = {found.policy.memory.persist_below - 1:,})"
+    )
+    return replace(
+        found,
+        findings=tuple(
+            replace(one, kind="without effect", text=text) if one.key in _OF_SHARDS and one.value else one
+            for one in found.findings
+        ),
+    )
+
+
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """The configuration as a table, its keys not looked at: of :func:`recipe`'s ``config``.
 
@@ -148,21 +176,33 @@ def _no_constant(word: str) -> NoReturn:
 
 def _shown(value: Any) -> str:
     """A value as JSON, short enough for a line."""
-    text = json.dumps(value, default=repr)
+    text = _json(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _json(value: Any) -> str:
+    """A value as JSON on one line, or as Python writes it if JSON cannot."""
+    try:
+        return json.dumps(value, default=repr)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, tables inside themselves
+        return " ".join(repr(value).split())
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every key, tables that are values themselves unopened.
+    """(path, value) of every key, tables that are values themselves unopened, and of every empty section.
 
     Raises:
         DeepSpeedError: for an unknown key, or a section that is no table.
     """
     for name, value in table.items():
         path = f"{prefix}{name}"
-        if path in SECTIONS and isinstance(value, Mapping):
+        if path in SECTIONS and isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{path}.")
-        elif path in KEYS or (path in SECTIONS and value is None):
+        elif path in KEYS or (path in SECTIONS and (value is None or isinstance(value, Mapping))):
             yield path, value
         elif path in SECTIONS:
             raise DeepSpeedError(f"{path} = {_shown(value)}: expected a table")
@@ -192,7 +232,7 @@ class _Reading:
         self.notes: dict[str, tuple[Kind, str]] = {}  # by path: other than the table of keys says
         self.loco = isinstance(table.get(ZERO), Mapping) and table[ZERO].get("zeropp_loco_param") is not None
         for path, value in self.given.items():
-            if value is not None and value != "auto":
+            if path in KEYS and value is not None and not _is_auto(value):
                 self._take(KEYS[path], value)
 
     def recipe(self) -> Recipe:
@@ -243,7 +283,8 @@ class _Reading:
                 f"{key.path} = {_shown(value)} and {other} = {_shown(self.given[other])} mean the same key, "
                 "with different values"
             )
-        if key.fate == "only the default" and typed != key.default and not _switched_off(typed):
+        off = key.path in SWITCHED and _switched_off(typed)
+        if key.fate == "only the default" and typed != key.default and not off:
             raise DeepSpeedError(f"{key.path} = {_shown(value)}: not possible: {key.text}")
         self.values[target] = typed
         self.spelt.setdefault(target, key.path)
@@ -398,6 +439,8 @@ class _Reading:
             )
             prefetch = 0
         live = self.get(f"{ZERO}.stage3_max_live_parameters")
+        if not live:
+            self.refuse(f"{ZERO}.stage3_max_live_parameters", "expected 1 or more")
         return MemoryLimits(
             prefetch=prefetch,
             max_live=live,
@@ -424,6 +467,13 @@ class _Reading:
         if self.get(optimizer) == "none":
             self.note(ratio, "without effect", "the optimizer is not offloaded")
             share = 0.0
+        if self.get(parameters) == "cpu" and share < 1 and not self._secondary(stage):
+            self.note(
+                parameters,
+                "changed",
+                "in host memory: weights that are not trained, and those whose optimizer is offloaded; "
+                "others have no frame there, since they are encoded from masters on the device",
+            )
         return Offload(optimizer=share, weights=1.0 if self.get(parameters) == "cpu" else 0.0)
 
     def _batches(self) -> tuple[int | None, int]:
@@ -466,6 +516,12 @@ class _Reading:
             self.note("optimizer.type", "changed", "AdamW: optimizer.params.adam_w_mode is true by default")
         elif name == "AdamW":
             self.note("optimizer.params.adam_w_mode", "without effect", "AdamW is AdamW")
+        decay = self.get("optimizer.params.weight_decay")
+        if self.get("optimizer.params.torch_adam") and name == "AdamW":
+            self.note("optimizer.params.torch_adam", "honoured", KEYS["optimizer.params.torch_adam"].text)
+            if "optimizer.params.weight_decay" not in self.values:
+                decay = TORCH_DECAY
+                self.note("optimizer.params.weight_decay", "changed", f"torch's default: {decay}")
         betas = self.get("optimizer.params.betas")
         if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
             self.refuse("optimizer.params.betas", "expected two numbers in [0, 1)")
@@ -474,7 +530,7 @@ class _Reading:
             lr=float(self.get("optimizer.params.lr")),
             betas=(float(betas[0]), float(betas[1])),
             eps=float(self.get("optimizer.params.eps")),
-            weight_decay=float(self.get("optimizer.params.weight_decay")),
+            weight_decay=float(decay),
         )
 
     def _findings(self) -> Iterator[Finding]:
@@ -482,8 +538,13 @@ class _Reading:
         for path, value in self.given.items():
             if value is None:
                 yield Finding(path, value, "without effect", "null counts as not given")
-            elif value == "auto":
-                yield Finding(path, value, "changed", f"counts as not given: {_default(KEYS[path])}")
+            elif path == LOCO:
+                yield Finding(path, value, "honoured", f"LoCo, with its defaults: {self._feedback()}")
+            elif path not in KEYS:
+                yield Finding(path, value, "without effect", "an empty table")
+            elif _is_auto(value):
+                plain: tuple[Kind, str] = "changed", f"counts as not given: {_default(KEYS[path])}"
+                yield Finding(path, value, *self.notes.get(path, plain))
             else:
                 yield Finding(path, value, *self._became(KEYS[path]))
 

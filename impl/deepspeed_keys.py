@@ -76,7 +76,12 @@ _OPTIMIZER = (
     _honoured("optimizer.params.adam_w_mode", "switch", True, "Adam with decoupled decay is AdamW"),
     _only("optimizer.params.bias_correction", "switch", True, "torch's optimizers always correct"),
     _only("optimizer.params.amsgrad", "switch", False, "no policy has the third state"),
-    _idle("optimizer.params.torch_adam", "switch", False, "optimizers are always torch's"),
+    _idle(
+        "optimizer.params.torch_adam",
+        "switch",
+        False,
+        "optimizers are always torch's; true makes AdamW's weight_decay torch's 0.01 where it is not given",
+    ),
     _idle("optimizer.params.fused", "switch", None, "the optimizer is made by the caller"),
     _only("optimizer.legacy_fusion", "switch", False, "masters are stepped as torch does"),
     _only(
@@ -169,7 +174,8 @@ _ZERO = (
         f"{ZERO}.stage3_max_live_parameters",
         "count",
         1_000_000_000,
-        "elements gathered at once: nothing is gathered ahead or kept beyond it, and larger units are cut",
+        "elements of a unit at most, larger ones are cut; nothing is gathered ahead or kept beyond it; a "
+        "unit in use, what lies outside all blocks and what persists may together be more",
     ),
     _honoured(
         f"{ZERO}.stage3_max_reuse_distance",
@@ -321,6 +327,14 @@ _AROUND = (
         )
     ),
 )  # fmt: skip
+
+SWITCHED: Final = frozenset(
+    {
+        "elasticity", "compression_training", "data_efficiency", "curriculum_learning",
+        "progressive_layer_drop", "eigenvalue", "quantize_training",
+    }
+)  # fmt: skip
+"""Tables that are no sections here, and that ``"enabled": false`` switches off there."""
 
 KEYS: Final[dict[str, Key]] = {
     key.path: key for key in (*_BATCH, *_OPTIMIZER, *_TYPES, *_ZERO, *_OFFLOAD, *_AROUND)

@@ -384,13 +384,14 @@ class Policy:
 
         Args:
             trainable: frozen units are sent in the codec in which they are held.
-            persistent: a unit of small parameters stays gathered and travels unquantised, in 16 bits where
-                the policy quantises.
+            persistent: a unit of small parameters stays gathered and travels unquantised, in the type that
+                is computed in where the policy quantises.
         """
         policy = self
         if persistent:
-            weights = self.weights if isinstance(self.weights, Raw) else BF16
-            first, last = (codec if isinstance(codec, Raw) else BF16 for codec in self.gradients)
+            plain = Raw(self.compute)
+            weights = self.weights if isinstance(self.weights, Raw) else plain
+            first, last = (codec if isinstance(codec, Raw) else plain for codec in self.gradients)
             stage = min(self.stage, 2)
             policy = replace(
                 policy, stage=stage, weights=weights, gradients=(first, last), secondary=0, feedback=None

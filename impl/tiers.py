@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from impl.geometry import UnitGeometry
-from impl.policy import Offload
+from impl.policy import Offload, Policy
 
 Direction = Literal["to_host", "to_device"]
 Copied = Literal["weights", "secondary", "gradients", "state"]
@@ -65,12 +65,21 @@ def tiers_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Tier]:
     ]
 
 
-def realised(tiers: Iterable[Tier], units: Sequence[UnitGeometry]) -> Offload:
-    """The shares that whole units come to: at least what was asked for, less than a unit more."""
+def realised(policy: Policy, tiers: Iterable[Tier], units: Sequence[UnitGeometry]) -> Offload:
+    """The shares of elements of which something lies in host memory.
+
+    That is at least what was asked for and less than a unit more, but for weights of which there is nothing
+    to offload: of trained units whose master stays on the device, and of which hpZ keeps no frames.
+    """
     pairs = list(zip(tiers, units, strict=True))
     trained = sum(unit.padded for unit in units if unit.trainable)
     stepped = sum(unit.padded for tier, unit in pairs if tier.shard and unit.trainable)
-    framed = sum(unit.padded for tier, unit in pairs if tier.frames)
+    framed = sum(
+        unit.padded
+        for tier, unit in pairs
+        if tier.frames
+        and (tier.shard or policy.of_unit(trainable=unit.trainable, persistent=unit.persistent).secondary)
+    )
     return Offload(
         optimizer=stepped / max(trained, 1), weights=framed / max(sum(unit.padded for unit in units), 1)
     )

@@ -482,7 +482,7 @@ class Zero:
     def _offloaded(self) -> dict[str, Any]:
         """For the record: the shares that whole units come to, and what the host's memory is here."""
         tiers = [unit.tier for unit in self.units]
-        shares = realised(tiers, [unit.geometry for unit in self.units])
+        shares = realised(self.policy, tiers, [unit.geometry for unit in self.units])
         return {**dataclasses.asdict(shares), "memory": self._host.nature}
 
     def describe(self) -> dict[str, Any]:

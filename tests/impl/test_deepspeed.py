@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -16,14 +18,15 @@ from torch import nn
 from harness import deepspeed_page
 from impl.blocks import find_blocks, plan_units
 from impl.codec import BF16, FP16, FP32
-from impl.deepspeed import QGZ, QWZ, AdamOptions, DeepSpeedError, Finding, Recipe, recipe
+from impl.deepspeed import QGZ, QWZ, AdamOptions, DeepSpeedError, Finding, Recipe, laid_out, recipe
 from impl.deepspeed_keys import KEYS, SECTIONS, ZERO
+from impl.mesh import Mesh
 from impl.policy import Feedback, LossScale, MemoryLimits, Offload, Policy
 from impl.topology import Topology
-from impl.zero import ZeroError
+from impl.zero import ZeroError, shard
 from tests.models import Net
 from tests.ranks import on_threads
-from tests.training import mean_losses, model, single, train
+from tests.training import batch, mean_losses, model, single, train
 
 FOUR: Final = Topology(2, 2)
 
@@ -358,6 +361,25 @@ def test_adam_is_adamw_unless_it_says_otherwise() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_torch_s_own_adam_has_its_own_decay(kind: str) -> None:
+    """With torch_adam DeepSpeed makes torch's AdamW, whose weight_decay is 0.01 unless it is given."""
+    for params, wanted in (
+        ({}, 0.0),
+        ({"torch_adam": True}, 0.01),
+        ({"torch_adam": True, "weight_decay": 0.0}, 0.0),
+        ({"torch_adam": True, "weight_decay": "auto"}, 0.01),
+    ):
+        found = recipe({"optimizer": {"type": kind, "params": params}}, topology=FOUR).optimizer
+        assert found is not None
+        assert found.weight_decay == wanted
+    if kind == "Adam":
+        plain = {"type": kind, "params": {"torch_adam": True, "adam_w_mode": False}}
+        found = recipe({"optimizer": plain}, topology=FOUR).optimizer
+        assert found is not None
+        assert found.weight_decay == 0  # torch.optim.Adam's
+
+
 def test_what_huggingface_writes() -> None:
     """The word "auto" counts as not given, and is reported."""
     table = {
@@ -376,6 +398,50 @@ def test_a_share_of_the_optimizer_is_offloaded() -> None:
     """The ratio of stage 3."""
     table = zero(offload_optimizer={"device": "cpu", "ratio": 0.3, "pin_memory": True})
     assert recipe(table, topology=FOUR).policy.offload == Offload(optimizer=0.3)
+
+
+def test_weights_are_offloaded_where_there_is_something_to_offload() -> None:
+    """Alone, offload_param moves no trained weight, and the finding says so."""
+    on, part = {"device": "cpu"}, {"device": "cpu", "ratio": 0.5}
+    for table, kind in (
+        (zero(offload_param=on), "changed"),
+        (zero(offload_param=on, offload_optimizer=part), "changed"),
+        (zero(offload_param=on, offload_optimizer=on), "honoured"),
+        (zero(offload_param=on, zero_hpz_partition_size=2), "honoured"),
+        (zero(offload_param={"device": "none"}), "honoured"),
+    ):
+        assert of(recipe(table, topology=FOUR), "offload_param.device").kind == kind
+
+
+def test_an_empty_table_is_told_of() -> None:
+    """LoCo's asks for LoCo with its defaults; others ask for nothing."""
+    found = recipe(zero(zero_quantized_gradients=True, zeropp_loco_param={}) | {"fp16": {}}, topology=FOUR)
+    assert found.policy.feedback == Feedback(decay=0.8, reset=1024, hops="all")
+    assert of(found, "zeropp_loco_param").kind == "honoured"
+    assert [str(one) for one in found.findings][-1] == "fp16 = {}: without effect: an empty table"
+
+
+def test_findings_print_on_one_line_whatever_the_value() -> None:
+    """Also what JSON cannot hold, in a table made in code."""
+    inside: dict[Any, Any] = {}
+    inside["self"] = inside
+    for value in ({(1, 2): 3}, inside, {1, 2}, float("nan"), Path("x")):
+        (finding,) = recipe({"tensorboard": value}, topology=FOUR).findings
+        assert "\n" not in str(finding)
+
+
+def test_zeropp_without_effect_is_told_where_every_parameter_persists() -> None:
+    """Small models stay gathered whole under DeepSpeed's default threshold: nothing is quantised."""
+    table = json.loads(ZEROPP_TUTORIAL)
+    found = recipe(table, topology=FOUR)
+    told = laid_out(found, plan_units(model(), FOUR, found.policy))
+    for name in ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients"):
+        assert of(told, name).kind == "without effect"
+        assert "threshold = 100,000" in of(told, name).text
+    table[ZERO]["stage3_param_persistence_threshold"] = 16
+    found = recipe(table, topology=FOUR)
+    roomy = replace(found.policy, memory=replace(found.policy.memory, max_padding=1e9))
+    assert laid_out(found, plan_units(model(), FOUR, roomy)) == found
 
 
 # What is refused
@@ -410,7 +476,10 @@ def test_a_share_of_the_optimizer_is_offloaded() -> None:
         ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb": expected one of Adam, AdamW'),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.*not possible"),
         ({"zero_optimization": True}, "zero_optimization = true: expected a table"),
+        ({"scheduler": {"type": "WarmupLR", "enabled": False}}, "scheduler.*not possible"),
         ({"elasticity": {"enabled": True}}, "elasticity.*not possible"),
+        (zero(stage3_max_live_parameters=0), "stage3_max_live_parameters = 0: expected 1 or more"),
+        (zero(zeropp_loco_param={}), "zeropp_loco_param.*zero_quantized_gradients"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused_by_name(table: dict[str, Any], words: str) -> None:
@@ -495,6 +564,42 @@ def test_a_block_s_own_parameters_have_a_home_when_it_is_cut() -> None:
     results = on_threads(FOUR, train, net, policy, 2)
     wanted = single(net, 4, 2)
     assert mean_losses(results) == pytest.approx(wanted, rel=1e-5)
+
+
+class Borrowing(nn.Module):
+    """A block that uses a part's weight without calling the part."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16).requires_grad_(not frozen), nn.Linear(16, 16)
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.linear(x, self.one.weight) + self.two(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_cut_block_may_use_a_part_without_calling_it(*, frozen: bool) -> None:
+    """The part's unit is gathered where it is used: the same losses, in training and in evaluation."""
+    net = model()
+    assert isinstance(net, Net)
+    net.blocks = nn.ModuleList([Borrowing(frozen=frozen), Borrowing(frozen=frozen)])
+    policy = recipe(
+        zero(stage3_max_live_parameters=300, stage3_param_persistence_threshold=0), topology=FOUR
+    ).policy
+    roomy = replace(policy, memory=replace(policy.memory, max_padding=1e9))
+    assert "blocks.0.two" in [unit.block for unit in plan_units(net, FOUR, roomy)]
+    results = on_threads(FOUR, train, net, roomy, 3)
+    evaluated = on_threads(FOUR, _evaluated, net, roomy)[0]
+    with torch.no_grad():
+        assert evaluated == pytest.approx([net(batch(0, 0)).item()] * 2, rel=1e-6)
+    assert mean_losses(results) == pytest.approx(single(net, 4, 3), rel=1e-5)
+
+
+def _evaluated(mesh: Mesh, net: nn.Module, policy: Policy) -> list[float]:
+    net = copy.deepcopy(net)
+    shard(net, mesh=mesh, policy=policy)
+    with torch.no_grad():
+        return [net(batch(0, 0)).item() for _ in range(2)]
 
 
 def test_small_parameters_persist_up_to_their_limit() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from impl.codec import BF16, FP32, parse
+from impl.codec import BF16, FP16, FP32, parse
 from impl.policy import (
     PRESETS,
     Feedback,
@@ -160,9 +160,11 @@ def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
 
 
 def test_small_parameters_travel_unquantised() -> None:
-    """The policy of a persistent unit is of stage 2, in 16 bits where the model's quantises."""
-    small = preset("zeropp").of_unit(persistent=True)
-    assert (small.stage, small.weights, small.gradients, small.secondary) == (2, BF16, (BF16, BF16), 0)
+    """The policy of a persistent unit is of stage 2, in the type computed in where the model's quantises."""
+    for codec in (FP32, BF16, FP16):
+        small = preset("zeropp", compute=codec.dtype).of_unit(persistent=True)
+        assert (small.stage, small.weights, small.gradients, small.secondary) == (2, codec, (codec, codec), 0)
+    assert preset("zero3").of_unit(persistent=True).weights == BF16
     assert preset("exact").of_unit(persistent=True).weights == FP32
     frozen = preset("zeropp", frozen=parse("int8:64")).of_unit(trainable=False)
     assert str(frozen.weights) == "int8:64"

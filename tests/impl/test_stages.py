@@ -223,14 +223,14 @@ def _sharded(mesh: Mesh) -> Any:
 
 
 def test_small_parameters_are_gathered_once_a_step_and_never_quantised() -> None:
-    """Below persist_below parameters stay gathered: one gather a step, purpose persistent, in 16 bits."""
+    """Below persist_below parameters stay gathered: one gather a step, in the type computed in."""
     policy = preset("qwz", weights=IntCodec(8, 32), memory=replace(ROOMY, persist_below=50))
     zero = on_threads(Topology(1, 2), train, model(depth=3), policy, 2, 3)[0][2]
     small = next(unit.geometry for unit in zero.units if unit.geometry.persistent)
     assert {slot.spec.numel for slot in small.slots} == {16, 40}
     rows = {key: sent for key, sent in zero.wire.ledger.rows().items() if key.purpose == "persistent"}
     assert {key.phase for key in rows} == {"forward"}
-    assert sum(sent.bytes for sent in rows.values()) == 2 * 2 * small.shard  # steps x bytes of bf16
+    assert sum(sent.bytes for sent in rows.values()) == 2 * 4 * small.shard  # steps x bytes of fp32
 
 
 class _Skipping(nn.Module):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.geometry import FROZEN, ParameterSpec, UnitGeometry, lay_out
-from impl.policy import Offload
+from impl.policy import Offload, Policy
 from impl.tiers import ON_DEVICE, realised, tiers_of
 
 shares = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1))
@@ -40,9 +40,21 @@ def test_shares_are_reached_by_the_first_units_and_no_more(
         wanted = share * sum(size for size, _ in sizes)
         assert sum(chosen) >= wanted
         assert not chosen or sum(chosen[:-1]) < wanted
-    found = realised(tiers, cut)
+    found = realised(Policy(secondary=2), tiers, cut)
     assert found.weights >= weights - 1e-12
     assert found.optimizer >= optimizer - 1e-12 or not trained
+
+
+@given(units(), shares, shares)
+def test_a_share_is_of_what_is_there_to_offload(
+    cut: list[UnitGeometry], optimizer: float, weights: float
+) -> None:
+    """Without hpZ's copies, trained weights whose masters stay on the device count for nothing."""
+    tiers = tiers_of(Offload(optimizer=optimizer, weights=weights), cut)
+    moved = sum(u.padded for u, t in zip(cut, tiers, strict=True) if t.frames and t.shard)
+    assert realised(Policy(), tiers, cut).weights == moved / sum(u.padded for u in cut)
+    if optimizer == 0 and all(u.trainable for u in cut):
+        assert realised(Policy(), tiers, cut) == Offload()
 
 
 @given(units())
