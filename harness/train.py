@@ -35,6 +35,7 @@ from impl.traffic import NORM_BYTES
 from impl.wire import Tag, Wire
 
 MB: Final = 1e6
+LR: Final = 3e-4  # where neither flags nor the configuration say one, or that says "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class Asked:
         recompute: whether blocks are run again in the backward pass.
         precision: ``fp16`` or ``bf16``.
         stage: of ZeRO.
-        lr: of an optimizer that the configuration leaves open.
+        lr: of the optimizer.
         steps: optimizer steps.
         corpus: see :mod:`harness.corpus`.
         seed: of weights and batches.
@@ -82,7 +83,7 @@ class Asked:
     recompute: bool
     precision: str | None
     stage: int | None
-    lr: float
+    lr: float | None
     steps: int
     corpus: str
     seed: int
@@ -116,6 +117,17 @@ def configured(config: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
         Refusal: where they say different things.
     """
     table = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
+    adam = table.get("optimizer")
+    params = adam.get("params") if isinstance(adam, dict) else None
+    if isinstance(adam, dict) and isinstance(params, Mapping | None):
+        adam["params"] = params = dict(params or {})
+        said, lr = params.get("lr"), asked.lr
+        if lr is not None and said not in (None, "auto", lr):
+            raise Refusal(f"--lr {lr}, but the configuration's optimizer.params.lr = {json.dumps(said)}")
+        if lr is not None or said == "auto":
+            params["lr"] = LR if lr is None else lr
+        if not params:
+            del adam["params"]
     for flag, section, key, value in (
         ("--zero-stage", ZERO, "stage", asked.stage),
         (f"--{asked.precision}", asked.precision, "enabled", None if asked.precision is None else True),
@@ -144,7 +156,7 @@ def job_of(config: Mapping[str, Any], asked: Asked) -> tuple[Job, Recipe]:
     found = recipe(table, topology=asked.topology)
     shape = asked.shape
     adam = found.optimizer
-    arguments: dict[str, float | bool | list[float]] = {"lr": asked.lr}
+    arguments: dict[str, float | bool | list[float]] = {"lr": LR if asked.lr is None else asked.lr}
     if adam is not None:
         arguments = {
             "lr": adam.lr, "betas": list(adam.betas), "eps": adam.eps, "weight_decay": adam.weight_decay,
@@ -238,10 +250,20 @@ class _Training:
         if folder is None:
             return 0
         assert self.strategy.zero is not None  # noqa: S101  # a recipe is a policy
+        asked = [_options(group) for group in self.optimizer.param_groups]
         try:
             loaded = checkpoint.load(folder, self.strategy.zero, [self.optimizer])
         except CheckpointError as error:
             raise Refusal(str(error)) from None
+        saved = [_options(group) for group in self.optimizer.param_groups]
+        for group, options in zip(self.optimizer.param_groups, asked, strict=True):
+            group.update(options)
+        other = dict.fromkeys(
+            f"{name} = {here}, not the checkpoint's {there}"
+            for options, before in zip(asked, saved, strict=True)
+            for name in options
+            if (here := json.dumps(options[name])) != (there := json.dumps(before.get(name)))
+        )
         held = loaded.extra if isinstance(loaded.extra, dict) else {}
         for name, here in self._run().items():
             if held.get(name) != here:
@@ -249,7 +271,11 @@ class _Training:
         done = int(held.get("steps", 0))
         if done >= self.trial.steps:
             raise Refusal(f"{folder}: has {done} steps behind it, --steps {self.trial.steps} leaves none")
-        said = [f"{folder}: goes on after step {done}", *(f"not taken over: {why}" for why in loaded.dropped)]
+        said = [
+            f"{folder}: goes on after step {done}",
+            *(f"not taken over: {why}" for why in loaded.dropped),
+            *(f"as asked: {why}" for why in other),
+        ]
         self.rank.report(Progress("resume", done, self.trial.steps, "\n".join(said)))
         return done
 
@@ -299,6 +325,11 @@ class _Training:
         mean = math.fsum(float(loss) for loss in losses) / len(losses)
         clock.end(index=index, warmup=False, loss=mean, norm=norm)
         return mean
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an optimizer's group."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _mean(strategy: Strategy, loss: float, device: torch.device) -> float:

@@ -14,8 +14,8 @@ from harness import machine
 from harness.flops import PRESETS, GPTShape
 from harness.plan import this_host
 from harness.rank import Progress, Refusal
-from impl.deepspeed import Recipe, load
-from impl.policy import Policy
+from impl.checkpoint_files import read_manifest, resolve
+from impl.deepspeed import Recipe, laid_out, load
 from impl.topology import Topology
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 LONGEST_SECONDS: Final = 7 * 86400.0
 DEFAULT: Final = GPTShape(layers=4, width=256, heads=4)
+MOST_LAYERS: Final = 10_000  # each takes time to be laid out
+MOST_PARAMETERS: Final = 1e15
 _LENGTHS: Final = {"1.5b": 1024, "10b": 1024, "18b": 512}
 _ONE: Final = "only 1: there is no tensor, model or pipeline parallelism here"
 
@@ -36,7 +38,9 @@ def train(
     preset: Annotated[
         Literal["1.5b", "10b", "18b"] | None, typer.Option(help="Shape of a tutorial's model.")
     ] = None,
-    num_layers: Annotated[int | None, typer.Option(min=1, help="Transformer blocks.")] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(min=1, max=MOST_LAYERS, help="Transformer blocks.")
+    ] = None,
     hidden_size: Annotated[int | None, typer.Option(min=1, help="Width.")] = None,
     num_attention_heads: Annotated[
         int | None, typer.Option(min=1, help="Heads; they divide the width.")
@@ -70,7 +74,10 @@ def train(
     ranks_per_node: Annotated[int | None, typer.Option(min=1, max=64, help="Ranks of each node.")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where states and models lie.")] = "cpu",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 10,
-    lr: Annotated[float, typer.Option(min=0, help="Of AdamW, if the configuration has no optimizer.")] = 3e-4,
+    lr: Annotated[
+        float | None,
+        typer.Option(min=0, help="Learning rate; 3e-4 where the configuration does not say one either."),
+    ] = None,
     corpus: Annotated[str, typer.Option(help="stdlib, a file or a folder.")] = "stdlib",
     seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
     save: Annotated[Path | None, typer.Option(help="Folder of checkpoints: one after the last step.")] = None,
@@ -100,6 +107,10 @@ def train(
         raise TrainError("--fp16 and --bf16: expected at most one of them")
     topology, torchrun = _topology(nodes, ranks_per_node)
     shape = _shape(preset, num_layers, hidden_size, num_attention_heads, vocab_size)
+    if save is not None:
+        _check_writable(save)
+    if resume is not None:
+        read_manifest(resolve(resume))
     asked = Asked(
         shape=shape,
         sequence=seq_length or _LENGTHS.get(preset or "", 128),
@@ -121,10 +132,8 @@ def train(
         job, found = job_of({} if deepspeed_config is None else load(deepspeed_config), asked)
     except (Refusal, ValueError) as error:
         raise TrainError(f"{deepspeed_config or 'flags'}: {error}") from None
-    speaks = not torchrun or os.environ["RANK"] == "0"
-    if speaks:
-        _print(found)
-    if (problem := _refused(job, found.policy, asked, speaks=speaks)) and not plan:
+    speaks = not torchrun or os.environ.get("RANK", "0") == "0"
+    if (problem := _refused(job, found, asked, speaks=speaks)) and not plan:
         raise TrainError(f"too big for memory: {problem}; the table says what other stages need")
     if not plan:
         _run(job, asked)
@@ -138,12 +147,38 @@ def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, 
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # as torch.distributed.is_torchelastic_launched()
         return Topology(nodes or 1, ranks_per_node or 2), False
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    each = ranks_per_node or (world // nodes if nodes else local)
+    world = _torchrun("WORLD_SIZE")
+    each = ranks_per_node or (max(1, world // nodes) if nodes else _torchrun("LOCAL_WORLD_SIZE"))
     topology = Topology(nodes or max(1, world // each), each)
     if topology.world != world:
         raise TrainError(f"torchrun started {world} ranks, --nodes x --ranks-per-node are {topology}")
     return topology, True
+
+
+def _torchrun(name: str) -> int:
+    """A count that torchrun leaves in the environment.
+
+    Raises:
+        TrainError: if it is not there, or none.
+    """
+    said = os.environ.get(name, "")
+    if not said.isdecimal() or not int(said):
+        raise TrainError(f"{name} = {said!r}: under torchrun (TORCHELASTIC_RUN_ID is set) expected a count")
+    return int(said)
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that checkpoints cannot be written into, before any time is spent on training.
+
+    Raises:
+        TrainError: naming what is in the way.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise TrainError(f"--save {folder}: not writable: {place}: {error.strerror}") from None
 
 
 def _shape(
@@ -152,7 +187,7 @@ def _shape(
     """The preset's shape, or a small one, with what the flags change.
 
     Raises:
-        TrainError: if heads do not divide the width.
+        TrainError: if heads do not divide the width, or for more parameters than any machine lays out.
     """
     base = DEFAULT if preset is None else PRESETS[f"gpt-{preset}"]
     assert isinstance(base, GPTShape)  # noqa: S101  # all of these names are
@@ -165,6 +200,8 @@ def _shape(
     )
     if shape.width % shape.heads:
         raise TrainError(f"--hidden-size {shape.width}: {shape.heads} heads do not divide it")
+    if (numel := 12 * shape.layers * shape.width**2 + shape.vocab * shape.width) > MOST_PARAMETERS:
+        raise TrainError(f"{shape}: some {numel:.1e} parameters, expected at most {MOST_PARAMETERS:.0e}")
     return shape
 
 
@@ -173,8 +210,8 @@ def _print(found: Recipe) -> None:
         print(finding)
 
 
-def _refused(job: Job, policy: Policy, asked: Asked, *, speaks: bool) -> str | None:
-    """Print what each stage needs; why it does not fit, if it does not.
+def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | None:
+    """Print what became of each key and what each stage needs; why it does not fit, if it does not.
 
     Raises:
         TrainError: if the model cannot be laid out.
@@ -183,9 +220,10 @@ def _refused(job: Job, policy: Policy, asked: Asked, *, speaks: bool) -> str | N
 
     from harness import workload
     from harness.train_memory import GB, activation_bytes, needs, table, too_large
+    from impl.blocks import plan_units
     from impl.unit import ZeroError
 
-    trial = job.trial
+    trial, policy = job.trial, recipe.policy
     with torch.device("meta"):
         model = workload.GPT(job.shape, trial.sequence)
     held = activation_bytes(
@@ -193,10 +231,14 @@ def _refused(job: Job, policy: Policy, asked: Asked, *, speaks: bool) -> str | N
         recompute=job.recompute,
     )  # fmt: skip
     try:
+        recipe = laid_out(recipe, plan_units(model, asked.topology, policy))
         found = needs(model, policy, asked.topology, micro_batches=trial.accumulation, activations=held)
     except (ValueError, ZeroError) as error:
+        if speaks:
+            _print(recipe)
         raise TrainError(str(error)) from None
     if speaks:
+        _print(recipe)
         numel = sum(parameter.numel() for parameter in model.parameters())
         whole, share = found[0].adam, found[1].adam
         print(
@@ -204,7 +246,7 @@ def _refused(job: Job, policy: Policy, asked: Asked, *, speaks: bool) -> str | N
             f"states are {whole / GB:.4g} GB, and {share / GB:.4g} GB on each rank from stage 1 on"
         )
         print(table(found, policy.stage), flush=True)
-    here = asked.topology.world if not asked.torchrun else int(os.environ["LOCAL_WORLD_SIZE"])
+    here = asked.topology.world if not asked.torchrun else _torchrun("LOCAL_WORLD_SIZE")
     return too_large(found[policy.stage], asked.topology, this_host(), cuda=asked.device == "cuda", here=here)
 
 
@@ -217,6 +259,9 @@ def _run(job: Job, asked: Asked) -> None:
     from harness.launch import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
     from harness.link import Setting, open_link
     from harness.train import train as train_rank
+    from impl.checkpoint import CheckpointError
+    from impl.scaling import LossScaleError
+    from impl.unit import ZeroError
 
     def say(progress: Progress) -> None:
         print(progress.text, flush=True)
@@ -237,5 +282,5 @@ def _run(job: Job, asked: Asked) -> None:
             start(train_rank, job, launch, say)
         except LaunchError as error:
             raise TrainError(f"{error} (log: {error.log})") from None
-        except REFUSALS as error:
+        except (*REFUSALS, CheckpointError, LossScaleError, ZeroError) as error:
             raise TrainError(str(error)) from None

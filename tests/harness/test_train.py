@@ -12,11 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+from harness import launch, train_command
 from harness.cli import main
 from harness.flops import GPTShape
+from harness.train import Job
 from harness.train_memory import activation_bytes
 from harness.workload import GPT
+from impl.disk import CheckpointError
 from impl.policy import Policy, preset
+from impl.scaling import LossScaleError
+from impl.unit import ZeroError
 from tests.impl.test_deepspeed import ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, ZEROPP_TUTORIAL
 
 TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
@@ -115,6 +120,115 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.Ca
     assert "--save-every: where to?" in refusal(capfd, *base, "--save-every", "1")
 
 
+def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank is started for a folder that cannot be written, or one without a checkpoint."""
+    monkeypatch.setattr(train_command, "_run", _never)
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nope")):
+        assert f"--save {place}: not writable: " in refusal(capfd, *TOY, "--save", str(place))
+    assert "no such folder" in refusal(capfd, *TOY, "--load", str(tmp_path / "none"))
+    assert "no checkpoint in it" in refusal(capfd, *TOY, "--load", str(tmp_path))
+
+
+def _never(job: object, asked: object) -> None:
+    raise AssertionError((job, asked))
+
+
+def test_a_run_goes_on_with_the_learning_rate_that_is_asked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration's and the flags' options count, not the checkpoint's, and what differs is said."""
+    folder = str(tmp_path / "checkpoints")
+    base = ["train", *TOY, "--batch-size", "1", "--ranks-per-node", "1"]
+    assert main([*base, "--lr", "0.001", "--steps", "1", "--save", folder]) == 0
+    capfd.readouterr()
+    assert main([*base, "--lr", "0.0", "--steps", "3", "--load", folder, "--save", folder]) == 0
+    assert "\nas asked: lr = 0.0, not the checkpoint's 0.001\n" in capfd.readouterr().out
+    weights = []
+    for path in sorted(Path(folder).iterdir()):
+        assert main(["export", str(path), str(tmp_path / path.name)]) == 0
+        weights.append((tmp_path / path.name).read_bytes())
+    assert len(weights) == 2
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "flags", "lr"),
+    [
+        (None, [], 3e-4),
+        (None, ["--lr", "0.5"], 0.5),
+        ({"type": "AdamW"}, [], 1e-3),
+        ({"type": "AdamW"}, ["--lr", "0.5"], 0.5),
+        ({"type": "AdamW", "params": {"lr": 0.5}}, ["--lr", "0.5"], 0.5),
+        ({"type": "AdamW", "params": {"lr": 0.5}}, [], 0.5),
+        ({"type": "AdamW", "params": {"lr": "auto"}}, [], 3e-4),
+        ({"type": "AdamW", "params": {"lr": "auto"}}, ["--lr", "0.5"], 0.5),
+    ],
+)
+def test_the_learning_rate_is_the_flag_s_or_the_configuration_s(
+    optimizer: object, flags: list[str], lr: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then DeepSpeed's default where an optimizer is named, else 3e-4, which "auto" also means."""
+    jobs: list[Job] = []
+    monkeypatch.setattr(train_command, "_run", lambda job, _: jobs.append(job))
+    file = config(tmp_path, json.dumps({} if optimizer is None else {"optimizer": optimizer}))
+    assert main(["train", *TOY, "--deepspeed-config", file, *flags]) == 0
+    assert jobs[0].trial.optimizer.arguments["lr"] == lr
+
+
+def test_a_toy_whose_parameters_all_persist_is_told_that_zeropp_has_no_effect(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At DeepSpeed's default threshold of 100,000."""
+    monkeypatch.setattr(train_command, "_run", lambda *_: None)
+    assert main(["train", *TOY, "--deepspeed-config", config(tmp_path, ZEROPP_TUTORIAL)]) == 0
+    out = capfd.readouterr().out
+    assert len(re.findall(r"without effect: here every parameter stays gathered .* = 100,000", out)) == 3
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "words"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, ["--nodes", "3"], "started 2 ranks, --nodes x"),
+        ({"WORLD_SIZE": "2"}, [], "LOCAL_WORLD_SIZE = ''"),
+        ({"LOCAL_WORLD_SIZE": "2"}, [], "WORLD_SIZE = ''"),
+        ({"WORLD_SIZE": "two", "LOCAL_WORLD_SIZE": "2"}, [], "WORLD_SIZE = 'two'"),
+    ],
+)
+def test_torchrun_s_variables_are_checked(
+    environment: dict[str, str],
+    flags: list[str],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one line."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert words in refusal(capfd, *TOY, *flags)
+
+
+@pytest.mark.parametrize("error", [LossScaleError("too small"), ZeroError("odd"), CheckpointError("gone")])
+def test_what_a_rank_of_torchrun_refuses_is_one_line(
+    error: Exception, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the rank is this process, errors of training end it with status 2, not a traceback."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "run_in_place", fails)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("RANK", "0")
+    assert refusal(capfd, *TOY) == f"zeropp: {error}\n"
+
+
 def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """1.5 B parameters: some 18 GB of Adam's states become an eighth on 8 ranks; nothing is built."""
     file = config(tmp_path, ZERO_TUTORIAL_STAGE_1)
@@ -156,6 +270,8 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
         (["--hidden-size", "65"], "--hidden-size 65: 4 heads do not divide it"),
         (["--deepspeed_config", "none.json"], "none.json: cannot read"),
         (["--zero-stage", "7"], "zero-stage"),
+        (["--num-layers", "300000", "--plan"], "--num-layers"),
+        (["--hidden-size", "1000000000", "--plan"], "e+19 parameters, expected at most 1e+15"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(
@@ -173,6 +289,11 @@ def test_flags_that_cannot_be_are_refused(
         ({"bf16": {"enabled": True}}, ["--fp16"], "fp16.enabled = true and bf16.enabled = true"),
         ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2, but .* = 4"),
         ({"train_batch_size": 3}, [], "train_batch_size = 3"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 2}}},
+            ["--lr", "0.5"],
+            "--lr 0.5, but .*lr = 2",
+        ),
     ],
 )
 def test_flags_and_configuration_must_agree(
