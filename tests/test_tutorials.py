@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.impl.test_deepspeed import SNIPPETS
+from harness.cli import main
+from harness.flops import GPTShape
+from harness.workload import GPT
+from impl.deepspeed import QGZ, QWZ, recipe
+from impl.mesh import Mesh
+from impl.policy import Policy
+from impl.topology import Topology
+from impl.zero import Zero, shard
+from tests.impl.test_deepspeed import SNIPPETS, ZERO
+from tests.ranks import on_threads
 
 PAGES = Path(__file__).parent.parent / "docs" / "tutorials"
+FILES = re.compile(r"^cat > (\S+) <<'JSON'\n(.*?)^JSON\n", re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: str) -> list[str]:
@@ -22,31 +32,57 @@ def blocks(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["zero.md", "zeropp.md"])
-def test_every_command_of_a_tutorial_runs(page: str, tmp_path: Path) -> None:
-    """In one folder, one after the other; each starts a process that imports torch, so it takes seconds."""
-    program = f'zeropp() {{ {shlex.quote(sys.executable)} -m harness.cli "$@"; }}\nset -e\n'
-    root = Path(__file__).parent.parent
+def test_every_command_of_a_tutorial_runs(
+    page: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one folder, one after the other; the ranks of each are processes that import torch: seconds."""
+    monkeypatch.chdir(tmp_path)
     for block in blocks(page):
-        done = subprocess.run(
-            ["bash", "-c", program + block],
-            cwd=tmp_path,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        steps = re.findall(r"^step \d+/2 \| loss", done.stdout, re.MULTILINE)
-        assert len(steps) == (0 if "--plan" in block else 2)
+        for name, text in FILES.findall(block):
+            (tmp_path / name).write_text(text, encoding="utf-8")
+        for line in FILES.sub("", block).replace("\\\n", " ").splitlines():
+            program, *arguments = shlex.split(line)
+            assert program == "zeropp"
+            assert main(arguments) == 0, capfd.readouterr().err
+            steps = re.findall(r"^step \d+/[24] \| loss", capfd.readouterr().out, re.MULTILINE)
+            assert len(steps) == (2 if arguments[0] == "train" and "--plan" not in arguments else 0)
+
+
+def configurations(page: str) -> list[Any]:
+    """Those that a page writes into files."""
+    return [json.loads(text) for block in blocks(page) for _, text in FILES.findall(block)]
 
 
 def test_the_configurations_are_those_of_deepspeed_s_tutorials() -> None:
-    """Key by key and value by value."""
-    shown = [
-        json.loads(text)
-        for page in ("zero.md", "zeropp.md")
-        for block in blocks(page)
-        for text in re.findall(r"<<'JSON'\n(.*?)JSON\n", block, re.DOTALL)
-    ]
+    """Key by key and value by value; the last is the one before with a threshold and hpZ's size of a toy."""
+    *shown, toy = configurations("zero.md") + configurations("zeropp.md")
     assert shown == [json.loads(text) for text in SNIPPETS.values()]
+    changed = {"stage3_param_persistence_threshold": 1000, "zero_hpz_partition_size": 2}
+    assert toy == {ZERO: shown[-1][ZERO] | changed}
+
+
+def _step(mesh: Mesh, policy: Policy) -> Zero:
+    net = GPT(GPTShape(layers=2, width=64, heads=2), 128)
+    zero = shard(net, mesh=mesh, policy=policy)
+    tokens = torch.zeros(1, 128, dtype=torch.int64)
+    zero.scaler.scaled(net(tokens, tokens)).backward()
+    zero.finish_backward()
+    return zero
+
+
+def test_the_toy_s_blocks_travel_as_int8_and_int4() -> None:
+    """Forward gathers send three frames of int8 for each shard, reductions three of int4, on 2 x 2 ranks."""
+    topology = Topology(2, 2)
+    policy = recipe(configurations("zeropp.md")[-1] | {"fp16": {"enabled": True}}, topology=topology).policy
+    zero = on_threads(topology, _step, policy)[0]
+    rows = zero.wire.ledger.rows()
+    cut = [unit.geometry for unit in zero.units if not unit.geometry.persistent]
+    assert len(cut) == 3  # the root and two blocks
+    for unit in cut:
+        for phase, purpose, codec in (("forward", "weights", QWZ), ("backward", "gradients", QGZ)):
+            sent = sum(
+                row.bytes
+                for key, row in rows.items()
+                if (key.phase, key.purpose, key.unit) == (phase, purpose, unit.name)
+            )
+            assert sent == 3 * codec.frame_bytes(unit.shard)
