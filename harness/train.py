@@ -225,6 +225,7 @@ class _Training:
         self.strategy: Strategy = sharded(trial, model, wire, policy)
         self.optimizer = build_optimizer(trial.optimizer, self.strategy)
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
+        self.stepped = True  # the last step, rather than skipped for an overflow
 
     def run(self) -> list[Step]:
         """All steps, with a line for each."""
@@ -235,6 +236,8 @@ class _Training:
             mean = _mean(self.strategy, loss, self.device)
             peak = peak_device(self.device) or peak_rss()
             text = line(self.job, self.clock.steps[-1], mean, scale, peak)
+            if not self.stepped:
+                text += " | overflow: nothing was updated"
             self.rank.report(Progress("steps", index + 1, self.trial.steps, text))
             self._save(index + 1)
         self.strategy.close()
@@ -320,7 +323,7 @@ class _Training:
             with clock.part("backward"):
                 strategy.finish_backward()
         with clock.part("optimizer"):
-            norm, _ = strategy.step(self.optimizer, self.trial.clip)
+            norm, self.stepped = strategy.step(self.optimizer, self.trial.clip)
             self.optimizer.zero_grad()
         mean = math.fsum(float(loss) for loss in losses) / len(losses)
         clock.end(index=index, warmup=False, loss=mean, norm=norm)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +89,24 @@ def test_the_toy_s_blocks_travel_as_int8_and_int4() -> None:
                 if (key.phase, key.purpose, key.unit) == (phase, purpose, unit.name)
             )
             assert sent == 3 * codec.frame_bytes(unit.shard)
+
+
+def test_the_script_of_the_zero_tutorial_runs_under_torchrun(tmp_path: Path) -> None:
+    """As it stands there, on two ranks; torchrun and two imports of torch take seconds."""
+    text = (PAGES / "zero.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(# own\.py.*?)```", text, re.DOTALL)
+    (tmp_path / "own.py").write_text(script, encoding="utf-8")
+    (tmp_path / "ds_zero_stage_1.json").write_text(json.dumps(configurations("zero.md")[0]), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "own.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(PAGES.parent.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", done.stdout, re.MULTILINE)
+    )
+    assert second < first
