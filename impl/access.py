@@ -6,7 +6,8 @@ parameter's shape.  The *local* functions send nothing; they return 1-D fp32 ten
 in this rank's shard, in order, possibly none.  What a function returns is a copy.
 
 All raise :class:`~impl.unit.ZeroError` for what is not a parameter of the model, for values of another shape,
-and inside a forward or backward pass; those of gradients also before ``finish_backward()``.
+and inside a forward or backward pass; those that set weights also while parameters are seen whole under
+:class:`~impl.gathered.GatheredParameters`; those of gradients also before ``finish_backward()``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def full_fp32_param(zero: Zero, which: Which) -> Tensor:
 def set_full_fp32_param(zero: Zero, which: Which, value: Tensor) -> None:
     """Overwrite the weights with ``value`` (shape), the same on all ranks."""
     unit, number = _find(zero, which)
+    zero.check_hidden("set_full_fp32_param()")
     unit.write_part(number, _part_of(unit, number, value))
 
 
@@ -42,6 +44,7 @@ def local_fp32_param(zero: Zero, which: Which) -> Tensor:
 def set_local_fp32_param(zero: Zero, which: Which, value: Tensor) -> None:
     """Overwrite the weights with ``value`` (elements here,); all ranks must call it."""
     unit, number = _find(zero, which)
+    zero.check_hidden("set_local_fp32_param()")
     unit.write_part(number, _checked(unit, number, value, local=True))
 
 

@@ -361,6 +361,7 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
 
     def find() -> str:
         zero.check_finished("load()")
+        zero.check_hidden("load()")
         path = resolve(Path(folder))
         manifest = read_manifest(path)
         masters = Masters(zero.units, rank, optimizers)

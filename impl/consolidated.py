@@ -199,6 +199,7 @@ def import_(source: Path | str | Mapping[str, Any], zero: Zero) -> None:
 
     def find() -> None:
         zero.check_finished("import_()")
+        zero.check_hidden("import_()")
         held.append(_Source(source))
         held[0].check(zero)
 

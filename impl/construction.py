@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from impl.cut import Cut, cut_of
+from impl.cut import Cut, cut_of, whole_cut_of
 from impl.mesh import Mesh
 from impl.policy import Policy
 from impl.unit import ZeroError
@@ -108,7 +108,7 @@ class Init:
     ) -> None:
         self._contexts.close()
         self._constructing.clear()
-        self._settle()
+        self._settle(viewed=True)
 
     @contextlib.contextmanager
     def constructing(self, module: nn.Module) -> Iterator[None]:
@@ -137,11 +137,11 @@ class Init:
         found = {
             name: parameter
             for name, parameter in module.named_parameters(recurse=recurse)
-            if parameter.numel() >= small and cut_of(parameter) is None and _cuttable(parameter)
+            if cut_of(parameter) is None and _cuttable(parameter) and parameter.numel() >= small
         }
         for trainable in (True, False):
             some = {name: one for name, one in found.items() if one.requires_grad == trainable}
-            some = {name: one for name, one in some.items() if self.brought(one) is None}
+            some = {name: one for name, one in some.items() if whole_cut_of(one) is None}
             if some:
                 Cut(
                     type(module).__name__,
@@ -163,11 +163,6 @@ class Init:
             if cut not in self._brought:
                 self._brought.append(cut)
 
-    def brought(self, parameter: nn.Parameter) -> Cut | None:
-        """The cut that ``parameter`` belongs to, if it is one that is whole now."""
-        own = [cut for cut in self._brought if any(parameter is one for one in cut.parameters)]
-        return own[0] if own else None
-
     def _is_block(self, module: nn.Module) -> bool:
         kind = type(module)
         return (
@@ -183,9 +178,9 @@ class Init:
             )
         self.bring(together)
 
-    def _settle(self) -> None:
-        """Cut what was brought."""
-        for cut in [cut for cut in self._brought if not cut.pinned]:
+    def _settle(self, *, viewed: bool = False) -> None:
+        """Cut what was brought; while somebody holds a view of it, only if ``viewed``."""
+        for cut in [cut for cut in self._brought if not cut.pinned and (viewed or not cut.viewed)]:
             cut.cut()
             self._brought.remove(cut)
 
@@ -211,7 +206,7 @@ def give_values(
             ``reset_parameters()`` by default.
 
     Raises:
-        ZeroError: for a module that has no ``reset_parameters()``.
+        ZeroError: for a module that has no ``reset_parameters()``, or a tensor that was given no values.
     """
     init = Init(mesh=mesh, policy=policy)
     done: set[nn.Module] = set()
@@ -224,7 +219,7 @@ def give_values(
                 visit(child, f"{name}.{key}" if name else key, inside=inside or block)
         empty = _on_meta(module)
         if empty:
-            _make_room(module, mesh.device)
+            made = _make_room(module, mesh.device)
             if initialise is not None:
                 initialise(module)
             elif callable(reset := getattr(module, "reset_parameters", None)):
@@ -234,6 +229,7 @@ def give_values(
                     f"{name or 'the model'} ({type(module).__name__}) has {empty[0]!r} on the meta device "
                     "and no reset_parameters(): give shard() an initialise function"
                 )
+            _check_given(module, name or "the model", made)
         if block and any(inner in fresh for inner in module.modules()):
             init.cut(module, recurse=True)
         elif empty and not inside:
@@ -251,17 +247,54 @@ def _on_meta(module: nn.Module) -> list[str]:
     return [name for name, tensor in own if tensor.is_meta]
 
 
-def _make_room(module: nn.Module, device: torch.device) -> None:
-    """Memory for the parameters and buffers of its own that have none; they stay the same objects."""
+def _make_room(module: nn.Module, device: torch.device) -> dict[str, int]:
+    """Memory for the parameters and buffers of its own that have none; they stay the same objects.
+
+    All its bits are ones: a NaN that no arithmetic makes, or -1, by which :func:`_check_given` knows it.
+
+    Returns:
+        Their versions, by name.
+    """
+    versions = {}
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    for _, tensor in own:
-        if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+    for name, tensor in own:
+        if not tensor.is_meta:
+            continue
+        if isinstance(tensor, nn.Parameter):
             values = torch.empty_like(tensor, device=device)
             empty: Tensor = nn.Parameter(values, requires_grad=tensor.requires_grad)
             torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
-        elif tensor.is_meta:
+        else:
             empty = torch.empty_like(tensor, device=device)
             torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+        _bits(tensor).fill_(0xFF)
+        versions[name] = tensor._version  # noqa: SLF001  # of it before it is given values
+    return versions
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """View of its memory as uint8, whose writes do not count as changes of ``tensor``."""
+    return tensor.detach().data.reshape(-1).view(torch.uint8)
+
+
+def _check_given(module: nn.Module, name: str, versions: dict[str, int]) -> None:
+    """Refuse tensors of its own that still hold what :func:`_make_room` left, in whole or in part.
+
+    Raises:
+        ZeroError: naming the first.
+    """
+    own = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+    for key, version in versions.items():
+        if (tensor := own.get(key)) is None or not tensor.numel():
+            continue
+        left = (_bits(tensor).view(tensor.numel(), -1) == 0xFF).all(1)  # all bits of an element
+        untouched = bool(left.any()) if tensor.is_floating_point() else bool(left.all())
+        if untouched and (tensor.is_floating_point() or tensor._version == version):  # noqa: SLF001
+            raise ZeroError(
+                f"{name} ({type(module).__name__}) was on the meta device, and was given no values for "
+                f"{int(left.sum())} of {tensor.numel()} elements of {key!r}: write all of them in "
+                "reset_parameters(), or give shard() an initialise function"
+            )
 
 
 def _cuttable(parameter: nn.Parameter) -> bool:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.mesh import Mesh
 from impl.policy import Policy
 from impl.released import Released, keeper_of, release, restore
-from impl.unit import assembled, sliced
+from impl.unit import ZeroError, assembled, sliced
 from impl.wire import Tag, Wire
 
 
@@ -38,7 +39,7 @@ class Cut:
         mesh: the ranks.
         wire: gives what gathers.
         piece: (S,) fp32, this rank's slice, on the device where the values were made.
-        pinned: contexts in which the values are seen whole.
+        pinned: slots that a context shows whole.
         whole: whether the parameters have their values.
     """
 
@@ -69,7 +70,7 @@ class Cut:
         self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self._keepers = [_InCut(self, slot.spec.name) for slot in self.geometry.slots]
         self.piece = torch.empty(0)
-        self.pinned = 0
+        self.pinned: set[int] = set()
         self.whole = True
         self._uses: list[int] = []
         self.cut()
@@ -84,8 +85,18 @@ class Cut:
         return [one is parameter for one in self.parameters].index(True)
 
     def cut(self) -> None:
-        """Keep this rank's slice of the values as they are now; the rest of them is freed."""
+        """Keep this rank's slice of the values as they are now; the rest of them is freed.
+
+        Raises:
+            ZeroError: for a parameter whose shape is not what it was.
+        """
         parameters, slots = self.parameters, self.geometry.slots
+        for parameter, slot in zip(parameters, slots, strict=True):
+            if parameter is not None and tuple(parameter.shape) != slot.spec.shape:
+                raise ZeroError(
+                    f"parameter {slot.spec.name!r} was {slot.spec.shape} when Init cut it and is now "
+                    f"{tuple(parameter.shape)}: replace the parameter instead of its data"
+                )
         values = [
             torch.zeros(()).expand(slot.spec.shape) if parameter is None else parameter
             for parameter, slot in zip(parameters, slots, strict=True)
@@ -94,6 +105,7 @@ class Cut:
         for parameter, keeper in zip(parameters, self._keepers, strict=True):
             if parameter is not None:
                 release(parameter, keeper)
+                _whole.pop(parameter, None)
         self.whole = False
 
     def gather(self) -> None:
@@ -107,6 +119,7 @@ class Cut:
             first, end = self.geometry.overlap(self.geometry.slots[number], self.mesh.rank)
             values = self.values(number, self.piece[first - low : end - low], self.wire())
             restore(parameter, values.to(parameter.dtype))
+            _whole[parameter] = weakref.ref(self)
         self.piece = torch.empty(0)
         self._uses = self._counts()
         self.whole = True
@@ -141,14 +154,25 @@ class _InCut:
         self.cut, self.name = cut, name
 
     def use(self, parameter: Released, together: Sequence[Released]) -> Tensor:
-        self.cut.use([cut for one in together if (cut := cut_of(one)) is not None], self.name)
+        if not self.cut.whole:  # else brought with another one of this operation
+            self.cut.use([cut for one in together if (cut := cut_of(one)) is not None], self.name)
         return parameter
+
+
+# Keyed by identity: parameters of cuts that are whole now.
+_whole: MutableMapping[Tensor, weakref.ref[Cut]] = WeakTensorKeyDictionary()
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
     """The cut that keeps the values of ``parameter``, if one does."""
     keeper = keeper_of(parameter)
     return keeper.cut if isinstance(keeper, _InCut) else None
+
+
+def whole_cut_of(parameter: Tensor) -> Cut | None:
+    """The cut that ``parameter`` belongs to, if it is one that is whole now."""
+    reference = _whole.get(parameter)
+    return None if reference is None else reference()
 
 
 def taken_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: Wire) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from impl.collectives import scattered, whole_of
 from impl.construction import active
-from impl.cut import Cut, cut_of
+from impl.cut import Cut, cut_of, whole_cut_of
 from impl.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.released import keeper_of
 from impl.unit import ZeroError
@@ -20,6 +20,7 @@ from impl.watch import Found, find
 from impl.wire import Tag, Wire
 
 _CONTROL: Final = Tag("step", "control")
+_REPLACED: Final = 2  # beside 0, as it was, and 1, changed
 
 
 class GatheredParameters:
@@ -41,7 +42,8 @@ class GatheredParameters:
 
     Raises:
         ZeroError: on entering inside a pass, or with a parameter of another context; on leaving, on all
-            ranks, after a change without ``modifier_rank``: the values are then what they were.
+            ranks, after a change without ``modifier_rank``, or if a module of a sharded model holds another
+            object in place of the parameter: the values are then what they were.
     """
 
     def __init__(
@@ -90,12 +92,24 @@ class GatheredParameters:
     def _changed(self, wire: Wire) -> Tensor:
         """(ranks, parameters) bool: who changed what."""
         exchange = wire.all_gather(wire.mesh.topology.world_axis, len(self._seen), _CONTROL)
-        flags = [_mark(shown) != mark for shown, mark in self._seen]
+        flags = [
+            _REPLACED if place.replaced else int(_mark(shown) != mark)
+            for place, (shown, mark) in zip(self._open, self._seen, strict=True)
+        ]
         exchange.send.copy_(torch.tensor(flags, dtype=torch.uint8))
         exchange.post()
-        changed = exchange.wait().to("cpu", copy=True).bool()
+        changed = exchange.wait().to("cpu", copy=True)
         exchange.close()
-        return changed
+        replaced = (changed == _REPLACED).nonzero().tolist()
+        if replaced:
+            rank, number = replaced[0]
+            place = self._open[number]
+            self._leave([None] * len(self._open))
+            raise ZeroError(
+                f"parameter {place.geometry.slots[place.number].spec.name!r} was replaced by another object "
+                f"in its module under GatheredParameters, on rank {rank}: write its values instead"
+            )
+        return changed.bool()
 
     def _parts(self, changed: Tensor) -> list[Tensor | None]:
         """This rank's part of each parameter that the modifier changed; None of others."""
@@ -126,6 +140,10 @@ class _Place(Protocol):
     geometry: UnitGeometry
     number: int
 
+    @property
+    def replaced(self) -> bool:
+        """Whether a module holds another object in place of the parameter."""
+
     def show(self) -> nn.Parameter:
         """Bring the values together; what modules hold."""
 
@@ -142,6 +160,11 @@ class _Sharded:
     def __init__(self, found: Found) -> None:
         self._engine, self._unit, self.number = found
         self.wire, self.geometry = self._unit.wire, self._unit.geometry
+
+    @property
+    def replaced(self) -> bool:
+        member = self._unit.members[self.number]
+        return any(holder.held is not member.stand_in for holder in member.holders)
 
     def show(self) -> nn.Parameter:
         self._engine.check_idle("GatheredParameters")
@@ -163,38 +186,42 @@ class _Sharded:
 class _BeforeSharding:
     """A parameter that Init cut, which is one piece of several that are whole together."""
 
+    replaced = False  # its module may: what it holds is sharded later
+
     def __init__(self, cut: Cut, parameter: nn.Parameter) -> None:
         self._cut, self._parameter, self.number = cut, parameter, cut.number(parameter)
         self.wire, self.geometry = cut.wire(), cut.geometry
-        self._kept = torch.empty(0)
+        self._kept = torch.empty(0)  # (shape of the parameter) the values before
 
     def show(self) -> nn.Parameter:
         init = active()
-        self._cut.pinned += 1
+        if self.number in self._cut.pinned:
+            raise _twice(self.geometry.slots[self.number].spec.name)
+        self._cut.pinned.add(self.number)
         if init is not None:
             init.bring([self._cut])
         else:
             self._cut.gather()
-        self._kept = self._own().float().clone()
+        self._kept = self._parameter.detach().clone()
         return self._parameter
 
     def part(self) -> Tensor:
-        return self._kept
+        return _part_of(self._kept, self.geometry, self.number, self.wire.mesh.rank).float()
 
     def leave(self, part: Tensor | None) -> None:
+        # Whole, not this rank's part alone: inside Init, or under an outer context, others may read it next.
+        values = self._kept if part is None else self._cut.values(self.number, part, self.wire)
         with torch.no_grad():
-            self._own().copy_(self._kept if part is None else part)
-        self._cut.pinned -= 1
+            self._parameter.data.copy_(values)
+        self._cut.pinned.discard(self.number)
         if active() is None and not self._cut.pinned:
             self._cut.cut()
-
-    def _own(self) -> Tensor:
-        """(elements here,) view of this rank's part of the values."""
-        return _part_of(self._parameter, self.geometry, self.number, self.wire.mesh.rank)
 
 
 class _Uncut:
     """A parameter inside Init that is whole on each rank, as it is yet to be cut."""
+
+    replaced = False
 
     def __init__(self, parameter: nn.Parameter, wire: Wire) -> None:
         world = wire.mesh.topology.world
@@ -239,8 +266,8 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
                 f"GatheredParameters of {keeper.name!r}, which was taken from its module before the model "
                 "was sharded: take it from the module again"
             )
-        elif init is not None and (brought := init.brought(parameter)) is not None:
-            places.append(_BeforeSharding(brought, parameter))
+        elif (whole := whole_cut_of(parameter)) is not None:  # by Init, or another context
+            places.append(_BeforeSharding(whole, parameter))
         elif init is not None:
             places.append(_Uncut(parameter, init.wire()))
     return places

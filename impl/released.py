@@ -38,7 +38,7 @@ _ATTRIBUTES: Final = (
     "is_quantized is_nested itemsize nbytes _version"
 )
 _METHODS: Final = (
-    "size dim numel nelement element_size stride is_contiguous is_floating_point is_complex __len__ __hash__ "
+    "size dim numel nelement element_size is_floating_point is_complex __len__ __hash__ "
     "requires_grad_ _fix_weakref new_empty new_zeros new_ones new_full"
 )
 # What asks for no value, or sets a flag.
@@ -60,6 +60,10 @@ _HARMLESS: Final = frozenset(
 )
 
 
+# Values are brought contiguous; the one NaN in their place is not, so these answer from the shape.
+_OF_LAYOUT: Final = frozenset([torch.Tensor.stride, torch.Tensor.is_contiguous])
+
+
 class Released(nn.Parameter):
     """A parameter without values; :func:`release` makes one of a plain parameter, in place."""
 
@@ -72,8 +76,11 @@ class Released(nn.Parameter):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # how torch's own subclasses do it
                 return func(*args, **kwargs)
+        if func in _OF_LAYOUT:
+            return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
         together = list(_released((args, kwargs)))
-        values = {id(one): _keepers[one].use(one, together) for one in together}
+        keepers = [_keepers[one] for one in together]  # those that are brought lose theirs
+        values = {id(one): keeper.use(one, together) for one, keeper in zip(together, keepers, strict=True)}
         return func(*_replaced(tuple(args), values), **_replaced(kwargs, values))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -81,6 +88,26 @@ class Released(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()  # of its values, if the keeper brings them
+
+
+def values_of(parameter: Released) -> Tensor:
+    """What to compute with in place of ``parameter``, as its keeper brings it."""
+    return _keepers[parameter].use(parameter, [parameter])
+
+
+def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
+    """Let ``keeper`` be asked whenever :func:`hide` has hidden the values of ``parameter``."""
+    _keepers[parameter] = keeper
+
+
+def hide(parameter: nn.Parameter) -> None:
+    """Values of a :func:`keep`-ed parameter are not to be used: its keeper is asked; its memory stays."""
+    parameter.__class__ = Released
+
+
+def unhide(parameter: nn.Parameter) -> None:
+    """End what :func:`hide` began."""
+    parameter.__class__ = nn.Parameter
 
 
 def release(parameter: nn.Parameter, keeper: Keeper) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from impl.released import Released, values_of
 from impl.unit import Place, Unit, ZeroError
 
 
@@ -88,6 +89,8 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> _Tensor | _Weight:
         """What autograd keeps of a tensor: of a view of a unit's weights, where to find it again."""
+        if isinstance(tensor, Released):  # an argument of an autograd.Function, which asks for no values
+            tensor = values_of(tensor)
         address = tensor.untyped_storage().data_ptr()
         unit = self._at.get(address)
         if unit is not None and unit.gathered and unit.storage_address == address:

@@ -39,7 +39,7 @@ from impl.offload import MEMORY, Arrival, Host
 from impl.policy import Policy
 from impl.pool import Meter, Pool, Reserve
 from impl.reference import DTYPES
-from impl.released import Released, release, restore
+from impl.released import Released, hide, keep, release, restore, unhide
 from impl.tiers import ON_DEVICE, Tier
 from impl.topology import Axis
 from impl.traffic import Phase, Purpose
@@ -65,6 +65,11 @@ class Holder:
     module: nn.Module
     name: str
 
+    @property
+    def held(self) -> nn.Parameter | None:
+        """What the module sees now."""
+        return self.module._parameters.get(self.name)  # noqa: SLF001
+
     def put(self, parameter: nn.Parameter) -> None:
         """Let the module see ``parameter``."""
         self.module._parameters[self.name] = parameter  # noqa: SLF001  # setattr would re-register
@@ -75,7 +80,7 @@ class Member:
     """A parameter of a unit.
 
     Attributes:
-        parameter: the leaf view of the flat buffer; valid while the unit is gathered.
+        parameter: the leaf view of the flat buffer; without values, as the stand-in, unless it is gathered.
         stand_in: what modules see outside of their passes: same shape and type, no values.
         holders: where modules hold it.
         place: in the flat buffer.
@@ -285,8 +290,10 @@ class Unit:
         self._written: set[int] = set()  # members whose part of it holds something
         self.missing: set[int] = set()
         self.armed = False
-        self._shown = True
-        self._show(gathered=False)
+        self._shown = False
+        for member in self.members:
+            for holder in member.holders:
+                holder.put(member.stand_in)
         for slot, original in zip(geometry.slots, originals, strict=True):
             # A reference that a module keeps outside its parameters would train nothing: its first use
             # is an error instead.
@@ -335,6 +342,8 @@ class Unit:
         parameter = nn.Parameter(released, requires_grad=self.geometry.trainable)
         stand_in = nn.Parameter(released, requires_grad=self.geometry.trainable)
         release(stand_in, _InUnit(self, number))
+        keep(parameter, _InUnit(self, number))
+        hide(parameter)
         strides = torch.empty(shape, device="meta").stride()
         place = Place(nowhere.dtype, shape, strides, slot.offset)
         return Member(parameter, stand_in, holders, place, released)
@@ -347,7 +356,7 @@ class Unit:
         """
         if self._flat is None:
             self._flat = self._reserve.take(self.geometry.padded)
-            with torch.inference_mode(mode=False):
+            with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 for member in self.members:
                     place = member.place
                     member.parameter.data = self._flat.as_strided(place.shape, place.stride, place.offset)
@@ -361,8 +370,9 @@ class Unit:
         computed again; they would show another unit's weights.  :meth:`release` tries again.
         """
         if self._flat is not None and not self.whole and _handles(self._flat) == self._own_views:
-            for member in self.members:
-                member.parameter.data = member.released
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                for member in self.members:
+                    member.parameter.data = member.released
             self._reserve.give_back(self._flat)
             self._flat = None
 
@@ -373,6 +383,20 @@ class Unit:
         for member in self.members:
             for holder in member.holders:
                 holder.put(member.parameter if gathered else member.stand_in)
+
+    def check_held(self) -> None:
+        """Refuse parameters that were put in the place of this unit's.
+
+        Raises:
+            ZeroError: naming the first.
+        """
+        for member, shown, slot in zip(self.members, self.visible, self.geometry.slots, strict=True):
+            for holder in member.holders:
+                if holder.held is not shown:
+                    raise ZeroError(
+                        f"parameter {slot.spec.name!r} was replaced by another object in its module after the "
+                        "model was sharded: write its values under GatheredParameters"
+                    )
 
     def reserve(self) -> None:
         """Make room in shared memory for this unit's largest messages."""
@@ -449,6 +473,8 @@ class Unit:
             self._gather.wait()
             self._gather = None
             self.gathered = True
+            for member in self.members:
+                unhide(member.parameter)
         if self.gathered:
             self._show(gathered=True)
 
@@ -468,6 +494,8 @@ class Unit:
         if self.gathered:
             self.gathered = False
             self._show(gathered=False)
+            for member in self.members:  # whoever took one during a pass asks for its values from now on
+                hide(member.parameter)
 
     def _gathering(self, phase: Phase) -> Steps[None]:
         purpose: Purpose = "persistent" if self.geometry.persistent else "weights"
@@ -575,19 +603,45 @@ class Unit:
         """
         if not self.armed:  # its pre-backward event was not seen
             self.arm()
-        parameter, slot = self.members[index].parameter, self.geometry.slots[index]
-        assert parameter.grad is not None  # noqa: S101  # just accumulated
         if in_turn and self._gradient is None:
             self._open_message()
-        place = self._local_gradient()[slot.offset : slot.end].view(slot.spec.shape)
-        if index in self._written:
-            place.add_(parameter.grad)
-        else:
-            place.copy_(parameter.grad)
-            self._written.add(index)
-        parameter.grad = None
+        self._add(index, self.members[index].parameter)
         self.missing.discard(index)
         return not self.missing
+
+    def collect_outside(self, index: int) -> None:
+        """Take the gradient that arrived at the stand-in of member ``index``.
+
+        An ``autograd.Function`` that was given the stand-in leads there.  Others of the parameter may be
+        yet to come, so it stays missing; if none comes, the unit is reduced at the end of the pass.
+
+        Raises:
+            ZeroError: while the parameter is seen whole: no optimizer would see the gradient.
+        """
+        if index in self.whole:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                self.members[index].stand_in.grad = None
+            raise ZeroError(
+                f"backward() to parameter {self.geometry.slots[index].spec.name!r} under GatheredParameters, "
+                "which no optimizer would see: compute the loss in a pass of the model, or use "
+                "torch.no_grad()"
+            )
+        if not self.armed:
+            self.arm()
+        self._add(index, self.members[index].stand_in)
+
+    def _add(self, index: int, leaf: nn.Parameter) -> None:
+        """Move the gradient of ``leaf`` to the place of member ``index`` among the unit's gradients."""
+        slot = self.geometry.slots[index]
+        place = self._local_gradient()[slot.offset : slot.end].view(slot.spec.shape)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
+            assert leaf.grad is not None  # noqa: S101  # just accumulated
+            if index in self._written:
+                place.add_(leaf.grad)
+            else:
+                place.copy_(leaf.grad)
+                self._written.add(index)
+            leaf.grad = None
 
     def _local_gradient(self) -> Tensor:
         """(padded,) buffer of this unit's gradients; what no gradient was written to holds anything."""
@@ -852,18 +906,24 @@ class Unit:
         self.whole[number] = values
         self.meter.add("gathered", values.nbytes)
         restore(member.stand_in, values)
+        unhide(member.parameter)
         member.parameter.data = values  # whoever took it during a pass
         return member.stand_in
 
     def hide_whole(self, number: int) -> None:
         """End what :meth:`show_whole` began; nothing is written back."""
         member = self.members[number]
+        for holder in member.holders:
+            holder.put(member.stand_in)  # in place of what may have replaced it
         self.meter.add("gathered", -self.whole.pop(number).nbytes)
         flat, place = self._flat, member.place
         member.parameter.data = (
             member.released if flat is None else flat.as_strided(place.shape, place.stride, place.offset)
         )
+        torch.autograd.graph.increment_version(member.stand_in)  # what backward would need of it is gone
         release(member.stand_in, _InUnit(self, number))
+        if not self.gathered:
+            hide(member.parameter)
 
     def write_part(self, number: int, part: Tensor) -> None:
         """Overwrite this rank's part of member ``number``; ends the secondary's life.

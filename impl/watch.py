@@ -33,6 +33,9 @@ class Engine(Protocol):
     def optimizer_stepped(self) -> None:
         """The masters have new values."""
 
+    def check_hidden(self, what: str) -> None:
+        """Refuse ``what`` while parameters are seen whole."""
+
     def check_idle(self, what: str) -> None:
         """Refuse ``what`` inside a forward or backward pass."""
 
@@ -108,6 +111,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
     for engine in owners:
         engine.check_finished("optimizer.step()")
+        engine.check_hidden("optimizer.step()")
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

@@ -181,7 +181,7 @@ class Zero:
         for module in {model: None, **dict.fromkeys(modules)}:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
-        model.register_load_state_dict_pre_hook(_refuse_load)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(_refuse_load(weakref.ref(self)))  # type: ignore[no-untyped-call]
         clears = weakref.WeakMethod(self._zero_grad)
         for module in {model: None, **dict.fromkeys(modules)}:
             module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]  # found by copy.deepcopy()
@@ -190,8 +190,10 @@ class Zero:
             unit.used_outside = self._user(index)
             if unit.geometry.trainable:
                 for number, member in enumerate(unit.members):
-                    hook = self._collector(index, number)
-                    member.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    for leaf in (member.parameter, member.stand_in):
+                        hook = self._collector(index, number, outside=leaf is member.stand_in)
+                        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
+                            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         watch_optimizers(self, self.units)
 
     # Training
@@ -286,8 +288,13 @@ class Zero:
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
 
-        The errors that gradient codecs carry go too: a failed pass may have left some.
+        The errors that gradient codecs carry go too: a failed pass may have left some.  After a pass that
+        KeyboardInterrupt left, of which torch tells no hook, the engine is outside of passes again.
         """
+        self._running = 0
+        self._brought.clear()
+        if self._saved.active:
+            self._saved.end()
         for unit in self.units:
             unit.drop_gradients()
             unit.clear_feedback()
@@ -460,8 +467,10 @@ class Zero:
         """Overwrite weights and buffers with those of the unsharded model.
 
         Raises:
-            ZeroError: for missing, unexpected or misshapen entries, naming the first.
+            ZeroError: for missing, unexpected or misshapen entries, naming the first; while parameters are
+                seen whole.
         """
+        self.check_hidden("load_full_state_dict()")
         for unit in self.units:
             unit.release()
         state.load_full_state_dict(self.model, self.units, given)
@@ -572,6 +581,8 @@ class Zero:
 
     def _begin_forward(self) -> None:
         self._running = 1
+        for unit in self.units:
+            unit.check_held()
         self._module_buffers.make_equal()
         if torch.is_grad_enabled():
             self._module_buffers.changed()
@@ -706,6 +717,17 @@ class Zero:
                 "(Zero.clip_grad_norm_(), impl.access)"
             )
 
+    def check_hidden(self, what: str) -> None:
+        """Refuse ``what``, which writes weights, while parameters are seen whole: leaving would undo it.
+
+        Raises:
+            ZeroError: naming it and the first of those parameters.
+        """
+        for unit in self.units:
+            for number in unit.whole:
+                name = unit.geometry.slots[number].spec.name
+                raise ZeroError(f"{what} under GatheredParameters of {name!r}: leave its context first")
+
     def check_idle(self, what: str) -> None:
         """Refuse ``what`` inside a forward or backward pass.
 
@@ -713,7 +735,10 @@ class Zero:
             ZeroError: naming it.
         """
         if self._running or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
-            raise ZeroError(f"{what} inside a forward or backward pass, which gathers what it uses itself")
+            raise ZeroError(
+                f"{what} inside a forward or backward pass, which gathers what it uses itself (a pass that "
+                "was interrupted: call drop_gradients())"
+            )
 
     # Backward
 
@@ -741,15 +766,22 @@ class Zero:
             if unit.geometry.trainable and not unit.armed and index not in self._reduced:
                 unit.arm()
 
-    def _collector(self, index: int, number: int) -> Callable[[Tensor], None]:
+    def _collector(self, index: int, number: int, *, outside: bool = False) -> Callable[[Tensor], None]:
         reference = weakref.ref(self)
 
         def collect(_: Tensor) -> None:
             zero = reference()
             assert zero is not None  # noqa: S101  # its model is in use
-            zero._collect(index, number)  # noqa: SLF001  # its own hook
+            (zero._collect_outside if outside else zero._collect)(index, number)  # noqa: SLF001  # its own hook
 
         return collect
+
+    def _collect_outside(self, index: int, number: int) -> None:
+        """A gradient arrived at a stand-in; see :meth:`Unit.collect_outside`."""
+        if index in self._reduced and number not in self.units[index].whole:
+            self._next_pass()
+        self.units[index].collect_outside(number)
+        self._in_backward = self._unfinished = True
 
     def _collect(self, index: int, number: int) -> None:
         self._in_backward = self._unfinished = True
@@ -828,11 +860,16 @@ def _gone(_: bool) -> None:
     raise ZeroError("zero_grad() of a sharded model whose engine is gone")
 
 
-def _refuse_load(module: nn.Module, *_: Any) -> None:
-    raise ZeroError(
-        f"{type(module).__name__}.load_state_dict() of a sharded model loads nothing: use "
-        "Zero.load_full_state_dict()"
-    )
+def _refuse_load(engine: weakref.ref[Zero]) -> Callable[..., None]:
+    def refuse(module: nn.Module, *_: Any) -> None:
+        zero = engine()
+        if zero is None or any(len(unit.whole) < len(unit.members) for unit in zero.units):
+            raise ZeroError(
+                f"{type(module).__name__}.load_state_dict() of a sharded model loads nothing: use "
+                "Zero.load_full_state_dict(), or GatheredParameters of all its parameters"
+            )
+
+    return refuse
 
 
 def _refuse_copy(_: object) -> None:

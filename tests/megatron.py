@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from impl.external import register_external_parameter
 
@@ -73,13 +78,50 @@ class ParallelTransformerLayer(nn.Module):
         return x + out + mlp_bias
 
 
+class OwnLinear(torch.autograd.Function):
+    """x W^T with a backward pass of its own, as Megatron's linear layers are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """(..., inputs) and (outputs, inputs) to (..., outputs)."""
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """(..., outputs) to the gradients of both."""
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def _checkpointed(x: Tensor, weight: Tensor, *, use_reentrant: bool) -> Tensor:
+    logits: Tensor = checkpoint(F.linear, x, weight, use_reentrant=use_reentrant)  # type: ignore[no-untyped-call]
+    return logits
+
+
+# How logits are made of (batch, tokens, width) and the word embedding.
+LOGITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": F.linear,
+    "function": OwnLinear.apply,
+    "checkpoint": partial(_checkpointed, use_reentrant=False),
+    "reentrant checkpoint": partial(_checkpointed, use_reentrant=True),
+}
+
+
 class GPT2Model(nn.Module):
     """Uses the word embedding a second time, for the logits."""
 
     def __init__(
-        self, vocabulary: int = 24, width: int = 16, depth: int = 2, *, registered: bool = False
+        self,
+        vocabulary: int = 24,
+        width: int = 16,
+        depth: int = 2,
+        *,
+        registered: bool = False,
+        logits: str = "linear",
     ) -> None:
         super().__init__()
+        self.logits = logits
         self.word_embeddings = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(
             ParallelTransformerLayer(width, registered=registered) for _ in range(depth)
@@ -92,7 +134,7 @@ class GPT2Model(nn.Module):
         x = self.word_embeddings(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits = F.linear(x, self.word_embeddings.weight)
+        logits = LOGITS[self.logits](x, self.word_embeddings.weight)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 

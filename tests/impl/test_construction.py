@@ -387,3 +387,117 @@ def test_a_model_larger_than_a_rank_is_built_and_trained() -> None:
     results = on_processes(Topology(1, 4), _larger_than_a_rank)
     assert [failed for failed, _ in results] == [True] * 4
     assert all(0 < loss < 1 for _, loss in results)
+
+
+def test_an_operation_may_use_several_parameters_of_one_cut() -> None:
+    """A layer called in a later constructor has its weight and its bias, which were cut together."""
+
+    class Probes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 24)
+            self.outer = nn.Linear(self.inner(torch.zeros(1, 8)).shape[-1], 4)
+
+    def body(mesh: Mesh) -> None:
+        with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+            net = Probes()
+        assert net.outer.in_features == 24
+
+    on_threads(Topology(1, 2), body)
+
+
+def test_a_change_under_gathered_parameters_is_whole_on_all_ranks_before_sharding() -> None:
+    """Inside Init, and under an outer context of the same cut, what is read next are the new values."""
+
+    class Copies(nn.Module):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+            with torch.no_grad():
+                with GatheredParameters(self.a.weight, modifier_rank=0):
+                    self.a.weight.fill_(1.0 if rank == 0 else 2.0)
+                self.seen = self.a.weight.sum().item()
+
+    def body(mesh: Mesh) -> None:
+        with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+            net = Copies(mesh.rank)
+        assert net.seen == 64
+        weight, bias = net.a.weight, net.a.bias
+        with torch.no_grad(), GatheredParameters(bias):
+            with GatheredParameters(weight, modifier_rank=1):
+                weight.fill_(mesh.rank + 2.0)
+            assert weight.sum() == 3 * 64
+            with GatheredParameters(weight):
+                twice = pytest.raises(ZeroError, match="inside another one of it")
+                with twice, GatheredParameters(weight):
+                    pass
+        assert (shard(net, mesh=mesh, policy=EXACT).full_state_dict()["a.weight"] == 3).all()
+
+    on_threads(Topology(1, 2), body)
+
+
+class Forgets(nn.Module):
+    """Its reset_parameters() leaves what it is told alone."""
+
+    def __init__(self, forgotten: str) -> None:
+        super().__init__()
+        self.forgotten = forgotten
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            if name != self.forgotten:
+                tensor.data[slice(3 if self.forgotten == f"a row of {name}" else None)] = 1
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "error"),
+    [
+        ("nothing", None),
+        ("weight", "0 .Forgets.* no values for 16 of 16 elements of 'weight'"),
+        ("a row of weight", "no values for 4 of 16 elements of 'weight'"),
+        ("mask", "no values for 4 of 4 elements of 'mask'"),
+        ("count", "no values for 3 of 3 elements of 'count'"),
+    ],
+)
+def test_a_tensor_of_a_meta_model_that_nothing_wrote_is_an_error(forgotten: str, error: str | None) -> None:
+    """Memory that nobody wrote never becomes weights: the error names the module and the tensor."""
+
+    def body(mesh: Mesh) -> None:
+        with torch.device("meta"):
+            net = nn.Sequential(Forgets(forgotten))
+        if error is None:
+            shard(net, mesh=mesh, policy=EXACT)
+        else:
+            with pytest.raises(ZeroError, match=error):
+                shard(net, mesh=mesh, policy=EXACT)
+
+    on_threads(Topology(1, 1), body)
+
+
+def test_a_view_holds_values_whole_over_later_constructors() -> None:
+    """What is written through a view that somebody holds inside Init is kept."""
+
+    def body(mesh: Mesh) -> None:
+        with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+            net = nn.Sequential(nn.Linear(8, 8))
+            view = net[0].weight.data
+            nn.Linear(8, 8)
+            view.fill_(3.0)
+        assert (shard(net, mesh=mesh, policy=EXACT).full_state_dict()["0.weight"] == 3).all()
+
+    on_threads(Topology(1, 2), body)
+
+
+def test_a_parameter_that_is_resized_after_it_was_cut_is_an_error() -> None:
+    """Its slices have no room for it: the error names both shapes."""
+
+    def body(mesh: Mesh) -> None:
+        resized = pytest.raises(ZeroError, match=r"'Linear.weight' was \(8, 8\) .* now \(16, 8\)")
+        with resized, Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+            net = nn.Linear(8, 8)
+            net.weight.data = torch.cat([net.weight.data] * 2)
+
+    on_threads(Topology(1, 1), body)

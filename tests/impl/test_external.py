@@ -18,7 +18,7 @@ from impl.unit import ZeroError
 from impl.zero import Zero, shard
 from tests.megatron import UNITS, GPT2Model, ParallelMLP, ParallelTransformerLayer
 from tests.ranks import on_threads
-from tests.training import batch
+from tests.training import batch, model
 
 STEPS = 2
 EXACT = preset("exact", memory=MemoryLimits(max_padding=9.0, prefetch=0))
@@ -191,3 +191,78 @@ def test_clipping_the_modules_parameters_is_an_error_at_every_stage(stage: int) 
 
     make = values_of(Borrows, registered=False)
     on_threads(Topology(1, 2), body)
+
+
+@pytest.mark.parametrize(
+    ("logits", "stage"), [("function", 0), ("function", 3), ("checkpoint", 3), ("reentrant checkpoint", 3)]
+)
+def test_a_parameter_given_to_a_function_of_autograd_brings_its_gradient(logits: str, stage: int) -> None:
+    """An ``autograd.Function`` that is given another module's parameter trains it as an operation does."""
+    base = model(GPT2Model, logits=logits)
+    follows(lambda: copy.deepcopy(base), tokens, replace(EXACT, stage=stage))
+
+
+class Captures(nn.Module):
+    """Hands its first block's weight, as an object, to the next pass or to its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.blocks[0].register_forward_hook(self._capture)
+        self.captured: list[Tensor] = []
+
+    def _capture(self, block: nn.Module, *_: object) -> None:
+        self.captured[:] = [block.get_parameter("weight")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., 16) to (); uses what it captured after the block's unit was released, and before."""
+        if self.captured:
+            x = x @ self.captured[0]
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return (x @ self.captured[0]).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_parameter_captured_in_a_pass_has_its_values_of_now_in_every_later_use(stage: int) -> None:
+    """A parameter outlives its unit's values; used later in a pass, or in the next, it has the true ones."""
+
+    def body(mesh: Mesh) -> None:
+        net = copy.deepcopy(base)
+        zero = shard(net, mesh=mesh, policy=replace(EXACT, stage=stage))
+        optimizer = torch.optim.SGD(zero.param_groups(), lr=0.5)
+        for _ in range(3):
+            loss = net(x)
+            losses.append(loss.item())
+            loss.backward()
+            zero.finish_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(ZeroError, match=r"'blocks.0.weight' is used outside of a forward pass"):
+            net.captured[0].sum()
+
+    base, x = model(Captures), batch(0, 0)
+    losses: list[float] = []
+    single = copy.deepcopy(base)
+    optimizer = torch.optim.SGD(single.parameters(), lr=0.5)
+    wanted = []
+    for _ in range(3):
+        loss = single(x)
+        wanted.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    on_threads(Topology(1, 1), body)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def test_layout_of_a_released_parameter_is_that_of_its_values() -> None:
+    """Strides come from the shape, not from the memory that is not there."""
+
+    def body(mesh: Mesh) -> None:
+        net = nn.Sequential(nn.Linear(8, 16))
+        shard(net, mesh=mesh, policy=EXACT)
+        assert net[0].weight.stride() == (8, 1)
+        assert net[0].weight.is_contiguous()
+
+    on_threads(Topology(1, 1), body)

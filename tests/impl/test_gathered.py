@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from impl.access import set_full_fp32_param
 from impl.codec import parse
 from impl.gathered import GatheredParameters
 from impl.mesh import Mesh
@@ -279,3 +280,91 @@ def test_a_parameter_taken_before_sharding_is_refused() -> None:
                 use()
 
     on_threads(Topology(1, 1), body)
+
+
+def test_a_backward_pass_to_gathered_parameters_is_an_error() -> None:
+    """No optimizer would see the gradient: it is not lost in silence."""
+
+    def body(mesh: Mesh) -> None:
+        net, zero = made(mesh, EXACT)
+        lost = pytest.raises(ZeroError, match=f"'{NAME}' under GatheredParameters, which no optimizer")
+        with lost, GatheredParameters(weight(net)):
+            weight(net).square().sum().backward()
+        net(batch(0, mesh.rank)).backward()
+        zero.finish_backward()
+
+    on_threads(Topology(1, 2), body)
+
+
+def test_what_writes_weights_is_refused_while_parameters_are_seen_whole() -> None:
+    """Leaving the context would undo it: steps, loads and sets say so instead."""
+
+    def body(mesh: Mesh) -> None:
+        net, zero = made(mesh, EXACT)
+        optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+        net(batch(0, mesh.rank)).backward()
+        zero.finish_backward()
+        whole = zero.full_state_dict()
+        with GatheredParameters(weight(net)):
+            for what, write in {
+                r"optimizer\.step\(\)": optimizer.step,
+                r"load_full_state_dict\(\)": lambda: zero.load_full_state_dict(whole),
+                r"set_full_fp32_param\(\)": lambda: set_full_fp32_param(zero, NAME, whole[NAME]),
+            }.items():
+                with pytest.raises(ZeroError, match=f"{what} under GatheredParameters of '{NAME}'"):
+                    write()
+        optimizer.step()
+
+    on_threads(Topology(1, 2), body)
+
+
+def test_a_graph_of_gathered_parameters_does_not_outlive_their_context() -> None:
+    """What backward would need of them is gone: an error, not gradients of nothing."""
+
+    def body(mesh: Mesh) -> None:
+        net, _ = made(mesh, EXACT)
+        with GatheredParameters(weight(net)):
+            loss = weight(net).square().sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    on_threads(Topology(1, 1), body)
+
+
+@pytest.mark.parametrize("where", ["context", "module"])
+def test_a_replaced_parameter_object_is_an_error(where: str) -> None:
+    """A parameter put in another one's place would train nothing: all ranks say so, and it is put back."""
+
+    def body(mesh: Mesh) -> None:
+        net, zero = made(mesh, EXACT)
+        up = net.get_submodule("blocks.1.up")
+        refused = pytest.raises(ZeroError, match=f"'{NAME}' was replaced by another object")
+        if where == "module":
+            up.weight = nn.Parameter(torch.zeros(up.get_parameter("weight").shape))
+            with refused:
+                net(batch(0, mesh.rank))
+            return
+        before = zero.full_state_dict()[NAME]
+        with refused, GatheredParameters(weight(net), modifier_rank=0):
+            if mesh.rank == 0:
+                up.weight = nn.Parameter(torch.zeros(weight(net).shape))
+        assert torch.equal(zero.full_state_dict()[NAME], before)
+        net(batch(0, mesh.rank)).backward()
+
+    on_threads(Topology(1, 2), body)
+
+
+def test_load_state_dict_loads_a_model_whose_parameters_are_all_seen_whole() -> None:
+    """Each rank loads, as buffers are its own; without all parameters it stays an error."""
+
+    def body(mesh: Mesh) -> None:
+        net, zero = made(mesh, EXACT)
+        ones = {name: torch.ones_like(value) for name, value in VALUES.items()}
+        with GatheredParameters(net.parameters(), modifier_rank=0):
+            net.load_state_dict(ones)
+        assert all(bool((value == 1).all()) for value in zero.full_state_dict().values())
+        loads = pytest.raises(ZeroError, match="GatheredParameters of all its parameters")
+        with loads, GatheredParameters(weight(net), modifier_rank=0):
+            net.load_state_dict(ones)
+
+    on_threads(Topology(1, 2), body)

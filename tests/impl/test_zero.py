@@ -569,3 +569,27 @@ def _losses(mesh: Mesh, policy: Policy, transport: Any) -> list[float]:
 def test_transports_agree_to_the_bit() -> None:
     """Gloo and shared memory give the same losses, bit for bit, with ZeRO++ on four processes."""
     test_transports_agree_everywhere("zeropp", Topology(2, 2))
+
+
+def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it() -> None:
+    """KeyboardInterrupt passes hooks by: what is refused says what to call, and then works."""
+
+    def body(mesh: Mesh) -> None:
+        net = model(Net)
+        zero = shard(net, mesh=mesh, policy=preset("exact", memory=MemoryLimits(max_padding=99.0)))
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        handle = net.get_submodule("blocks.1").register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            net(batch(0, 0))
+        handle.remove()
+        with pytest.raises(ZeroError, match=r"interrupted: call drop_gradients\(\)"):
+            zero.check_idle("access")
+        zero.drop_gradients()
+        zero.check_idle("access")
+        net(batch(0, 0)).backward()
+        zero.finish_backward()
+
+    on_threads(Topology(1, 1), body)
