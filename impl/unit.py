@@ -394,8 +394,8 @@ class Unit:
             for holder in member.holders:
                 if holder.held is not shown:
                     raise ZeroError(
-                        f"parameter {slot.spec.name!r} was replaced by another object in its module after the "
-                        "model was sharded: write its values under GatheredParameters"
+                        f"parameter {slot.spec.name!r} was replaced by another object in its module after "
+                        "the model was sharded: write its values under GatheredParameters"
                     )
 
     def reserve(self) -> None:

@@ -179,8 +179,11 @@ class Zero:
         self._proceeded = True  # since the last one was started
         self._unfinished = False
         for module in {model: None, **dict.fromkeys(modules)}:
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
+            # A compiler computes what lies between the hooks; traced, they would be what they did once.
+            before = torch.compiler.disable(self._pre_forward)  # type: ignore[no-untyped-call]
+            after = torch.compiler.disable(self._post_forward)  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after, with_kwargs=True, always_call=True)
         model.register_load_state_dict_pre_hook(_refuse_load(weakref.ref(self)))  # type: ignore[no-untyped-call]
         clears = weakref.WeakMethod(self._zero_grad)
         for module in {model: None, **dict.fromkeys(modules)}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -576,7 +577,7 @@ def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it() -> None:
 
     def body(mesh: Mesh) -> None:
         net = model(Net)
-        zero = shard(net, mesh=mesh, policy=preset("exact", memory=MemoryLimits(max_padding=99.0)))
+        zero = shard(net, mesh=mesh, policy=EXACT)
 
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
@@ -593,3 +594,30 @@ def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it() -> None:
         zero.finish_backward()
 
     on_threads(Topology(1, 1), body)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # torch's compiler looks at it
+def test_compiled_blocks_train_as_blocks_that_are_not() -> None:
+    """``block.compile()`` compiles what lies between the engine's hooks, which run as they are."""
+
+    def body(mesh: Mesh, *, compiled: bool) -> list[float]:
+        net = copy.deepcopy(base)
+        zero = shard(net, mesh=mesh, policy=EXACT)
+        for block in net if compiled else ():
+            block.compile(backend="eager")
+        optimizer = torch.optim.SGD(zero.param_groups(), lr=0.5)
+        losses = []
+        for _ in range(3):
+            loss = net(batch(0, 0)).square().mean()
+            losses.append(loss.item())
+            loss.backward()
+            zero.finish_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    base = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    plain, compiled = (on_threads(Topology(1, 1), partial(body, compiled=on))[0] for on in (False, True))
+    assert plain == pytest.approx(compiled, rel=1e-5)
