@@ -7,15 +7,18 @@ do, none does (:mod:`impl.agreement`).  docs/checkpoints.md says what is promise
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from impl import __version__, safetensors_file, state
@@ -28,20 +31,23 @@ from impl.checkpoint_files import (
     RANDOM,
     VERSION,
     WEIGHT,
+    Begun,
     Manifest,
     Parts,
     SavedFile,
+    SavedParameter,
+    SavedScale,
     SavedValue,
     begin,
     check_names,
     commit,
+    complete_name,
     file_name,
     give_up,
     held_ranges,
     key_of,
     latest,
     layout_digest,
-    partial,
     read_manifest,
     resolve,
     saved_parameters,
@@ -52,15 +58,25 @@ from impl.checkpoint_files import (
 from impl.disk import CheckpointError
 from impl.optimizer_state import Masters
 from impl.plain_values import from_json, to_json
+from impl.policy import DYNAMIC, LossScale
 from impl.random_state import load_random_states, random_states
 from impl.safetensors_file import Entry, Reader, Written
 from impl.tensor_bytes import content, entry_of, tensor_of
 from impl.unit import Unit
+from impl.wire import Wire
 from impl.zero import Zero
 
 __all__ = ["CheckpointError", "Loaded", "Saving", "latest", "load", "save"]
 
-_saving: dict[Zero, Saving] = {}  # begun in the background and not waited for
+_log = logging.getLogger(__name__)
+
+_saving: weakref.WeakKeyDictionary[Zero, Saving] = weakref.WeakKeyDictionary()  # in the background
+
+
+@atexit.register
+def _say_what_is_lost() -> None:
+    for saving in list(_saving.values()):
+        _log.warning("%s: not complete, and lost: nobody called wait() of its save", saving.path)
 
 
 class Loaded(NamedTuple):
@@ -86,10 +102,16 @@ class Saving:
     """
 
     def __init__(
-        self, zero: Zero, path: Path, keep: int | None, manifest: Manifest, write: Callable[[], Written]
+        self,
+        wire: Wire,
+        begun: Begun,
+        keep: int | None,
+        manifest: Manifest,
+        write: Callable[[], Written],
     ) -> None:
-        self.path = path
-        self._zero, self._keep, self._manifest = zero, keep, manifest
+        self.path = complete_name(begun.partial)
+        self._wire, self._begun = wire, begun  # not the engine, which may go before
+        self._keep, self._manifest = keep, manifest
         self._write = write
         self._outcome: Written | Exception | None = None  # of this rank's file
         self._thread: threading.Thread | None = None
@@ -108,15 +130,17 @@ class Saving:
         if self._failed is not None:
             raise self._failed
         if not self._complete:
-            if _saving.get(self._zero) is self:
-                del _saving[self._zero]
+            for zero in [zero for zero, saving in _saving.items() if saving is self]:
+                del _saving[zero]
             try:
                 self._finish()
             except CheckpointError as error:
                 self._failed = error
-                if self._zero.wire.mesh.rank == 0:
-                    give_up(self.path)
+                if self._wire.mesh.rank == 0:
+                    give_up(self._begun.partial)
                 raise
+            finally:
+                self._begun.release()
             self._complete = True
         return self.path
 
@@ -125,7 +149,7 @@ class Saving:
             self._thread.join()
         else:
             self._run()
-        wire = self._zero.wire
+        wire = self._wire
         told = together(wire, self._told)
         together(wire, lambda: self._commit(told) if wire.mesh.rank == 0 else None)
 
@@ -148,7 +172,7 @@ class Saving:
 
     def _commit(self, told: Sequence[dict[str, Any]]) -> None:
         files = [SavedFile(name=file_name(rank), **one) for rank, one in enumerate(told)]
-        commit(self.path, self._manifest.model_copy(update={"files": files}))
+        commit(self._begun.partial, self._manifest.model_copy(update={"files": files}))
         if self._keep is not None:
             thin(self.path.parent, self._keep)
 
@@ -203,18 +227,29 @@ def save(
         # Extra states of modules are rank 0's, as buffers that are no numbers are.
         return hashlib.sha256(manifests[0].model_copy(update={"state": []}).text().encode()).hexdigest()
 
+    begun: list[Begun] = []
+
     def prepare() -> str:
         if asynchronous:
             items[:] = _copied(items, wire.mesh.device)
-        return begin(folder).name if rank == 0 else ""
+        if rank == 0:
+            begun.append(begin(folder))
+        return begun[0].partial.name if begun else ""
 
     digests = together(wire, describe)
     if odd := [other for other, digest in enumerate(digests) if digest != digests[0]]:
         raise CheckpointError(
             f"rank {odd[0]} would save another extra, or options of optimizers, than rank 0: make them equal"
         )
-    path = folder / together(wire, prepare)[0]
-    saving = Saving(zero, path, keep, manifests[0], lambda: _write(path, rank, items))
+    try:
+        partial = folder / together(wire, prepare)[0]
+    except CheckpointError:
+        for one in begun:
+            give_up(one.partial)
+            one.release()
+        raise
+    here = begun[0] if begun else Begun(partial, None)
+    saving = Saving(wire, here, keep, manifests[0], lambda: _write(partial, rank, items))
     if asynchronous:
         _saving[zero] = saving
         saving.start()
@@ -231,11 +266,10 @@ def _finish_saving(zero: Zero) -> None:
 def _check_between_steps(zero: Zero) -> None:
     """Refuse a moment at which gradients wait to be used: they are not saved."""
     zero.check_finished("save()")
-    waiting = any(master.grad is not None for unit in zero.units for _, master in unit.masters)
-    if zero.clock.micro_batch and waiting:
+    if zero.unused_gradients:
         raise CheckpointError(
-            f"save() after {zero.clock.micro_batch} backward passes whose gradients no optimizer has used: "
-            "they are not saved; save after the step"
+            f"save() with gradients that no optimizer has used, of {zero.unused_gradients} masters: they are "
+            "not saved; save after the step of every optimizer, or drop them with model.zero_grad()"
         )
 
 
@@ -252,7 +286,8 @@ def _identity(zero: Zero) -> dict[str, str]:
 
 def _manifest(zero: Zero, masters: Masters, extra: Any) -> Manifest:
     topology = zero.wire.mesh.topology
-    own = state.parameter_names(zero.model, zero.units)
+    empty = _empty_parameters(zero)
+    own = state.parameter_names(zero.model, zero.units) | {name: of for name, (of, _) in empty.items()}
     entries = []
     for name, value in zero.model.state_dict(keep_vars=True).items():
         if name in own:
@@ -271,13 +306,39 @@ def _manifest(zero: Zero, masters: Masters, extra: Any) -> Manifest:
         micro_batch=zero.clock.micro_batch,
         topology=str(topology),
         of=_identity(zero),
-        parameters=saved_parameters([unit.geometry for unit in zero.units], topology.world),
+        parameters=saved_parameters([unit.geometry for unit in zero.units], topology.world)
+        | dict(empty.values()),
         state=entries,
         optimizers=masters.described(),
-        loss_scale=None if setting is None else (str(setting), zero.scaler.state_dict()),
+        loss_scale=None if setting is None else _scale(setting, zero.scaler.state_dict()),
         extra=to_json(extra, "extra"),
         files=[],
     )
+
+
+def _words(setting: LossScale | None) -> str:
+    """All that makes the loss scale move."""
+    if setting is None:
+        return "none"
+    return str(setting) if setting.least == DYNAMIC.least else f"{setting}:least{setting.least:g}"
+
+
+def _scale(setting: LossScale, state: dict[str, Any]) -> SavedScale:
+    return SavedScale(setting=_words(setting), **state)
+
+
+def _empty_parameters(zero: Zero) -> dict[str, tuple[str, SavedParameter]]:
+    """Parameters without elements that no unit holds, as another layout's may: own name and description."""
+    own = state.parameter_names(zero.model, zero.units)
+    first: dict[int, str] = {}
+    return {
+        name: (
+            first.setdefault(id(value), name),
+            SavedParameter(shape=list(value.shape), trainable=value.requires_grad, ranges=[]),
+        )
+        for name, value in zero.model.state_dict(keep_vars=True).items()
+        if name not in own and isinstance(value, nn.Parameter) and not value.numel()
+    }
 
 
 def _items(zero: Zero, masters: Masters) -> Iterator[_Item]:
@@ -299,9 +360,9 @@ def _items(zero: Zero, masters: Masters) -> Iterator[_Item]:
     for kind, one, values in masters.elements():
         yield _held(key_of(kind, one.name, one.start), values)
     if mesh.rank == 0:
-        own = state.parameter_names(zero.model, zero.units)
+        own, empty = state.parameter_names(zero.model, zero.units), _empty_parameters(zero)
         for name, value in zero.model.state_dict(keep_vars=True).items():
-            if name not in own and isinstance(value, Tensor):
+            if name not in own and name not in empty and isinstance(value, Tensor):
                 yield _held(f"{BUFFER}/{name}", value)
     for name, value in zero.communication_state().items():
         yield _held(f"{CODECS}/{name}", value)
@@ -329,11 +390,11 @@ def _copied(items: Sequence[_Item], device: torch.device) -> list[_Item]:
     return copies
 
 
-def _write(path: Path, rank: int, items: Sequence[_Item]) -> Written:
+def _write(partial: Path, rank: int, items: Sequence[_Item]) -> Written:
     """This rank's file."""
     entries = {item.key: item.entry for item in items}
     contents = (content(item.value()) for item in items)
-    return safetensors_file.write(partial(path) / file_name(rank), entries, contents)
+    return safetensors_file.write(partial / file_name(rank), entries, contents)
 
 
 # Loading
@@ -357,7 +418,7 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     _finish_saving(zero)
     wire = zero.wire
     rank, world = wire.mesh.rank, wire.mesh.topology.world
-    found: list[tuple[Path, Manifest, Masters]] = []
+    found: list[tuple[Path, Manifest, Masters, Any]] = []
 
     def find() -> str:
         zero.check_finished("load()")
@@ -371,13 +432,13 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
                 masters.check(manifest.optimizers)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        found.append((path, manifest, masters))
+        found.append((path, manifest, masters, from_json(manifest.extra)))
         return hashlib.sha256(manifest.text().encode()).hexdigest()
 
     digests = together(wire, find)
     if odd := [other for other, digest in enumerate(digests) if digest != digests[0]]:
         raise CheckpointError(f"{folder}: rank {odd[0]} sees another checkpoint than rank 0")
-    path, manifest, masters = found[0]
+    path, manifest, masters, extra = found[0]
     together(wire, lambda: verify(path, manifest.files[rank::world]))
     dropped: list[str] = []
 
@@ -392,12 +453,14 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
             dropped.extend(_take_run(zero, manifest, parts))
 
     together(wire, take)
-    return Loaded(from_json(manifest.extra), manifest.step, tuple(dropped))
+    return Loaded(extra, manifest.step, tuple(dropped))
 
 
 def _check_model(zero: Zero, manifest: Manifest) -> None:
     """Refuse a checkpoint of another model."""
     own = {slot.spec.name: slot.spec.shape for unit in zero.units for slot in unit.geometry.slots}
+    empty = _empty_parameters(zero)
+    own |= {name: tuple(one.shape) for name, one in empty.values()}
     held = {name: tuple(one.shape) for name, one in manifest.parameters.items()}
     check_names(own, held, "parameters")
     for name, shape in own.items():
@@ -405,8 +468,13 @@ def _check_model(zero: Zero, manifest: Manifest) -> None:
             raise CheckpointError(f"parameter {name!r} is {held[name]} in it, {shape} in the model")
     entries = zero.model.state_dict(keep_vars=True)
     check_names(entries, {one.name: None for one in manifest.state}, "entries of the state dict")
+    sharded = {*state.parameter_names(zero.model, zero.units), *empty}
     for one in manifest.state:
         value = entries[one.name]
+        tensor = "buffer" if isinstance(value, Tensor) else "extra"
+        kind = "parameter" if one.name in sharded else tensor
+        if kind != one.kind and not state.is_extra(one.name):
+            raise CheckpointError(f"{one.name!r} is {one.kind} in it, {kind} in the model")
         if one.tensor is not None and not state.is_extra(one.name):
             inside, here = Entry(one.tensor[0], tuple(one.tensor[1])), entry_of(value, one.name)
             if inside != here:
@@ -446,11 +514,11 @@ def _take_run(zero: Zero, manifest: Manifest, parts: Parts) -> Iterator[str]:
     mesh = zero.wire.mesh
     setting = zero.policy.loss_scale
     if manifest.loss_scale is not None:
-        text, scaler = manifest.loss_scale
-        if text == str(setting):
-            zero.scaler.load_state_dict(scaler)
+        saved = manifest.loss_scale
+        if saved.setting == _words(setting):
+            zero.scaler.load_state_dict(saved.model_dump())
         else:
-            yield f"loss scale of {text}: here {setting or 'none'}"
+            yield f"loss scale of {saved.setting}: here {_words(setting)}"
     identity = _identity(zero)
     differ = [name for name, value in identity.items() if manifest.of.get(name) != value]
     zero.clock.step, zero.clock.micro_batch = manifest.step, manifest.micro_batch

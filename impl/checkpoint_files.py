@@ -10,19 +10,27 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import logging
 import math
 import re
+import secrets
+import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from impl import disk
 from impl.disk import CheckpointError
 from impl.geometry import Slot, UnitGeometry
-from impl.safetensors_file import Entry, Reader, digest_of
+from impl.plain_values import from_json
+from impl.safetensors_file import ITEM_BYTES, Entry, Reader, digest_of
+from impl.strict_json import parsed
+
+_log = logging.getLogger(__name__)
 
 FORMAT: Final = "zeropp checkpoint"
 VERSION: Final = 1
@@ -34,7 +42,7 @@ CODECS: Final = "codecs"  # what this rank's codecs depend on beside weights
 CODES: Final = "codes"  # frames of frozen weights, where they are held as codes
 RANDOM: Final = "random"  # generators' states
 _NAME: Final = re.compile(r"checkpoint-([0-9]{6,})")
-_LEFT: Final = re.compile(r"\.checkpoint-[0-9]{6,}\.(partial|removed)")
+_LEFT: Final = re.compile(r"\.checkpoint-([0-9]{6,})\.[0-9a-f]+\.(partial|removed)")
 _DIGEST: Final = "sha256"  # key of the manifest's own digest, its last
 
 
@@ -91,6 +99,22 @@ def key_of(kind: str, name: str, start: int) -> str:
 # The manifest
 
 
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it cannot be printed in one line")
+    return text
+
+
+def _type_name(name: str) -> str:
+    if name not in ITEM_BYTES:
+        raise ValueError(f"expected one of {', '.join(ITEM_BYTES)}")
+    return name
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Line = Annotated[str, AfterValidator(_printable)]  # shown as it is
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -106,12 +130,14 @@ class SavedRange(NamedTuple):
 class SavedParameter(_Part):
     """A parameter: its shape, whether it was trained, and where its ranges are, in their order."""
 
-    shape: list[int]
+    shape: list[Count]
     trainable: bool
-    ranges: list[tuple[int, int, int]]
+    ranges: list[tuple[Count, Count, Count]]
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
+        if math.prod(size for size in self.shape if size) >= 1 << 63:
+            raise ValueError("it has too many elements")
         ends = [0, *(end for _, end, _ in self.ranges)]
         starts = [*(start for start, _, _ in self.ranges), math.prod(self.shape)]
         if starts != ends or any(start >= end for start, end, _ in self.ranges):
@@ -141,7 +167,7 @@ class SavedValue(_Part):
     name: str
     kind: Literal["parameter", "buffer", "extra"]
     of: str = ""
-    tensor: tuple[str, list[int]] | None = None
+    tensor: tuple[Annotated[str, AfterValidator(_type_name)], list[Count]] | None = None
     value: Any = None
 
 
@@ -153,8 +179,9 @@ class SavedState(_Part):
 
 
 class SavedGroup(_Part):
-    """A parameter group: its parameters in order, and its options."""
+    """Parameters in order, that share options, of one group of the engine, by its number."""
 
+    number: int
     parameters: list[str]
     options: dict[str, Any]
 
@@ -162,7 +189,7 @@ class SavedGroup(_Part):
 class SavedOptimizer(_Part):
     """An optimizer: its class, groups, and state by parameter; none for what has not stepped yet."""
 
-    kind: str
+    kind: Line
     groups: list[SavedGroup]
     state: dict[str, SavedState]
 
@@ -171,8 +198,17 @@ class SavedFile(_Part):
     """A rank's file."""
 
     name: str
-    nbytes: int
+    nbytes: Count
     sha256: str
+
+
+class SavedScale(_Part):
+    """The loss scale: how it moves, and what a resumed run goes on with."""
+
+    setting: Line
+    scale: float = Field(gt=0, allow_inf_nan=False)
+    skipped: Count
+    since: Count
 
 
 class Manifest(_Part):
@@ -189,24 +225,51 @@ class Manifest(_Part):
         parameters: by their own names.
         state: the entries of the unsharded model's state dict, in its order.
         optimizers: in the order in which they were given.
-        loss_scale: how the loss scale moves, and its state; None without one.
+        loss_scale: None without one.
         extra: the caller's.
         files: in the order of their numbers: rank 0's first.
     """
 
     format: str
     version: int
-    writer: str
-    step: int
-    micro_batch: int
-    topology: str
-    of: dict[str, str]
+    writer: Line
+    step: Count
+    micro_batch: Count
+    topology: Line
+    of: dict[str, Line]
     parameters: dict[str, SavedParameter]
     state: list[SavedValue]
     optimizers: list[SavedOptimizer]
-    loss_scale: tuple[str, dict[str, Any]] | None
+    loss_scale: SavedScale | None
     extra: Any
     files: list[SavedFile]
+
+    def check(self) -> None:
+        """Refuse what no save writes, before any of it is used.
+
+        Raises:
+            CheckpointError: naming what.
+        """
+        for number, file in enumerate(self.files):
+            if file.name != file_name(number):
+                raise CheckpointError(f"file {number} is {file.name!r}, expected {file_name(number)}")
+        held = Counter[int]()
+        for one in self.parameters.values():
+            for start, end, number in one.ranges:
+                held[number] += (end - start) * ITEM_BYTES["F32"]
+        for number, nbytes in held.items():
+            if number >= len(self.files) or nbytes > self.files[number].nbytes:
+                raise CheckpointError(f"{nbytes} bytes of parameters do not fit into file {number}")
+        for name, count in Counter(one.name for one in self.state).items():
+            if count > 1:
+                raise CheckpointError(f"state: {name!r} comes {count} times")
+        for value in self.state:
+            if value.kind == "parameter" and value.of not in self.parameters:
+                raise CheckpointError(f"state: {value.name!r} is of {value.of!r}, which is no parameter")
+            if (value.kind == "buffer") != (value.tensor is not None):
+                raise CheckpointError(f"state: {value.name!r} is {value.kind}, with tensor {value.tensor}")
+            from_json(value.value)
+        from_json(self.extra)
 
     def text(self) -> str:
         """The file's text: JSON, whose last key is the SHA-256 of the JSON without it."""
@@ -236,25 +299,39 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        if not stat.S_ISREG(file.lstat().st_mode):
+            raise CheckpointError(f"{file}: not a regular file")
+        held = parsed(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: not a checkpoint: {MANIFEST}: {error.strerror}") from None
     except ValueError:
         raise CheckpointError(f"{file}: cut short, or not JSON") from None
+    try:
+        return _manifest(file, held)
+    except RecursionError:
+        raise CheckpointError(f"{file}: nested too deep") from None
+
+
+def _manifest(file: Path, held: Any) -> Manifest:
+    """``held``, checked."""
     if not isinstance(held, dict) or held.get("format") != FORMAT:
         raise CheckpointError(f"{file}: not a manifest of a {FORMAT}")
     if held.get("version") != VERSION:
         raise CheckpointError(
-            f"{file}: version {held.get('version')} of the format; this program reads version {VERSION}"
+            f"{file}: version {held.get('version')!r} of the format; this program reads version {VERSION}"
         )
     if held.pop(_DIGEST, None) != _digest(held):
         raise CheckpointError(f"{file}: altered since it was written: its digest is another")
     try:
-        return Manifest.model_validate_json(json.dumps(held))
+        manifest = Manifest.model_validate_json(json.dumps(held))
+        manifest.check()
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(str(part) if str(part).isprintable() else repr(part) for part in first["loc"])
         raise CheckpointError(f"{file}: {where}: {first['msg']}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    return manifest
 
 
 def check_names(own: Mapping[str, object], held: Mapping[str, object], what: str) -> None:
@@ -274,7 +351,7 @@ def check_names(own: Mapping[str, object], held: Mapping[str, object], what: str
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in ``folder``, oldest first; none if it is not there."""
     found = {int(match[1]): path for path in _inside(folder) if (match := _NAME.fullmatch(path.name))}
-    return [found[number] for number in sorted(found)]
+    return [found[number] for number in sorted(found) if (found[number] / MANIFEST).is_file()]
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -300,28 +377,64 @@ def resolve(folder: Path) -> Path:
     return newest
 
 
-def partial(path: Path) -> Path:
-    """Where the checkpoint ``path`` is written, until it is complete."""
-    return path.with_name(f".{path.name}.partial")
+class Begun(NamedTuple):
+    """A checkpoint under way: its folder for now, and on rank 0 the lock that says so, for its life."""
+
+    partial: Path
+    lock: disk.Lock | None
+
+    def release(self) -> None:
+        """It is complete, or given up."""
+        if self.lock is not None:
+            self.lock.release()
 
 
-def begin(folder: Path) -> Path:
+def begin(folder: Path) -> Begun:
     """Make room for the next checkpoint, and remove what broken saves have left; rank 0 calls it.
 
-    Returns:
-        What it will be called; :func:`partial` of it is there now.
+    What others are saving here now, in this process or another, is left alone, and has another number.
 
     Raises:
         OSError: if that cannot be done.
     """
-    for path in _inside(folder):
-        if _LEFT.fullmatch(path.name):
-            disk.remove_folder(path)
-    newest = latest(folder)
-    number = 1 if newest is None else int(newest.name.partition("-")[2]) + 1
-    path = folder / f"checkpoint-{number:06d}"
-    disk.make_folder(partial(path))
-    return path
+    with suppress(FileExistsError):
+        disk.make_folder(folder)
+    turn = disk.Lock(folder, wait=True)  # nobody else begins, or clears, meanwhile
+    try:
+        taken = [
+            int(match[1])
+            for path in _inside(folder)
+            if (match := _NAME.fullmatch(path.name))
+            or ((match := _LEFT.fullmatch(path.name)) and not _cleared(path))
+        ]
+        partial = folder / f".checkpoint-{max(taken, default=0) + 1:06d}.{secrets.token_hex(4)}.partial"
+        disk.make_folder(partial)
+        return Begun(partial, disk.Lock(partial, wait=False))
+    finally:
+        turn.release()
+
+
+def _cleared(path: Path) -> bool:
+    """Whether what a save has left is gone; not if the save goes on, or it cannot be removed."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            lock = disk.Lock(path, wait=False)
+            lock.release()
+            if not lock.real:
+                _log.warning("%s: may be of a save under way, as locks are missing here: left alone", path)
+                return False
+        disk.remove_folder(path)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        _log.warning("%s: left by a save, and cannot be removed: %s", path, error.strerror)
+        return False
+    return True
+
+
+def complete_name(partial: Path) -> Path:
+    """What the checkpoint that is written at ``partial`` will be called."""
+    return partial.with_name(partial.name.split(".")[1])
 
 
 def file_name(rank: int) -> str:
@@ -329,38 +442,55 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def commit(path: Path, manifest: Manifest) -> None:
+def commit(partial: Path, manifest: Manifest) -> Path:
     """Complete a checkpoint whose other files are all on disk; the last step is one rename.
+
+    Returns:
+        The checkpoint.
 
     Raises:
         OSError: if that cannot be done; then it is not complete.
+        CheckpointError: if the files are not those that were written, or its name is taken.
     """
-    inside = partial(path)
-    with disk.create(inside / MANIFEST) as file:
+    path = complete_name(partial)
+    for written in manifest.files:
+        _check_size(partial, written)
+    if path.exists():
+        raise CheckpointError(f"{path}: is there already: another run saves into this folder")
+    with disk.create(partial / MANIFEST) as file:
         disk.write(file, manifest.text().encode())
         disk.sync(file)
-    disk.sync_folder(inside)
-    disk.rename(inside, path)
+    disk.sync_folder(partial)
+    disk.rename(partial, path)
     disk.sync_folder(path.parent)
+    return path
 
 
-def give_up(path: Path) -> None:
+def give_up(partial: Path) -> None:
     """Remove what there is of a checkpoint that will not be completed, as far as that can be done."""
     with suppress(OSError):  # the error that led here matters more; the next save tries again
-        disk.remove_folder(partial(path))
+        disk.remove_folder(partial)
 
 
 def thin(folder: Path, keep: int) -> None:
     """Remove all checkpoints but the ``keep`` newest; each leaves its name first, whole.
 
-    Raises:
-        OSError: if that cannot be done.
+    Of a link the name goes alone.  What cannot be removed is logged: the new checkpoint is there.
     """
     for path in checkpoints(folder)[:-keep]:
-        gone = path.with_name(f".{path.name}.removed")
-        disk.rename(path, gone)
-        disk.sync_folder(folder)
-        disk.remove_folder(gone)
+        try:
+            if path.is_symlink():
+                disk.remove_folder(path)
+                disk.sync_folder(folder)
+            else:
+                gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.removed")
+                disk.rename(path, gone)
+                disk.sync_folder(folder)
+                disk.remove_folder(gone)
+        except FileNotFoundError:  # another save removes it
+            continue
+        except OSError as error:
+            _log.warning("%s: older than the %d to be kept, and stays: %s", path, keep, error.strerror)
 
 
 # Reading
@@ -373,13 +503,22 @@ def verify(path: Path, files: Iterable[SavedFile]) -> None:
         CheckpointError: naming the first that is missing, cut short or altered.
     """
     for file in files:
+        _check_size(path, file)
         found = digest_of(path / file.name)
-        if found.nbytes != file.nbytes:
-            raise CheckpointError(
-                f"{path / file.name}: {found.nbytes} bytes, the manifest says {file.nbytes}"
-            )
         if found.sha256 != file.sha256:
             raise CheckpointError(f"{path / file.name}: altered since it was written: its digest is another")
+
+
+def _check_size(path: Path, file: SavedFile) -> None:
+    """Refuse a file that is not one, or of another size than the manifest says."""
+    try:
+        found = (path / file.name).lstat()
+    except OSError as error:
+        raise CheckpointError(f"{path / file.name}: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path / file.name}: not a regular file")
+    if found.st_size != file.nbytes:
+        raise CheckpointError(f"{path / file.name}: {found.st_size} bytes, the manifest says {file.nbytes}")
 
 
 class Parts:
@@ -405,6 +544,11 @@ class Parts:
         if number not in self._readers:
             self._readers[number] = Reader(self._path / self._manifest.files[number].name)
         return self._readers[number]
+
+    def dtype(self, kind: str, name: str) -> str:
+        """The type of what was saved of a parameter that has elements."""
+        start, _, number = self._manifest.parameters[name].ranges[0]
+        return self.file(number).entry(key_of(kind, name, start)).dtype
 
     def read(self, kind: str, name: str, start: int, end: int) -> Iterator[tuple[int, Entry, bytearray]]:
         """Elements [start, end) of a parameter: (offset from ``start``, entry, bytes) of each run.

@@ -6,14 +6,18 @@ Pure: no torch.  A file or folder counts once it, and the folder that names it, 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
+import weakref
 from io import FileIO
 from pathlib import Path
 from typing import Final
 
 Bytes = bytes | bytearray | memoryview
 
+_NO_LOCKS: Final = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system without
 _CHUNK: Final = 1 << 24  # bytes of one system call; Linux writes at most 2 GiB - 4 KiB
 
 
@@ -57,12 +61,15 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it.
+    """Make a folder, and those above it, each synced into the one above.
 
     Raises:
         OSError: if it is there already.
     """
-    path.mkdir(parents=True)
+    missing = [path, *(above for above in path.parents if not above.exists())]
+    for one in reversed(missing):
+        one.mkdir(exist_ok=one != path)  # another run may make those above at the same time
+        sync_folder(one.parent)
 
 
 def rename(old: Path, new: Path) -> None:
@@ -71,5 +78,41 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it."""
-    shutil.rmtree(path)
+    """Remove a folder with all that is in it; of a link, or a file, the name alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, onerror=_unless_gone)
+
+
+def _unless_gone(_function: object, _path: object, raised: tuple[type, BaseException, object]) -> None:
+    if not isinstance(raised[1], FileNotFoundError):  # somebody else removes it too
+        raise raised[1]
+
+
+class Lock:
+    """A folder of which nobody else has the lock (``flock``), until :meth:`release` or this process's end.
+
+    Args:
+        path: of the folder.
+        wait: for whoever has it.
+
+    Attributes:
+        real: whether there is one: not all file systems lock folders.
+
+    Raises:
+        BlockingIOError: if somebody has it, and it is not waited for.
+        OSError: if there is no such folder.
+    """
+
+    def __init__(self, path: Path, *, wait: bool) -> None:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self.release = weakref.finalize(self, os.close, handle)  # also of one that is forgotten
+        self.real = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                self.release()
+                raise
+            self.real = False

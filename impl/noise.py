@@ -63,7 +63,7 @@ class Key:
 
     Attributes:
         seed: of the run.
-        step: optimizer steps before it.
+        step: optimizer steps before it; 0 for frozen weights.
         micro_batch: inside the step; 0 for weights, which do not change there.
         unit: its name.
         purpose: weights or gradients.
@@ -112,9 +112,13 @@ class Clock:
         self.step += 1
         self.micro_batch = 0
 
-    def weights(self, unit: str) -> Key:
-        """The key of a unit's weights: the same for every pass over the same weights."""
-        return Key(self.seed, self.step, 0, unit, "weights")
+    def weights(self, unit: str, *, frozen: bool = False) -> Key:
+        """The key of a unit's weights: the same for every pass over the same weights.
+
+        Frozen ones are the same at every step.  What is gathered of them may stay for the whole run, and a
+        resumed run, which gathers them later, must get the same.
+        """
+        return Key(self.seed, 0 if frozen else self.step, 0, unit, "weights")
 
     def gradients(self, unit: str, rank: int) -> Key:
         """The key of the gradient that ``rank`` sends of a unit."""

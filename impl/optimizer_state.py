@@ -7,7 +7,8 @@ the master.  So another layout, whose masters join other parameters, can be give
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,9 @@ class Owned:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters that its unit holds of its group, on any rank."""
-        return [slot.spec.name for slot in self.geometry.slots if slot.spec.group == self.group]
+        """Of the parameters with elements that its unit holds of its group, on any rank."""
+        slots = (slot.spec for slot in self.geometry.slots if slot.spec.group == self.group)
+        return [spec.name for spec in slots if spec.numel]
 
     def held(self, rank: int) -> Iterator[Range]:
         """What it holds of parameters."""
@@ -113,17 +115,21 @@ class Masters:
                             f"{owned.end - owned.start}: it is not of each element, and cannot be cut"
                         )
                 state |= {name: SavedState(numbers=numbers, elements=elements) for name in owned.names}
-        groups = [
-            SavedGroup(
-                parameters=[name for one in owned for name in one.names],
-                options={
-                    key: _plain(value, f"{where}: option {key!r}")
-                    for key, value in group.items()
-                    if key != "params"
-                },
-            )
-            for owned, group in zip(self._owned[number], self._optimizers[number].param_groups, strict=True)
-        ]
+        groups: list[SavedGroup] = []
+        for masters, group in zip(self._owned[number], self._optimizers[number].param_groups, strict=True):
+            options = {
+                key: _plain(value, f"{where}: option {key!r}")
+                for key, value in group.items()
+                if key != "params"
+            }
+            for own, names in _by_group(masters).items():
+                # A group that lies on two devices is two of the optimizer's.
+                for one in groups:
+                    if (one.number, one.options) == (own, options):
+                        one.parameters.extend(names)
+                        break
+                else:
+                    groups.append(SavedGroup(number=own, parameters=names, options=options))
         kind = type(self._optimizers[number]).__name__
         return SavedOptimizer(kind=kind, groups=groups, state=state)
 
@@ -161,17 +167,41 @@ class Masters:
         kind = type(self._optimizers[number]).__name__
         if kind != saved.kind:
             raise CheckpointError(f"optimizer {number} is {kind}, it holds the state of {saved.kind}")
-        own = [{name for one in group for name in one.names} for group in self._owned[number]]
-        if len(own) != len(saved.groups):
-            raise CheckpointError(f"optimizer {number} has {len(own)} groups, it holds {len(saved.groups)}")
-        for index, (names, group) in enumerate(zip(own, saved.groups, strict=True)):
-            if odd := sorted(names ^ set(group.parameters)):
+        flat = [one for group in self._owned[number] for one in group]
+        own = {index: set(names) for index, names in _by_group(flat).items()}
+        held: dict[int, set[str]] = {}
+        for group in saved.groups:
+            held.setdefault(group.number, set()).update(group.parameters)
+        for index in sorted(own.keys() | held.keys()):
+            names = own.get(index, set())
+            if odd := sorted(names ^ held.get(index, set())):
                 side = "only here" if odd[0] in names else "only in the checkpoint"
                 raise CheckpointError(
                     f"optimizer {number}, group {index}: {len(odd)} names differ, first {odd[0]!r} {side}"
                 )
-        for owned in (one for group in self._owned[number] for one in group):
-            self._shared_state(number, owned, saved)
+        for index in range(len(self._owned[number])):
+            for value in self._options(number, index, saved).values():
+                _value(value)
+        for owned in flat:
+            shared = self._shared_state(number, owned, saved)
+            for value in () if shared is None else shared.numbers.values():
+                _value(value)
+
+    def _options(self, number: int, index: int, saved: SavedOptimizer) -> dict[str, Any]:
+        """The saved options of an optimizer's group here; its own where it holds nothing.
+
+        Raises:
+            CheckpointError: if it joins what had different ones.
+        """
+        names = {name for one in self._owned[number][index] for name in one.names}
+        found = [group for group in saved.groups if names & set(group.parameters)]
+        for other in found[1:]:
+            if other.options != found[0].options:
+                first, second = found[0].parameters[0], other.parameters[0]
+                raise CheckpointError(
+                    f"optimizer {number}: {first!r} and {second!r} share options here, but not in it"
+                )
+        return found[0].options if found else {}
 
     @staticmethod
     def _shared_state(number: int, owned: Owned, saved: SavedOptimizer) -> SavedState | None:
@@ -181,6 +211,8 @@ class Masters:
             CheckpointError: if they differ.
         """
         found = {name: saved.state.get(name) for name in owned.names}
+        if not found:
+            return None
         first, *others = found
         for other in others:
             if found[other] != found[first]:
@@ -208,27 +240,44 @@ class Masters:
             optimizer = self._optimizers[number]
             groups = optimizer.state_dict()["param_groups"]
             loaded = [
-                {**{key: _value(value) for key, value in old.options.items()}, "params": group["params"]}
-                for group, old in zip(groups, one.groups, strict=True)
+                {**group, **{key: _value(value) for key, value in self._options(number, index, one).items()}}
+                for index, group in enumerate(groups)
             ]
             optimizer.load_state_dict({"state": state, "param_groups": loaded})
+            masters = [master for group in optimizer.param_groups for master in group["params"]]
+            for index, values in state.items():
+                own = optimizer.state[masters[index]]
+                for key, value in values.items():
+                    if isinstance(value, Tensor) and own[key].dtype != value.dtype:
+                        # torch gives all state the master's type, which may hold less, or another thing.
+                        own[key] = value.to(own[key].device)
 
     def _values(self, parts: Parts, kind: str, owned: Owned) -> Tensor:
         """(n,) what the files hold for each element of a master; zeros for its padding."""
-        out: Tensor | None = None
+        found = {parts.dtype(kind, name) for name in owned.names}
+        if len(found) != 1:
+            raise CheckpointError(f"{kind} of {owned.names[0]!r} and others of its master: types differ")
+        out = torch.zeros(owned.end - owned.start, dtype=DTYPES[found.pop()])
         for one in owned.held(self._rank):
             for offset, entry, data in parts.read(kind, one.name, one.start, one.end):
-                if out is None:
-                    out = torch.zeros(owned.end - owned.start, dtype=DTYPES[entry.dtype])
                 first = one.at - owned.start + offset
                 values = tensor_of(entry, data)
                 out[first : first + len(values)] = values
-        return torch.zeros(owned.end - owned.start) if out is None else out
+        return out
 
 
 def kind_of(number: int, key: str) -> str:
     """What the entries of state ``key`` of an optimizer are called."""
     return f"optimizer{number}.{key}"
+
+
+def _by_group(owned: Iterable[Owned]) -> dict[int, list[str]]:
+    """Names of parameters by the engine's group."""
+    found: dict[int, list[str]] = {}
+    for one in owned:
+        if one.names:
+            found.setdefault(one.group, []).extend(one.names)
+    return found
 
 
 def _by_element(value: object) -> bool:
@@ -245,8 +294,15 @@ def _plain(value: object, where: str) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """What :func:`_plain` was given."""
+    """What :func:`_plain` was given.
+
+    Raises:
+        CheckpointError: for what it never gives.
+    """
     if isinstance(value, dict) and value.keys() == {NUMBER}:
-        dtype, number = value[NUMBER]
-        return torch.tensor(from_json(number), dtype=DTYPES[dtype])
+        match value[NUMBER]:
+            case [str(dtype), number] if dtype in DTYPES:
+                with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+                    return torch.tensor(from_json(number), dtype=DTYPES[dtype]).view(())
+        raise CheckpointError(f"{str(value)[:60]!r} is no number of an optimizer")
     return from_json(value)

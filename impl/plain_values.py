@@ -50,12 +50,18 @@ def to_json(value: object, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What :func:`to_json` was given."""
+    """What :func:`to_json` was given.
+
+    Raises:
+        CheckpointError: for what it never gives.
+    """
     match value:
-        case {"__tuple__": items} if len(value) == 1:
+        case {"__tuple__": list(items)} if len(value) == 1:
             return tuple(from_json(item) for item in items)
-        case {"__float__": text} if len(value) == 1:
+        case {"__float__": "nan" | "inf" | "-inf" as text} if len(value) == 1:
             return float(text)
+        case {"__tuple__": _} | {"__float__": _}:
+            raise CheckpointError(f"{str(value)[:60]!r} is neither a tuple nor a number that is not finite")
         case dict():
             return {key: from_json(item) for key, item in value.items()}
         case list():

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Final
 
 from impl import disk
 from impl.disk import Bytes, CheckpointError
+from impl.strict_json import parsed
 
 ITEM_BYTES: Final = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -121,6 +123,8 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise CheckpointError(f"{path}: not a regular file")
             self._file = path.open("rb")
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
@@ -138,15 +142,19 @@ class Reader:
                 f"{self.path}: not a safetensors file, or cut short: {size} bytes, header of {length}"
             )
         try:
-            described = json.loads(self._file.read(length))
+            described = parsed(self._file.read(length))
             metadata = dict(described.pop(_METADATA, {}))
-            entries, starts, end = {}, {}, 0
+            entries, starts, runs = {}, {}, []
             for name, one in described.items():
-                entries[name] = Entry(one["dtype"], tuple(map(int, one["shape"])))
-                start, end = one["data_offsets"]
-                starts[name] = _LENGTH + length + int(start)
+                entries[name] = Entry(one["dtype"], tuple(map(_count, one["shape"])))
+                start, end = map(_count, one["data_offsets"])
+                starts[name] = _LENGTH + length + start
+                runs.append((start, end))
                 if end - start != entries[name].nbytes:
                     raise CheckpointError(f"{name!r} has {end - start} bytes, not {entries[name].nbytes}")  # noqa: TRY301
+            ends = [0, *(end for _, end in sorted(runs))]
+            if [start for start, _ in sorted(runs)] != ends[:-1]:
+                raise CheckpointError("its tensors leave gaps, or overlap")  # noqa: TRY301
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -186,6 +194,13 @@ class Reader:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _count(number: object) -> int:
+    """``number``, if it is one that counts something."""
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no count")
+    return number
 
 
 def digest_of(path: Path) -> Written:

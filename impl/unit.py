@@ -546,7 +546,8 @@ class Unit:
         Whenever a master on the device would be encoded with the same noise to the same bits, the frame
         stays; so offloading changes no bit.
         """
-        now = (self.weights_version, self.clock.step if self.policy.weights.stochastic else 0)
+        ages = self.policy.weights.stochastic and self.geometry.trainable
+        now = (self.weights_version, self.clock.step if ages else 0)
         if self._encoded is None:
             self._encoded = self._bytes(self._frame, host=True)
             self.meter.add("host_frames", self._encoded.nbytes)
@@ -559,7 +560,7 @@ class Unit:
     def _encode_master(self, frame: Tensor) -> None:
         codec, noise = self.policy.weights, None
         if codec.stochastic:
-            key = self.clock.weights(self.geometry.name)
+            key = self.clock.weights(self.geometry.name, frozen=not self.geometry.trainable)
             noise = key.noise(self.geometry.bounds(self.wire.mesh.rank)[0])
         ops.encode(codec, self.master, frame, noise=noise)
 

@@ -30,8 +30,8 @@ class Engine(Protocol):
     def check_finished(self, what: str) -> None:
         """Refuse ``what`` after a backward pass that was not finished."""
 
-    def optimizer_stepped(self) -> None:
-        """The masters have new values."""
+    def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
+        """Masters, among other tensors of an optimizer, have new values."""
 
     def check_hidden(self, what: str) -> None:
         """Refuse ``what`` while parameters are seen whole."""
@@ -115,5 +115,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for engine in _owners_of(optimizer):
-        engine.optimizer_stepped()
+        engine.optimizer_stepped(held)

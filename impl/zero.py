@@ -156,6 +156,7 @@ class Zero:
         self._module_buffers = ModuleBuffers(model, shared.wire)
         self._accumulating = False  # this pass adds to local gradients and reduces nothing
         self._passes = 0  # backward passes so far
+        self._unused: set[int] = set()  # masters, by id(), that no optimizer has stepped since
         self._of_module: dict[nn.Module, list[int]] = {}
         for index, module in enumerate(modules):
             self._of_module.setdefault(module, []).append(index)
@@ -284,6 +285,7 @@ class Zero:
         self._calls.clear()
         self._in_backward = self._unfinished = False
         self._clock.next_micro_batch()
+        self._unused.update(id(master) for unit in self.units for _, master in unit.masters)
         self._passes += 1
         if self.policy.order_every and self._passes % self.policy.order_every == 0:
             self.wire.check_order()
@@ -426,13 +428,14 @@ class Zero:
         for unit in self.units:
             unit.weights_changed()
 
-    def optimizer_stepped(self) -> None:
-        """An optimizer that holds masters has stepped; called by itself, from the watch.
+    def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
+        """An optimizer that holds ``masters`` has stepped; called by itself, from the watch.
 
         Several optimizers that step after one backward pass are one step.  Frozen weights did not change.
         """
         if self._clock.micro_batch:
             self._clock.next_step()
+        self._unused.difference_update(map(id, masters))
         for unit in self.units:
             if unit.geometry.trainable:
                 unit.weights_changed()
@@ -448,6 +451,12 @@ class Zero:
             ZeroError: if it is of another run, or not whole; nothing is changed then.
         """
         state.load_communication_state(self.units, self._clock, self.wire, self.policy, given)
+
+    @property
+    def unused_gradients(self) -> int:
+        """Masters of this rank whose gradient waits for its optimizer's step."""
+        masters = [master for unit in self.units for _, master in unit.masters]
+        return sum(master.grad is not None and id(master) in self._unused for master in masters)
 
     @property
     def clock(self) -> Clock:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import random
+import re
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +22,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from impl import disk
+from impl import checkpoint, checkpoint_files, disk
 from impl.agreement import MESSAGE_BYTES
 from impl.checkpoint import CheckpointError, Loaded, latest, load, save
 from impl.checkpoint_files import MANIFEST, WEIGHT, Parts, checkpoints, read_manifest
 from impl.codec import parse
 from impl.mesh import Mesh
+from impl.plain_values import NUMBER
 from impl.policy import PRESETS, Feedback, LossScale, Offload, Policy, preset
 from impl.tensor_bytes import tensor_of
 from impl.topology import Topology
 from impl.wire import Wire
-from impl.zero import ZeroError, shard
+from impl.zero import Zero, ZeroError, shard
 from tests.models import Net, Odd
 from tests.ranks import on_processes, on_threads
 from tests.strategies import ROOMY, policies, topologies
@@ -188,6 +192,26 @@ def _resumed_odd(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module) -> bo
     assert load(folder, again.zero, again.optimizers).dropped == ()
     codes = [torch.equal(unit.held, before) for unit, before in zip(again.zero.units, held, strict=True)]
     return all(codes) and again.step(1) == loss and same(again.state(), run.state())
+
+
+def _frozen_resumed(mesh: Mesh, folder: Path, policy: Policy) -> bool:
+    net = copy.deepcopy(NET)
+    net.blocks[1].requires_grad_(requires_grad=False)
+    return _resumed(mesh, folder, policy, 1, net)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        replace(PRESETS["zeropp"], weights=NOISY, memory=ROOMY),
+        replace(PRESETS["zero2"], weights=NOISY, memory=ROOMY),
+        replace(PRESETS["zeropp"], weights=NOISY, memory=ROOMY, offload=Offload(optimizer=1, weights=1)),
+    ],
+    ids=["hpz", "stage2", "offload"],
+)
+def test_frozen_weights_keep_their_noise(tmp_path: Path, policy: Policy) -> None:
+    """What was gathered of them by a stochastic codec at the first step is gathered again by a later one."""
+    assert all(on_threads(Topology(2, 2), _frozen_resumed, tmp_path, policy))
 
 
 @pytest.mark.parametrize("name", ["zero1", "feedback"])
@@ -349,6 +373,87 @@ def _optimizer(mesh: Mesh, folder: Path, optimizer: Any, loads: bool) -> None:
     run.step(1)
 
 
+class Mixed(torch.optim.Optimizer):
+    """Momentum in 16 bits, a count of 64 and a sum in 64, for each element; a number of 64."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master.grad is None:
+                    continue
+                state = self.state[master]
+                if not state:
+                    state["mean"] = torch.zeros_like(master, dtype=torch.bfloat16)
+                    state["count"] = torch.zeros_like(master, dtype=torch.int64)
+                    state["sum"] = torch.zeros_like(master, dtype=torch.float64)
+                    state["seen"] = torch.tensor(1 << 40)
+                state["mean"].mul_(0.9).add_(master.grad.bfloat16())
+                state["count"] += (master.grad != 0).long() << 40  # padding has no gradient, and no state
+                state["sum"] += master.grad.double() / 3
+                state["seen"] += 1
+                master.add_(state["mean"].float(), alpha=-group["lr"])
+
+
+def _mixed(mesh: Mesh, folder: Path) -> bool:
+    run = Run(mesh, EXACT, NET, optimizer=Mixed)
+    run.step(0)
+    save(folder, run.zero, run.optimizers)
+    again = Run(mesh, EXACT, NET, optimizer=Mixed)
+    load(folder, again.zero, again.optimizers)
+    states = [[*one.optimizers[0].state_dict()["state"].values()] for one in (run, again)]
+    equal = [
+        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key])
+        for one, other in zip(*states, strict=True)
+        for key in one
+    ]
+    losses = [[one.step(1), one.step(2)] for one in (run, again)]  # all ranks step, whatever they found
+    return all(equal) and losses[0] == losses[1]
+
+
+def test_state_keeps_its_types(tmp_path: Path) -> None:
+    """State of an optimizer that is not fp32 is not made so: bits come back, and the run goes on alike."""
+    assert all(on_threads(Topology(1, 3), _mixed, tmp_path))
+
+
+def _split(zero: Zero, at: int, lr: float = 1e-2) -> torch.optim.Optimizer:
+    """AdamW with the engine's first group in two dicts, as where some of its masters lie on the host."""
+    first, *rest = zero.param_groups({1: {"weight_decay": 0.0}})
+    masters = first["params"]
+    halves = [{"params": masters[:at], "lr": lr}, {"params": masters[at:]}]
+    return torch.optim.AdamW([*halves, *rest], lr=1e-2)
+
+
+def _other_split(mesh: Mesh, folder: Path, at: int) -> str:
+    run = Run(mesh, EXACT, NET)
+    run.optimizers = [_split(run.zero, 1)]
+    run.step(0)
+    save(folder, run.zero, run.optimizers)
+    loss = run.step(1)
+    again = Run(mesh, EXACT, NET)
+    again.optimizers = [_split(again.zero, at)] if at else again.optimizers
+    load(folder, again.zero, again.optimizers)
+    assert again.step(1) == loss
+    assert same(again.state(), run.state())
+    save(folder, again.zero, [_split(again.zero, 2, lr=0.5)])
+    with pytest.raises(CheckpointError) as told:
+        load(folder, again.zero, again.optimizers)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_group_may_lie_on_two_devices(tmp_path: Path, at: int) -> None:
+    """Whether, and where, an engine's group is two of the optimizer's makes no difference to a checkpoint;
+    unless they have different options, which one group cannot take over.
+    """
+    (told,) = set(on_threads(Topology(1, 2), _other_split, tmp_path, at))
+    assert "share options here, but not in it" in told
+
+
 def test_groups_that_hold_copies_save_once(tmp_path: Path) -> None:
     """MiCS: every element is in one file alone, and all ranks write a part."""
     on_threads(Topology(2, 2), _written, tmp_path, POLICIES["mics"], NET, 16)
@@ -373,6 +478,44 @@ def test_what_is_left_is_said(tmp_path: Path) -> None:
         "errors that gradient codecs carried: it was saved with topology 2x2, here 1x2",
         "random states of 4 ranks: here 2",
     )
+
+
+def _least(mesh: Mesh, folder: Path) -> tuple[str, ...]:
+    for least in (1.0, 4.0):
+        policy = replace(EXACT, compute="fp16", loss_scale=LossScale(initial=8.0, least=least))
+        zero = shard(copy.deepcopy(NET), mesh=mesh, policy=policy)
+        dropped = load(folder, zero).dropped if least > 1 else ()
+        save(folder, zero)
+    return dropped
+
+
+def test_another_least_loss_scale_is_another_setting(tmp_path: Path) -> None:
+    """The scale's state is not taken over by a run that would let it fall less far."""
+    told = on_threads(Topology(1, 1), _least, tmp_path)
+    assert told == [("loss scale of dynamic:from8: here dynamic:from8:least4",)]
+
+
+class Hollow(nn.Module):
+    """Parameters without elements: alone in a block, and beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(16, 16), nn.Linear(0, 0, bias=False), nn.Linear(16, 16)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 16) to a loss."""
+        return self.blocks[2](self.blocks[0](x)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_parameters_without_elements_go_between_layouts(tmp_path: Path) -> None:
+    """They are parameters whether or not a unit holds them: one unit hands on to one per block, and back."""
+    net = model(Hollow)
+    on_threads(Topology(1, 2), _written, tmp_path, EXACT, net, 16)
+    for blocks in (False, True):
+        assert on_threads(Topology(1, 1), _passed_on, tmp_path, EXACT, net, blocks)
+    for path in checkpoints(tmp_path):
+        assert {one.kind for one in read_manifest(path).state} == {"parameter"}
 
 
 # Refusals
@@ -479,6 +622,17 @@ def test_checkpoints_of_others_are_refused(
         raise CheckpointError(told)
 
 
+def test_numbers_that_no_optimizer_has_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    """A type that there is not, in a manifest with a right digest."""
+    on_threads(Topology(1, 2), _written, tmp_path, EXACT, NET, 16)
+    file = tmp_path / "checkpoint-000001" / MANIFEST
+    held = json.loads(re.sub(rf'("{NUMBER}":\s*\[\s*)"F32"', r'\1"XX"', file.read_text()))
+    del held["sha256"]
+    file.write_text(json.dumps({**held, "sha256": checkpoint_files._digest(held)}))
+    (told,) = set(on_threads(Topology(1, 2), _refused, tmp_path, NET, torch.optim.AdamW, 1))
+    assert "is no number of an optimizer" in told
+
+
 def _bad_save(mesh: Mesh, folder: Path, how: str) -> str:
     run = Run(mesh, EXACT, NET)
     extra: Any = None
@@ -493,6 +647,12 @@ def _bad_save(mesh: Mesh, folder: Path, how: str) -> str:
         case "gradients":
             run.net(batch(0, mesh.rank)).backward()
             run.zero.finish_backward()
+        case "half":
+            masters = run.zero.param_groups()[0]["params"]
+            run.optimizers = [torch.optim.SGD(masters[:1], lr=0.1), torch.optim.SGD(masters[1:], lr=0.1)]
+            run.net(batch(0, mesh.rank)).backward()
+            run.zero.finish_backward()
+            run.optimizers[0].step()
         case "unfinished":
             run.net(batch(0, mesh.rank)).backward()
         case "foreign":
@@ -518,12 +678,13 @@ def _bad_save(mesh: Mesh, folder: Path, how: str) -> str:
         ("extra", r"rank 1: extra\['tensor'\]: Tensor cannot be written as JSON"),
         ("differ", "rank 2 would save another extra, or options of optimizers, than rank 0"),
         ("lr", "rank 1 would save another extra, or options of optimizers"),
-        ("gradients", "save\\(\\) after 1 backward passes whose gradients no optimizer has used"),
+        ("gradients", "save\\(\\) with gradients that no optimizer has used, of \\d+ masters"),
+        ("half", "save\\(\\) with gradients that no optimizer has used, of \\d+ masters"),
         ("unfinished", "call finish_backward\\(\\) first"),
         ("foreign", "optimizer 0 holds what is no master of this engine"),
         ("shape", "state 'factor' has 3 elements for a master of"),
         ("keep", "keep = 0: expected 1 or more"),
-        ("folder", "file: Not a directory|file/.checkpoint-000001.partial: Not a directory"),
+        ("folder", "file: Not a directory"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_all_ranks(tmp_path: Path, how: str, words: str) -> None:
@@ -579,6 +740,52 @@ def _asynchronous(mesh: Mesh, folder: Path) -> bool:
 def test_a_save_in_the_background_holds_the_moment_it_began(tmp_path: Path) -> None:
     """Training goes on at once; the checkpoint is of before, and the next save or load waits for it."""
     assert all(on_threads(Topology(1, 2), _asynchronous, tmp_path))
+
+
+def _two_engines(mesh: Mesh, folder: Path) -> list[Any]:
+    runs = [Run(mesh, EXACT, NET) for _ in range(2)]
+    saving = [save(folder, run.zero, extra=number, asynchronous=True) for number, run in enumerate(runs)]
+    paths = [one.wait() for one in saving]
+    return [load(path, run.zero).extra for path, run in zip(paths, runs, strict=True)]
+
+
+def test_two_engines_may_save_into_one_folder_at_once(tmp_path: Path) -> None:
+    """Each has a checkpoint of its own, whole."""
+    assert on_threads(Topology(1, 2), _two_engines, tmp_path) == [[0, 1], [0, 1]]
+
+
+def _forgotten(mesh: Mesh, folder: Path) -> bool:
+    run = Run(mesh, EXACT, NET)
+    saving = save(folder, run.zero, asynchronous=True)
+    engine = weakref.ref(run.zero)
+    del run
+    gc.collect()
+    gone = engine() is None
+    saving.wait()
+    return gone
+
+
+def test_a_save_in_the_background_does_not_hold_the_engine(tmp_path: Path) -> None:
+    """It holds copies of values alone, and is completed without the engine."""
+    assert on_threads(Topology(1, 1), _forgotten, tmp_path) == [True]
+
+
+def _never_waited(mesh: Mesh, folder: Path) -> str:
+    run = Run(mesh, EXACT, NET)
+    saving = save(folder, run.zero, asynchronous=True)
+    checkpoint._say_what_is_lost()
+    saving.wait()
+    checkpoint._say_what_is_lost()
+    return saving.path.name
+
+
+def test_a_save_that_nobody_waits_for_is_said_at_exit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning names the checkpoint that will not be; of one that is complete nothing is said."""
+    assert on_threads(Topology(1, 1), _never_waited, tmp_path) == ["checkpoint-000001"]
+    (line,) = caplog.messages
+    assert line.endswith("checkpoint-000001: not complete, and lost: nobody called wait() of its save")
 
 
 def _full(mesh: Mesh, folder: Path, asynchronous: bool) -> tuple[str, str]:

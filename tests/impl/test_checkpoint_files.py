@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impl import disk
 from impl.checkpoint_files import (
     Manifest,
+    SavedFile,
     SavedParameter,
     _digest,
     begin,
@@ -23,6 +30,7 @@ from impl.checkpoint_files import (
     saved_parameters,
     saved_ranges,
     thin,
+    verify,
 )
 from impl.disk import CheckpointError
 from impl.geometry import ParameterSpec, UnitGeometry, lay_out
@@ -94,26 +102,83 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     assert latest(tmp_path) is None
     assert latest(tmp_path / "nowhere") is None
-    path = begin(tmp_path)
+    broken = begin(tmp_path)
+    broken.release()  # its process is gone
     assert checkpoints(tmp_path) == []
-    assert begin(tmp_path) == path
-    commit(path, EMPTY)
-    assert checkpoints(tmp_path) == [path]
-    (tmp_path / "checkpoint-1000000").mkdir()  # by number, not by name
+    path = commit(begin(tmp_path).partial, EMPTY)
+    assert checkpoints(tmp_path) == [path] == [tmp_path / "checkpoint-000001"]
+    shutil.copytree(path, tmp_path / "checkpoint-1000000")  # by number, not by name
     assert latest(tmp_path) == tmp_path / "checkpoint-1000000"
-    assert begin(tmp_path).name == "checkpoint-1000001"
+    (tmp_path / "checkpoint-1000004").mkdir()  # without a manifest
+    assert latest(tmp_path) == tmp_path / "checkpoint-1000000"
+    assert commit(begin(tmp_path).partial, EMPTY).name == "checkpoint-1000005"
     thin(tmp_path, 1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".checkpoint-1000001.partial",
-        "checkpoint-1000000",
-        "notes",
-    ]
+    names = ["checkpoint-1000004", "checkpoint-1000005", "notes"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+def test_what_others_save_now_is_left_alone(tmp_path: Path) -> None:
+    """Two saves under way in one folder have numbers of their own, and each is completed, in any order."""
+    first, second = begin(tmp_path), begin(tmp_path)
+    assert first.partial.is_dir()
+    assert commit(second.partial, EMPTY).name == "checkpoint-000002"
+    assert begin(tmp_path).partial.name.startswith(".checkpoint-000003.")
+    assert commit(first.partial, EMPTY).name == "checkpoint-000001"
+    assert len(checkpoints(tmp_path)) == 2
+
+
+def test_a_checkpoint_is_completed_of_the_files_that_were_written(tmp_path: Path) -> None:
+    """A file that has gone, or changed its size, is an error; nothing is complete then."""
+    begun = begin(tmp_path)
+    held = EMPTY.model_copy(update={"files": [SavedFile(name="rank-00000.safetensors", nbytes=3, sha256="")]})
+    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors: No such file"):
+        commit(begun.partial, held)
+    (begun.partial / "rank-00000.safetensors").write_bytes(b"four")
+    with pytest.raises(CheckpointError, match="4 bytes, the manifest says 3"):
+        commit(begun.partial, held)
+    assert checkpoints(tmp_path) == []
+
+
+def test_where_folders_have_no_locks_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A partial checkpoint that may be of another save stays, and a line says so."""
+
+    def unknown(*_: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    first = begin(tmp_path)
+    second = begin(tmp_path)
+    assert first.partial.is_dir()
+    assert second.partial != first.partial
+    assert "may be of a save under way" in caplog.text
+
+
+def test_thinning_takes_links_and_what_cannot_be_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a link the name goes and its target stays; a disk that refuses is a warning, not an error."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    commit(begin(run).partial, EMPTY).rename(elsewhere)
+    (run / "checkpoint-000001").symlink_to(elsewhere)
+    commit(begin(run).partial, EMPTY)
+    thin(run, 1)
+    assert [path.name for path in run.iterdir()] == ["checkpoint-000002"]
+    assert read_manifest(elsewhere) == EMPTY
+    commit(begin(run).partial, EMPTY)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(disk, "rename", refuse)
+    thin(run, 1)
+    assert "checkpoint-000002: older than the 1 to be kept, and stays: Permission denied" in caplog.text
 
 
 def test_a_manifest_comes_back_and_is_checked_by_its_types(tmp_path: Path) -> None:
     """Also one with a right digest: the first value of a wrong type is named."""
-    path = begin(tmp_path)
-    commit(path, EMPTY)
+    path = commit(begin(tmp_path).partial, EMPTY)
     assert read_manifest(path) == EMPTY
     held = {**json.loads(EMPTY.text()), "step": "one"}
     del held["sha256"]
@@ -124,3 +189,83 @@ def test_a_manifest_comes_back_and_is_checked_by_its_types(tmp_path: Path) -> No
     (path / "manifest.json").write_text(json.dumps({**held, "sha256": _digest(held)}))
     with pytest.raises(CheckpointError, match=re.escape("manifest.json: step: Field required")):
         read_manifest(path)
+
+
+FILE = {"name": "rank-00000.safetensors", "nbytes": 64, "sha256": "0" * 64}
+VALUE = {"name": "v", "kind": "extra", "of": "", "tensor": None, "value": None}
+PARAMETER = {"shape": [4], "trainable": True, "ranges": [[0, 4, 0]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"files": [{**FILE, "name": "/dev/zero"}]}, "file 0 is '/dev/zero', expected rank-00000"),
+        ({"files": [{**FILE, "name": "../../rank-00000.safetensors"}]}, "file 0 is '../../rank"),
+        ({"files": [{**FILE, "nbytes": -1}]}, "files.0.nbytes: Input should be greater than or equal to 0"),
+        ({"step": -1}, "step: Input should be greater"),
+        ({"step": 1 << 80}, "step: "),
+        ({"extra": float("nan")}, "cut short, or not JSON"),
+        ({"extra": {"__float__": "abc"}}, "is neither a tuple nor a number that is not finite"),
+        ({"extra": {"__tuple__": 3}}, "is neither a tuple nor"),
+        ({"parameters": {"p": {**PARAMETER, "shape": [-2, -2]}}}, "parameters.p.shape.0: Input should be"),
+        (
+            {"parameters": {"p": {**PARAMETER, "shape": [1 << 50], "ranges": [[0, 1 << 50, 0]]}}},
+            "4503599627370496 bytes of parameters do not fit into file 0",
+        ),
+        ({"parameters": {"p": {**PARAMETER, "shape": [1 << 62, 4, 0], "ranges": []}}}, "too many elements"),
+        ({"parameters": {"p": {**PARAMETER, "ranges": [[0, 4, 7]]}}}, "do not fit into file 7"),
+        ({"state": [{**VALUE, "kind": "parameter", "of": "q"}]}, "'v' is of 'q', which is no parameter"),
+        ({"state": [{**VALUE, "kind": "buffer"}]}, "'v' is buffer, with tensor None"),
+        ({"state": [{**VALUE, "kind": "buffer", "tensor": ["F32", [-1]]}]}, "state.0.tensor.1.0: "),
+        ({"state": [{**VALUE, "kind": "buffer", "tensor": ["F33", [1]]}]}, "expected one of F64"),
+        ({"state": [VALUE, VALUE]}, "'v' comes 2 times"),
+        ({"writer": "\x1b[31mred"}, "writer: Value error, it cannot be printed in one line"),
+        ({"of": {"\x1b": 1}}, r"of.'\\x1b': Input should be a valid string"),
+        ({"loss_scale": {"setting": "dynamic"}}, "loss_scale.scale: Field required"),
+        (
+            {"loss_scale": {"setting": "8", "scale": 0.0, "skipped": 0, "since": 0}},
+            "loss_scale.scale: Input should be greater than 0",
+        ),
+    ],
+)
+def test_a_manifest_that_no_save_writes_is_refused_in_one_line(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    """Paths of others, sizes that are none, numbers without meaning, control characters: by name."""
+    held = {**json.loads(EMPTY.text()), "files": [FILE], **change}
+    del held["sha256"]
+    (tmp_path / "manifest.json").write_text(json.dumps({**held, "sha256": _digest(held)}))
+    with pytest.raises(CheckpointError, match=re.escape(words) if "\\" not in words else words) as told:
+        read_manifest(tmp_path)
+    assert str(told.value).isprintable()
+
+
+def test_a_manifest_that_is_no_json_or_no_file_is_refused(tmp_path: Path) -> None:
+    """Nested without end, a key twice, and a pipe that would keep its reader waiting."""
+    file = tmp_path / "manifest.json"
+    deep = json.dumps({"format": "zeropp checkpoint", "version": 1, "x": 0})
+    for text, words in [
+        ("[" * 200_000, "cut short, or not JSON"),
+        (deep.replace("0}", "[" * 5000 + "]" * 5000 + "}"), "not JSON|too deep|altered"),
+        ('{"format": "a", "format": "b"}', "cut short, or not JSON"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=words):
+            read_manifest(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"manifest.json: not a regular file"):
+        read_manifest(tmp_path)
+
+
+def test_files_are_looked_at_before_they_are_read(tmp_path: Path) -> None:
+    """A pipe, a link and a file of another size are refused unopened."""
+    saved = SavedFile(name="rank-00000.safetensors", nbytes=3, sha256="")
+    path = tmp_path / saved.name
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        verify(tmp_path, [saved])
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        verify(tmp_path, [saved])
