@@ -23,10 +23,10 @@ from impl import reference
 from impl.codec import Codec
 from impl.geometry import UnitGeometry
 from impl.hosts_traffic import GroupGeometry
+from impl.nested import cast_tensors
 from impl.noise import Clock
 from impl.policy import Policy
 from impl.reference import DTYPES
-from impl.zero import cast_tensors
 
 TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
 Batch = tuple[Tensor, Tensor]

@@ -26,16 +26,17 @@ from torch import Tensor, nn
 
 from impl import ops, state
 from impl.blocks import GroupOf, drafts_of, find_blocks, geometry_of, plan_units
-from impl.collectives import Transfer
 from impl.construction import give_values
 from impl.cut import taken_over
 from impl.external import external_to
 from impl.mesh import Mesh
 from impl.module_buffers import ModuleBuffers
+from impl.nested import cast_tensors, tensors_in
 from impl.noise import Clock
 from impl.offload import MEMORY, Host
 from impl.policy import Offload, Policy
 from impl.pool import Meter, Pool, Reserve
+from impl.reductions import Reductions
 from impl.reference import DTYPES
 from impl.saved import SavedTensors
 from impl.scaling import LossScaler, Stepped
@@ -46,7 +47,7 @@ from impl.unit import Shared, Unit, ZeroError
 from impl.watch import watch_optimizers
 from impl.wire import Tag, Wire
 
-__all__ = ["Zero", "ZeroError", "cast_tensors", "find_blocks", "plan_units", "shard"]
+__all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
 
 
 def shard(
@@ -173,11 +174,9 @@ class Zero:
         self._saved = SavedTensors()
         self._called_alone: nn.Module | None = None
         self._in_backward = False
-        self._reduced: set[int] = set()  # of this backward pass
-        self._ready: set[int] = set()
-        self._position = 0  # in the order of reductions
-        self._transfers: dict[int, Transfer] = {}  # reductions under way, by unit, in their order
-        self._proceeded = True  # since the last one was started
+        self._reductions = Reductions(
+            self.units, self._schedule.reduction_order, self.policy.memory.reduce_bucket
+        )
         self._unfinished = False
         for module in {model: None, **dict.fromkeys(modules)}:
             # A compiler computes what lies between the hooks; traced, they would be what they did once.
@@ -267,21 +266,16 @@ class Zero:
         """
         if not self._unfinished:
             raise ZeroError("finish_backward() without a backward pass before it")
-        for index in self._schedule.reduction_order:
-            if self._accumulating:
-                self.units[index].end_pass()
-            elif self.units[index].geometry.trainable and index not in self._reduced:
-                self._start_reduction(index)
-        for transfer in self._transfers.values():
-            transfer.wait()
-        self._transfers.clear()
+        if self._accumulating:
+            for unit in self.units:
+                unit.end_pass()
+        else:
+            self._reductions.start_all()
+        self._reductions.finish()
         for unit in self.units:
             unit.release()
             unit.land()
         self._weights.trim()
-        self._reduced.clear()
-        self._ready.clear()
-        self._position = 0
         self._calls.clear()
         self._in_backward = self._unfinished = False
         self._clock.next_micro_batch()
@@ -559,8 +553,7 @@ class Zero:
                         unit.release()
                 case "reduce":
                     if not self._accumulating:
-                        self._ready.add(action.unit)
-                        self._start_ready()
+                        self._reductions.ready(action.unit)
 
     def _under_way(self) -> int:
         """Units that are being gathered."""
@@ -618,7 +611,7 @@ class Zero:
         Leaves are left out: they outlive the pass, and so would the hook.
         """
         self._calls[module] = self._calls.get(module, 0) + 1
-        tensors = [tensor for tensor in _tensors(inputs) if tensor.grad_fn is not None]
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.grad_fn is not None]
         if module is self.model or not tensors:
             return
         reference, left = weakref.ref(self), [len(tensors)]
@@ -639,7 +632,7 @@ class Zero:
         self._running -= 1
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputed: kept until its backward
             return
-        outputs = list(_tensors(output))
+        outputs = list(tensors_in(output))
         for index in self._of_module.get(module, ()):
             unit = self.units[index]
             address = unit.storage_address
@@ -663,6 +656,7 @@ class Zero:
         if self._seen is not None:
             rest = [i for i in self._schedule.order if i not in self._seen]
             self._schedule = self._scheduled((*self._seen, *rest), self._schedule.outer)
+            self._reductions.order = self._schedule.reduction_order
             self._seen = None
         addresses = {
             tensor.untyped_storage().data_ptr() for tensor in outputs if tensor.device.type != "meta"
@@ -692,7 +686,7 @@ class Zero:
             self._bring(index, self._phase())
 
     def _post_external(self, module: nn.Module, _: Any, output: Any) -> None:
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in _tensors(output)}
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(output)}
         kept = self._kept if torch.is_grad_enabled() else ()
         for index in self._brought.pop() if self._brought else ():  # none if an earlier hook failed
             if self.units[index].storage_address not in addresses:
@@ -775,7 +769,7 @@ class Zero:
         for index in self._of_module[module]:
             self._carry_out(self._schedule.pre_backward(index), "backward")
             unit = self.units[index]
-            if unit.geometry.trainable and not unit.armed and index not in self._reduced:
+            if unit.geometry.trainable and not unit.armed and index not in self._reductions.started:
                 unit.arm()
 
     def _collector(self, index: int, number: int, *, outside: bool = False) -> Callable[[Tensor], None]:
@@ -790,18 +784,18 @@ class Zero:
 
     def _collect_outside(self, index: int, number: int) -> None:
         """A gradient arrived at a stand-in; see :meth:`Unit.collect_outside`."""
-        if index in self._reduced and number not in self.units[index].whole:
+        if index in self._reductions.started and number not in self.units[index].whole:
             self._next_pass()
         self.units[index].collect_outside(number)
         self._in_backward = self._unfinished = True
 
     def _collect(self, index: int, number: int) -> None:
         self._in_backward = self._unfinished = True
-        if index in self._reduced:
+        if index in self._reductions.started:
             self._next_pass()
         if not self.units[index].collecting:  # the first of its unit: all ranks' reductions are here
-            self._proceed()
-        in_turn = not self._accumulating and self._next_in_order() == index
+            self._reductions.proceed()
+        in_turn = not self._accumulating and self._reductions.next() == index
         if self.units[index].collect(number, in_turn=in_turn):
             self._carry_out(self._schedule.post_backward(index), "backward")
 
@@ -812,46 +806,6 @@ class Zero:
             "each backward pass; in reentrant checkpoints a parameter that is used twice brings its "
             "gradient in parts, so use_reentrant=False there"
         )
-
-    def _start_ready(self) -> None:
-        """Start reductions in the one order that all ranks share; an early one waits its turn."""
-        while (index := self._next_in_order()) is not None and index in self._ready:
-            self._start_reduction(index)
-
-    def _next_in_order(self) -> int | None:
-        """The unit whose gradient is the next to be reduced."""
-        order = self._schedule.reduction_order
-        while self._position < len(order):
-            index = order[self._position]
-            if self.units[index].geometry.trainable and index not in self._reduced:
-                return index
-            self._position += 1
-        return None
-
-    def _start_reduction(self, index: int) -> None:
-        """Start one, after the others have gone on by a message, within the limit on those under way."""
-        self._proceed()
-        self._proceeded = False
-        left = self.policy.memory.reduce_bucket - self.units[index].geometry.padded
-        under_way = {i: self.units[i].geometry.padded for i, t in self._transfers.items() if not t.complete}
-        for earlier in list(under_way):
-            if sum(under_way.values()) > left:
-                self._transfers[earlier].wait()
-                del under_way[earlier]
-        self._transfers = {i: transfer for i, transfer in self._transfers.items() if not transfer.complete}
-        self._transfers[index] = self.units[index].reduce()
-        self._reduced.add(index)
-
-    def _proceed(self) -> None:
-        """Let every reduction under way post its next message, so that no link idles.
-
-        Once for each reduction that was started: when the first gradient after it arrives, or else when the
-        next one starts.  So ranks post in one order, whichever units bring them gradients.
-        """
-        if not self._proceeded:
-            self._proceeded = True
-            for transfer in self._transfers.values():
-                transfer.proceed()
 
     def check_finished(self, what: str) -> None:
         """Refuse ``what`` after a backward pass that was not finished.
@@ -889,29 +843,3 @@ def _refuse_copy(_: object) -> None:
         "deepcopy() of a sharded model: weights and hooks are one engine's; copy the model before shard(), "
         "or give a new one Zero.full_state_dict()"
     )
-
-
-def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors, in tuples, lists and dicts, in ``dtype``."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {name: cast_tensors(item, dtype) for name, item in value.items()}
-    if isinstance(value, list) or type(value) is tuple:
-        return type(value)(cast_tensors(item, dtype) for item in value)
-    return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))

@@ -194,14 +194,15 @@ def _under_way(mesh: Mesh, policy: Policy) -> int:
     net = copy.deepcopy(NET)
     zero = shard(net, mesh=mesh, policy=policy)
     seen = [0]
-    start = zero._start_reduction
+    reductions = zero._reductions
+    start = reductions._start
 
     def watched(index: int) -> None:
         start(index)
-        sizes = [zero.units[i].geometry.padded for i, t in zero._transfers.items() if not t.complete]
+        sizes = [zero.units[i].geometry.padded for i, t in reductions._transfers.items() if not t.complete]
         seen.append(sum(sizes))
 
-    zero._start_reduction = watched  # type: ignore[method-assign]
+    reductions._start = watched  # type: ignore[method-assign]
     net(batch(0, mesh.rank)).backward()
     zero.finish_backward()
     return max(seen)
