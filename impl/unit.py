@@ -34,6 +34,7 @@ from impl.collectives import (
 )
 from impl.feedback import Errors
 from impl.geometry import UnitGeometry, chunked
+from impl.local_gradient import LocalGradient
 from impl.noise import Clock, apart
 from impl.offload import MEMORY, Arrival, Host
 from impl.policy import Policy
@@ -218,7 +219,7 @@ class Unit:
         used_outside: called with the name of a parameter that is used while modules do not show it;
             gathers the unit, or refuses.
         whole: members that are seen whole and unsharded now, by number.
-        missing: parameters whose gradient has not arrived in this backward pass.
+        local: gradients of this backward pass.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class Unit:
     ) -> None:
         self.geometry, self.tier = geometry, tier
         self.wire, self.meter, self.clock = shared.wire, shared.meter, shared.clock
-        self._pool, self._host = shared.gradients, shared.host
+        self._host = shared.host
         self.policy = shared.policy.of_unit(trainable=geometry.trainable, persistent=geometry.persistent)
         self.secondary = Secondary()
         self._stays = self.policy.stage < 3  # gathered until the weights change
@@ -285,11 +286,7 @@ class Unit:
         self.gathered = False
         self._gather: Transfer | None = None
         self._gathered_version = self._secondary_version = -1
-        self._gradient: Tensor | None = None  # (padded,) local gradient, while there is one
-        self._opened: Exchange | None = None  # in whose message it is collected
-        self._written: set[int] = set()  # members whose part of it holds something
-        self.missing: set[int] = set()
-        self.armed = False
+        self.local = LocalGradient(geometry, dtype, shared.gradients, shared.meter)
         self._shown = False
         for member in self.members:
             for holder in member.holders:
@@ -587,28 +584,23 @@ class Unit:
 
     # Gradients
 
-    def arm(self) -> None:
-        """Get ready to collect this backward pass's gradients: all are missing."""
-        self.missing = set(range(len(self.members)))
-        self.armed = True
-
     def collect(self, index: int, *, in_turn: bool = False) -> bool:
         """Take the gradient of member ``index``, which has just arrived; True when none is missing.
-
-        It is copied once, into its place among the unit's; there is nothing to clear before.
 
         Args:
             index: of the member.
             in_turn: whether this unit is the next to be reduced, so that its message may be opened now
                 and, where frames are the elements themselves, be collected in place.
         """
-        if not self.armed:  # its pre-backward event was not seen
-            self.arm()
-        if in_turn and self._gradient is None:
-            self._open_message()
-        self._add(index, self.members[index].parameter)
-        self.missing.discard(index)
-        return not self.missing
+        if not self.local.armed:  # its pre-backward event was not seen
+            self.local.arm()
+        if in_turn and not self.local.held and self.policy.reduce != "ring":
+            message = opened(self._reduction(), self.geometry.piece, DTYPES[self.policy.compute])
+            if message is not None:
+                self.local.lie_in(message)
+        self.local.add(index, self.members[index].parameter)
+        self.local.missing.discard(index)
+        return not self.local.missing
 
     def collect_outside(self, index: int) -> None:
         """Take the gradient that arrived at the stand-in of member ``index``.
@@ -627,81 +619,14 @@ class Unit:
                 "which no optimizer would see: compute the loss in a pass of the model, or use "
                 "torch.no_grad()"
             )
-        if not self.armed:
-            self.arm()
-        self._add(index, self.members[index].stand_in)
-
-    def _add(self, index: int, leaf: nn.Parameter) -> None:
-        """Move the gradient of ``leaf`` to the place of member ``index`` among the unit's gradients."""
-        slot = self.geometry.slots[index]
-        place = self._local_gradient()[slot.offset : slot.end].view(slot.spec.shape)
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
-            assert leaf.grad is not None  # noqa: S101  # just accumulated
-            if index in self._written:
-                place.add_(leaf.grad)
-            else:
-                place.copy_(leaf.grad)
-                self._written.add(index)
-            leaf.grad = None
-
-    def _local_gradient(self) -> Tensor:
-        """(padded,) buffer of this unit's gradients; what no gradient was written to holds anything."""
-        if self._gradient is None:
-            self._gradient = self._pool.take(self.geometry.padded)
-        return self._gradient
-
-    def _open_message(self) -> None:
-        """Let gradients be collected in the message that carries them, if it can be."""
-        dtype = DTYPES[self.policy.compute]
-        if self.policy.reduce != "ring":
-            self._opened = opened(self._reduction(), self.geometry.piece, dtype)
-        if self._opened is not None:
-            self._gradient = self._opened.send.view(-1).view(dtype)
-            self.meter.add("local_gradients", self._gradient.nbytes)
-
-    @property
-    def collecting(self) -> bool:
-        """Whether gradients of this backward pass have arrived, and not all."""
-        return self.armed and len(self.missing) < len(self.members)
-
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether gradients wait to be reduced."""
-        return self._gradient is not None
-
-    def drop_gradients(self) -> None:
-        """Forget what was collected and not reduced."""
-        if self._opened is not None:  # the other ranks count on it
-            self._opened.post()
-            self._opened.wait()
-            self._opened.close()
-        self._forget_gradient()
-
-    def _forget_gradient(self) -> None:
-        if self._opened is not None and self._gradient is not None:
-            self.meter.add("local_gradients", -self._gradient.nbytes)
-        elif self._gradient is not None:
-            self._pool.give_back(self._gradient)
-        self._gradient = self._opened = None
-        self._written.clear()
-        self.missing.clear()
-        self.armed = False
-
-    def end_pass(self) -> None:
-        """A backward pass that reduces nothing is over; what it collected stays."""
-        self.missing.clear()
-        self.armed = False
+        if not self.local.armed:
+            self.local.arm()
+        self.local.add(index, self.members[index].stand_in)
 
     def reduce(self) -> Transfer:
         """Start averaging the collected gradient over all ranks."""
-        gradient = self._local_gradient()
-        for start, end in self.geometry.gaps:
-            gradient[start:end].zero_()
-        for index, slot in enumerate(self.geometry.slots):
-            if index not in self._written:  # no gradient reached it: others may have one, zeros are sent
-                gradient[slot.offset : slot.end].zero_()
-        transfer = Transfer(self._reducing(gradient))
-        self._forget_gradient()  # it has been encoded, or belongs to the message
+        transfer = Transfer(self._reducing(self.local.whole()))
+        self.local.forget()
         return transfer
 
     def _reduction(self) -> Reduction:
@@ -724,7 +649,7 @@ class Unit:
         fresh = all(master.grad is None for _, master in self.masters)
         into = self._kept_mean() if fresh and not axes and not self.tier.shard else None
         mean = yield from reduced(
-            replace(how, opened=self._opened, out=into, goes_on=bool(axes)), self.policy.reduce, gradient
+            replace(how, opened=self.local.opened, out=into, goes_on=bool(axes)), self.policy.reduce, gradient
         )
         if axes:
             mean = yield from replicated(self.wire, self._replication(how, axes, codec), how.tag, mean)

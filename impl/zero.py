@@ -268,7 +268,7 @@ class Zero:
             raise ZeroError("finish_backward() without a backward pass before it")
         if self._accumulating:
             for unit in self.units:
-                unit.end_pass()
+                unit.local.end_pass()
         else:
             self._reductions.start_all()
         self._reductions.finish()
@@ -295,7 +295,7 @@ class Zero:
         if self._saved.active:
             self._saved.end()
         for unit in self.units:
-            unit.drop_gradients()
+            unit.local.drop()
             unit.clear_feedback()
 
     def step(self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None) -> Stepped:
@@ -769,8 +769,8 @@ class Zero:
         for index in self._of_module[module]:
             self._carry_out(self._schedule.pre_backward(index), "backward")
             unit = self.units[index]
-            if unit.geometry.trainable and not unit.armed and index not in self._reductions.started:
-                unit.arm()
+            if unit.geometry.trainable and not unit.local.armed and index not in self._reductions.started:
+                unit.local.arm()
 
     def _collector(self, index: int, number: int, *, outside: bool = False) -> Callable[[Tensor], None]:
         reference = weakref.ref(self)
@@ -793,7 +793,7 @@ class Zero:
         self._in_backward = self._unfinished = True
         if index in self._reductions.started:
             self._next_pass()
-        if not self.units[index].collecting:  # the first of its unit: all ranks' reductions are here
+        if not self.units[index].local.begun:  # the first of its unit: all ranks' reductions are here
             self._reductions.proceed()
         in_turn = not self._accumulating and self._reductions.next() == index
         if self.units[index].collect(number, in_turn=in_turn):
@@ -815,7 +815,7 @@ class Zero:
         """
         if self._unfinished:
             raise ZeroError(f"{what} after a backward pass: call finish_backward() first")
-        if any(unit.holds_gradients for unit in self.units):
+        if any(unit.local.held for unit in self.units):
             raise ZeroError(
                 f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
                 "outside of it, or call drop_gradients()"
