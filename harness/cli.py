@@ -27,7 +27,7 @@ from harness.inputs import digests
 from harness.plan import Forecast, PlanError, forecast, this_host
 from harness.record import Record, RecordError, path_of, read, read_all
 from harness.suite import Trial
-from impl.checkpoint_files import checkpoints, read_manifest, resolve
+from impl.checkpoint_files import check_size, checkpoints, read_manifest, resolve
 from impl.disk import CheckpointError
 
 OK: Final = 0
@@ -140,16 +140,24 @@ def doctor() -> None:
 def list_checkpoints(
     folder: Annotated[Path, typer.Argument(help="A folder of checkpoints, or one.", metavar="FOLDER")],
 ) -> None:
-    """List checkpoints, oldest first, and what is in them."""
+    """List checkpoints, oldest first, and what is in them; status 2 if files are missing or cut short."""
     found = checkpoints(folder) or [resolve(folder)]
     manifests = [read_manifest(path) for path in found]
+    broken: list[CheckpointError] = []
     for path, manifest in zip(found, manifests, strict=True):
         optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
+        try:
+            for file in manifest.files:
+                check_size(path, file)
+        except CheckpointError as error:
+            broken.append(error)
         print(
             f"{path}: step {manifest.step}, {manifest.numel:,} elements in {len(manifest.parameters)} "
             f"parameters, optimizers {optimizers}, {manifest.nbytes:,} bytes in {len(manifest.files)} files, "
             f"from {manifest.topology} ranks at stage {manifest.of.get('stage')}; {manifest.writer}"
         )
+    if broken:
+        raise broken[0]
 
 
 @app.command("export")

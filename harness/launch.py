@@ -414,7 +414,8 @@ def _rank_main(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Non
         result = _run(seat, target, argument, pipe)
     except BaseException as error:  # the process boundary: whatever it was goes on the record
         traceback.print_exc()
-        pipe.send(_Fault(_kind_of(error), f"{type(error).__name__}: {error}"))
+        named = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
+        pipe.send(_Fault(_kind_of(error), named))
         sys.stderr.flush()
         os._exit(1)  # without waiting for peers that no longer answer
     pipe.send(_Done(result))

@@ -454,7 +454,7 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     """
     path = complete_name(partial)
     for written in manifest.files:
-        _check_size(partial, written)
+        check_size(partial, written)
     if path.exists():
         raise CheckpointError(f"{path}: is there already: another run saves into this folder")
     with disk.create(partial / MANIFEST) as file:
@@ -503,14 +503,18 @@ def verify(path: Path, files: Iterable[SavedFile]) -> None:
         CheckpointError: naming the first that is missing, cut short or altered.
     """
     for file in files:
-        _check_size(path, file)
+        check_size(path, file)
         found = digest_of(path / file.name)
         if found.sha256 != file.sha256:
             raise CheckpointError(f"{path / file.name}: altered since it was written: its digest is another")
 
 
-def _check_size(path: Path, file: SavedFile) -> None:
-    """Refuse a file that is not one, or of another size than the manifest says."""
+def check_size(path: Path, file: SavedFile) -> None:
+    """Refuse a file that is not one, or of another size than the manifest says.
+
+    Raises:
+        CheckpointError: naming it.
+    """
     try:
         found = (path / file.name).lstat()
     except OSError as error:

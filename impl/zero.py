@@ -80,9 +80,14 @@ def shard(
     Raises:
         PolicyError: if the policy does not fit the topology.
         GeometryError: if a unit would be padded too much.
-        ZeroError: for blocks that overlap or are not in the model, or parameters that cannot be
-            sharded.
+        ZeroError: for what is no policy, blocks that overlap or are not in the model, or parameters that
+            cannot be sharded.
     """
+    if not isinstance(policy, Policy):
+        raise ZeroError(
+            f"policy is a {type(policy).__name__}: expected an impl.policy.Policy, as preset() gives it, or "
+            "the .policy of a recipe"
+        )
     policy.check(mesh.topology)
     for device in {mesh.device, MEMORY} if policy.offload != Offload() else {mesh.device}:
         ops.prepare(device)

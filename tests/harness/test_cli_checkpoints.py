@@ -46,6 +46,17 @@ def test_checkpoints_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines() == lines[:1]
 
 
+def test_a_checkpoint_that_is_cut_short_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All are listed, and one line names the file and both sizes; status 2."""
+    on_threads(Topology(2, 1), _saved, tmp_path, NET)
+    file = tmp_path / "checkpoint-000001" / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    assert main(["checkpoints", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert len(told.out.splitlines()) == 2
+    assert re.search(r"rank-00001.safetensors: 100 bytes, the manifest says \d+\n$", told.err)
+
+
 def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest of a folder, in the type asked for; the path is printed."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)

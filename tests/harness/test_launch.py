@@ -40,7 +40,7 @@ def test_results_come_back_in_rank_order(tmp_path: Path) -> None:
     ("how", "kind", "words"),
     [
         ("raise", "crashed", "rank 1: ZeroDivisionError: a planted error"),
-        ("refuse", "refused", "rank 1: Refusal: 7 does not divide 4"),
+        ("refuse", "refused", "rank 1: 7 does not divide 4"),
         ("memory", "memory", "rank 1: RuntimeError"),
         ("leave", "crashed", "rank 1 ended with status 3"),
         ("signal", "crashed", "rank 1 was killed by signal 11"),

@@ -577,3 +577,9 @@ def test_a_view_that_somebody_holds_never_shows_another_units_weights() -> None:
                 assert torch.equal(block.seen, original.weight.detach().t())
 
     on_threads(Topology(1, 2), body)
+
+
+def test_what_is_no_policy_is_refused() -> None:
+    """A recipe, or a configuration, in the place of its policy: one line that says what is expected."""
+    with pytest.raises(ZeroError, match=r"policy is a dict: expected an impl\.policy\.Policy"):
+        shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
