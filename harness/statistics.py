@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from scipy import stats
 
 CONFIDENCE: Final = 0.95
 RESAMPLES: Final = 2000
@@ -50,6 +49,8 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     median = float(np.median(data))
     if len(data) == 1:
         return Interval(median, math.nan, math.nan, 1)
+    from scipy import stats  # a second, which no command but a report needs
+
     found = stats.bootstrap(
         (data,),
         np.median,
@@ -105,4 +106,6 @@ def _half_width(data: np.ndarray[tuple[int], np.dtype[np.float64]], confidence: 
     if len(data) == 1:
         return math.nan
     error = float(data.std(ddof=1)) / math.sqrt(len(data))
+    from scipy import stats
+
     return float(stats.t.ppf((1 + confidence) / 2, len(data) - 1)) * error

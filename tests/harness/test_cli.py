@@ -328,9 +328,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_interrupt_while_importing() -> None:
+@pytest.mark.parametrize(
+    "raised",
+    ["KeyboardInterrupt", "ImportError('initialization failed') from KeyboardInterrupt()"],
+    ids=["plain", "inside an extension in C"],
+)
+def test_interrupt_while_importing(raised: str) -> None:
     """Ctrl-C before the command line is there ends in the same line."""
-    code = "import harness.interrupt; raise KeyboardInterrupt"
+    code = f"import harness.interrupt; raise {raised}"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=machine.ROOT
     )
