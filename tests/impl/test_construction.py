@@ -339,7 +339,7 @@ def test_a_seed_is_of_the_context_alone() -> None:
 
 
 WIDTH, DEPTH = 1024, 64  # 4 MiB a block, 256 MiB in all
-ROOM = 240 << 20  # bytes: less than the model, more than a rank's share of training it
+ROOM = 208 << 20  # bytes: less than the model, more than a rank's share of training it
 
 
 class Deep(nn.Module):
@@ -382,6 +382,7 @@ def _larger_than_a_rank(mesh: Mesh) -> tuple[bool, float]:
         return failed, float(net(batch(0, mesh.rank, WIDTH)))
 
 
+@pytest.mark.nightly  # where the heap lies in pieces, the margins of the limit are thin
 def test_a_model_larger_than_a_rank_is_built_and_trained() -> None:
     """Under a limit on data that plain construction exceeds, Init and a training step succeed on 4 ranks."""
     results = on_processes(Topology(1, 4), _larger_than_a_rank)
