@@ -24,6 +24,7 @@ from impl.collectives import (
     Replication,
     Steps,
     Transfer,
+    as_frames,
     gather_frames,
     gathered,
     opened,
@@ -242,6 +243,7 @@ class Unit:
         topology, rank = self.wire.mesh.topology, self.wire.mesh.rank
         self._axes, self._spared = self.policy.gather_axes(topology)
         self._frame = self.policy.weights.frame_bytes(geometry.shard)
+        self._lands = self._arrive_in_place()
         self._chunks = chunked(geometry.piece, self.policy.chunks, self.policy.grain)
         self._secondary_bytes = self._frame * math.prod(axis.size for axis in self._axes[: self._spared])
         device, dtype = self.wire.mesh.device, DTYPES[self.policy.compute]
@@ -511,11 +513,26 @@ class Unit:
                 write = partial(_pass_on, first)
             nbytes, axes = self._secondary_bytes, axes[spared:]
         ring = self._axes == (self.wire.mesh.topology.world_axis,)
-        exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring)
-        frames = gathered(exchange, axes, nbytes)
-        frames = frames.view(*(axis.size for axis in reversed(self._axes)), self._frame)
-        ops.decode(codec, frames, placed(self._attach(), self._axes[::-1], self.geometry.shard))
+        into = as_frames(codec, self._attach(), self.geometry.shard) if self._lands else None
+        exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring, into=into)
+        if into is None:
+            frames = gathered(exchange, axes, nbytes)
+            frames = frames.view(*(axis.size for axis in reversed(self._axes)), self._frame)
+            ops.decode(codec, frames, placed(self._attach(), self._axes[::-1], self.geometry.shard))
         exchange.close()
+
+    def _arrive_in_place(self) -> bool:
+        """Whether messages may arrive where the gathered weights lie, to be used as they are.
+
+        So they may where one hop brings the elements themselves in rank order, and the wire lets go of their
+        memory: a reference of its own would look like somebody's view (:meth:`_detach`).
+        """
+        sending = [axis for axis in self._axes if axis.size > 1]
+        if len(sending) != 1 or self._spared or not self.wire.lets_go(sending[0]):
+            return False
+        codec = self.policy.weights
+        own = isinstance(codec, Raw) and codec.dtype == self.policy.compute
+        return own and self._frame == codec.code_bytes(self.geometry.shard)
 
     def _write_shard(self, frame: Tensor) -> None:
         """Write this rank's frame to a message."""

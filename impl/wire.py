@@ -265,6 +265,14 @@ class Wire:
         """Whether ranks along ``axis`` read each other's messages in place: then they see whole ones."""
         return self._shares_memory(self.mesh.group(axis))
 
+    def lets_go(self, axis: Axis) -> bool:
+        """Whether nobody but the caller holds memory that messages along ``axis`` arrived in, once received.
+
+        gloo's works go when they were waited for; NCCL's and those of thread ranks may outlive that.
+        """
+        group = self.mesh.group(axis)
+        return not self._shares_memory(group) and dist.get_backend(group.process_group) == "gloo"
+
     def _shares_memory(self, group: Group) -> bool:
         return self.transport == "shm" and group.same_node and group.size > 1
 

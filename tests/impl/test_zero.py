@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from impl.codec import IntCodec
+from impl import ops
+from impl.codec import Codec, IntCodec
 from impl.geometry import GeometryError
 from impl.mesh import Mesh
 from impl.policy import PRESETS, Policy, preset
 from impl.topology import Topology
 from impl.traffic import Event, Load, memory, predict
 from impl.unit import Life
-from impl.wire import Wire
+from impl.wire import Transport, Wire
 from impl.zero import ZeroError, find_blocks, plan_units, shard
 from tests.models import Net, Odd
 from tests.ranks import on_processes, on_threads
@@ -621,3 +622,26 @@ def test_compiled_blocks_train_as_blocks_that_are_not() -> None:
     base = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     plain, compiled = (on_threads(Topology(1, 1), partial(body, compiled=on))[0] for on in (False, True))
     assert plain == pytest.approx(compiled, rel=1e-5)
+
+
+def _decoded(mesh: Mesh, transport: Transport) -> list[int]:
+    """Elements of each gather that was decoded, in a forward and a backward pass."""
+    decoded: list[int] = []
+    decode = ops.decode
+
+    def counting(codec: Codec, frames: Tensor, out: Tensor) -> None:
+        decoded.append(out.numel())
+        decode(codec, frames, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "decode", counting)
+        zero = shard(model(), mesh=mesh, policy=EXACT, wire=Wire(mesh, transport=transport))
+        zero.model(batch(0, mesh.rank)).backward()
+        zero.finish_backward()
+    return decoded
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+def test_elements_of_one_hop_arrive_where_they_are_used(transport: Transport) -> None:
+    """Between nodes of one rank, weights in the type of computation are received in place: none is copied."""
+    assert on_processes(Topology(2, 1), _decoded, transport) == [[], []]
