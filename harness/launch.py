@@ -49,6 +49,13 @@ PRELOAD: Final = (
     "harness.launch",
     "harness.trial",
 )
+# Memory that was freed stays with the process, so that a step after the first ones has no page faults;
+# torch's huge pages, which lie in ever new places, would bring them back (docs/decisions.md).
+ALLOCATOR: Final = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "THP_MEM_ALLOC_ENABLE": "0",
+}
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
 _GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
 _CAUSE_SECONDS: Final = 10.0  # for the rank to end whose loss the others report
@@ -252,17 +259,18 @@ def _uninterrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _torch_environment() -> Iterator[None]:
-    """Huge pages for every contender alike; torch reads the switch once, in the fork server."""
-    before = os.environ.get("THP_MEM_ALLOC_ENABLE")
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
+def _allocator() -> Iterator[None]:
+    """The same :data:`ALLOCATOR` for every contender; glibc reads it once, in the fork server."""
+    before = {name: os.environ.get(name) for name in ALLOCATOR}
+    os.environ.update(ALLOCATOR)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["THP_MEM_ALLOC_ENABLE"]
-        else:
-            os.environ["THP_MEM_ALLOC_ENABLE"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def start_server() -> None:
@@ -272,7 +280,7 @@ def start_server() -> None:
     resource_tracker.ensure_running()  # which unblocks it again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _torch_environment():
+        with _allocator():
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -15,9 +15,9 @@ from harness.statistics import Interval, median_interval
 
 # Of the goals: the model and its batch, and the gradient.
 MODEL: Final = "gpt-small"
-LAYERS: Final = 12
+LAYERS: Final = 16
 SEQUENCE: Final = 128
-SEQUENCES: Final = 12
+SEQUENCES: Final = 96
 MEBIBYTES: Final = 128
 CHUNKS: Final = 4
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.launch import LaunchError, run_ranks
+from harness.launch import ALLOCATOR, LaunchError, run_ranks
 from harness.strategies import Sharded
 from harness.suite import Optimizer, Trial
 from impl.policy import Policy
@@ -92,12 +92,13 @@ def test_exposed_time_is_unknown_on_gpus(device: str, seconds: float | None) -> 
     assert Sharded(torch.nn.Linear(1, 1), engine, Policy(), Optimizer(), 1).exposed_seconds() == seconds
 
 
-def test_huge_pages_are_on_for_every_contender(tmp_path: Path) -> None:
-    """Ranks run with torch's huge pages on, and the sweep's own environment is left alone."""
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_every_contender_has_the_same_allocator(tmp_path: Path, name: str) -> None:
+    """Ranks run with the allocator's settings, and the sweep's own environment is left alone."""
     import os
 
-    assert run_ranks(
-        targets.environment, "THP_MEM_ALLOC_ENABLE", local(Topology(1, 1), tmp_path / "log")
-    ) == ["1"]
+    before = dict(os.environ)
+    assert run_ranks(targets.environment, name, local(Topology(1, 1), tmp_path / "log")) == [ALLOCATOR[name]]
+    assert dict(os.environ) == before
     assert torch.get_num_threads() >= 1
     assert "GLOO_SOCKET_IFNAME" not in os.environ
