@@ -23,6 +23,7 @@ from torch import Tensor
 from impl import ops
 from impl.codec import Codec, Raw
 from impl.feedback import Errors
+from impl.homes import Stay
 from impl.noise import Key, Noise, apart
 from impl.policy import Reduce
 from impl.reference import DTYPES, Carried
@@ -80,6 +81,7 @@ def gather_frames(
     *,
     ring: bool = False,
     into: Tensor | None = None,
+    stay: Stay | None = None,
 ) -> Steps[Exchange]:
     """Forward frames along ``axes``, one hop after the other.
 
@@ -92,14 +94,18 @@ def gather_frames(
         ring: the hop is the library's ring over the whole world.
         into: (world * nbytes,) uint8 where all frames may arrive at once, if there is one hop and the
             transport can do that.
+        stay: where all frames stay after the exchange, if there is one hop and its axis shares memory.
 
     Returns:
         The last exchange, received but not closed: :func:`gathered` gives its frames.
     """
     held: Exchange | None = None
-    hops = _sending(axes)
+    hops = sending(axes)
     for axis in hops:
-        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into if len(hops) == 1 else None)
+        one = len(hops) == 1
+        exchange = wire.all_gather(
+            axis, nbytes, tag, ring=ring, into=into if one else None, stay=stay if one else None
+        )
         if held is None:
             write(exchange.send)
         else:
@@ -115,7 +121,7 @@ def gather_frames(
     return held
 
 
-def _sending(axes: Sequence[Axis]) -> Sequence[Axis]:
+def sending(axes: Sequence[Axis]) -> Sequence[Axis]:
     """The axes along which something is sent: hops among one rank would only copy; but at least one."""
     return [axis for axis in axes if axis.size > 1] or axes[:1]
 
@@ -128,15 +134,21 @@ def gathered(exchange: Exchange, axes: Sequence[Axis], nbytes: int) -> Tensor:
         axes: that it was given.
         nbytes: of a frame of the first hop's message.
     """
-    sizes = [axis.size for axis in reversed(_sending(axes))]
+    sizes = [axis.size for axis in reversed(sending(axes))]
     frames = torch.unflatten(exchange.wait(), 1, (*sizes[1:], nbytes))
     return frames.view(*(axis.size for axis in reversed(axes)), nbytes)
 
 
 def as_frames(codec: Codec, flat: Tensor, shard: int) -> Tensor | None:
     """(bytes,) uint8 view of ``flat`` (n * S,), where its shards are their own frames; else None."""
-    same = isinstance(codec, Raw) and flat.dtype == DTYPES[codec.dtype] and flat.is_contiguous()
-    return flat.view(torch.uint8) if same and codec.frame_bytes(shard) == codec.code_bytes(shard) else None
+    same = are_elements(codec, flat.dtype, shard) and flat.is_contiguous()
+    return flat.view(torch.uint8) if same else None
+
+
+def are_elements(codec: Codec, dtype: torch.dtype, shard: int) -> bool:
+    """Whether a frame of ``shard`` elements of ``dtype`` is those elements, bit by bit."""
+    same = isinstance(codec, Raw) and DTYPES[codec.dtype] == dtype
+    return same and codec.frame_bytes(shard) == codec.code_bytes(shard)
 
 
 def placed(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
@@ -269,8 +281,7 @@ def opened(how: Reduction, piece: int, dtype: torch.dtype) -> Exchange | None:
     if not how.hops or len(how.chunks or ()) > 1 or how.errors is not None or how.strides is not None:
         return None
     (axis, codec), *rest = how.hops
-    own = isinstance(codec, Raw) and DTYPES[codec.dtype] == dtype
-    if not own or codec.frame_bytes(piece) != codec.code_bytes(piece):
+    if not are_elements(codec, dtype, piece):
         return None
     if rest and not how.wire.shares_memory(axis):
         return None

@@ -24,6 +24,7 @@ from impl.collectives import (
     Replication,
     Steps,
     Transfer,
+    are_elements,
     as_frames,
     gather_frames,
     gathered,
@@ -31,10 +32,12 @@ from impl.collectives import (
     placed,
     reduced,
     replicated,
+    sending,
     whole_of,
 )
 from impl.feedback import Errors
 from impl.geometry import UnitGeometry, chunked
+from impl.homes import Homes, Stay
 from impl.local_gradient import LocalGradient
 from impl.noise import Clock, apart
 from impl.offload import MEMORY, Arrival, Host
@@ -285,6 +288,9 @@ class Unit:
         self._reserve = shared.weights
         self._flat: Tensor | None = None  # (padded,) the gathered weights, while there is memory for them
         self._own_views = 0  # handles of its memory that are the unit's and its parameters'
+        self._home: tuple[Homes, int] | None = None  # in shared memory, where they stay as they arrived
+        self._stay: Stay | None = None  # what they lie in, if it is that
+        self._versions: list[int] = []  # of the members, when they were gathered
         self.gathered = False
         self._gather: Transfer | None = None
         self._gathered_version = self._secondary_version = -1
@@ -354,26 +360,48 @@ class Unit:
         not look like an in-place change of what autograd saved.
         """
         if self._flat is None:
-            self._flat = self._reserve.take(self.geometry.padded)
-            with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                for member in self.members:
-                    place = member.place
-                    member.parameter.data = self._flat.as_strided(place.shape, place.stride, place.offset)
-            self._own_views = _handles(self._flat)
+            self._flat = self._lie_in(self._reserve.take(self.geometry.padded))
         return self._flat
+
+    def _attach_to(self, stay: Stay) -> None:
+        """Let the parameters be views of what has arrived, where it lies."""
+        with torch.inference_mode(mode=False):
+            flat = stay.rows.view(-1).view(DTYPES[self.policy.compute])
+        self._flat, self._stay = self._lie_in(flat), stay
+        self.meter.add("gathered", flat.nbytes)
+
+    def _lie_in(self, flat: Tensor) -> Tensor:
+        """Let the parameters be views of ``flat`` (padded,), which nobody else looks at."""
+        with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for member in self.members:
+                place = member.place
+                member.parameter.data = flat.as_strided(place.shape, place.stride, place.offset)
+        self._own_views = _handles(flat)
+        return flat
 
     def _detach(self) -> None:
         """Give the memory of the gathered weights back: not from under a view that somebody holds.
 
         Autograd holds views of what was used outside a forward pass of the model, or in a block that is
-        computed again; they would show another unit's weights.  :meth:`release` tries again.
+        computed again; they would show another unit's weights.  Where weights stay as they arrived, such
+        views keep a copy; else :meth:`release` tries again.
         """
-        if self._flat is not None and not self.whole and _handles(self._flat) == self._own_views:
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                for member in self.members:
-                    member.parameter.data = member.released
+        if self._flat is None or self.whole:
+            return
+        others = _handles(self._flat) != self._own_views
+        if others:
+            if self._stay is None:
+                return
+            self._stay.leave()
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for member in self.members:
+                member.parameter.data = member.released
+        if self._stay is None:
             self._reserve.give_back(self._flat)
-            self._flat = None
+        else:
+            self.meter.add("gathered", -self._flat.nbytes)
+            self._stay.end()
+        self._flat = self._stay = None
 
     def _show(self, *, gathered: bool) -> None:
         if gathered == self._shown:
@@ -408,6 +436,37 @@ class Unit:
             largest = max(codec.frame_bytes(end - start) for start, end in self._chunks)
             self.wire.reserve(axis, slices * largest)
             slices //= axis.size
+
+    def _plain_hop(self) -> Axis | None:
+        """The axis along which one hop brings the elements themselves, in rank order; else None."""
+        axis, *more = sending(self._axes)
+        if more or self._spared:
+            return None
+        plain = are_elements(self.policy.weights, DTYPES[self.policy.compute], self.geometry.shard)
+        return axis if plain and axis.size > 1 else None
+
+    def _arrive_in_place(self) -> bool:
+        """Whether messages may arrive where the gathered weights lie, to be used as they are.
+
+        So they may where the wire lets go of their memory: a reference of its own would look like somebody's
+        view (:meth:`_detach`).
+        """
+        axis = self._plain_hop()
+        return axis is not None and self.wire.lets_go(axis)
+
+    def shared_axis(self) -> Axis | None:
+        """The axis whose ranks share the memory where gathered weights may stay as they arrive; else None.
+
+        Weights that cross to the host, or stay gathered, would keep others from their home.
+        """
+        axis = self._plain_hop()
+        if axis is None or self._stays or self.tier.crosses or not self.geometry.padded:
+            return None
+        return axis if self.wire.shares_memory(axis) else None
+
+    def live_at(self, homes: Homes, home: int) -> None:
+        """From here on gathered weights stay in shared memory, at ``home``; see :meth:`shared_axis`."""
+        self._home = homes, home
 
     # Weights
 
@@ -457,6 +516,8 @@ class Unit:
         if self.gathered and self._gathered_version != self.weights_version:
             self._let_go()  # a master was written by hand
         if not self.in_use:
+            if self._stay is not None:  # of other weights
+                self._detach()
             self._gathered_version = self.weights_version
             if self.tier.crosses:
                 with self._host.ahead() as arrival:
@@ -474,6 +535,7 @@ class Unit:
             self.gathered = True
             for member in self.members:
                 unhide(member.parameter)
+            self._versions = [member.parameter._version for member in self.members]  # noqa: SLF001
         if self.gathered:
             self._show(gathered=True)
 
@@ -481,12 +543,28 @@ class Unit:
         """Free the weights; what is on its way is awaited first, as its bytes are sent.
 
         Below stage 3 they stay until they change, unseen by modules.
+
+        Raises:
+            ZeroError: if one was written in place since it was gathered, naming it.
         """
         self.wait()
         self._show(gathered=False)
         if not self._stays:
+            written = self._written() if self.gathered else None
             self._let_go()
             self._detach()
+            if written is not None:
+                raise ZeroError(
+                    f"parameter {written!r} was written in place during a pass, which reaches no master: "
+                    "write it between passes, under GatheredParameters"
+                )
+
+    def _written(self) -> str | None:
+        """The first parameter that was written in place since it was gathered."""
+        for member, version, slot in zip(self.members, self._versions, self.geometry.slots, strict=True):
+            if member.parameter._version != version:  # noqa: SLF001  # the public way warns for views
+                return slot.spec.name
+        return None
 
     def _let_go(self) -> None:
         """The gathered weights are not to be used any more."""
@@ -514,25 +592,18 @@ class Unit:
             nbytes, axes = self._secondary_bytes, axes[spared:]
         ring = self._axes == (self.wire.mesh.topology.world_axis,)
         into = as_frames(codec, self._attach(), self.geometry.shard) if self._lands else None
-        exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring, into=into)
-        if into is None:
+        stay = Stay(*self._home, nbytes) if self._home is not None else None
+        exchange = yield from gather_frames(
+            self.wire, axes, write, nbytes, tag, ring=ring, into=into, stay=stay
+        )
+        if into is None and stay is None:
             frames = gathered(exchange, axes, nbytes)
             frames = frames.view(*(axis.size for axis in reversed(self._axes)), self._frame)
             ops.decode(codec, frames, placed(self._attach(), self._axes[::-1], self.geometry.shard))
         exchange.close()
-
-    def _arrive_in_place(self) -> bool:
-        """Whether messages may arrive where the gathered weights lie, to be used as they are.
-
-        So they may where one hop brings the elements themselves in rank order, and the wire lets go of their
-        memory: a reference of its own would look like somebody's view (:meth:`_detach`).
-        """
-        sending = [axis for axis in self._axes if axis.size > 1]
-        if len(sending) != 1 or self._spared or not self.wire.lets_go(sending[0]):
-            return False
-        codec = self.policy.weights
-        own = isinstance(codec, Raw) and codec.dtype == self.policy.compute
-        return own and self._frame == codec.code_bytes(self.geometry.shard)
+        if stay is not None:
+            del exchange  # its views would look like somebody's
+            self._attach_to(stay)
 
     def _write_shard(self, frame: Tensor) -> None:
         """Write this rank's frame to a message."""
@@ -863,6 +934,8 @@ class Unit:
         member.parameter.data = (
             member.released if flat is None else flat.as_strided(place.shape, place.stride, place.offset)
         )
+        if self.gathered:
+            self._versions[number] = member.parameter._version  # noqa: SLF001  # it may have been written
         torch.autograd.graph.increment_version(member.stand_in)  # what backward would need of it is gone
         release(member.stand_in, _InUnit(self, number))
         if not self.gathered:

@@ -15,11 +15,12 @@ before they wait for each other.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final, Literal, Protocol
@@ -28,10 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from impl.homes import Homes, Stay
 from impl.mesh import Group, Mesh
 from impl.order import ORDER_BYTES, Entry, Step, Trail, ranks_in_words, unpacked
 from impl.roll_call import RollCall, report
-from impl.shared_memory import Arena, SharedMemoryError, patience
+from impl.shared_memory import Arena, SharedMemoryError, Waiting, patience
 from impl.topology import Axis
 from impl.traffic import LedgerKey, Link, Phase, Purpose, Sent, destinations
 
@@ -157,20 +159,51 @@ class Wire:
         if not self._shares_memory(group):
             return
         if axis not in self._arenas or self._arenas[axis].row_bytes < nbytes:
-            before, self._trail.waiting = self._trail.waiting, f"shared memory along {axis.name} to be made"
-            exited = self._roll_call.exited if self._roll_call is not None else _nobody
-            try:
-                with torch.inference_mode(mode=False):
-                    self._arenas[axis] = Arena(group, nbytes, self._timeout, exited)
-            except SharedMemoryError:
-                raise
-            except RuntimeError as error:
-                what = f"could not make shared memory along {axis.name}"
-                raise self._explained(what, error) from error
-            self._trail.waiting = before
+            with self._making(axis):
+                self._arenas[axis] = Arena(nbytes, self._waiting(group))
+
+    def homes(self, axis: Axis, lengths: Sequence[int]) -> Homes:
+        """Memory in which gathers along ``axis`` may stay; all ranks of it must call this.
+
+        Args:
+            axis: whose ranks share memory.
+            lengths: bytes of each home.
+
+        Raises:
+            WireError: if they do not.
+        """
+        if not self.shares_memory(axis):
+            raise WireError(f"the ranks of axis {axis.name} share no memory in which gathers could stay")
+        with self._making(axis):
+            return Homes(lengths, self._waiting(self.mesh.group(axis)))
+
+    def _waiting(self, group: Group) -> Waiting:
+        exited = self._roll_call.exited if self._roll_call is not None else _nobody
+        return Waiting(group, self._timeout, exited)
+
+    @contextlib.contextmanager
+    def _making(self, axis: Axis) -> Iterator[None]:
+        """While shared memory along ``axis`` is made, outside inference mode: it outlives a pass."""
+        before, self._trail.waiting = self._trail.waiting, f"shared memory along {axis.name} to be made"
+        try:
+            with torch.inference_mode(mode=False):
+                yield
+        except SharedMemoryError:
+            raise
+        except RuntimeError as error:
+            what = f"could not make shared memory along {axis.name}"
+            raise self._explained(what, error) from error
+        self._trail.waiting = before
 
     def all_gather(
-        self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False, into: Tensor | None = None
+        self,
+        axis: Axis,
+        nbytes: int,
+        tag: Tag,
+        *,
+        ring: bool = False,
+        into: Tensor | None = None,
+        stay: Stay | None = None,
     ) -> Exchange:
         """Every rank of the axis receives every rank's message of ``nbytes``.
 
@@ -181,8 +214,10 @@ class Wire:
             ring: book a ring's messages (the library's algorithm over the whole world).
             into: (ranks * nbytes,) uint8 where the messages may arrive, if the transport can do that:
                 then it is what :meth:`Exchange.wait` returns.
+            stay: where the messages stay after :meth:`Exchange.close`, in memory that :meth:`homes` made
+                for this axis.
         """
-        return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring, place=into)
+        return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring, place=into, stay=stay)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, source: Tensor | None = None) -> Exchange:
         """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it.
@@ -286,6 +321,7 @@ class Wire:
         *,
         ring: bool = False,
         place: Tensor | None = None,
+        stay: Stay | None = None,
     ) -> Exchange:
         if axis.size == 1:
             return _Alone(self._buffer(row), self)
@@ -293,9 +329,9 @@ class Wire:
         group = self.mesh.group(axis)
         inter = self._book(axis, nbytes, tag, ring=ring)
         if self._shares_memory(group):
-            self.reserve(axis, row)
+            self.reserve(axis, row if stay is None else 0)
             self._note(axis, tag, "shm")
-            return _InMemory(self, self._arenas[axis], entry, kind, nbytes=nbytes, row=row)
+            return _InMemory(self, self._arenas[axis], entry, kind, nbytes=nbytes, row=row, stay=stay)
 
         backend = dist.get_backend(group.process_group)
         direct = backend == "gloo" and not ring
@@ -453,22 +489,37 @@ class _Alone:
 
 
 class _InMemory:
-    """Ranks of one node read each other's rows in place."""
+    """Ranks of one node read each other's rows in place: in a slot of the arena, or where they stay.
+
+    Rows that stay are announced in a slot too, so that ranks that part find each other there.
+    """
 
     def __init__(
-        self, wire: Wire, arena: Arena, entry: Entry, kind: _Collective, *, nbytes: int, row: int
+        self,
+        wire: Wire,
+        arena: Arena,
+        entry: Entry,
+        kind: _Collective,
+        *,
+        nbytes: int,
+        row: int,
+        stay: Stay | None,
     ) -> None:
         self._wire, self._arena, self._entry = wire, arena, entry
-        self._kind, self._nbytes = kind, nbytes
+        self._kind, self._nbytes, self._stay = kind, nbytes, stay
         self._rows: Tensor | None = None  # once all have posted theirs
+        if stay is not None:
+            stay.vacate()
+            wire._trail.waiting = entry  # noqa: SLF001  # not the last one's there, if it had yet to arrive
         begin = time.perf_counter()
         try:
             self._number = arena.claim()
+            send = arena.row(self._number) if stay is None else stay.begin(self.whole)
         except (TimeoutError, ConnectionError) as error:
             raise wire._stuck(entry, error) from error  # noqa: SLF001  # the wire's own part
         wire._trail.waiting = None  # noqa: SLF001
         wire.exposed_seconds += time.perf_counter() - begin
-        self.send = arena.row(self._number)[:row]
+        self.send = send[:row]
 
     def post(self) -> None:
         self._arena.post(self._number, self._entry[2])
@@ -485,17 +536,20 @@ class _InMemory:
         trail = self._wire._trail  # noqa: SLF001
         trail.waiting = self._entry
         try:
-            self._rows = self._arena.wait(self._number)
+            rows = self._arena.wait(self._number)
         except (TimeoutError, ConnectionError) as error:
             raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
         if not self._arena.agree(self._number, self._entry[2]):
             raise self._wire._parted(self._entry)  # noqa: SLF001
         trail.waiting, trail.finished = None, self._entry
         self._wire.exposed_seconds += time.perf_counter() - begin
+        self._rows = rows if self._stay is None else self._stay.rows
         return self._rows
 
     def close(self) -> None:
         self._arena.done(self._number)
+        if self._stay is not None:
+            self._stay.arrived()
 
 
 class _Buffers:

@@ -29,6 +29,7 @@ from impl.blocks import GroupOf, drafts_of, find_blocks, geometry_of, plan_units
 from impl.construction import give_values
 from impl.cut import taken_over
 from impl.external import external_to
+from impl.homes import homes_of
 from impl.mesh import Mesh
 from impl.module_buffers import ModuleBuffers
 from impl.nested import cast_tensors, tensors_in
@@ -42,6 +43,7 @@ from impl.saved import SavedTensors
 from impl.scaling import LossScaler, Stepped
 from impl.schedule import MOST_AHEAD, Action, Schedule
 from impl.tiers import CopyKey, realised, tiers_of
+from impl.topology import Axis
 from impl.traffic import NORM_BYTES, Phase, kept_units
 from impl.unit import Shared, Unit, ZeroError
 from impl.watch import watch_optimizers
@@ -118,6 +120,7 @@ def shard(
     ]
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
+    _settle(units, wire, kept_units(policy, geometries))
     zero = Zero(model, units, [draft.module for draft in drafts], shared, casts_inputs=casts)
     unit_of = {
         id(parameter): unit
@@ -132,6 +135,27 @@ def shard(
             )
         zero.register_external(module, unit_of[id(parameter)])
     return zero
+
+
+def _settle(units: Sequence[Unit], wire: Wire, kept: frozenset[int]) -> None:
+    """Give homes in shared memory to the units whose weights may stay there as they arrive.
+
+    Units that stay gathered from forward to backward have none: they would keep others out of it.
+    """
+    along: dict[Axis, list[Unit]] = {}
+    item = DTYPES[units[0].policy.compute].itemsize if units else 0
+    for index, unit in enumerate(units):
+        axis = None if index in kept else unit.shared_axis()
+        if axis is not None:
+            along.setdefault(axis, []).append(unit)
+    for axis, sharing in along.items():
+        numbers = homes_of([unit.geometry.outer for unit in sharing])
+        lengths = [0] * (max(numbers) + 1)
+        for unit, number in zip(sharing, numbers, strict=True):
+            lengths[number] = max(lengths[number], unit.geometry.padded * item)
+        homes = wire.homes(axis, lengths)
+        for unit, number in zip(sharing, numbers, strict=True):
+            unit.live_at(homes, number)
 
 
 class Zero:

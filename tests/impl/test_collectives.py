@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl import reference
-from impl.codec import BF16, FP32, Codec, parse
-from impl.collectives import Reduction, Transfer, gather_frames, gathered, placed
+from impl.codec import BF16, FP32, Codec, IntCodec, parse
+from impl.collectives import Reduction, Transfer, are_elements, gather_frames, gathered, placed
 from impl.collectives import reduced as reduction
 from impl.feedback import Errors
 from impl.geometry import chunked
@@ -281,3 +281,10 @@ def test_a_quantised_ring_errs_more_than_two_hops() -> None:
     """
     ring, hops = torch.tensor(on_threads(Topology(4, 3), _ring_and_hops)).mean(0)
     assert ring > 2 * hops
+
+
+def test_raw_frames_of_their_own_type_are_elements() -> None:
+    """A frame is its elements only for the raw codec of their own type."""
+    assert are_elements(FP32, torch.float32, 64)
+    assert not are_elements(FP32, torch.bfloat16, 64)
+    assert not are_elements(IntCodec(8, 2048), torch.float32, 2048)

@@ -235,9 +235,12 @@ def _weights(mesh: Mesh, base: nn.Module, loss_of: Any, policy: Policy, transpor
     return zero.full_state_dict()
 
 
-def check(base: nn.Module, loss_of: Any = plain_loss, policy: Policy = EXACT) -> None:
-    """Three steps on four thread ranks change the weights as one process does."""
-    got = on_threads(Topology(2, 2), _weights, base, loss_of, policy, "backend")
+def check(
+    base: nn.Module, loss_of: Any = plain_loss, policy: Policy = EXACT, *, transport: str = "backend"
+) -> None:
+    """Three steps on four thread ranks change the weights as one process does; with shm, on one node."""
+    topology = Topology(2, 2) if transport == "backend" else Topology(1, 4)
+    got = on_threads(topology, _weights, base, loss_of, policy, transport)
     wanted = copy.deepcopy(base)
     optimizer = torch.optim.SGD(wanted.parameters(), lr=0.1)
     for step in range(3):
@@ -269,18 +272,22 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("secondary", [0, "node"])
-def test_models_train_as_in_one_process(kind: type[nn.Module], secondary: Any) -> None:
-    """However a model uses its blocks and parameters, it is trained as in one process."""
+@pytest.mark.parametrize(("secondary", "transport"), [(0, "backend"), ("node", "backend"), (0, "shm")])
+def test_models_train_as_in_one_process(kind: type[nn.Module], secondary: Any, transport: str) -> None:
+    """However a model uses its blocks and parameters, it is trained as in one process.
+
+    With shm the weights stay in shared memory: views of them outlive their units' stays there.
+    """
     torch.manual_seed(0)
-    check(kind(), policy=preset("exact", memory=ROOMY, secondary=secondary))
+    check(kind(), policy=preset("exact", memory=ROOMY, secondary=secondary), transport=transport)
 
 
+@pytest.mark.parametrize(("secondary", "transport"), [("node", "backend"), (0, "shm")])
 @pytest.mark.parametrize("loss_of", [checkpointed, leaf_input, inference_first, twice])
-def test_loops_train_as_in_one_process(loss_of: Any) -> None:
+def test_loops_train_as_in_one_process(loss_of: Any, secondary: Any, transport: str) -> None:
     """A checkpointed root, leaf inputs, inference mode before training, two forwards: as in one process."""
     torch.manual_seed(0)
-    check(Stack(), loss_of, preset("exact", memory=ROOMY, secondary="node"))
+    check(Stack(), loss_of, preset("exact", memory=ROOMY, secondary=secondary), transport=transport)
 
 
 def outside(net: nn.Module, x: Tensor) -> Tensor:
@@ -291,11 +298,12 @@ def outside(net: nn.Module, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+@pytest.mark.parametrize("transport", ["backend", "shm"])
 @pytest.mark.parametrize("kind", [Stack, HidesItsOutput, UsesADetachedCopy])
-def test_blocks_may_be_called_by_themselves(kind: type[nn.Module]) -> None:
+def test_blocks_may_be_called_by_themselves(kind: type[nn.Module], transport: str) -> None:
     """Past the model's own forward pass, whatever autograd keeps of weights is there in backward."""
     torch.manual_seed(0)
-    check(kind(), outside)
+    check(kind(), outside, transport=transport)
 
 
 @pytest.mark.parametrize("changes", [{"secondary": "node"}, {"gather": "flat", "reduce": "one_hop"}], ids=str)
@@ -563,13 +571,15 @@ class _Looks(Layer):
         return super().forward(x)
 
 
-def test_a_view_that_somebody_holds_never_shows_another_units_weights() -> None:
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+def test_a_view_that_somebody_holds_never_shows_another_units_weights(transport: Any) -> None:
     """Memory of released weights is used again, but not while anyone but the unit looks at it."""
     base = Stack(_Looks, depth=4)
 
     def body(mesh: Mesh) -> None:
         model = copy.deepcopy(base)
-        shard(model, mesh=mesh, policy=preset("exact", memory=MemoryLimits(prefetch=0, max_padding=9)))
+        policy = preset("exact", memory=MemoryLimits(prefetch=0, max_padding=9))
+        shard(model, mesh=mesh, policy=policy, wire=Wire(mesh, transport=transport))
         for _ in range(2):  # again with what the first pass left
             with torch.no_grad():
                 model(data(0, mesh.rank))

@@ -1,0 +1,206 @@
+"""Places in the memory of a node where gathered weights stay as they arrived, and are computed with.
+
+Where the frames of a shard are its elements, what the ranks of a node wrote side by side *is* the gathered
+unit: nothing is decoded or copied.  The price is that the memory is in use until the unit is released, and
+that moment may differ between ranks.  So each unit has a *home*, fixed at construction and equal on all
+ranks; units that do not run around each other share homes in turn.
+
+A gather is a :class:`Stay` at the unit's home.  It begins once all ranks have ended the one before.  A rank
+that has not, because somebody still looks at those weights, *leaves*: what it sees becomes a private copy at
+the same addresses, and the home is mapped anew elsewhere.  All ranks begin stays in one order, so whoever has
+not ended a stay comes to the same point and leaves: nobody waits for a rank that releases late.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from impl.schedule import MOST_AHEAD
+from impl.shared_memory import LINE, Flags, SharedMemoryError, Waiting, shared_file
+
+INNER_HOMES: Final = 2 * MOST_AHEAD + 2  # of units that run one after the other: those under way, twice
+_MAYMOVE, _FIXED = 1, 2  # of mremap(2)
+
+
+def homes_of(outer: Sequence[bool]) -> list[int]:
+    """The number of each unit's home: its own for units in use around the others, in turn for the rest.
+
+    Args:
+        outer: of each unit, in model order, whether it is in use around the others.
+    """
+    own = sum(outer)
+    first, inner = iter(range(own)), iter(range(len(outer) - own))
+    return [next(first) if around else own + next(inner) % INNER_HOMES for around in outer]
+
+
+class Homes:
+    """All homes of one engine on one node, in one anonymous file.
+
+    A home's pages cost memory once, on the node, whatever the number of ranks: in all the largest unit of
+    each home.
+
+    Args:
+        lengths: bytes of each home.
+        waiting: how ranks wait for each other; all ranks of its group must construct this together.
+
+    Raises:
+        SharedMemoryError: as :func:`impl.shared_memory.shared_file`.
+    """
+
+    def __init__(self, lengths: Sequence[int], waiting: Waiting) -> None:
+        self.index, self.ranks = waiting.group.index, waiting.group.size
+        self._lengths = [_pages(length) for length in lengths]
+        flags = _pages(len(lengths) * self.ranks * LINE)
+        self._offsets = [flags + sum(self._lengths[:home]) for home in range(len(lengths))]
+        self._handle = shared_file(waiting, flags + sum(self._lengths))
+        weakref.finalize(self, os.close, self._handle)
+        words = torch.frombuffer(mmap.mmap(self._handle, flags), dtype=torch.int64).view(-1, LINE // 8)
+        each = words[: len(lengths) * self.ranks].view(len(lengths), self.ranks, -1)
+        self._ended = Flags(each, waiting)  # how many stays each rank has ended
+        self._begun = [0] * len(lengths)  # stays
+        self._maps: list[Tensor | None] = [None] * len(lengths)  # (bytes,) where this rank sees each home
+        self._stays: list[Stay | None] = [None] * len(lengths)  # that this rank has not ended
+
+    def vacate(self, home: int) -> None:
+        """Let this rank leave whom it still has at ``home``."""
+        stay = self._stays[home]
+        if stay is not None:
+            stay.leave()
+
+    def begin(self, home: int, stay: Stay) -> Tensor:
+        """(bytes,) the home's memory, once all ranks have ended the stay before; vacated by this one.
+
+        Raises:
+            TimeoutError, ConnectionError: as :meth:`impl.shared_memory.Flags.wait`.
+        """
+        self._ended.wait(home, self._begun[home], "did not read")
+        self._begun[home] += 1
+        self._stays[home] = stay
+        mapped = self._maps[home]
+        if mapped is None:
+            # A storage of its own, which the memory lives as long as: whoever is left with a copy keeps it.
+            length, offset = self._lengths[home], self._offsets[home]
+            with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
+                mapped = torch.frombuffer(mmap.mmap(self._handle, length, offset=offset), dtype=torch.uint8)
+            self._maps[home] = mapped
+        return mapped
+
+    def end(self, home: int) -> None:
+        """Tell the others that this rank is done with the stay at ``home``."""
+        self._stays[home] = None
+        self._ended.set(home, self.index, self._begun[home])
+
+    def part(self, home: int, nbytes: int) -> None:
+        """Keep the first ``nbytes`` at ``home`` for whoever looks at them, and see the home elsewhere.
+
+        Raises:
+            SharedMemoryError: if there is no memory for it.
+        """
+        mapped = self._maps[home]
+        assert mapped is not None  # noqa: S101  # somebody is there
+        _make_private(mapped, nbytes)
+        self._maps[home] = None
+
+
+class Stay:
+    """One gather's weights at their home, from before this rank writes its row until it lets go.
+
+    Args:
+        homes: where.
+        home: number of the unit's home.
+        nbytes: of a rank's row.
+    """
+
+    def __init__(self, homes: Homes, home: int, nbytes: int) -> None:
+        self._homes, self._home, self._nbytes = homes, home, nbytes
+        self._memory: Tensor | None = None  # (bytes,) of the home
+        self._arrive: Callable[[], object] | None = None  # until all rows are there
+        self._lasts = False
+
+    def vacate(self) -> None:
+        """Make the home free of this rank's last stay there, before :meth:`begin`."""
+        self._homes.vacate(self._home)
+
+    def begin(self, arrive: Callable[[], object]) -> Tensor:
+        """(nbytes,) uint8 where this rank's row is written.
+
+        Args:
+            arrive: waits until all rows are there.
+
+        Raises:
+            TimeoutError, ConnectionError: as :meth:`Homes.begin`.
+        """
+        self._memory = self._homes.begin(self._home, self)
+        self._arrive, self._lasts = arrive, True
+        return self.rows[self._homes.index]
+
+    def arrived(self) -> None:
+        """All rows are there, and whoever brought them is not needed any more."""
+        self._arrive = None
+
+    @property
+    def rows(self) -> Tensor:
+        """(ranks, nbytes) uint8: the rows of all ranks, packed."""
+        assert self._memory is not None  # noqa: S101  # it has begun
+        return self._memory[: self._homes.ranks * self._nbytes].view(self._homes.ranks, self._nbytes)
+
+    def end(self) -> None:
+        """Let the home go; nobody may look at what was there."""
+        if self._lasts:
+            self._lasts = False
+            self._homes.end(self._home)
+
+    def leave(self) -> None:
+        """Let the home go, and keep what was there where it was, for this rank alone.
+
+        Raises:
+            SharedMemoryError: if there is no memory for it.
+        """
+        if self._lasts:
+            if self._arrive is not None:
+                self._arrive()
+            self._homes.part(self._home, self.rows.numel())
+            self.end()
+
+
+def _pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to what can be mapped by itself."""
+    return -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+def _make_private(shared: Tensor, nbytes: int) -> None:
+    """Put a private copy in the place of a mapping of shared memory: same addresses, same content.
+
+    The copy is made elsewhere and moved there in one step of the kernel, so that who reads meanwhile sees no
+    difference.
+
+    Args:
+        shared: (bytes,) uint8, all of the mapping.
+        nbytes: of them that matter.
+
+    Raises:
+        SharedMemoryError: if the kernel refuses.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    length, address = shared.numel(), shared.data_ptr()
+    library.mmap.restype = library.mremap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+    library.mremap.argtypes = [ctypes.c_void_p, *2 * [ctypes.c_size_t], ctypes.c_int, ctypes.c_void_p]
+    failed = ctypes.c_void_p(-1).value
+    copy = library.mmap(
+        None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+    )
+    if copy != failed:
+        ctypes.memmove(copy, address, nbytes)
+        if library.mremap(copy, length, length, _MAYMOVE | _FIXED, address) == address:
+            return
+    reason = os.strerror(ctypes.get_errno())
+    raise SharedMemoryError(f"no private copy of {length} bytes of weights that somebody keeps: {reason}")

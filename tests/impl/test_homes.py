@@ -1,0 +1,390 @@
+"""Weights that stay where they arrived: nobody sees others, nobody waits for who lets go late."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from impl.codec import BF16, FP32
+from impl.homes import INNER_HOMES, Homes, Stay, homes_of
+from impl.mesh import Mesh
+from impl.policy import Policy, preset
+from impl.topology import Topology
+from impl.traffic import memory
+from impl.wire import Tag, Wire, WireError
+from impl.zero import Zero, ZeroError, shard
+from tests.models import Net, Odd
+from tests.ranks import on_processes, on_threads
+from tests.strategies import ROOMY, policies
+from tests.training import batch, model, train
+
+EXACT = preset("exact", memory=ROOMY)
+ROW = 64  # bytes
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_homes_are_shared_only_by_units_that_run_far_apart(outer: list[bool]) -> None:
+    """A unit that is in use around others has a home of its own; the rest come round in turn."""
+    homes = homes_of(outer)
+    own = [home for home, around in zip(homes, outer, strict=True) if around]
+    inner = [home for home, around in zip(homes, outer, strict=True) if not around]
+    assert len({*own}) == len(own)
+    assert not {*own} & {*inner}
+    for first in range(len(inner)):
+        near = inner[first : first + INNER_HOMES]
+        assert len({*near}) == len(near)
+    assert sorted({*homes}) == list(range(len({*homes})))
+
+
+# Stays
+
+
+def _lives(mesh: Mesh, order: list[int], ends: list[list[int]], lags: list[int]) -> None:
+    """Gather at ``order``'s homes; each rank ends its stays at moments of its own."""
+    wire = Wire(mesh, transport="shm", timeout=20)
+    axis = mesh.topology.local_axis
+    homes = wire.homes(axis, [axis.size * ROW + 7 * home for home in range(3)])
+    under_way: dict[int, tuple[Any, Stay]] = {}
+    lasting: dict[int, tuple[Stay, Tensor]] = {}
+
+    def right(number: int, rows: Tensor) -> bool:
+        wanted = torch.arange(axis.size, dtype=torch.uint8)[:, None] + number % 200
+        return bool((rows == wanted).all())
+
+    for number, home in enumerate(order):
+        stay = Stay(homes, home, ROW)
+        exchange = wire.all_gather(axis, ROW, Tag("forward", "weights", str(home)), stay=stay)
+        exchange.send.fill_(mesh.rank + number % 200)
+        exchange.post()
+        under_way[number] = exchange, stay
+        for other in [n for n in under_way if n <= number - lags[n]]:
+            exchange, stay = under_way.pop(other)
+            assert right(other, exchange.wait())
+            exchange.close()
+            lasting[other] = stay, stay.rows
+        for other in [n for n in lasting if n <= number - ends[mesh.rank][n]]:
+            stay, rows = lasting.pop(other)
+            assert right(other, rows)
+            stay.end()
+        assert all(right(n, rows) for n, (_, rows) in lasting.items())
+    for number, (exchange, stay) in under_way.items():
+        assert right(number, exchange.wait())
+        exchange.close()
+        stay.leave()
+        assert right(number, stay.rows)
+    for stay, _ in lasting.values():
+        stay.end()
+
+
+@settings(max_examples=25)
+@given(st.data(), st.integers(2, 3))
+def test_ranks_may_end_their_stays_whenever_they_like(data: st.DataObject, ranks: int) -> None:
+    """Rows are right while a rank looks at them, whoever has gone on meanwhile; and all ranks go on."""
+    order = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=20))
+    late = st.lists(st.integers(0, 8), min_size=len(order), max_size=len(order))
+    soon = st.lists(st.integers(0, 4), min_size=len(order), max_size=len(order))
+    ends, lags = data.draw(st.lists(late, min_size=ranks, max_size=ranks)), data.draw(soon)
+    on_threads(Topology(1, ranks), _lives, order, ends, lags)
+
+
+def test_homes_need_shared_memory() -> None:
+    """Where ranks share none, homes are refused, naming the axis."""
+
+    def body(mesh: Mesh) -> None:
+        with pytest.raises(WireError, match="axis node share no memory"):
+            Wire(mesh, transport="shm").homes(mesh.topology.node_axis, [64])
+
+    on_threads(Topology(2, 1), body)
+
+
+def _parted(mesh: Mesh) -> str:
+    wire = Wire(mesh, transport="shm", timeout=60)
+    axis = mesh.topology.local_axis
+    homes = wire.homes(axis, [2 * ROW, 2 * ROW])
+    stay = Stay(homes, mesh.rank, ROW)
+    exchange = wire.all_gather(axis, ROW, Tag("forward", "weights", f"blocks.{mesh.rank}"), stay=stay)
+    exchange.post()
+    with pytest.raises(WireError) as caught:
+        exchange.wait()
+    return str(caught.value)
+
+
+def test_ranks_that_gather_different_units_are_told_at_once() -> None:
+    """Though their units live at different homes, the first exchange that differs is an error."""
+    for said in on_threads(Topology(1, 2), _parted):
+        assert "found that the ranks' exchanges differ" in said
+
+
+# Training
+
+
+@contextlib.contextmanager
+def _nothing_decoded() -> Iterator[None]:
+    with mock.patch("impl.unit.ops.decode", side_effect=AssertionError("decoded")):
+        yield
+
+
+def _engine(mesh: Mesh, net: nn.Module, policy: Policy = EXACT, transport: Any = "shm") -> Zero:
+    return shard(net, mesh=mesh, policy=policy, wire=Wire(mesh, transport=transport, timeout=30))
+
+
+def _round(zero: Zero, loss: Tensor) -> None:
+    loss.backward()
+    zero.finish_backward()
+    with torch.no_grad():
+        for unit in zero.units:
+            for _, master in unit.masters:
+                assert master.grad is not None
+                master.sub_(master.grad, alpha=0.1)
+                master.grad = None
+    zero.weights_changed()
+
+
+def _trained(mesh: Mesh, net: nn.Module, policy: Policy, transport: Any, width: int) -> Any:
+    wire = Wire(mesh, transport=transport)
+    losses, state, _ = train(mesh, net, policy, 2, 2, width, wire=wire)
+    return losses, state, wire.ledger.rows()
+
+
+@settings(max_examples=25)
+@given(st.data(), st.integers(2, 4), st.sampled_from(["net", "tied", "recompute", "odd"]))
+def test_training_is_the_same_to_the_bit_and_the_byte(data: st.DataObject, ranks: int, kind: str) -> None:
+    """Weights that stay where they arrived train as copies do: losses, state and ledger are equal."""
+    topology = Topology(1, ranks)
+    policy = data.draw(policies(topology))
+    if data.draw(st.booleans()):
+        policy = replace(policy, stage=3, weights=FP32, secondary=0)
+    net = model(Odd) if kind == "odd" else model(Net, tied=kind == "tied", recompute=kind == "recompute")
+    width = 7 if kind == "odd" else 16
+    copied, stayed = (on_threads(topology, _trained, net, policy, way, width) for way in ("backend", "shm"))
+    for ours, theirs in zip(stayed, copied, strict=True):
+        assert ours[0] == theirs[0]
+        assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
+        assert ours[2] == theirs[2]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("changes", [{}, {"weights": BF16, "compute": "bf16"}], ids=["fp32", "bf16"])
+def test_nothing_is_decoded_and_nobody_leaves(ranks: int, changes: dict[str, Any]) -> None:
+    """In a plain loop, training, evaluating and generating, gathers copy nothing: not even to let go."""
+
+    def body(mesh: Mesh) -> None:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net, replace(EXACT, **changes))
+        for step in range(2):
+            _round(zero, net(batch(step, mesh.rank)))
+            with torch.inference_mode():
+                net(batch(step, mesh.rank))
+            with torch.no_grad():
+                net(batch(step, mesh.rank))
+
+    base = model(Net, depth=2 * INNER_HOMES)
+    with _nothing_decoded(), mock.patch.object(Homes, "part", side_effect=AssertionError("left")):
+        on_threads(Topology(1, ranks), body)
+
+
+def _mapped(mesh: Mesh) -> tuple[list[bool], list[float]]:
+    """Whether each parameter lies in the arena's file during a pass; losses."""
+    net = model()
+    zero = _engine(mesh, net)
+    there = []
+
+    def look(module: nn.Module, _: Any) -> None:
+        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "zeropp-arena" in line]
+        bounds = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in maps]
+        addresses = [parameter.data_ptr() for parameter in module.parameters(recurse=False)]
+        there.extend(any(low <= address < high for low, high in bounds) for address in addresses)
+
+    for module in net.modules():
+        module.register_forward_pre_hook(look)
+    losses = []
+    for step in range(3):
+        loss = net(batch(step, mesh.rank))
+        losses.append(loss.item())
+        _round(zero, loss)
+    return there, losses
+
+
+def test_parameters_lie_in_the_memory_of_the_node() -> None:
+    """On processes, each parameter is a view of shared memory while its module runs; losses are a copy's."""
+    base = model()
+
+    def copied(mesh: Mesh) -> list[float]:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net, transport="backend")
+        losses = []
+        for step in range(3):
+            loss = net(batch(step, mesh.rank))
+            losses.append(loss.item())
+            _round(zero, loss)
+        return losses
+
+    results = on_processes(Topology(1, 2), _mapped)
+    assert all(there and all(there) for there, _ in results)
+    assert [losses for _, losses in results] == on_threads(Topology(1, 2), copied)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stage": 2},
+        {"weights": BF16},
+        {"secondary": "node"},
+        {"memory": replace(ROOMY, persist_below=10**9)},
+        {"memory": replace(ROOMY, max_reuse=10**9)},
+    ],
+    ids=str,
+)
+def test_what_cannot_stay_is_copied(changes: dict[str, Any]) -> None:
+    """Units that stay gathered, codecs that must be decoded and hpZ have no homes; the root still may."""
+
+    def body(mesh: Mesh) -> set[str]:
+        zero = _engine(mesh, copy.deepcopy(base), replace(EXACT, **changes))
+        return {unit.geometry.block for unit in zero.units if unit._home is not None}
+
+    base, memory = model(), changes.get("memory")
+    outer = {"root"} if memory is not None and memory.max_reuse else set()
+    for lives in on_threads(Topology(1, 2), body):
+        assert lives == outer
+
+
+def test_memory_is_counted_as_what_a_rank_sees() -> None:
+    """The meter counts each gathered unit on each rank while its parameters are views of it."""
+
+    def body(mesh: Mesh) -> tuple[int, int, int]:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net)
+        _round(zero, net(batch(0, mesh.rank)))
+        formula = memory(EXACT, mesh.topology, [unit.geometry for unit in zero.units])
+        return zero.memory()["gathered"], formula["gathered"], zero._meter.now["gathered"]
+
+    base = model(Net, depth=4)
+    for most, foreseen, now in on_threads(Topology(1, 2), body):
+        assert most == foreseen
+        assert now == 0
+
+
+class _Keeps(nn.Module):
+    """A linear layer that shows its weight to whoever asks for it, on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.seen: Tensor | None = None
+        self.asked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.asked:
+            self.seen = self.weight.detach().t()
+        return torch.tanh(x @ self.weight)
+
+
+def test_ranks_that_let_go_at_different_moments_neither_wait_nor_mix() -> None:
+    """One rank looks at weights for ever, another never, over more blocks than homes: values stay right."""
+    torch.manual_seed(0)
+    base = nn.Sequential(*(_Keeps() for _ in range(2 * INNER_HOMES + 3)))
+
+    def body(mesh: Mesh, transport: Any) -> list[float]:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net, transport=transport)
+        losses, kept = [], []
+        for step in range(3):
+            for number, block in enumerate(net):
+                block.asked = number % 3 == mesh.rank % 4
+            before = {name: value.clone() for name, value in zero.full_state_dict().items()}
+            loss = net(batch(step, mesh.rank, 8)).square().mean()
+            kept += [(b.seen, before[f"{i}.weight"]) for i, b in enumerate(net) if b.asked]
+            losses.append(loss.item())
+            _round(zero, loss)
+            if transport == "shm":  # elsewhere a view shows the weights of later passes
+                assert all(torch.equal(seen.t(), value) for seen, value in kept)
+        return losses
+
+    assert on_threads(Topology(1, 4), body, "shm") == on_threads(Topology(1, 4), body, "backend")
+
+
+class _Half(nn.Module):
+    """Of two weights, one that some ranks do not use: their unit is released when the pass is finished."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.randn(8, 8) / 3) for _ in range(2))
+        self.uses = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ self.weight)
+        return y * (x @ self.other) if self.uses else y
+
+
+def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
+    """Its unit stays gathered there until the pass is finished; the next passes are right on all ranks."""
+    torch.manual_seed(0)
+    base = nn.Sequential(_Half(), *(_Keeps() for _ in range(2 * INNER_HOMES)))
+
+    def body(mesh: Mesh, transport: Any) -> list[float]:
+        net = copy.deepcopy(base)
+        net[0].uses = mesh.rank == 0
+        zero = _engine(mesh, net, transport=transport)
+        losses = []
+        for step in range(3):
+            loss = net(batch(step, mesh.rank, 8)).square().mean()
+            losses.append(loss.item())
+            loss.backward()
+            assert zero.units[0].gathered == (mesh.rank != 0)
+            zero.finish_backward()
+            zero.scale_gradients(0.5)
+            for unit in zero.units:
+                for _, master in unit.masters:
+                    assert master.grad is not None
+                    master.data.sub_(master.grad)
+                    master.grad = None
+            zero.weights_changed()
+        return losses
+
+    assert on_threads(Topology(1, 2), body, "shm") == on_threads(Topology(1, 2), body, "backend")
+
+
+class _Clamps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return x @ self.weight
+
+
+class _Renormalises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.argmax(-1))
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+@pytest.mark.parametrize("kind", [_Clamps, _Renormalises])
+def test_writing_weights_during_a_pass_is_refused(kind: type[nn.Module], transport: Any) -> None:
+    """A write that no master would see, and in shared memory others would, is an error that names it."""
+
+    def body(mesh: Mesh) -> None:
+        net = nn.Sequential(kind(), nn.Linear(8, 8))
+        zero = _engine(mesh, net, transport=transport)
+        with pytest.raises(ZeroError, match=r"parameter '0\.\S+' was written in place .* GatheredParameters"):
+            net(batch(0, mesh.rank, 8))
+        assert not any(unit.gathered for unit in zero.units)
+
+    on_threads(Topology(1, 2), body)
