@@ -17,7 +17,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
 import torch
@@ -68,6 +68,7 @@ class Homes:
         self._begun = [0] * len(lengths)  # stays
         self._maps: list[Tensor | None] = [None] * len(lengths)  # (bytes,) where this rank sees each home
         self._stays: list[Stay | None] = [None] * len(lengths)  # that this rank has not ended
+        self._rows: list[Hashable] = [None] * len(lengths)  # what this rank last wrote there
 
     def vacate(self, home: int) -> None:
         """Let this rank leave whom it still has at ``home``."""
@@ -92,6 +93,20 @@ class Homes:
                 mapped = torch.frombuffer(mmap.mmap(self._handle, length, offset=offset), dtype=torch.uint8)
             self._maps[home] = mapped
         return mapped
+
+    def write(self, home: int, row: Hashable, write: Callable[[], None], *, anew: bool) -> None:
+        """Let this rank's row at ``home`` be ``row``: ``write`` is called unless it is already.
+
+        Args:
+            home: at which it has begun a stay.
+            row: name of what ``write`` writes, which tells apart whatever may be written there.
+            write: writes it.
+            anew: whether to call it in any case.
+        """
+        if anew or self._rows[home] != row:
+            self._rows[home] = None  # until it is whole
+            write()
+            self._rows[home] = row
 
     def end(self, home: int) -> None:
         """Tell the others that this rank is done with the stay at ``home``."""
@@ -141,6 +156,10 @@ class Stay:
         self._memory = self._homes.begin(self._home, self)
         self._arrive, self._lasts = arrive, True
         return self.rows[self._homes.index]
+
+    def write(self, row: Hashable, write: Callable[[], None], *, anew: bool) -> None:
+        """Let this rank's row be ``row``; see :meth:`Homes.write`."""
+        self._homes.write(self._home, row, write, anew=anew)
 
     def arrived(self) -> None:
         """All rows are there, and whoever brought them is not needed any more."""

@@ -592,7 +592,10 @@ class Unit:
             nbytes, axes = self._secondary_bytes, axes[spared:]
         ring = self._axes == (self.wire.mesh.topology.world_axis,)
         into = as_frames(codec, self._attach(), self.geometry.shard) if self._lands else None
-        stay = Stay(*self._home, nbytes) if self._home is not None else None
+        stay = None
+        if self._home is not None:
+            stay = Stay(*self._home, nbytes)
+            write = partial(self._write_to, stay, phase)
         exchange = yield from gather_frames(
             self.wire, axes, write, nbytes, tag, ring=ring, into=into, stay=stay
         )
@@ -604,6 +607,11 @@ class Unit:
         if stay is not None:
             del exchange  # its views would look like somebody's
             self._attach_to(stay)
+
+    def _write_to(self, stay: Stay, phase: Phase, frame: Tensor) -> None:
+        """Write this rank's frame to its home; in backward it mostly lies there since the forward pass."""
+        stands = self.geometry.name, self._changes, self.held._version  # noqa: SLF001
+        stay.write(stands, partial(self._write_shard, frame), anew=phase != "backward")
 
     def _write_shard(self, frame: Tensor) -> None:
         """Write this rank's frame to a message."""

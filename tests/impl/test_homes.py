@@ -22,6 +22,7 @@ from impl.mesh import Mesh
 from impl.policy import Policy, preset
 from impl.topology import Topology
 from impl.traffic import memory
+from impl.unit import Unit
 from impl.wire import Tag, Wire, WireError
 from impl.zero import Zero, ZeroError, shard
 from tests.models import Net, Odd
@@ -192,6 +193,58 @@ def test_nothing_is_decoded_and_nobody_leaves(ranks: int, changes: dict[str, Any
     base = model(Net, depth=2 * INNER_HOMES)
     with _nothing_decoded(), mock.patch.object(Homes, "part", side_effect=AssertionError("left")):
         on_threads(Topology(1, ranks), body)
+
+
+@pytest.mark.parametrize(("depth", "again"), [(3, 0), (INNER_HOMES + 3, 3)])
+def test_backward_finds_what_forward_wrote(depth: int, again: int) -> None:
+    """A rank writes its rows in each forward pass; in backward those that another took the place of."""
+
+    def body(mesh: Mesh) -> list[int]:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net)
+        counts = []
+        for step in range(3):
+            before = written[mesh.rank]
+            _round(zero, net(batch(step, mesh.rank)))
+            counts.append(written[mesh.rank] - before)
+        return counts
+
+    base, written = model(Net, depth=depth), [0, 0]
+    write = Unit._write_shard
+
+    def counting(unit: Unit, frame: Tensor) -> None:
+        written[unit.wire.mesh.rank] += 1
+        write(unit, frame)
+
+    with mock.patch.object(Unit, "_write_shard", counting):
+        for counts in on_threads(Topology(1, 2), body):
+            assert counts == 3 * [1 + depth + again]
+
+
+def test_what_changed_since_forward_is_written_anew() -> None:
+    """A row is written if its name is another, in any case if asked, and after a write that failed."""
+
+    def body(mesh: Mesh) -> list[bool]:
+        homes = Wire(mesh, transport="shm").homes(mesh.topology.local_axis, [2 * ROW])
+        calls = []
+
+        def fails() -> None:
+            raise ValueError("no memory")
+
+        stay = Stay(homes, 0, ROW)
+        stay.begin(lambda: None)
+        for row, anew in (("a", False), ("a", False), ("a", True), ("b", False), ("a", False)):
+            calls.append(False)
+            stay.write(row, lambda: calls.__setitem__(-1, True), anew=anew)
+        with pytest.raises(ValueError, match="no memory"):
+            stay.write("c", fails, anew=False)
+        calls.append(False)
+        stay.write("a", lambda: calls.__setitem__(-1, True), anew=False)
+        stay.end()
+        return calls
+
+    for calls in on_threads(Topology(1, 2), body):
+        assert calls == [True, False, True, True, True, True]
 
 
 def _mapped(mesh: Mesh) -> tuple[list[bool], list[float]]:
