@@ -126,6 +126,11 @@ def _handles(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001
 
 
+def _mark(parameter: nn.Parameter) -> tuple[int, int]:
+    """Differs once ``parameter`` was written in place, or lies elsewhere."""
+    return parameter._version, parameter.data_ptr()  # noqa: SLF001  # the public way warns for views
+
+
 def _pass_on(received: Exchange, frame: Tensor) -> None:
     """Write what an exchange brought to the next one's message."""
     rows = received.wait()
@@ -290,7 +295,7 @@ class Unit:
         self._own_views = 0  # handles of its memory that are the unit's and its parameters'
         self._home: tuple[Homes, int] | None = None  # in shared memory, where they stay as they arrived
         self._stay: Stay | None = None  # what they lie in, if it is that
-        self._versions: list[int] = []  # of the members, when they were gathered
+        self._marks: list[tuple[int, int]] = []  # version and address of the members, when gathered
         self.gathered = False
         self._gather: Transfer | None = None
         self._gathered_version = self._secondary_version = -1
@@ -344,8 +349,9 @@ class Unit:
     ) -> Member:
         shape, slot = original.shape, self.geometry.slots[number]
         released = nowhere.expand(shape)
-        parameter = nn.Parameter(released, requires_grad=self.geometry.trainable)
-        stand_in = nn.Parameter(released, requires_grad=self.geometry.trainable)
+        # Of ``data``, so that each counts its own versions: views of one tensor share a counter.
+        parameter = nn.Parameter(released.data, requires_grad=self.geometry.trainable)
+        stand_in = nn.Parameter(released.data, requires_grad=self.geometry.trainable)
         release(stand_in, _InUnit(self, number))
         keep(parameter, _InUnit(self, number))
         hide(parameter)
@@ -372,12 +378,17 @@ class Unit:
 
     def _lie_in(self, flat: Tensor) -> Tensor:
         """Let the parameters be views of ``flat`` (padded,), which nobody else looks at."""
-        with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for member in self.members:
-                place = member.place
-                member.parameter.data = flat.as_strided(place.shape, place.stride, place.offset)
+        self._lay(flat)
         self._own_views = _handles(flat)
         return flat
+
+    def _lay(self, flat: Tensor) -> None:
+        """Let the parameters that are not seen whole be views of ``flat`` (padded,)."""
+        with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for number, member in enumerate(self.members):
+                if number not in self.whole:
+                    place = member.place
+                    member.parameter.data = flat.as_strided(place.shape, place.stride, place.offset)
 
     def _detach(self) -> None:
         """Give the memory of the gathered weights back: not from under a view that somebody holds.
@@ -535,7 +546,7 @@ class Unit:
             self.gathered = True
             for member in self.members:
                 unhide(member.parameter)
-            self._versions = [member.parameter._version for member in self.members]  # noqa: SLF001
+            self._marks = [_mark(member.parameter) for member in self.members]
         if self.gathered:
             self._show(gathered=True)
 
@@ -545,25 +556,30 @@ class Unit:
         Below stage 3 they stay until they change, unseen by modules.
 
         Raises:
-            ZeroError: if one was written in place since it was gathered, naming it.
+            ZeroError: if one was written, or given other values, since it was gathered, naming it.
         """
         self.wait()
         self._show(gathered=False)
         if not self._stays:
             written = self._written() if self.gathered else None
+            if written is not None and self._flat is not None:
+                self._lay(self._flat)  # whose memory somebody may have taken away
             self._let_go()
             self._detach()
             if written is not None:
                 raise ZeroError(
-                    f"parameter {written!r} was written in place during a pass, which reaches no master: "
-                    "write it between passes, under GatheredParameters"
+                    f"parameter {written!r} was written in place or through .data during a pass, which "
+                    "reaches no master: write it between passes, under GatheredParameters"
                 )
 
     def _written(self) -> str | None:
-        """The first parameter that was written in place since it was gathered."""
-        for member, version, slot in zip(self.members, self._versions, self.geometry.slots, strict=True):
-            if member.parameter._version != version:  # noqa: SLF001  # the public way warns for views
-                return slot.spec.name
+        """The first parameter that was written in place since it was gathered, or lies elsewhere now.
+
+        Not one that was written through a tensor that shares no version counter with it, as ``.data``.
+        """
+        for number, (member, mark) in enumerate(zip(self.members, self._marks, strict=True)):
+            if number not in self.whole and _mark(member.parameter) != mark:
+                return self.geometry.slots[number].spec.name
         return None
 
     def _let_go(self) -> None:
@@ -943,7 +959,7 @@ class Unit:
             member.released if flat is None else flat.as_strided(place.shape, place.stride, place.offset)
         )
         if self.gathered:
-            self._versions[number] = member.parameter._version  # noqa: SLF001  # it may have been written
+            self._marks[number] = _mark(member.parameter)  # it may have been written
         torch.autograd.graph.increment_version(member.stand_in)  # what backward would need of it is gone
         release(member.stand_in, _InUnit(self, number))
         if not self.gathered:

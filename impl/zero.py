@@ -301,8 +301,14 @@ class Zero:
         else:
             self._reductions.start_all()
         self._reductions.finish()
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._end_backward)
+            ending.callback(_release, self.units)
+        if self.policy.order_every and self._passes % self.policy.order_every == 0:
+            self.wire.check_order()
+
+    def _end_backward(self) -> None:
         for unit in self.units:
-            unit.release()
             unit.land()
         self._weights.trim()
         self._calls.clear()
@@ -310,8 +316,6 @@ class Zero:
         self._clock.next_micro_batch()
         self._unused.update(id(master) for unit in self.units for _, master in unit.masters)
         self._passes += 1
-        if self.policy.order_every and self._passes % self.policy.order_every == 0:
-            self.wire.check_order()
 
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
@@ -323,6 +327,7 @@ class Zero:
         self._brought.clear()
         if self._saved.active:
             self._saved.end()
+        self._called_alone = None
         for unit in self.units:
             unit.local.drop()
             unit.clear_feedback()
@@ -662,23 +667,31 @@ class Zero:
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputed: kept until its backward
             return
         outputs = list(tensors_in(output))
-        for index in self._of_module.get(module, ()):
-            unit = self.units[index]
-            address = unit.storage_address
-            if unit.gathered and any(t.untyped_storage().data_ptr() == address for t in outputs):
-                self._escaped.add(index)  # a returned parameter (Megatron's bias) is used outside
-            training = torch.is_grad_enabled()
-            self._carry_out(self._schedule.post_forward(index, training=training), self._phase())
-        if module is self.model:
-            self._end_forward(outputs)
-        if module is self._called_alone:
-            self._saved.end()
-            self._called_alone = None
+        with contextlib.ExitStack() as ending:  # all of it, though a weight that was written is an error
+            if module is self._called_alone:
+                ending.callback(self._end_alone)
+            if module is self.model:
+                ending.callback(self._end_forward, outputs)
+            for index in reversed(self._of_module.get(module, ())):
+                ending.callback(self._end_unit, index, outputs)
         if torch.is_grad_enabled() and self._of_module.get(module):
             arrive = self._arrival(module)
             for tensor in outputs:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
+
+    def _end_unit(self, index: int, outputs: Sequence[Tensor]) -> None:
+        """A unit's module has run in a forward pass."""
+        unit, training = self.units[index], torch.is_grad_enabled()
+        address = unit.storage_address
+        if unit.gathered and any(t.untyped_storage().data_ptr() == address for t in outputs):
+            self._escaped.add(index)  # a returned parameter (Megatron's bias) is used outside
+        self._carry_out(self._schedule.post_forward(index, training=training), self._phase())
+
+    def _end_alone(self) -> None:
+        """A block that was called by itself has run."""
+        self._saved.end()
+        self._called_alone = None
 
     def _end_forward(self, outputs: Sequence[Tensor]) -> None:
         self._saved.end()
@@ -691,10 +704,12 @@ class Zero:
             tensor.untyped_storage().data_ptr() for tensor in outputs if tensor.device.type != "meta"
         }
         kept = self._kept if torch.is_grad_enabled() else ()
-        for index, unit in enumerate(self.units):  # gathered ahead and not used, or returned by a module
-            if index not in kept and not (unit.gathered and unit.storage_address in addresses):
-                unit.release()
         self._escaped.clear()
+        _release(  # gathered ahead and not used, or returned by a module
+            unit
+            for index, unit in enumerate(self.units)
+            if index not in kept and not (unit.gathered and unit.storage_address in addresses)
+        )
 
     # Parameters used outside of their modules
 
@@ -849,6 +864,13 @@ class Zero:
                 f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
                 "outside of it, or call drop_gradients()"
             )
+
+
+def _release(units: Iterable[Unit]) -> None:
+    """Release all of them in order, even if weights of one were written, which is an error."""
+    with contextlib.ExitStack() as releasing:
+        for unit in reversed(list(units)):
+            releasing.callback(unit.release)
 
 
 def _gone(_: bool) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from impl.codec import BF16, FP32
+from impl.gathered import GatheredParameters
 from impl.homes import INNER_HOMES, Homes, Stay, homes_of
 from impl.mesh import Mesh
 from impl.policy import Policy, preset
@@ -143,6 +144,10 @@ def _engine(mesh: Mesh, net: nn.Module, policy: Policy = EXACT, transport: Any =
 def _round(zero: Zero, loss: Tensor) -> None:
     loss.backward()
     zero.finish_backward()
+    _update(zero)
+
+
+def _update(zero: Zero) -> None:
     with torch.no_grad():
         for unit in zero.units:
             for _, master in unit.masters:
@@ -428,6 +433,117 @@ class _Renormalises(nn.Module):
         return self.table(x.argmax(-1))
 
 
+class _ClampsAround(nn.Module):
+    """The root's weight, in use around a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return self.blocks[0](x @ self.weight)  # type: ignore[no-any-return]
+
+
+class _Replaces(nn.Module):
+    """As layers do that limit their weight's norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.weight.detach().clone())
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("kind", [_Clamps, _Renormalises, _Replaces, _ClampsAround])
+def test_a_pass_in_which_weights_were_written_has_ended(
+    kind: type[nn.Module], alone: bool, transport: Any
+) -> None:
+    """The error leaves nothing gathered, and autograd saving as before; also of a block that runs alone."""
+
+    def body(mesh: Mesh) -> None:
+        written = kind()
+        net = written if kind is _ClampsAround else nn.Sequential(written, nn.Linear(8, 8))
+        zero = _engine(mesh, net, transport=transport)
+        with pytest.raises(ZeroError, match="was written in place or through"):
+            (written if alone else net)(batch(0, mesh.rank, 8))
+        assert not any(unit.gathered for unit in zero.units)
+        assert not zero._saved.active
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+    on_threads(Topology(1, 2), body)
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+def test_values_given_through_data_are_refused_and_do_not_stay(transport: Any) -> None:
+    """A weight that is given another memory in a pass is told of; the next pass has the masters' values."""
+
+    def body(mesh: Mesh) -> None:
+        written = _Replaces()
+        zero = _engine(mesh, nn.Sequential(written, nn.Linear(8, 8)), transport=transport)
+        for step in range(2):
+            with pytest.raises(ZeroError, match=r"parameter '0\.weight' was written"):
+                zero.model(batch(step, mesh.rank, 8))
+        values = zero.full_state_dict()["0.weight"]
+        assert all(torch.equal(seen, values) for seen in written.seen)
+
+    on_threads(Topology(1, 2), body)
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+def test_reading_a_weight_between_passes_is_no_write(transport: Any) -> None:
+    """Where units stay for their backward pass, seeing one parameter whole before it writes none of them."""
+    policy = replace(EXACT, memory=replace(ROOMY, max_reuse=10**9))
+    base = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def body(mesh: Mesh) -> None:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net, policy, transport)
+        loss = net(batch(0, mesh.rank, 8)).square().mean()
+        assert all(unit.gathered for unit in zero.units)
+        with GatheredParameters(net.get_parameter("0.weight")):
+            pass
+        _round(zero, loss)
+
+    on_threads(Topology(1, 2), body)
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any) -> None:
+    """finish_backward() tells of a write, and is done: the next passes train as without it."""
+    torch.manual_seed(0)
+    base = nn.Sequential(_Half(), nn.Linear(8, 8))
+
+    def body(mesh: Mesh, writes: bool) -> list[float]:
+        net, losses = copy.deepcopy(base), []
+        net[0].uses = False
+        zero = _engine(mesh, net, transport=transport)
+        for step in range(3):
+            loss = net(batch(step, mesh.rank, 8)).square().mean()
+            losses.append(loss.item())
+            if writes and step == 1:
+                loss.backward()
+                with torch.no_grad():  # gathered still, as it got no gradient
+                    net.get_parameter("0.other").mul_(2)
+                with pytest.raises(ZeroError, match=r"parameter '0\.other' was written"):
+                    zero.finish_backward()
+                assert not any(unit.gathered for unit in zero.units)
+                _update(zero)
+            else:
+                _round(zero, loss)
+        return losses
+
+    assert on_threads(Topology(1, 2), body, True) == on_threads(Topology(1, 2), body, False)
+
+
 @pytest.mark.parametrize("transport", ["backend", "shm"])
 @pytest.mark.parametrize("kind", [_Clamps, _Renormalises])
 def test_writing_weights_during_a_pass_is_refused(kind: type[nn.Module], transport: Any) -> None:
@@ -436,7 +552,9 @@ def test_writing_weights_during_a_pass_is_refused(kind: type[nn.Module], transpo
     def body(mesh: Mesh) -> None:
         net = nn.Sequential(kind(), nn.Linear(8, 8))
         zero = _engine(mesh, net, transport=transport)
-        with pytest.raises(ZeroError, match=r"parameter '0\.\S+' was written in place .* GatheredParameters"):
+        with pytest.raises(
+            ZeroError, match=r"parameter '0\.\S+' was written in place or .* GatheredParameters"
+        ):
             net(batch(0, mesh.rank, 8))
         assert not any(unit.gathered for unit in zero.units)
 
