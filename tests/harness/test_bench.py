@@ -315,7 +315,7 @@ def test_compute_alone_begins_equal() -> None:
     assert "alone over none has loss 5.6 in step 0" in str(engine_goals.unequal([other, *rest]))
 
 
-OVERLAP = ("overlap", "--layers", "1", "--sequences", "1", "--megabytes", "1")
+OVERLAP = ("overlap", "--layers", "2", "--sequences", "1", "--megabytes", "1")
 
 
 @pytest.mark.link
@@ -333,7 +333,8 @@ def test_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         pairs = zip(step.forward_seconds, step.backward_seconds, step.reference_seconds, strict=True)
         assert all(max(forward, backward) < whole for forward, backward, whole in pairs)
     zero3, zeropp = found.overlap_steps
-    assert zero3.sent_backward == 2 * zero3.sent_forward
+    # Gradients are as large as weights, and all weights but the last block's travel twice.
+    assert zero3.sent_forward < zero3.sent_backward < 2 * zero3.sent_forward
     assert zeropp.sent_backward < zeropp.sent_forward < zero3.sent_forward
     (hops,) = found.overlap_hops
     assert (hops.numel, hops.first_sent) == (1 << 18, 2 * hops.second_sent)
