@@ -73,9 +73,13 @@ def _entry(
 
 @app.command()
 def plan(file: SuiteFile) -> None:
-    """Predict every trial's bytes per link and memory per rank; say which cannot run, and why."""
+    """Predict every trial's bytes and memory; status 1, after the reasons, if some cannot run here."""
     suite = load(file)
-    terminal.forecasts(suite, forecast(suite.trials, this_host()), terminal.console())
+    found, out = forecast(suite.trials, this_host()), terminal.console()
+    terminal.forecasts(suite, found, out)
+    if impossible := sum(bool(one.problems) for one in found):
+        out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
+        raise typer.Exit(SOME_FAILED)
 
 
 @app.command()
@@ -283,7 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None takes the process's.
 
     Returns:
-        The exit status: 0, 1 if trials failed, 2 for what cannot be done, 130 after Ctrl-C.
+        The exit status: 0, 1 if trials failed or, planned, cannot run here, 2 for what cannot be done, 130
+        after Ctrl-C.
     """
     try:
         return _main(arguments)

@@ -45,7 +45,7 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from harness.suite import PEERS, RECIPE, PolicyChanges, Trial, following_model, suggestion
+from harness.suite import PEERS, PolicyChanges, Trial, following_model, suggestion
 from impl.codec import Codec, Raw, parse
 from impl.deepspeed import DeepSpeedError
 from impl.deepspeed import load as load_configuration
@@ -94,7 +94,6 @@ class Suite:
         merged: cells that were the same run as another: those of a peer that differ in policy
             alone, or two that resolve to one policy.
         kept: what was not changed in a strategy because it would have become another, one line each.
-        findings: what became of the keys of its DeepSpeed configurations, other than being honoured.
     """
 
     name: str
@@ -103,7 +102,6 @@ class Suite:
     trials: tuple[Trial, ...]
     merged: int
     kept: tuple[str, ...] = ()
-    findings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,6 @@ class _Expansion:
             tuple(_interleaved(unique, self.file.repeats)),
             len(trials) - len(unique),
             tuple(kept),
-            tuple(dict.fromkeys(itertools.chain.from_iterable(_findings(trial) for trial in unique))),
         )
 
     def _refuse(self, complaint: str) -> NoReturn:
@@ -542,12 +539,6 @@ def _run_key(trial: Trial) -> str:
 
 def _changes(trial: Trial) -> dict[str, Any]:
     return trial.policy.model_dump(exclude_defaults=True)
-
-
-def _findings(trial: Trial) -> Iterator[str]:
-    """What became of the keys of a trial's DeepSpeed configuration, but for those that are honoured."""
-    if trial.strategy == RECIPE:
-        yield from (str(finding) for finding in trial.recipe().findings if finding.kind != "honoured")
 
 
 def _without_policy(trial: Trial) -> Trial:

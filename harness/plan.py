@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final
 from harness import machine, samples
 from harness.corpus import CorpusError
 from harness.memory import on_device, on_host, without_training
-from harness.suite import Model, Trial
+from harness.suite import RECIPE, Model, Trial
 from impl import traffic
+from impl.deepspeed import Finding, laid_out
 from impl.geometry import GeometryError, UnitGeometry
 from impl.hosts_traffic import predict_hosted
 from impl.policy import Policy, PolicyError
@@ -81,6 +82,7 @@ class Forecast:
     problems: tuple[str, ...] = ()
     beyond_limit: str | None = None
     copied: int = 0
+    findings: tuple[Finding, ...] = ()
 
 
 def this_host() -> Host:
@@ -104,9 +106,30 @@ def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
     for trial in trials:
         first = trial.model_copy(update={"repeat": 0, "seed": 0})
         if first.id not in done:
-            done[first.id] = _forecast(first, host, models)
+            done[first.id] = replace(_forecast(first, host, models), findings=_findings(first, models))
         forecasts.append(replace(done[first.id], trial=trial))
     return forecasts
+
+
+def findings(trial: Trial) -> tuple[Finding, ...]:
+    """What becomes of each key of a trial's DeepSpeed configuration on its model; none without one."""
+    return _findings(trial, {})
+
+
+def _findings(trial: Trial, models: dict[str, nn.Module | PlanError]) -> tuple[Finding, ...]:
+    policy = trial.resolved_policy()
+    if trial.strategy != RECIPE or policy is None:
+        return ()
+    from impl.zero import ZeroError, plan_units
+
+    found = replace(trial.recipe(), policy=policy)
+    model = _model(trial.model, trial.sequence, models)
+    if isinstance(model, PlanError):
+        return found.findings
+    try:
+        return laid_out(found, plan_units(model, trial.topology(), policy)).findings
+    except (GeometryError, PolicyError, ZeroError):
+        return found.findings
 
 
 def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]) -> Forecast:

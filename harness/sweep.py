@@ -32,11 +32,11 @@ from harness.link import (
     open_link,
     slowest,
 )
-from harness.plan import Forecast, beyond_limit, forecast, this_host
+from harness.plan import Forecast, beyond_limit, findings, forecast, this_host
 from harness.progress import Display
 from harness.rank import Progress, Rank, Refusal
 from harness.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
-from harness.suite import RECIPE, Trial
+from harness.suite import Trial
 from harness.trial import Assignment, Outcome, Result, TrialError, assemble
 from harness.trial import run as run_trial
 from impl.topology import Topology
@@ -350,7 +350,7 @@ class _Sweep:
             code=self._code,
             inputs=digests(trial),
             pool=machine.pool_key(self._machine, self._code),
-            findings=list(trial.recipe().findings) if trial.strategy == RECIPE else [],
+            findings=list(findings(trial)),
             **fields,
         )
 

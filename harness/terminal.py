@@ -39,7 +39,8 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     out.print(
         f"{len(found)} trials: {len(rows)} cells x {repeats} repeats{merged}. Stated time: {suite.time}."
     )
-    for line in (*suite.kept, *suite.findings):
+    other = (str(finding) for one in rows for finding in one.findings if finding.kind != "honoured")
+    for line in (*suite.kept, *dict.fromkeys(other)):
         out.print(escape(line))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     offloading = ("on the host", "to and from it/step") if any(_host_bytes(one) for one in rows) else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from harness.meter import StepClock, forget_peak, peak_device, peak_rss
 from harness.rank import Progress, Rank, Refusal
 from harness.record import Step
 from harness.strategies import Strategy, build_optimizer, sharded, wire_of
-from harness.suite import Cluster, Model, Optimizer, Trial
+from harness.suite import Cluster, Model, Optimizer, PolicyChanges, Trial
 from harness.trial import device_of
 from impl import checkpoint
 from impl.checkpoint import CheckpointError
@@ -70,6 +70,7 @@ class Asked:
         steps: optimizer steps.
         corpus: see :mod:`harness.corpus`.
         seed: of weights and batches.
+        max_padding: share of a unit's elements that may be padding; None leaves it to the policy.
         topology: where ranks stand.
         device: ``cpu`` or ``cuda``.
         torchrun: whether this process is a rank already.
@@ -87,6 +88,7 @@ class Asked:
     steps: int
     corpus: str
     seed: int
+    max_padding: float | None
     topology: Topology
     device: str
     torchrun: bool
@@ -153,7 +155,9 @@ def job_of(config: Mapping[str, Any], asked: Asked) -> tuple[Job, Recipe]:
         DeepSpeedError: for a configuration that cannot be carried out.
     """
     table = configured(config, asked)
+    changes = PolicyChanges(max_padding=asked.max_padding)
     found = recipe(table, topology=asked.topology)
+    found = replace(found, policy=changes.applied(found.policy))
     shape = asked.shape
     adam = found.optimizer
     arguments: dict[str, float | bool | list[float]] = {"lr": LR if asked.lr is None else asked.lr}
@@ -164,6 +168,7 @@ def job_of(config: Mapping[str, Any], asked: Asked) -> tuple[Job, Recipe]:
     trial = Trial(
         strategy="recipe",
         deepspeed_config=json.dumps(table),
+        policy=changes,
         cluster=Cluster(
             nodes=asked.topology.nodes,
             ranks_per_node=asked.topology.ranks_per_node,

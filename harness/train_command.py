@@ -80,6 +80,10 @@ def train(
     ] = None,
     corpus: Annotated[str, typer.Option(help="stdlib, a file or a folder.")] = "stdlib",
     seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
+    max_padding: Annotated[
+        float | None,
+        typer.Option(min=0, help="Share of a unit's elements that may be padding; 0.05 if not given."),
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Folder of checkpoints: one after the last step.")] = None,
     save_every: Annotated[
         int | None,
@@ -122,6 +126,7 @@ def train(
         steps=steps,
         corpus=corpus,
         seed=seed,
+        max_padding=max_padding,
         topology=topology,
         device=device,
         torchrun=torchrun,
@@ -221,6 +226,7 @@ def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | N
     from harness import workload
     from harness.train_memory import GB, activation_bytes, needs, table, too_large
     from impl.blocks import plan_units
+    from impl.geometry import PaddingError
     from impl.unit import ZeroError
 
     trial, policy = job.trial, recipe.policy
@@ -236,7 +242,8 @@ def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | N
     except (ValueError, ZeroError) as error:
         if speaks:
             _print(recipe)
-        raise TrainError(str(error)) from None
+        option = ", here with --max-padding SHARE" if isinstance(error, PaddingError) else ""
+        raise TrainError(f"{error}{option}") from None
     if speaks:
         _print(recipe)
         numel = sum(parameter.numel() for parameter in model.parameters())

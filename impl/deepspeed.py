@@ -36,10 +36,13 @@ LARGEST: Final = 1e30  # of any number; what is beyond is a slip of the pen, inf
 _WIRE_TYPES: Final[dict[str, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "bfp16": BF16}
 _RAW: Final[dict[Dtype, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
 _ADAM: Final = ("Adam", "AdamW")
-_OF_SHARDS: Final = frozenset(
+_OF_SHARDS: Final = tuple(  # keys, or tables of them, that change nothing for parameters that persist
     f"{ZERO}.{name}"
-    for name in ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients")
-)
+    for name in (
+        "zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients", "zeropp_loco_param",
+        "stage3_prefetch_bucket_size", "stage3_max_reuse_distance", "stage3_allgather_sequential",
+    )
+)  # fmt: skip
 TORCH_DECAY: Final = 0.01  # torch.optim.AdamW's default weight decay
 
 
@@ -113,7 +116,7 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology) -> Rec
 
 
 def laid_out(found: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """The recipe with the findings that its units tell: ZeRO++ does nothing for weights that stay gathered.
+    """The recipe with the findings that its units tell: switches of shards do nothing for what persists.
 
     Args:
         found: of a configuration.
@@ -122,15 +125,25 @@ def laid_out(found: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
     if found.policy.stage < 3 or not all(unit.persistent for unit in units):
         return found
     text = (
-        "here every parameter stays gathered and travels unquantised "
+        "all parameters persist: they stay gathered and travel unquantised "
         f"(stage3_param_persistence_threshold = {found.policy.memory.persist_below - 1:,})"
     )
     return replace(
         found,
         findings=tuple(
-            replace(one, kind="without effect", text=text) if one.key in _OF_SHARDS and one.value else one
+            replace(one, kind="without effect", text=text) if _is_of_shards(one) else one
             for one in found.findings
         ),
+    )
+
+
+def _is_of_shards(one: Finding) -> bool:
+    """Whether it switches on what only sharded parameters have."""
+    on = bool(one.value) or one.key == LOCO
+    return (
+        on
+        and not _is_auto(one.value)
+        and any(one.key == key or one.key.startswith(f"{key}.") for key in _OF_SHARDS)
     )
 
 
@@ -394,9 +407,16 @@ class _Reading:
         if asked > 1 and stage < 3:
             self.refuse(path, f"hpZ is of stage 3, but {self.says(f'{ZERO}.stage')}")
         if asked > world:
-            self.note(path, "changed", f"there are {world} ranks: hpZ groups of {world}")
+            self.note(path, "changed", f"the hpZ group became all {world} ranks{self._of_all()}")
         size = min(asked, world)
         return size if size > 1 else 0
+
+    def _of_all(self) -> str:
+        """What hpZ is worth where its group is the whole world."""
+        nodes = self.topology.nodes
+        if nodes == 1:
+            return ""
+        return f", which span {nodes} nodes: then hpZ saves no traffic between nodes"
 
     def _group(self, stage: Stage) -> int:
         """Ranks of a group of MiCS; 0 for all."""

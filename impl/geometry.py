@@ -22,6 +22,10 @@ class GeometryError(ValueError):
     """A unit cannot be laid out as asked; the message names it and the numbers."""
 
 
+class PaddingError(GeometryError):
+    """More of a unit would be padding than is allowed."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
     """A parameter before it is laid out.
@@ -190,7 +194,7 @@ def lay_out(
         group: ranks that share one copy; 0 for all.
 
     Raises:
-        GeometryError: if padding exceeds ``max_padding``.
+        PaddingError: if padding exceeds ``max_padding``.
     """
     slots: list[Slot] = []
     offset = 0
@@ -201,7 +205,7 @@ def lay_out(
     unit = UnitGeometry(name, tuple(slots), padded, world, trainable, 0 if group == world else group)
     padding = padded - unit.numel
     if padding > max_padding * unit.numel:
-        raise GeometryError(
+        raise PaddingError(
             f"unit {name!r}: {padding} of {padded} elements would be padding "
             f"({padding / max(unit.numel, 1):.1%} of {unit.numel}, allowed {max_padding:.1%}) for "
             f"blocks of {grain} on {world} ranks; use smaller blocks or raise max_padding"

@@ -54,7 +54,7 @@ class MemoryLimits:
         max_padding: share of a unit that may be padding; more is refused, naming the unit.
 
     Raises:
-        PolicyError: for negative limits.
+        PolicyError: for limits that are negative, or no number.
     """
 
     prefetch: int = 50_000_000
@@ -68,7 +68,7 @@ class MemoryLimits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) < 0:
+            if not getattr(self, field.name) >= 0:  # nor NaN
                 raise PolicyError(f"memory.{field.name} = {getattr(self, field.name)}: expected 0 or more")
 
 

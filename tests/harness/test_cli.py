@@ -211,20 +211,34 @@ def test_show_without_records(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan names the question, every cell and what cannot run, and writes nothing."""
+    """A plan names the question, every cell and what cannot run, and writes nothing; status 1 if any."""
     suite(folder, SMALL + '[matrix]\nstrategy = ["zero3", "zeropp"]\ncluster.nodes = [2, 4096]\n')
     before = tree(folder)
-    assert cli.main(["plan", "q.toml"]) == cli.OK
+    assert cli.main(["plan", "q.toml"]) == cli.SOME_FAILED
+    assert tree(folder) == before
     text = capsys.readouterr().out
     assert "4 trials" in text
     assert "more than this machine can hold" in text
-    assert tree(folder) == before
+    assert "2 of 4 trials cannot run here: `zeropp run` refuses the suite\n" in text
+    suite(folder, SMALL + '[matrix]\nstrategy = ["zero3", "zeropp"]\n')
+    assert cli.main(["plan", "q.toml"]) == cli.OK
+    assert "cannot run here" not in capsys.readouterr().out
+
+
+def test_plan_tells_what_became_of_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it says of keys is of the model: ZeRO++ does nothing for a toy whose parameters persist."""
+    table = "{ stage = 3, zero_quantized_weights = true, overlap_comm = true }"
+    suite(folder, SMALL + f'strategy = "recipe"\ndeepspeed_config.zero_optimization = {table}\n')
+    assert cli.main(["plan", "q.toml"]) == cli.OK
+    text = " ".join(capsys.readouterr().out.split())
+    assert "overlap_comm = true: without effect: " in text
+    assert "zero_quantized_weights = true: without effect: all parameters persist" in text
 
 
 def test_plan_of_paper_scale(capsys: pytest.CaptureFixture[str]) -> None:
     """Models and clusters of the paper are planned here, and running them is refused with numbers."""
     path = str(machine.ROOT / "suites" / "paper_scale.toml")
-    assert cli.main(["plan", path]) == cli.OK
+    assert cli.main(["plan", path]) == cli.SOME_FAILED
     assert "gpt-100b" in capsys.readouterr().out
     assert cli.main(["run", path]) == cli.REFUSED
     assert "20 of 20 trials cannot run here" in capsys.readouterr().err

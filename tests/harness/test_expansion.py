@@ -388,7 +388,6 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
     assert policy is not None
     assert policy.weights == parse("int8:2048")
     assert Trial.from_canonical(trial.canonical()) == trial
-    assert any("overlap_comm = true: without effect" in line for line in of_file.findings)
 
 
 def test_configurations_are_compared_with_presets_and_one_another(tmp_path: Path) -> None:

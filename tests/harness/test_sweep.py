@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import signal
 import subprocess
@@ -92,16 +93,24 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_deepspeed_configuration_leaves_its_findings(tmp_path: Path) -> None:
-    """A trial by one sends what its policy predicts, and its record says what became of each key."""
-    config = (
-        '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true, "zero_hpz_partition_size": 16}}'
-    )
+@pytest.mark.parametrize(
+    ("threshold", "kinds"),
+    [(100_000, ["without effect", "without effect"]), (0, ["honoured", "changed"])],
+)
+def test_a_deepspeed_configuration_leaves_its_findings(
+    threshold: int, kinds: list[str], tmp_path: Path
+) -> None:
+    """A trial by one sends what its policy predicts; its record says what became of each key on its model.
+
+    Below a threshold of 100,000 elements all parameters of a toy persist, which ZeRO++ leaves alone.
+    """
+    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, "zero_quantized_weights": True}
+    config = json.dumps({"zero_optimization": zero | {"zero_hpz_partition_size": 16}})
     asked = trial("recipe", deepspeed_config=config, policy={"max_padding": 1e9})
     outcome, text = sweep([asked], tmp_path)
     assert outcome.failed == 0, text
     (record,) = read_all(tmp_path)
-    assert [finding.kind for finding in record.findings] == ["honoured", "honoured", "changed"]
+    assert [finding.kind for finding in record.findings] == ["honoured", "honoured", *kinds]
     assert record.predicted is not None
     assert record.predicted.equal
 

@@ -185,7 +185,23 @@ def test_a_toy_whose_parameters_all_persist_is_told_that_zeropp_has_no_effect(
     monkeypatch.setattr(train_command, "_run", lambda *_: None)
     assert main(["train", *TOY, "--deepspeed-config", config(tmp_path, ZEROPP_TUTORIAL)]) == 0
     out = capfd.readouterr().out
-    assert len(re.findall(r"without effect: here every parameter stays gathered .* = 100,000", out)) == 3
+    assert len(re.findall(r"without effect: all parameters persist: .* = 100,000", out)) == 3
+
+
+def test_padding_is_refused_with_the_option_that_allows_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A toy's root unit would be 19.8 % padding: refused, and trained with as much allowed."""
+    keys = {"stage": 3, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    small = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--steps", "1"]
+    flags = [*small, "--deepspeed-config", config(tmp_path, json.dumps({"zero_optimization": keys}))]
+    said = refusal(capfd, *flags)
+    assert "19.8% of 20512, allowed 5.0%" in said
+    assert said.endswith("raise max_padding, here with --max-padding SHARE\n")
+    assert "allowed 19.0%" in refusal(capfd, *flags, "--max-padding", "0.19")
+    assert "'--max-padding'" in refusal(capfd, *flags, "--max-padding", "nan")
+    assert main(["train", *flags, "--max-padding", "0.7"]) == 0
+    assert "step 1/1 | loss " in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from impl.codec import BF16, FP16, FP32
 from impl.deepspeed import QGZ, QWZ, AdamOptions, DeepSpeedError, Finding, Recipe, laid_out, recipe
 from impl.deepspeed_keys import KEYS, SECTIONS, ZERO
 from impl.mesh import Mesh
-from impl.policy import Feedback, LossScale, MemoryLimits, Offload, Policy
+from impl.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, preset
 from impl.topology import Topology
+from impl.traffic import Load, predict
 from impl.zero import ZeroError, shard
 from tests.models import Net
 from tests.ranks import on_threads
@@ -149,8 +150,28 @@ def test_zeropp_tutorial() -> None:
     fewer = recipe(ZEROPP_TUTORIAL, topology=FOUR)
     assert fewer.policy.secondary == 4
     assert of(fewer, "zero_hpz_partition_size") == Finding(
-        f"{ZERO}.zero_hpz_partition_size", 16, "changed", "there are 4 ranks: hpZ groups of 4"
+        f"{ZERO}.zero_hpz_partition_size",
+        16,
+        "changed",
+        "the hpZ group became all 4 ranks, which span 2 nodes: then hpZ saves no traffic between nodes",
     )
+    alone = recipe(ZEROPP_TUTORIAL, topology=Topology(1, 4))
+    assert of(alone, "zero_hpz_partition_size").text == "the hpZ group became all 4 ranks"
+
+
+def test_an_hpz_group_of_all_ranks_saves_no_traffic_between_nodes() -> None:
+    """What is said of a group that is the world: its backward gathers send what those without hpZ send."""
+    policy = replace(preset("zero3"), secondary=4, memory=MemoryLimits(max_padding=1e9))
+    without = replace(policy, secondary=0)
+    sent = [
+        sum(
+            one.bytes
+            for key, one in predict(of_one, FOUR, plan_units(model(), FOUR, of_one), 0, Load()).items()
+            if key.link == "inter"
+        )
+        for of_one in (policy, without)
+    ]
+    assert sent[0] == sent[1] > 0
 
 
 def test_zeropp_tutorial_on_one_rank_has_no_hpz() -> None:
@@ -437,11 +458,36 @@ def test_zeropp_without_effect_is_told_where_every_parameter_persists() -> None:
     told = laid_out(found, plan_units(model(), FOUR, found.policy))
     for name in ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients"):
         assert of(told, name).kind == "without effect"
+        assert of(told, name).text.startswith("all parameters persist")
         assert "threshold = 100,000" in of(told, name).text
     table[ZERO]["stage3_param_persistence_threshold"] = 16
     found = recipe(table, topology=FOUR)
     roomy = replace(found.policy, memory=replace(found.policy.memory, max_padding=1e9))
     assert laid_out(found, plan_units(model(), FOUR, roomy)) == found
+
+
+def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None:
+    """LoCo, prefetching and reuse too; "auto" keeps its own finding, what is off is not told."""
+    keys: dict[str, Any] = {
+        "zero_quantized_weights": "auto",
+        "zero_quantized_gradients": True,
+        "zero_hpz_partition_size": 2,
+        "zeropp_loco_param": {"err_beta": 0.5},
+        "stage3_prefetch_bucket_size": 5,
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": 1e9,
+    }
+    found = recipe(zero(**keys), topology=FOUR)
+    told = laid_out(found, plan_units(model(), FOUR, found.policy))
+    idle = {
+        one.key.removeprefix(f"{ZERO}.")
+        for one in told.findings
+        if one.text.startswith("all parameters persist")
+    }
+    assert idle == {
+        "zero_quantized_gradients", "zeropp_loco_param.err_beta", "zero_hpz_partition_size",
+        "stage3_prefetch_bucket_size",
+    }  # fmt: skip
 
 
 # What is refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -142,6 +143,8 @@ def test_negative_limits_are_refused() -> None:
     """A limit is a number of elements."""
     with pytest.raises(PolicyError, match=r"memory\.max_reuse = -1: expected 0 or more"):
         MemoryLimits(max_reuse=-1)
+    with pytest.raises(PolicyError, match=r"max_padding = nan: expected 0 or more"):
+        MemoryLimits(max_padding=math.nan)
 
 
 def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
