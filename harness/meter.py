@@ -20,7 +20,7 @@ _POWER_SECONDS: Final = 0.1  # NVML refreshes its reading about as often
 
 
 class StepClock:
-    """Times one step after the other by part.
+    """Times one step after the other by part, and what the process computed in it, all its threads' work.
 
     Args:
         exposed: seconds waited for communication so far, or None where that cannot be told.
@@ -31,7 +31,7 @@ class StepClock:
         self._exposed, self._device = exposed, device
         self._seconds: dict[str, float] = {}
         self._waited: dict[str, float] = {}
-        self._begun = 0.0
+        self._begun = self._computed = 0.0
         self.steps: list[Step] = []
 
     def begin(self) -> None:
@@ -39,6 +39,7 @@ class StepClock:
         self._seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         self._waited = {}
         self._begun = self._now()
+        self._computed = time.process_time()  # read inside the wall clock's readings, not around them
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
@@ -52,6 +53,7 @@ class StepClock:
 
     def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
         """The step is over; ``index`` counts from the first warm-up step."""
+        computed = time.process_time() - self._computed
         self.steps.append(
             Step(
                 index=index,
@@ -61,6 +63,7 @@ class StepClock:
                 exposed_backward=self._waited.get("backward"),
                 loss=loss,
                 gradient_norm=norm,
+                cpu_seconds=computed,
                 **self._seconds,
             )
         )

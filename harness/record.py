@@ -11,9 +11,9 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from impl.deepspeed import Finding
 
@@ -60,7 +60,9 @@ class Step(_Part):
     """One optimizer step of one rank; times in seconds.
 
     ``forward`` and ``backward`` contain ``exposed_forward`` and ``exposed_backward``: the time
-    the rank stood waiting for communication.  ``total`` runs from step begin to step begin.
+    the rank stood waiting for communication.  ``total`` runs from the step's begin to its end, and
+    ``cpu_seconds`` is what all threads of the rank's process computed in it; None in records from before
+    it was measured.
     """
 
     index: int
@@ -73,6 +75,7 @@ class Step(_Part):
     exposed_backward: float | None
     loss: float
     gradient_norm: float | None = None
+    cpu_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 class Token(_Part):

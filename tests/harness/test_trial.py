@@ -12,6 +12,7 @@ import pytest
 
 from harness.launch import Launch, LaunchError, run_ranks
 from harness.link import HEADER_BYTES, Setting, open_link
+from harness.machine import cores
 from harness.quantisation import BITS, BLOCKS, Squares, errors_of
 from harness.record import LedgerRow
 from harness.suite import Trial
@@ -77,7 +78,9 @@ def test_the_ledger_is_the_prediction(text: str, tmp_path: Path, strategy: str, 
 
 
 def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
-    """Every step of every rank is there, its parts within its total, its exposed time within its parts."""
+    """Every step of every rank is there, its parts within its total, its exposed time within its parts,
+    and the processor seconds of its process within what the machine has in it.
+    """
     found = result(trial(text, "zeropp"), tmp_path / "log")
     assert [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
     assert [(rank.node, rank.local) for rank in found.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -89,6 +92,8 @@ def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
             assert 0 < step.forward + step.backward + step.optimizer <= step.total
             assert 0 <= (step.exposed_forward or 0) <= step.forward
             assert 0 <= (step.exposed_backward or 0) <= step.backward
+            assert step.cpu_seconds
+            assert step.cpu_seconds <= step.total * cores()
         for part in ("masters", "gradients", "optimizer", "secondary", "gathered"):
             assert rank.memory.engine[part] == rank.memory.formula[part]
         assert rank.memory.peak_rss > 50 << 20

@@ -1,7 +1,8 @@
 """Schema-valid records of suites that never ran: times from a simple model, noise from the id.
 
 Bytes and memory come from ``impl.traffic``, so predictions and ledgers agree; interfaces add 2 %
-of headers.  A step takes max(compute, wire) plus a tenth of the smaller, times a noise of 2 %.
+of headers.  A step takes max(compute, wire) plus a tenth of the smaller, times a noise of 2 %; all ranks
+together keep the machine's processors busy for nine tenths of compute.
 """
 
 from __future__ import annotations
@@ -101,6 +102,29 @@ def record_of(
     if change is not None:
         change(fields)
     return Record(**fields)
+
+
+def changed_steps(record: Record, change: Callable[[Step], dict[str, Any]]) -> Record:
+    """``record`` with the fields that ``change`` gives of each step of each rank."""
+    ranks = [
+        rank.model_copy(update={"steps": [step.model_copy(update=change(step)) for step in rank.steps]})
+        for rank in record.ranks
+    ]
+    return record.model_copy(update={"ranks": ranks})
+
+
+def busy_while_waiting(record: Record, seconds: float = 1.0) -> Record:
+    """``record`` with so much longer waits in backward, and ranks that fill two processors all the time."""
+    processors = 2 / len(record.ranks)
+    longer = ("total", "backward", "exposed_backward")
+
+    def change(step: Step) -> dict[str, Any]:
+        if step.exposed_backward is None:  # a peer, whose waiting is inside its parts
+            return {"cpu_seconds": step.total * processors}
+        waited = {name: getattr(step, name) + seconds for name in longer}
+        return waited | {"cpu_seconds": waited["total"] * processors}
+
+    return changed_steps(record, change)
 
 
 def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[str, Any]:
@@ -220,6 +244,7 @@ def _steps(
     trial: Trial, policy: Policy | None, compute: float, step: float, noise: np.random.Generator
 ) -> list[Step]:
     exposed = max(step - compute, 0.0)
+    processors = MACHINE["cores"] / trial.topology().world
     steps = []
     for index in range(trial.warmup + trial.steps):
         stretch = 1 + 0.02 * abs(noise.standard_normal())
@@ -236,6 +261,7 @@ def _steps(
                 exposed_backward=waits[1],
                 loss=_loss(index + 1, policy, noise),
                 gradient_norm=1.0,
+                cpu_seconds=0.9 * processors * compute * stretch,
             )
         )
     return steps
