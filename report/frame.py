@@ -35,11 +35,11 @@ TRIALS: Final = (
     "seed", "repeat", "nodes", "ranks_per_node", "world", "processes", "tokens_per_rank", "sequence",
     "accumulation", "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local",
     "gradients_node", "secondary", "parameters", "units", "padded", "reference_loss", "predicted_equal",
-    "link_kind", "backend", "kernels", "corpus", "corpus_sha256",
+    "link_kind", "backend", "kernels", "processors", "corpus", "corpus_sha256",
 )  # fmt: skip
 STEPS: Final = (
     "id", "rank", "node", "local", "index", "warmup", "total", "forward", "backward", "optimizer",
-    "exposed_forward", "exposed_backward", "loss", "gradient_norm",
+    "exposed_forward", "exposed_backward", "loss", "gradient_norm", "cpu_seconds",
 )  # fmt: skip
 BYTES: Final = (
     "id", "source", "rank", "node", "phase", "purpose", "link", "hop", "bytes", "messages",
@@ -71,7 +71,8 @@ class Frames:
         suite: name of the suite, or names joined by a comma.
         questions: what the suites ask, where records hold it.
         pools: what ran on equal machines and code, by hash.
-        trials: one row per finished trial that trained.
+        trials: one row per finished trial that trained; ``processors`` are those that all its ranks share
+            and compute on, None on GPUs and where ranks may stand on several machines.
         generators: the same of those that generated; their raw values are in ``tokens`` alone.
         steps: one row per rank and optimizer step; seconds.
         bytes: sent over the timed steps, by source (``ledger`` or ``predicted``), rank, phase,
@@ -318,9 +319,22 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
         "link_kind": record.link.kind if record.link else "",
         "backend": str(record.ran.get("backend", "")),
         "kernels": str(record.ran.get("kernels", "")),
+        "processors": _processors(record, trial),
         "corpus": plain(trial.corpus),
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
     }
+
+
+def _processors(record: Record, trial: Trial) -> int | None:
+    """Processors that compute the trial and that all its ranks share; None where the record cannot tell.
+
+    Its machine's cores are those of the process that wrote the record, which the ranks inherit if it
+    started them.
+    """
+    if trial.cluster.device != "cpu" or trial.cluster.launcher != "local":
+        return None
+    cores = record.machine.get("cores")
+    return cores if isinstance(cores, int) and cores > 0 else None
 
 
 def _step_rows(record: Record) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from harness.suite import PolicyChanges, Trial
 from report.contender import BASELINE, NAMES, PROPOSED
 from report.frame import Frames, groups
 from report.generations import generations
-from report.overlap import BITS_PER_MBIT, schedule_seconds
+from report.overlap import BITS_PER_MBIT, processor_seconds, schedule_seconds
 
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
 TRAINING: Final = ("forward", "backward", "step")  # phases of a training step
@@ -41,8 +41,11 @@ def trials(frames: Frames) -> pd.DataFrame:
         egress_bytes: the largest of any node; ledger, or the interface where there is no ledger.
         wire_seconds: 8 egress_bytes / achieved rate.
         ideal_seconds: max(compute_seconds, wire_seconds): one of the two hidden behind the other.
-        best_seconds: what bytes and the order of units allow (:mod:`report.overlap`).
-        share, ideal_share: best_seconds and ideal_seconds / step_seconds.
+        schedule_seconds: what bytes and the order of units allow (:mod:`report.overlap`).
+        processor_seconds: processor seconds of all ranks / the processors that they share (likewise).
+        best_seconds: the larger of these two; NaN where the schedule's is not known.
+        share, schedule_share, ideal_share: best_seconds, schedule_seconds and ideal_seconds / step_seconds.
+        processors_busy: processor_seconds / step_seconds.
         m_bytes: M times the micro-batches of a step; M is what crosses between nodes in one
             hierarchical gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
         tflops: model TFLOP/s of a rank, for presets.
@@ -57,8 +60,16 @@ def trials(frames: Frames) -> pd.DataFrame:
     rate = pd.to_numeric(table["achieved_mbit"]).astype(float) * BITS_PER_MBIT
     table["wire_seconds"] = np.where(table["egress_bytes"] == 0, 0.0, 8 * table["egress_bytes"] / rate)
     table["ideal_seconds"] = table[["compute_seconds", "wire_seconds"]].max(axis=1, skipna=False)
-    table["best_seconds"] = table["id"].map(schedule_seconds(frames, timed_steps(frames)))
-    for name, seconds in (("share", "best_seconds"), ("ideal_share", "ideal_seconds")):
+    table["schedule_seconds"] = table["id"].map(schedule_seconds(frames, timed_steps(frames)))
+    table["processor_seconds"] = table["id"].map(processor_seconds(frames))
+    either = table[["schedule_seconds", "processor_seconds"]].max(axis=1)
+    table["best_seconds"] = either.where(table["schedule_seconds"].notna())
+    for name, seconds in (
+        ("share", "best_seconds"),
+        ("schedule_share", "schedule_seconds"),
+        ("ideal_share", "ideal_seconds"),
+        ("processors_busy", "processor_seconds"),
+    ):
         table[name] = table[seconds] / table["step_seconds"]
     model = ["nodes", "ranks_per_node", "model", "accumulation"]  # peers have no units of their own
     table["padded"] = table.groupby(model)["padded"].transform("max")

@@ -1,7 +1,7 @@
-"""What a step could take at best: the schedule of its units, driven with what the step computed and sent.
+"""What a step could take at best: by the schedule of its units, and by the processors that its ranks share.
 
-The model of :mod:`impl.simulate`, with the seconds of a trial: computation as measured and shared among the
-units by their elements, messages as in its ledger at the rate that its link achieved.
+The schedule's model is that of :mod:`impl.simulate`, with the seconds of a trial: computation as measured and
+shared among the units by their elements, messages as in its ledger at the rate that its link achieved.
 """
 
 from __future__ import annotations
@@ -48,6 +48,25 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
         if row["id"] in of_ranks.index
     }
     return pd.Series(found, dtype=float)
+
+
+def processor_seconds(frames: Frames) -> pd.Series[float]:
+    """Seconds in which the processors could do the work of a step of each trial, by id, all of them busy.
+
+    The processor seconds of all ranks over the processors that they share; over the timed steps the median.
+    With a processor for every rank that is no more than the slowest of them computes.
+
+    NaN on GPUs, for ranks that may stand on several machines, and for records without processor seconds.
+
+    Args:
+        frames: with the trials' raw values.
+    """
+    timed = frames.steps[~frames.steps["warmup"].astype(bool)]
+    computed = pd.to_numeric(timed["cpu_seconds"]).astype(float)
+    of_steps = computed.groupby([timed["id"], timed["index"]]).agg(lambda ranks: ranks.sum(skipna=False))
+    of_trials = of_steps.groupby("id").agg(lambda steps: steps.median(skipna=False))
+    processors = pd.to_numeric(frames.trials.set_index("id")["processors"]).astype(float)
+    return of_trials / processors.reindex(of_trials.index)
 
 
 def _seconds(frames: Frames, row: Mapping[Hashable, Any], computed: pd.Series[float], steps: int) -> float:

@@ -137,10 +137,13 @@ def _speedup_data(derived: Derived) -> pd.DataFrame:
         "baseline",
         "baseline_seconds",
         "step_seconds",
+        "schedule_seconds",
+        "processor_seconds",
         "best_seconds",
         "speedup",
         "allowed",
         "share",
+        "schedule_share",
     ]
     return rows[kept]
 
@@ -169,20 +172,31 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
             ax = grid[row][column]
             _rate_axis(ax, mine)
             endings = _lines(ax, mine.dropna(subset=[value]), value)
+            ax.axhline(1, color=theme.FAINT, lw=0.8, zorder=1)
             if row == 0:
                 ax.set_title(title)
                 ax.set_ylim(0, data["speedup"].max() * 1.08)
-                ax.axhline(1, color=theme.FAINT, lw=0.8, zorder=1)
             else:
+                if _knows_processors(data):
+                    _without_processors(ax, mine)
                 ax.set_ylim(0, max(1.1, data["share"].max() * 1.05))
-                ax.axhline(1, color=theme.FAINT, lw=0.8, zorder=1)
             if column == len(sizes) - 1:
                 drawing.label_ends(ax, endings, 1.6)
         grid[-1][column].set_xlabel("achieved rate of a node's link, Mbit/s")
     grid[0][0].set_ylabel("speed-up over ZeRO-3")
     if rows == 2:
-        grid[1][0].set_ylabel("share of what bytes\nand overlap allow")
+        dash = "\n(dash: by bytes\nand order alone)" if _knows_processors(data) else ""
+        grid[1][0].set_ylabel(f"share of what is allowed{dash}")
     return figure
+
+
+def _without_processors(ax: Axes, data: pd.DataFrame) -> None:
+    """The share by bytes and order alone under the markers of the whole one."""
+    for strategy, contender in contenders(data):
+        mine = data[data["contender"] == contender]
+        middle = mine.groupby("cell")[["achieved_mbit", "schedule_share"]].median()
+        colour = theme.colour(strategy)
+        ax.plot(middle["achieved_mbit"], middle["schedule_share"], "_", color=colour, ms=9, mew=1.3, zorder=2)
 
 
 def _speedup_dots(data: pd.DataFrame) -> Figure:
@@ -211,6 +225,9 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
         share = group["share"].median()
         right.barh(place, share, 0.6, color=colour)
         drawing.beside(right, share, place, f"{share:.0%}")
+        if _knows_processors(data):
+            alone = group["schedule_share"].median()
+            right.plot(alone, place, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
     top = np.nanmax([data["speedup"].max(), data["allowed"].max()])
     top = max(top, min(left.dataLim.x1, 1.5 * top))  # an interval of two pairs may leave the panel
     left.set_xlim(0, top * 1.08)
@@ -219,7 +236,8 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
     right.set_xlim(0, max(1.2, float(np.nan_to_num(data["share"].max())) * 1.15))
     drawing.same_rows(right)
     left.set_xlabel("speed-up over ZeRO-3 ( | : allowed)")
-    right.set_xlabel("share of what bytes and overlap allow")
+    stroke = "\n( | : by bytes and order alone)" if _knows_processors(data) else ""
+    right.set_xlabel(f"share of what is allowed{stroke}")
     return figure
 
 
@@ -236,11 +254,26 @@ def _speedup_caption(data: pd.DataFrame) -> str:
     )
     return (
         "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; "
-        f"{shown}. What bytes and overlap allow: the best step is the engine's schedule driven with the "
-        "computation measured (the slowest rank's forward and backward less exposed communication) and a "
+        f"{shown}. What is allowed: by bytes and order the best step is the engine's schedule driven with "
+        "the computation measured (the slowest rank's forward and backward less exposed communication) and a "
         "link that carries what the busiest node sent to others at the achieved rate, one message after the "
-        "other; "
+        f"other{_processors_in_words(data)}; "
         f"the share is that best step over the measured one. {peers_note(data)}{common_to(data)}"
+    )
+
+
+def _knows_processors(data: pd.DataFrame) -> bool:
+    """Whether what the processors allow is known of any trial, and so what is allowed without them."""
+    return bool(data["processor_seconds"].notna().any())
+
+
+def _processors_in_words(data: pd.DataFrame) -> str:
+    """What the processors add to what bytes and order allow."""
+    if not _knows_processors(data):
+        return ""
+    return (
+        "; by the processors it is no shorter than the processor seconds of all ranks, the engine's own "
+        "included, over the processors that they share. The best step is the longer of the two"
     )
 
 

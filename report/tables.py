@@ -177,7 +177,9 @@ def summary(derived: Derived) -> Table:
         Column("speedup_told", "Speed-up", str),
         Column("pairs_told", "Pairs", str),
         Column("share", "Share allowed", number(2)),
+        Column("schedule_share", "by bytes and order alone", number(2)),
         Column("ideal_share", "of ideal", number(2)),
+        Column("processors_busy", "Processors busy", number(2)),
         Column("exposed_seconds", "Exposed, s", number(2)),
         Column("sent_mb", "Sent, MB/step", number(3)),
         Column("bytes_ratio", "of ZeRO-3's", number(3)),
@@ -185,8 +187,11 @@ def summary(derived: Derived) -> Table:
     )
     caption = (
         "Medians over repeats and seeds; speed-up is the geometric mean of pairs with its 95 % interval. "
-        "Share allowed: the best step that bytes and the order of units allow over the measured one; of "
-        "ideal: max(compute, wire) over it, which no schedule reaches. Exposed: communication waited for. "
+        "Share allowed: the best step that bytes, the order of units and the processors allow over the "
+        "measured one; by bytes and order alone: without the processors, which are left out too on GPUs and "
+        "where records hold no processor seconds; of ideal: max(compute, wire) over the step, which no "
+        "schedule reaches. Processors busy: processor seconds of all ranks over those that their "
+        "processors had in the step. Exposed: communication waited for. "
         "Sent: by all ranks between nodes in training (ledger). Loss: "
         f"last validation{_after(derived)}. TFLOPs: of the model, per rank, by Megatron's formula without "
         "recomputation. The interval is Student's t on the logarithms of the pairs' ratios, so it is wide "
@@ -228,8 +233,11 @@ def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         "compute_seconds",
         "wire_seconds",
         "exposed_seconds",
+        "processor_seconds",
         "share",
+        "schedule_share",
         "ideal_share",
+        "processors_busy",
     ):
         row[key] = mine[key].median()
     for key in ("achieved_mbit", "validation_loss", "m_bytes", "tflops"):

@@ -18,7 +18,7 @@ from report import figures, tables, theme, wording
 from report.frame import frames_of
 from report.metrics import Derived, derive
 from report.plot import Plot, peers_note
-from tests.report.records import record_of, records_of, trials_of
+from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of, trials_of
 
 PLOTS = {plot.name: plot for plot in figures.PLOTS}
 
@@ -234,3 +234,43 @@ def test_what_nobody_holds_is_not_in_the_legend() -> None:
     assert {"masters", "secondary"} <= set(labels)
     assert not {"frozen", "feedback"} & set(labels)
     assert len(set(theme.MEMORY.values())) == len(theme.MEMORY)
+
+
+def test_the_share_by_bytes_and_order_alone_is_marked_on_the_whole_ones_bar() -> None:
+    """Each bar is as long as the share with processors, and its stroke stands at the one without them."""
+    figure, data, plot = _drawn(
+        "speedup", derive(frames_of([busy_while_waiting(r) for r in records_of("quickstart")]))
+    )
+    right = figure.axes[1]
+    shares = data.groupby("contender", sort=False)[["share", "schedule_share"]].median()
+    assert (shares["share"] > shares["schedule_share"]).all()
+    bars = [bar.get_width() for bar in right.patches if isinstance(bar, Rectangle)]
+    strokes = [float(np.asarray(line.get_xdata())[0]) for line in right.lines if line.get_marker() == "|"]
+    assert sorted(bars) == pytest.approx(sorted(shares["share"]))
+    assert sorted(strokes) == pytest.approx(sorted(shares["schedule_share"]))
+    assert "processor seconds of all ranks" in plot.caption(data)
+
+
+@pytest.mark.parametrize("suite", ["quickstart", "bandwidth"])
+def test_without_processor_seconds_the_speedup_says_nothing_of_processors(suite: str) -> None:
+    """Of older records, neither axes nor caption promise a second share."""
+    records = [
+        changed_steps(record, lambda _: {"cpu_seconds": None}) for record in records_of(suite, repeats=2)
+    ]
+    figure, data, plot = _drawn("speedup", derive(frames_of(records)))
+    said = [label for ax in figure.axes for label in (ax.get_xlabel(), ax.get_ylabel())]
+    assert any("share of what is allowed" in label for label in said)
+    assert not any("alone" in label for label in said)
+    assert "processor" not in plot.caption(data)
+
+
+def test_over_rates_each_marker_has_its_share_by_bytes_and_order_alone() -> None:
+    """In panels over rates, a dash stands for every contender and rate at its share without processors."""
+    figure, data, _ = _drawn(
+        "speedup", derive(frames_of([busy_while_waiting(r) for r in records_of("bandwidth")]))
+    )
+    dashes = [line for ax in figure.axes for line in ax.lines if line.get_marker() == "_"]
+    found = [float(value) for line in dashes for value in np.asarray(line.get_ydata())]
+    ours = data.dropna(subset=["share"])
+    expected = ours.groupby(["cell", "contender"])["schedule_share"].median()
+    assert sorted(value for value in found if not np.isnan(value)) == pytest.approx(sorted(expected))

@@ -105,6 +105,26 @@ def test_the_summary_equals_what_raw_steps_give() -> None:
         assert found.loc[name, "trials"] == 3
 
 
+def test_the_summary_prints_both_shares_and_how_busy_processors_were() -> None:
+    """What is allowed stands with processors and by bytes and order alone, and busy from raw steps."""
+    records = records_of("bandwidth", repeats=1)
+    table = tables.summary(derive(frames_of(records)))
+    printed = [column.title for column in table.columns]
+    first = printed.index("Share allowed")
+    assert printed[first : first + 4] == [
+        "Share allowed", "by bytes and order alone", "of ideal", "Processors busy",
+    ]  # fmt: skip
+    found = table.data.dropna(subset=["share"])
+    assert (found["share"] >= found["schedule_share"]).all()
+    cores = records[0].machine["cores"]
+    for record in records:
+        steps = zip(*([s for s in rank.steps if not s.warmup] for rank in record.ranks), strict=True)
+        raw = [(sum(s.cpu_seconds or 0.0 for s in step), max(s.total for s in step)) for step in steps]
+        computed, total = (float(np.median(values)) for values in zip(*raw, strict=True))
+        busy = table.data["processors_busy"].to_numpy()
+        assert np.isclose(busy, computed / cores / total).any()
+
+
 def test_volume_is_in_units_of_one_gather() -> None:
     """ZeRO-3 sends 3 M and ZeRO++ a little over 0.75 M, beside the published."""
     table = tables.volume(derive(frames_of(records_of("ablation", repeats=1)))).data.set_index("contender")
