@@ -108,6 +108,33 @@ def test_any_number_of_sources(backend: Backend, text: str, sources: int) -> Non
     assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("text", ["fp32", "bf16", "int8:256", "int4:96:asym", "mxfp4", "int6:64:hadamard64"])
+def test_a_job_is_run_again_where_other_tensors_lie(backend: Backend, text: str) -> None:
+    """Of what was worked out for one call only types, shapes and strides are used by the next: four
+    operations on other tensors, whole ones, and strided ones of the same shapes, are the reference's.
+    """
+    codec, numel = parse(text), 2500
+    for step in range(6):
+        x = torch.randn(3, 2, numel) * 2.0**step
+        x = x.transpose(0, 1).contiguous().transpose(0, 1) if step % 2 else x
+        wanted, got = (garbage(codec, x.shape, x.device) for _ in range(2))
+        reference.encode(codec, x, wanted)
+        backend.kernels.encode(codec, x, got)
+        assert torch.equal(got, wanted)
+        out, back = torch.empty_like(x), torch.empty_like(x)
+        reference.decode(codec, wanted, out)
+        backend.kernels.decode(codec, wanted, back)
+        assert same(back, out)
+        total, expected = torch.empty(2, numel), torch.empty(2, numel)
+        reference.decode_sum(codec, wanted, expected)
+        backend.kernels.decode_sum(codec, wanted, total)
+        assert same(total, expected)
+        again, held = (garbage(codec, total.shape, x.device) for _ in range(2))
+        reference.decode_sum_encode(codec, codec, wanted, again, numel)
+        backend.kernels.decode_sum_encode(codec, codec, wanted, held, numel)
+        assert torch.equal(held, again)
+
+
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("numel", [1, 8, 2049, 1_048_577, 2_200_003])
 def test_raw_frames_are_copied_and_summed(backend: Backend, kind: str, numel: int) -> None:
