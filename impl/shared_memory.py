@@ -129,6 +129,9 @@ class Arena:
         self._read = Flags(words[1], waiting)  # numbers of the exchanges last read
         self._marks = words[0, :, :, 1].numpy().view("uint64")  # (slot, rank) what was posted there
         self.rows = whole[flags:].view(SLOTS, size, self.row_bytes)  # (slot, rank, byte)
+        # Views made once: making one takes longer than reading a flag.
+        self._whole = list(self.rows.unbind())  # by slot
+        self._mine: list[Tensor] = [rows[group.index] for rows in self._whole]
         self._count = 0
         self._free = list(range(SLOTS))
         self._slots: dict[int, int] = {}  # of the exchanges under way, by number
@@ -159,7 +162,7 @@ class Arena:
 
     def row(self, number: int) -> Tensor:
         """(row_bytes,) this rank's part of an exchange's slot."""
-        return self.rows[self._slots[number], self.group.index]
+        return self._mine[self._slots[number]]
 
     def post(self, number: int, mark: int) -> None:
         """Tell the others that this rank's row is written.
@@ -178,12 +181,14 @@ class Arena:
             TimeoutError: after the timeout, naming who is missing.
             ConnectionError: once a missing rank has exited, naming it.
         """
-        self._posted.wait(self._slots[number], number, "did not send")
-        return self.rows[self._slots[number]]
+        slot = self._slots[number]
+        self._posted.wait(slot, number, "did not send")
+        return self._whole[slot]
 
     def agree(self, number: int, mark: int) -> bool:
         """Whether all ranks posted ``mark``; after :meth:`wait`."""
-        return bool((self._marks[self._slots[number]] == mark).all())
+        marks = self._marks[self._slots[number]].tolist()
+        return bool(marks.count(mark) == len(marks))
 
     def done(self, number: int) -> None:
         """Tell the others that this rank has read the slot."""
@@ -223,6 +228,8 @@ class Flags:
             TimeoutError: after the timeout, naming who is missing.
             ConnectionError: once a missing rank has exited, naming it.
         """
+        if min(self._numbers[slot].tolist()) >= number:
+            return
         begin, timeout = time.monotonic(), self._waiting.timeout
         look, pause = begin + _LOOK_SECONDS, 20e-6
         for rank in range(self._size):

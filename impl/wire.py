@@ -114,6 +114,27 @@ class Exchange(Protocol):
         """Give the buffers back."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """How messages of one size and purpose travel along an axis.
+
+    Attributes:
+        group: the axis's.
+        shared: whether its ranks read each other's memory.
+        direct: whether gloo sends them point to point.
+        limit: what works' ``wait`` is given.
+        booked: rows of the ledger with what an exchange adds to each: bytes, messages.
+        inter_bytes: of them to other nodes.
+    """
+
+    group: Group
+    shared: bool
+    direct: bool
+    limit: tuple[timedelta, ...]
+    booked: tuple[tuple[LedgerKey, int, int], ...]
+    inter_bytes: int
+
+
 class Wire:
     """Sends messages along the axes of a mesh and keeps the ledger.
 
@@ -150,6 +171,7 @@ class Wire:
         self._arenas: dict[Axis, Arena] = {}
         self._buffers: dict[int, list[Tensor]] = defaultdict(list)
         self._used: dict[str, set[str]] = {}
+        self._routes: dict[tuple[Axis, int, Tag, bool], _Route] = {}  # by axis, bytes, tag and whether a ring
         self._trail = Trail()
         self._roll_call = self._listed()
 
@@ -255,7 +277,7 @@ class Wire:
                 dist.all_to_all_single(received, send, come, go, group=group.process_group, async_op=True)
             ]
 
-        inter = self._book(axis, nbytes, tag, ring=True, steps=1)
+        inter = self._book_step(axis, nbytes, tag)
         self._note(axis, tag, f"{backend} point to point" if backend == "gloo" else backend)
         self._trail.waiting = None
         limit = patience(backend, self._limit)
@@ -326,16 +348,17 @@ class Wire:
         if axis.size == 1:
             return _Alone(self._buffer(row), self)
         entry = self._open(kind, axis, nbytes, tag, ring=ring)
-        group = self.mesh.group(axis)
-        inter = self._book(axis, nbytes, tag, ring=ring)
-        if self._shares_memory(group):
-            self.reserve(axis, row if stay is None else 0)
-            self._note(axis, tag, "shm")
-            return _InMemory(self, self._arenas[axis], entry, kind, nbytes=nbytes, row=row, stay=stay)
+        route = self._routes.get((axis, nbytes, tag, ring)) or self._route(axis, nbytes, tag, ring=ring)
+        for key, sent, messages in route.booked:
+            self.ledger.book(key, sent, messages)
+        if route.shared:
+            arena = self._arenas.get(axis)
+            if arena is None or (stay is None and arena.row_bytes < row):
+                self.reserve(axis, row if stay is None else 0)
+                arena = self._arenas[axis]
+            return _InMemory(self, arena, entry, kind, nbytes=nbytes, row=row, stay=stay)
 
-        backend = dist.get_backend(group.process_group)
-        direct = backend == "gloo" and not ring
-        self._note(axis, tag, f"{backend} point to point" if direct else backend)
+        group, direct = route.group, route.direct
         mark = entry[2] % _TAGS  # of ranks that part no message fits another
 
         def start(received: Tensor, send: Tensor) -> list[dist.Work]:
@@ -350,8 +373,29 @@ class Wire:
             # What is sent to all is written where this rank itself receives it.
             buffers.send = buffers.received.view(group.size, -1)[group.index]
         self._trail.waiting = None
-        limit = patience(backend, self._limit)
-        return _Backend(self, start, buffers, entry, limit, rows=group.size, inter_bytes=inter)
+        return _Backend(
+            self, start, buffers, entry, route.limit, rows=group.size, inter_bytes=route.inter_bytes
+        )
+
+    def _route(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> _Route:
+        """Work out, and note, how such messages travel; remembered."""
+        group = self.mesh.group(axis)
+        backend, shared = dist.get_backend(group.process_group), self._shares_memory(group)
+        direct = backend == "gloo" and not ring
+        self._note(axis, tag, "shm" if shared else f"{backend} point to point" if direct else backend)
+        counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring)
+        self._routes[axis, nbytes, tag, ring] = route = _Route(
+            group=group,
+            shared=shared,
+            direct=direct,
+            limit=patience(backend, self._limit),
+            booked=tuple(
+                (LedgerKey(tag.phase, tag.purpose, tag.unit, axis.name, link), count * nbytes, count)
+                for link, count in counts.items()
+            ),
+            inter_bytes=counts.get("inter", 0) * nbytes,
+        )
+        return route
 
     def _listed(self) -> RollCall | None:
         """This rank's part in roll calls; None without other ranks, or a store: thread ranks have none."""
@@ -402,16 +446,13 @@ class Wire:
         self._trail.waiting = entry
         return self._explained(f"could not finish exchange {Step(*entry)}", error)
 
-    def _book(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool, steps: int | None = None) -> int:
-        """Enter one exchange in the ledger; returns its bytes to other nodes."""
-        counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring)
-        if steps is not None:
-            counts = {link: min(count, steps) for link, count in counts.items()}
+    def _book_step(self, axis: Axis, nbytes: int, tag: Tag) -> int:
+        """Enter one step of a ring in the ledger; returns its bytes to other nodes."""
+        counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=True)
         for link, count in counts.items():
-            self.ledger.book(
-                LedgerKey(tag.phase, tag.purpose, tag.unit, axis.name, link), count * nbytes, count
-            )
-        return counts.get("inter", 0) * nbytes
+            key = LedgerKey(tag.phase, tag.purpose, tag.unit, axis.name, link)
+            self.ledger.book(key, min(count, 1) * nbytes, min(count, 1))
+        return min(counts.get("inter", 0), 1) * nbytes
 
     def _buffer(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8, reused: a fresh one costs a page fault every 4 KiB."""
@@ -455,17 +496,17 @@ def _post_direct(
     announcement queues after our data and the link idles (24 to 30 of 50 Mbit/s measured between
     two nodes, 48 this way).  So all receives are announced before anything is sent.
     """
-    rows = received.view(group.size, -1)
-    mine = send.view(group.size, -1) if kind == "all_to_all" else send.expand(group.size, -1)
+    rows = received.view(group.size, -1).unbind()
+    mine = send.view(group.size, -1).unbind() if kind == "all_to_all" else [send] * group.size
     # Start with the next rank, so that not all ranks send to the first one first.
     others = [(group.index + step) % group.size for step in range(1, group.size)]
-    works = [
-        dist.irecv(rows[i], src=group.ranks[i], group=group.process_group, tag=tag) for i in reversed(others)
-    ]
-    works += [dist.isend(mine[i], dst=group.ranks[i], group=group.process_group, tag=tag) for i in others]
+    # What isend() and irecv() call, without their checks: six calls are 60 us a unit and hop.
+    handle = group.process_group
+    works = [handle.recv([rows[i]], i, tag) for i in reversed(others)]
+    works += [handle.send([mine[i]], i, tag) for i in others]
     if kind == "all_to_all":
         rows[group.index].copy_(mine[group.index])
-    return [work for work in works if work is not None]
+    return works
 
 
 class _Alone:
