@@ -69,6 +69,14 @@ class Homes:
         self._maps: list[Tensor | None] = [None] * len(lengths)  # (bytes,) where this rank sees each home
         self._stays: list[Stay | None] = [None] * len(lengths)  # that this rank has not ended
         self._rows: list[Hashable] = [None] * len(lengths)  # what this rank last wrote there
+        self._tenants: list[list[Callable[[], Callable[[], None] | None]]] = [[] for _ in lengths]
+
+    def settle(self, home: int, gone: Callable[[], None]) -> None:
+        """Let ``gone``, a bound method of whoever stays at ``home``, be told when what is seen there goes.
+
+        Then it is a copy for whoever stays there now; others must look at it no more, or it would stay.
+        """
+        self._tenants[home].append(weakref.WeakMethod(gone))
 
     def vacate(self, home: int) -> None:
         """Let this rank leave whom it still has at ``home``."""
@@ -123,6 +131,9 @@ class Homes:
         assert mapped is not None  # noqa: S101  # somebody is there
         _make_private(mapped, nbytes)
         self._maps[home] = None
+        for tenant in self._tenants[home]:
+            if (gone := tenant()) is not None:
+                gone()
 
 
 class Stay:
@@ -137,8 +148,9 @@ class Stay:
     def __init__(self, homes: Homes, home: int, nbytes: int) -> None:
         self._homes, self._home, self._nbytes = homes, home, nbytes
         self._memory: Tensor | None = None  # (bytes,) of the home
+        self._rows: Tensor | None = None  # (ranks, nbytes) of it
         self._arrive: Callable[[], object] | None = None  # until all rows are there
-        self._lasts = False
+        self._lasts = self._left = False
 
     def vacate(self) -> None:
         """Make the home free of this rank's last stay there, before :meth:`begin`."""
@@ -153,9 +165,10 @@ class Stay:
         Raises:
             TimeoutError, ConnectionError: as :meth:`Homes.begin`.
         """
-        self._memory = self._homes.begin(self._home, self)
+        self._memory, ranks = self._homes.begin(self._home, self), self._homes.ranks
+        self._rows = self._memory[: ranks * self._nbytes].view(ranks, self._nbytes)
         self._arrive, self._lasts = arrive, True
-        return self.rows[self._homes.index]
+        return self._rows[self._homes.index]
 
     def write(self, row: Hashable, write: Callable[[], None], *, anew: bool) -> None:
         """Let this rank's row be ``row``; see :meth:`Homes.write`."""
@@ -166,10 +179,21 @@ class Stay:
         self._arrive = None
 
     @property
+    def memory(self) -> Tensor:
+        """(bytes,) uint8 in which the rows lie: one tensor for all stays there, until one is left."""
+        assert self._memory is not None  # noqa: S101  # it has begun
+        return self._memory
+
+    @property
     def rows(self) -> Tensor:
         """(ranks, nbytes) uint8: the rows of all ranks, packed."""
-        assert self._memory is not None  # noqa: S101  # it has begun
-        return self._memory[: self._homes.ranks * self._nbytes].view(self._homes.ranks, self._nbytes)
+        assert self._rows is not None  # noqa: S101  # it has begun
+        return self._rows
+
+    @property
+    def left(self) -> bool:
+        """Whether what was there is a copy of this rank's alone."""
+        return self._left
 
     def end(self) -> None:
         """Let the home go; nobody may look at what was there."""
@@ -187,6 +211,7 @@ class Stay:
             if self._arrive is not None:
                 self._arrive()
             self._homes.part(self._home, self.rows.numel())
+            self._left = True
             self.end()
 
 

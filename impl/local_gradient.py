@@ -29,6 +29,11 @@ class LocalGradient:
 
     def __init__(self, geometry: UnitGeometry, dtype: torch.dtype, pool: Pool, meter: Meter) -> None:
         self._geometry, self._dtype, self._pool, self._meter = geometry, dtype, pool, meter
+        self._gaps = geometry.gaps
+        self._places = [  # shape, strides and offset of each member
+            (slot.spec.shape, torch.empty(slot.spec.shape, device="meta").stride(), slot.offset)
+            for slot in geometry.slots
+        ]
         self._flat: Tensor | None = None  # (padded,)
         self._written: set[int] = set()  # members whose part of it holds something
         self.opened: Exchange | None = None
@@ -58,8 +63,8 @@ class LocalGradient:
 
     def add(self, index: int, leaf: nn.Parameter) -> None:
         """Move the gradient of ``leaf`` to the place of member ``index``; nothing need be cleared before."""
-        slot = self._geometry.slots[index]
-        place = self._buffer()[slot.offset : slot.end].view(slot.spec.shape)
+        flat, (shape, stride, offset) = self._buffer(), self._places[index]
+        place = flat.as_strided(shape, stride, flat.storage_offset() + offset)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
             assert leaf.grad is not None  # noqa: S101  # just accumulated
             if index in self._written:
@@ -72,7 +77,7 @@ class LocalGradient:
     def whole(self) -> Tensor:
         """(padded,) all of them, with zeros in padding and where none arrived: other ranks may have one."""
         flat = self._buffer()
-        for start, end in self._geometry.gaps:
+        for start, end in self._gaps:
             flat[start:end].zero_()
         for index, slot in enumerate(self._geometry.slots):
             if index not in self._written:

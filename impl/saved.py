@@ -8,6 +8,7 @@ the unit if need be: a missed event costs time, never a crash.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from dataclasses import dataclass, field
 
@@ -17,47 +18,34 @@ from torch.autograd.graph import saved_tensors_hooks
 from impl.released import Released, values_of
 from impl.unit import Place, Unit, ZeroError
 
-
-@dataclass(slots=True)
-class _Tensor:
-    """A tensor that autograd keeps, and its version then."""
-
-    tensor: Tensor
-    version: int
+# Tuples, as every tensor that a forward pass saves becomes one: a dataclass takes five times as long to make.
+_Kept = tuple[Tensor, int]  # a tensor that autograd keeps, and its version then
+_Found = tuple[Unit, Place, int]  # a view of a unit's weights, of a version: not kept, but found again
 
 
-@dataclass(slots=True)
-class _Weight:
-    """A view of a unit's weights that autograd will ask for: not kept, but found again."""
-
-    unit: Unit
-    version: int
-    place: Place
-
-
-def _unpack(saved: _Tensor | _Weight) -> Tensor:
+def _unpack(saved: _Kept | _Found) -> Tensor:
     """The tensor that was saved; of weights, gathered again if they were released.
 
     Raises:
         ZeroError: if it is not what it was.
     """
-    if isinstance(saved, _Tensor):
-        if saved.tensor._version != saved.version:  # noqa: SLF001
+    if len(saved) == 2:  # mypy tells the two apart by it
+        tensor, version = saved
+        if tensor._version != version:  # noqa: SLF001
             raise ZeroError(
-                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified by an "
-                "inplace operation"
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
+                "operation"
             )
-        return saved.tensor
-    if saved.version != saved.unit.weights_version:
+        return tensor
+    unit, place, version = saved
+    if version != unit.weights_version:
         raise ZeroError(
-            f"the weights of unit {saved.unit.geometry.name!r} changed between its forward and its "
-            "backward pass"
+            f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass"
         )
     # Usually gathered by its event.  Where a use escapes the events (a module called twice in a
     # row, outputs that hide tensors, a detached copy), this costs time, not a crash.
-    saved.unit.gather("backward")
-    saved.unit.wait()
-    return saved.unit.view(saved.place)
+    unit.bring("backward")
+    return unit.view(place)
 
 
 @dataclass(slots=True)
@@ -69,11 +57,13 @@ class SavedTensors:
     """
 
     active: bool = False
-    _at: dict[int, Unit] = field(default_factory=dict)  # by the address of their weights, last gathered
+    _starts: list[int] = field(default_factory=list)  # ascending addresses of weights, last gathered
+    _at: dict[int, tuple[int, Unit]] = field(default_factory=dict)  # by these: where they end, and whose
     _active: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def begin(self) -> None:
         """Take over what autograd saves."""
+        self._starts.clear()
         self._at.clear()
         self.active = True
         self._active.enter_context(saved_tensors_hooks(self._pack, _unpack))
@@ -85,16 +75,25 @@ class SavedTensors:
 
     def gathered(self, unit: Unit) -> None:
         """``unit``'s weights are there; views of them are to be recognised."""
-        self._at[unit.storage_address] = unit
+        start, end = unit.storage_bounds
+        if start < end and self._at.get(start) != (end, unit):
+            for other in [at for at in self._starts if at < end and start < self._at[at][0]]:
+                self._starts.remove(other)  # of weights that are not there any more
+                del self._at[other]
+            bisect.insort(self._starts, start)
+            self._at[start] = end, unit
 
-    def _pack(self, tensor: Tensor) -> _Tensor | _Weight:
+    def _pack(self, tensor: Tensor) -> _Kept | _Found:
         """What autograd keeps of a tensor: of a view of a unit's weights, where to find it again."""
-        if isinstance(tensor, Released):  # an argument of an autograd.Function, which asks for no values
+        if type(tensor) is Released:  # an argument of an autograd.Function, which asks for no values
             tensor = values_of(tensor)
-        address = tensor.untyped_storage().data_ptr()
-        unit = self._at.get(address)
-        if unit is not None and unit.gathered and unit.storage_address == address:
-            return _Weight(unit, unit.weights_version, unit.locate(tensor))
+        address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()  # of what is empty
+        before = bisect.bisect_right(self._starts, address) - 1
+        if before >= 0:
+            start = self._starts[before]
+            end, unit = self._at[start]
+            if address < end and unit.gathered and unit.storage_bounds == (start, end):
+                return unit, unit.locate(tensor), unit.weights_version
         # Detached, since an output kept as it is would keep its graph and so itself; with its
         # version, since hooks switch torch's own check off.
-        return _Tensor(tensor.detach(), tensor._version)  # noqa: SLF001
+        return tensor.detach(), tensor._version  # noqa: SLF001

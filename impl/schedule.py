@@ -54,7 +54,7 @@ class Schedule:
 
     def pre_forward(self, unit: int) -> tuple[Action, ...]:
         """``unit`` is about to run: gather it, gather ahead, wait for it."""
-        return self._arrive(unit, self.order)
+        return self._arrive(unit, backward=False)
 
     def post_forward(self, unit: int, *, training: bool = True) -> tuple[Action, ...]:
         """``unit`` has run: its weights go, unless a backward pass follows for which they stay."""
@@ -62,15 +62,25 @@ class Schedule:
 
     def pre_backward(self, unit: int) -> tuple[Action, ...]:
         """The gradient reaches ``unit``: gather it again, gather the one before it, wait."""
-        return self._arrive(unit, tuple(reversed(self.order)))
+        return self._arrive(unit, backward=True)
 
     def post_backward(self, unit: int) -> tuple[Action, ...]:
         """All gradients of ``unit`` are there: its weights go, its gradient is sent."""
         return Action("release", unit), Action("reduce", unit)
 
-    def _arrive(self, unit: int, order: tuple[int, ...]) -> tuple[Action, ...]:
-        ahead = [Action("gather", other) for other in self._ahead(unit, order)]
-        return (Action("gather", unit), *ahead, Action("wait", unit))
+    @cached_property
+    def _arrivals(self) -> dict[tuple[int, bool], tuple[Action, ...]]:
+        """By unit and whether backward: worked out once, as a model has as many events as units."""
+        return {}
+
+    def _arrive(self, unit: int, *, backward: bool) -> tuple[Action, ...]:
+        actions = self._arrivals.get((unit, backward))
+        if actions is None:
+            order = tuple(reversed(self.order)) if backward else self.order
+            ahead = [Action("gather", other) for other in self._ahead(unit, order)]
+            actions = (Action("gather", unit), *ahead, Action("wait", unit))
+            self._arrivals[unit, backward] = actions
+        return actions
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
         """Units after ``unit`` in ``order`` that fit into the prefetch limit."""

@@ -10,7 +10,7 @@ import enum
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -197,6 +197,7 @@ class Shared:
         gradients: where buffers of local gradients come from.
         weights: where buffers of gathered weights come from.
         host: the host's memory, of units that are offloaded.
+        under_way: units that are being gathered.
     """
 
     wire: Wire
@@ -206,6 +207,7 @@ class Shared:
     gradients: Pool
     weights: Reserve
     host: Host
+    under_way: set[Unit] = field(default_factory=set)
 
 
 class Unit:
@@ -228,6 +230,7 @@ class Unit:
         used_outside: called with the name of a parameter that is used while modules do not show it;
             gathers the unit, or refuses.
         whole: members that are seen whole and unsharded now, by number.
+        storage_bounds: addresses where the gathered weights begin and end; equal while released.
         local: gradients of this backward pass.
     """
 
@@ -243,13 +246,21 @@ class Unit:
     ) -> None:
         self.geometry, self.tier = geometry, tier
         self.wire, self.meter, self.clock = shared.wire, shared.meter, shared.clock
-        self._host = shared.host
+        self._host, self._under_way = shared.host, shared.under_way
         self.policy = shared.policy.of_unit(trainable=geometry.trainable, persistent=geometry.persistent)
         self.secondary = Secondary()
+        self._tags: dict[tuple[Phase, Purpose], Tag] = {}
         self._stays = self.policy.stage < 3  # gathered until the weights change
         self._changes = 0  # of the weights, as far as the engine was told
         topology, rank = self.wire.mesh.topology, self.wire.mesh.rank
         self._axes, self._spared = self.policy.gather_axes(topology)
+        self._ring = self._axes == (topology.world_axis,)
+        self._hops = self.policy.reduce_axes(topology)
+        self._replicas = self.policy.replica_axes(topology)
+        stride = geometry.piece_stride
+        whole = geometry.shards == topology.world
+        self._strides = None if whole else [stride(axis.stride) for axis, _ in self._hops]
+        self._draws = any(codec.stochastic for codec in self.policy.gradients)
         self._frame = self.policy.weights.frame_bytes(geometry.shard)
         self._lands = self._arrive_in_place()
         self._chunks = chunked(geometry.piece, self.policy.chunks, self.policy.grain)
@@ -292,9 +303,11 @@ class Unit:
         self.whole: dict[int, Tensor] = {}
         self._reserve = shared.weights
         self._flat: Tensor | None = None  # (padded,) the gathered weights, while there is memory for them
+        self.storage_bounds = (0, 0)
         self._own_views = 0  # handles of its memory that are the unit's and its parameters'
         self._home: tuple[Homes, int] | None = None  # in shared memory, where they stay as they arrived
         self._stay: Stay | None = None  # what they lie in, if it is that
+        self._laid: Tensor | None = None  # the memory of a home that parameters are views of, gathered or not
         self._marks: list[tuple[int, int]] = []  # version and address of the members, when gathered
         self.gathered = False
         self._gather: Transfer | None = None
@@ -366,20 +379,25 @@ class Unit:
         not look like an in-place change of what autograd saved.
         """
         if self._flat is None:
-            self._flat = self._lie_in(self._reserve.take(self.geometry.padded))
+            flat = self._reserve.take(self.geometry.padded)
+            self._lay(flat)
+            self._flat = self._lie_in(flat)
         return self._flat
 
     def _attach_to(self, stay: Stay) -> None:
-        """Let the parameters be views of what has arrived, where it lies."""
+        """Let the parameters be views of what has arrived; mostly they are since the last time."""
         with torch.inference_mode(mode=False):
             flat = stay.rows.view(-1).view(DTYPES[self.policy.compute])
+        if self._laid is not stay.memory:
+            self._lay(flat)
+            self._laid = stay.memory
         self._flat, self._stay = self._lie_in(flat), stay
         self.meter.add("gathered", flat.nbytes)
 
     def _lie_in(self, flat: Tensor) -> Tensor:
-        """Let the parameters be views of ``flat`` (padded,), which nobody else looks at."""
-        self._lay(flat)
+        """From here on ``flat`` (padded,) are the gathered weights; only parameters look at them."""
         self._own_views = _handles(flat)
+        self.storage_bounds = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         return flat
 
     def _lay(self, flat: Tensor) -> None:
@@ -404,15 +422,29 @@ class Unit:
             if self._stay is None:
                 return
             self._stay.leave()
+        flat, stay = self._flat, self._stay
+        self._flat = self._stay = None
+        if stay is None:
+            self._empty()
+            self._reserve.give_back(flat)
+        else:
+            if stay.left:  # else they may be the same views again
+                self._move_out()
+            self.meter.add("gathered", -flat.nbytes)
+            stay.end()
+        self.storage_bounds = (0, 0)
+
+    def _move_out(self) -> None:
+        """Parameters that are not gathered are views of a home no more."""
+        if self._stay is None and self._laid is not None:
+            self._laid = None
+            self._empty()
+
+    def _empty(self) -> None:
+        """Take the values of all parameters away."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for member in self.members:
                 member.parameter.data = member.released
-        if self._stay is None:
-            self._reserve.give_back(self._flat)
-        else:
-            self.meter.add("gathered", -self._flat.nbytes)
-            self._stay.end()
-        self._flat = self._stay = None
 
     def _show(self, *, gathered: bool) -> None:
         if gathered == self._shown:
@@ -478,13 +510,15 @@ class Unit:
     def live_at(self, homes: Homes, home: int) -> None:
         """From here on gathered weights stay in shared memory, at ``home``; see :meth:`shared_axis`."""
         self._home = homes, home
+        homes.settle(home, self._move_out)
 
     # Weights
 
     @property
     def weights_version(self) -> int:
         """Changes whenever the master does: told of, or written in place where torch counts it."""
-        return self._changes + self.held._version  # noqa: SLF001  # the public way warns for views
+        held = self._master if self._codes is None else self._codes
+        return self._changes + held._version  # type: ignore[union-attr]  # noqa: SLF001  # the public way warns for views
 
     def weights_changed(self) -> None:
         """The master has new values: what was kept of the old ones is stale."""
@@ -498,7 +532,7 @@ class Unit:
     @property
     def storage_address(self) -> int:
         """Where the gathered weights lie; 0 while released."""
-        return 0 if self._flat is None else self._flat.data_ptr()
+        return self.storage_bounds[0]
 
     def locate(self, tensor: Tensor) -> Place:
         """Where ``tensor``, a view of the gathered weights, lies in them."""
@@ -536,6 +570,13 @@ class Unit:
                 self._arrival = arrival
             else:
                 self._gather = Transfer(self._gathering(phase))
+            self._under_way.add(self)
+
+    def bring(self, phase: Phase) -> None:
+        """:meth:`gather` and :meth:`wait`."""
+        if not (self._shown and self._gathered_version == self.weights_version) or self.whole:
+            self.gather(phase)
+            self.wait()
 
     def wait(self) -> None:
         """Finish gathering: parameters have their values when this returns."""
@@ -543,6 +584,7 @@ class Unit:
             self._arrival.join()
             self._gather.wait()
             self._gather = None
+            self._under_way.discard(self)
             self.gathered = True
             for member in self.members:
                 unhide(member.parameter)
@@ -591,8 +633,7 @@ class Unit:
                 hide(member.parameter)
 
     def _gathering(self, phase: Phase) -> Steps[None]:
-        purpose: Purpose = "persistent" if self.geometry.persistent else "weights"
-        tag = Tag(phase, purpose, self.geometry.name)
+        tag = self._tag(phase, "persistent" if self.geometry.persistent else "weights")
         codec, axes, spared = self.policy.weights, self._axes, self._spared
         nbytes = self._frame
         if self.secondary.life is Life.CURRENT and self._secondary_version != self.weights_version:
@@ -606,7 +647,7 @@ class Unit:
                 self._keep(first.wait())
                 write = partial(_pass_on, first)
             nbytes, axes = self._secondary_bytes, axes[spared:]
-        ring = self._axes == (self.wire.mesh.topology.world_axis,)
+        ring = self._ring
         into = as_frames(codec, self._attach(), self.geometry.shard) if self._lands else None
         stay = None
         if self._home is not None:
@@ -623,6 +664,13 @@ class Unit:
         if stay is not None:
             del exchange  # its views would look like somebody's
             self._attach_to(stay)
+
+    def _tag(self, phase: Phase, purpose: Purpose) -> Tag:
+        """The same one each time."""
+        tag = self._tags.get((phase, purpose))
+        if tag is None:
+            tag = self._tags[phase, purpose] = Tag(phase, purpose, self.geometry.name)
+        return tag
 
     def _write_to(self, stay: Stay, phase: Phase, frame: Tensor) -> None:
         """Write this rank's frame to its home; in backward it mostly lies there since the forward pass."""
@@ -741,28 +789,29 @@ class Unit:
         self.local.forget()
         return transfer
 
-    def _reduction(self) -> Reduction:
+    def _reduction(
+        self, *, opened: Exchange | None = None, out: Tensor | None = None, goes_on: bool = False
+    ) -> Reduction:
         """How this unit's gradient is reduced now."""
-        topology, rank = self.wire.mesh.topology, self.wire.mesh.rank
-        hops, stride = self.policy.reduce_axes(topology), self.geometry.piece_stride
         return Reduction(
             wire=self.wire,
-            hops=hops,
-            tag=Tag("backward", "gradients", self.geometry.name),
-            strides=None if self.geometry.shards == topology.world else [stride(a.stride) for a, _ in hops],
+            hops=self._hops,
+            tag=self._tag("backward", "gradients"),
+            strides=self._strides,
             chunks=self._chunks,
-            key=self.clock.gradients(self.geometry.name, rank),
+            key=self.clock.gradients(self.geometry.name, self.wire.mesh.rank) if self._draws else None,
             errors=self._feedback(),
+            opened=opened,
+            out=out,
+            goes_on=goes_on,
         )
 
     def _reducing(self, gradient: Tensor) -> Steps[None]:
-        how = self._reduction()
-        axes, codec = self.policy.replica_axes(self.wire.mesh.topology)
+        axes, codec = self._replicas
         fresh = all(master.grad is None for _, master in self.masters)
         into = self._kept_mean() if fresh and not axes and not self.tier.shard else None
-        mean = yield from reduced(
-            replace(how, opened=self.local.opened, out=into, goes_on=bool(axes)), self.policy.reduce, gradient
-        )
+        how = self._reduction(opened=self.local.opened, out=into, goes_on=bool(axes))
+        mean = yield from reduced(how, self.policy.reduce, gradient)
         if axes:
             mean = yield from replicated(self.wire, self._replication(how, axes, codec), how.tag, mean)
         for start, end in self._pads:
@@ -891,14 +940,15 @@ class Unit:
         Raises:
             ZeroError: naming the first.
         """
-        for member, slot in zip(self.members, self.geometry.slots, strict=True):
-            for parameter in (member.parameter, member.stand_in):
-                if parameter.requires_grad != self.geometry.trainable:
-                    was, now = ("frozen", "trained") if parameter.requires_grad else ("trained", "frozen")
-                    raise ZeroError(
-                        f"parameter {slot.spec.name!r} was {was} when the model was sharded and is now "
-                        f"{now}: set requires_grad before"
-                    )
+        trainable = self.geometry.trainable
+        for number, member in enumerate(self.members):
+            if member.parameter.requires_grad is trainable is member.stand_in.requires_grad:
+                continue
+            was, now = ("trained", "frozen") if trainable else ("frozen", "trained")
+            raise ZeroError(
+                f"parameter {self.geometry.slots[number].spec.name!r} was {was} when the model was sharded "
+                f"and is now {now}: set requires_grad before"
+            )
 
     # Whole values
 
@@ -955,6 +1005,7 @@ class Unit:
             holder.put(member.stand_in)  # in place of what may have replaced it
         self.meter.add("gathered", -self.whole.pop(number).nbytes)
         flat, place = self._flat, member.place
+        self._laid = None
         member.parameter.data = (
             member.released if flat is None else flat.as_strided(place.shape, place.stride, place.offset)
         )

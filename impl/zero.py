@@ -181,7 +181,7 @@ class Zero:
         self.wire, self.policy = shared.wire, shared.policy
         self.scaler = LossScaler(shared.policy.loss_scale)
         self._meter, self._clock, self._host = shared.meter, shared.clock, shared.host
-        self._weights = shared.weights
+        self._weights, self._under_way = shared.weights, shared.under_way
         self._casts_inputs = casts_inputs  # the model was given in another type than it computes in
         self._module_buffers = ModuleBuffers(model, shared.wire)
         self._accumulating = False  # this pass adds to local gradients and reduces nothing
@@ -576,7 +576,7 @@ class Zero:
             match action.kind:
                 case "gather":
                     # Units gathered ahead that were then not used must not pile up.
-                    if not unit.in_use and self._under_way() <= MOST_AHEAD:
+                    if not unit.in_use and len(self._under_way) <= MOST_AHEAD:
                         unit.gather(phase)
                 case "wait":
                     unit.gather(phase)
@@ -588,10 +588,6 @@ class Zero:
                 case "reduce":
                     if not self._accumulating:
                         self._reductions.ready(action.unit)
-
-    def _under_way(self) -> int:
-        """Units that are being gathered."""
-        return sum(unit.in_use and not unit.gathered for unit in self.units)
 
     # Forward
 
@@ -667,26 +663,34 @@ class Zero:
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputed: kept until its backward
             return
         outputs = list(tensors_in(output))
-        with contextlib.ExitStack() as ending:  # all of it, though a weight that was written is an error
-            if module is self._called_alone:
-                ending.callback(self._end_alone)
-            if module is self.model:
-                ending.callback(self._end_forward, outputs)
-            for index in reversed(self._of_module.get(module, ())):
-                ending.callback(self._end_unit, index, outputs)
+        try:  # all of it, though a weight that was written is an error
+            self._end_units(self._of_module.get(module, ()), outputs)
+        finally:
+            try:
+                if module is self.model:
+                    self._end_forward(outputs)
+            finally:
+                if module is self._called_alone:
+                    self._end_alone()
         if torch.is_grad_enabled() and self._of_module.get(module):
             arrive = self._arrival(module)
             for tensor in outputs:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
 
-    def _end_unit(self, index: int, outputs: Sequence[Tensor]) -> None:
-        """A unit's module has run in a forward pass."""
+    def _end_units(self, indices: Sequence[int], outputs: Sequence[Tensor]) -> None:
+        """The module of these units has run in a forward pass."""
+        if not indices:
+            return
+        index, *rest = indices
         unit, training = self.units[index], torch.is_grad_enabled()
         address = unit.storage_address
         if unit.gathered and any(t.untyped_storage().data_ptr() == address for t in outputs):
             self._escaped.add(index)  # a returned parameter (Megatron's bias) is used outside
-        self._carry_out(self._schedule.post_forward(index, training=training), self._phase())
+        try:
+            self._carry_out(self._schedule.post_forward(index, training=training), self._phase())
+        finally:
+            self._end_units(rest, outputs)
 
     def _end_alone(self) -> None:
         """A block that was called by itself has run."""
@@ -868,9 +872,14 @@ class Zero:
 
 def _release(units: Iterable[Unit]) -> None:
     """Release all of them in order, even if weights of one were written, which is an error."""
-    with contextlib.ExitStack() as releasing:
-        for unit in reversed(list(units)):
-            releasing.callback(unit.release)
+    failed: list[ZeroError] = []
+    for unit in units:
+        try:
+            unit.release()
+        except ZeroError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 def _gone(_: bool) -> None:

@@ -372,6 +372,30 @@ def test_ranks_that_let_go_at_different_moments_neither_wait_nor_mix() -> None:
     assert on_threads(Topology(1, 4), body, "shm") == on_threads(Topology(1, 4), body, "backend")
 
 
+def test_a_copy_lives_no_longer_than_whoever_looks_at_it() -> None:
+    """Blocks that shared a home with weights that somebody keeps are views of that copy no more."""
+    torch.manual_seed(0)
+    base = nn.Sequential(*(_Keeps() for _ in range(2 * INNER_HOMES)))
+
+    def body(mesh: Mesh) -> None:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net, transport="shm")
+        _round(zero, net(batch(0, mesh.rank, 8)).square().mean())  # all are views of their homes
+        first = net[0]
+        assert isinstance(first, _Keeps)
+        first.asked = True
+        with torch.no_grad():
+            first(batch(1, mesh.rank, 8))  # alone: the others are not gathered again
+        assert first.seen is not None
+        held = torch.empty(8, 8).detach().t()  # a view as the one that is kept, of memory of its own
+        assert _views(first.seen) == _views(held)
+
+    def _views(tensor: Tensor) -> int:
+        return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+    on_threads(Topology(1, 2), body)
+
+
 class _Half(nn.Module):
     """Of two weights, one that some ranks do not use: their unit is released when the pass is finished."""
 
