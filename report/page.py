@@ -12,7 +12,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from report import generations, metrics, published
-from report.contender import BASELINE, NAMES, PROPOSED
+from report.contender import BASELINE, NAMES, PROPOSED, order_of
 from report.figures import Drawn
 from report.frame import groups
 from report.metrics import Derived
@@ -26,6 +26,7 @@ _TEMPLATE: Final = "page.html"
 _STYLE: Final = "page.css"
 _COMMIT: Final = 12  # characters of a commit's hash
 _LAST: Final = ("setting", "environment")  # tables with a section of their own
+_MOST_NAMES: Final = 3  # in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
 
 
@@ -89,10 +90,11 @@ def render(content: Content) -> str:
     tables = [table_on_page(table, files, content.folder) for table, files in content.tables]
     first = [table for table in tables if table.name == "summary" and len(table.rows) <= _SHORT]
     failures = table_on_page(*content.failures, content.folder) if content.failures else None
+    subject = heading(content.derived)
     return fill(
-        title=f"{NAMES[PROPOSED]} against {NAMES[BASELINE]}: {frames.suite}",
+        title=f"{' '.join(part for part in subject if part)}: {frames.suite}",
         kicker=f"Results of suite {frames.suite}",
-        heading=(f"{NAMES[PROPOSED]} against", NAMES[BASELINE]),
+        heading=subject,
         questions=frames.questions,
         headline=headline(content.derived),
         facts=facts(content.derived),
@@ -141,6 +143,21 @@ def table_on_page(table: Table, files: dict[str, Path], folder: Path) -> TableOn
     """A table with links relative to ``folder``."""
     heads = [(column.title, column.numeric) for column in table.columns]
     return TableOnPage(table.name, table.title, table.caption, heads, table.rows(), _links(files, folder))
+
+
+def heading(derived: Derived) -> tuple[str, str]:
+    """(introduction, what it introduces): who is compared with whom, of those that finished a trial."""
+    there = sorted({str(name) for name in derived.finished["strategy"]}, key=order_of)
+    if not there:
+        return "No finished trial of", derived.frames.suite
+    if {PROPOSED, BASELINE} <= set(there):
+        return f"{NAMES[PROPOSED]} against", NAMES[BASELINE]
+    others = [name for name in there if name != BASELINE]
+    names = [NAMES.get(name, name) for name in others]
+    said = listed(names) if len(names) <= _MOST_NAMES else counted(len(names), "strategy", "strategies")
+    if BASELINE not in there:
+        return "", said
+    return (f"{said} against" if others else ""), NAMES[BASELINE]
 
 
 def headline(derived: Derived) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -124,6 +125,28 @@ def test_the_headline_states_speedup_and_bytes(quickstart: Path) -> None:
     assert "a step of ZeRO++ takes" in text
     assert "sends 0.253 of ZeRO-3's bytes by the ledger" in text
     assert "0.75 M against 3 M" in text
+
+
+@pytest.mark.parametrize(
+    ("strategies", "title"),
+    [
+        (("ddp", "zero3", "qwz", "zeropp"), "ZeRO++ against ZeRO-3"),
+        (("zero3", "zero0"), "ZeRO-0 against ZeRO-3"),
+        (("zero0", "zero1", "zero2", "ddp", "zero3"), "4 strategies against ZeRO-3"),
+        (("zeropp", "ddp"), "DDP and ZeRO++"),
+        (("zero3",), "ZeRO-3"),
+        ((), "No finished trial of titles"),
+    ],
+)
+def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, tmp_path: Path) -> None:
+    """ZeRO++ stands in it only where one of its trials has finished."""
+    for strategy in strategies:
+        write(tmp_path, record_of(Trial(strategy=strategy), suite="titles"))
+    failure = Failure(kind="crashed", message="lost", log=None)
+    write(tmp_path, record_of(Trial(strategy="zeropp", seed=7), suite="titles", failure=failure))
+    text = build(tmp_path).read_text()
+    assert f"<title>{title}: titles</title>" in text
+    assert " ".join(re.sub("<[^>]*>", "", text[text.index("<h1>") : text.index("</h1>")]).split()) == title
 
 
 def test_a_changed_codec_is_named_in_the_headline(tmp_path: Path) -> None:
