@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Final
@@ -24,6 +25,7 @@ import typer
 from harness import bench, bench_record, check, machine, terminal, train_command
 from harness.expansion import SuiteError, load
 from harness.inputs import digests
+from harness.once import saying
 from harness.plan import Forecast, PlanError, forecast, this_host
 from harness.record import Record, RecordError, path_of, read, read_all
 from harness.suite import Trial
@@ -325,7 +327,10 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _complain(words: str, status: int) -> int:
-    print(f"zeropp: {' '.join(words.split())}", file=sys.stderr)
+    line = f"zeropp: {' '.join(words.split())}"
+    with saying(line) if status == REFUSED else nullcontext(enter_result=True) as alone:
+        if alone:
+            print(line, file=sys.stderr, flush=True)
     return status
 
 
