@@ -252,7 +252,7 @@ def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | N
             f"{numel / 1e9:.4g} B parameters on {asked.topology.world} ranks ({asked.topology}): Adam's "
             f"states are {whole / GB:.4g} GB, and {share / GB:.4g} GB on each rank from stage 1 on"
         )
-        print(table(found, policy.stage), flush=True)
+        print(table(found, policy.stage, cuda=asked.device == "cuda"), flush=True)
     here = asked.topology.world if not asked.torchrun else _torchrun("LOCAL_WORLD_SIZE")
     return too_large(found[policy.stage], asked.topology, this_host(), cuda=asked.device == "cuda", here=here)
 

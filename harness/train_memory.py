@@ -14,7 +14,7 @@ from typing import Final, get_args
 from torch import nn
 
 from harness.flops import GPTShape
-from harness.memory import on_device, on_host
+from harness.memory import HOST, on_device, on_host
 from harness.plan import PROCESS_BYTES, Host
 from impl.blocks import plan_units
 from impl.codec import ITEM_BYTES
@@ -28,33 +28,52 @@ _BLOCK_BYTES: Final = 34  # kept for backward of a block in 16 bits, per token a
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of states that one rank holds in one memory.
+
+    Attributes:
+        adam: fp32 weights and two moments: 12 bytes for each of a rank's elements.
+        gradients: mean gradients of a rank's shard, fp32, and those that wait to be reduced.
+        weights: gathered, in the type that is computed in.
+        other: what the policy keeps beside them: hpZ's copy, carried errors, frozen codes, frames.
+    """
+
+    adam: int
+    gradients: int
+    weights: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.adam + self.gradients + self.weights + self.other
+
+
+@dataclass(frozen=True, slots=True)
 class Need:
     """Bytes that one rank needs at one stage.
 
     Attributes:
         stage: of ZeRO.
-        adam: fp32 weights and two moments: 12 bytes for each of a rank's elements.
-        gradients: mean gradients of a rank's shard, fp32.
-        local: gradients that wait to be reduced.
-        gathered: weights in the type that is computed in.
-        other: what the policy keeps beside them: hpZ's copy, carried errors, frozen codes.
-        activations: an estimate.
-        offloaded: to host memory; in none of the others.
+        device: states where the model is computed.
+        host: states that are offloaded to host memory; none of them is in ``device``.
+        activations: an estimate; on the device.
     """
 
     stage: Stage
-    adam: int
-    gradients: int
-    local: int
-    gathered: int
-    other: int
+    device: Held
+    host: Held
     activations: int
-    offloaded: int
+
+    @property
+    def adam(self) -> int:
+        """Adam's states, wherever they lie."""
+        return self.device.adam + self.host.adam
 
     @property
     def training(self) -> int:
         """All of a step, on the device: more than masters and one whole block, while it is built."""
-        return self.adam + self.gradients + self.local + self.gathered + self.other + self.activations
+        return self.device.total + self.activations
 
 
 def needs(
@@ -76,21 +95,16 @@ def needs(
     for stage in get_args(Stage):
         at = _at(policy, stage)
         held = memory(at, topology, plan_units(model, topology, at), micro_batches=micro_batches)
-        parts = on_device(held)
-        counted = ("masters", "optimizer", "gradients", "local_gradients", "gathered")
-        found.append(
-            Need(
-                stage=stage,
-                adam=parts["masters"] + parts["optimizer"],
-                gradients=parts["gradients"],
-                local=parts["local_gradients"],
-                gathered=parts["gathered"],
-                other=sum(size for name, size in parts.items() if name not in counted),
-                activations=activations,
-                offloaded=sum(on_host(held).values()),
-            )
-        )
+        host = {part.removeprefix(HOST): size for part, size in on_host(held).items()}
+        found.append(Need(stage, _held(on_device(held)), _held(host), activations))
     return found
+
+
+def _held(parts: dict[str, int]) -> Held:
+    """Bytes by part of one memory, as the table groups them."""
+    groups = ("masters", "optimizer"), ("gradients", "local_gradients"), ("gathered",)
+    adam, gradients, weights = (sum(parts.get(name, 0) for name in group) for group in groups)
+    return Held(adam, gradients, weights, sum(parts.values()) - adam - gradients - weights)
 
 
 def _at(policy: Policy, stage: Stage) -> Policy:
@@ -122,41 +136,48 @@ def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length:
     return blocks + sequences * length * shape.vocab * (item + 2 * 4)
 
 
-def table(found: Sequence[Need], chosen: Stage) -> str:
-    """The needs as lines of text, in GB of 1e9 bytes, or MB for models that need little."""
+def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
+    """The needs as lines of text, in GB of 1e9 bytes, or MB for models that need little.
+
+    Where anything is offloaded each stage has two rows, of the device and of the host.
+
+    Args:
+        found: of all stages.
+        chosen: the stage that is marked.
+        cuda: whether the device is a GPU, and the host another memory.
+    """
     unit, name = (GB, "GB of 1e9") if max(need.training for need in found) >= GB / 10 else (MB, "MB of 1e6")
-    offloads = any(need.offloaded for need in found)
-    head = (
-        "stage",
-        "Adam's states",
-        "gradients",
-        "weights",
-        "other",
-        "activations*",
-        *(("on the host",) if offloads else ()),
-        "in a step",
-    )
-    rows = [
-        (
-            f"{need.stage}{' <' if need.stage == chosen else ''}",
-            *(
-                f"{size / unit:.3f}"
-                for size in (
-                    need.adam, need.gradients + need.local, need.gathered, need.other, need.activations,
-                    *((need.offloaded,) if offloads else ()), need.training,
-                )
-            ),
-        )
-        for need in found
+    offloads = any(need.host.total for need in found)
+    head = [
+        "stage", *(["on"] if offloads else []), "Adam's states", "gradients", "weights", "other",
+        "activations*", "in a step",
     ]  # fmt: skip
+    rows = []
+    for need in found:
+        mark = f"{need.stage}{' <' if need.stage == chosen else ''}"
+        for place, held, kept in (
+            ("device", need.device, need.activations), ("host", need.host, 0),
+        ):  # fmt: skip
+            if place == "host" and not offloads:
+                continue
+            sizes = (held.adam, held.gradients, held.weights, held.other, kept, held.total + kept)
+            rows.append([mark, *([place] if offloads else []), *(f"{size / unit:.3f}" for size in sizes)])
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = [
         "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (head, *rows)
     ]
-    lines += [
-        f"{name} bytes on each rank, without buffers of messages",
-        "* an estimate",
-    ]
+    lines += [f"{name} bytes on each rank, without buffers of messages", "* an estimate"]
+    one, two = (replace(need, stage=0) for need in found[1:3])
+    if one == two:
+        lines.append(
+            "stages 1 and 2 need the same: a single micro-batch a step leaves stage 1 no gradients to add up "
+            "locally, and it reduces them as they come, as stage 2 does"
+        )
+    if offloads:
+        lines.append(
+            "host: offloaded states, beside what lies on the device"
+            + ("" if cuda else "; on a CPU both are one memory, and add up")
+        )
     return "\n".join(lines)
 
 
@@ -170,7 +191,7 @@ def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: i
         cuda: whether states lie on GPUs.
         here: ranks on this machine.
     """
-    held = need.training + need.offloaded  # one memory
+    held = need.training + need.host.total  # one memory
     if cuda:
         have = min(host.gpus, default=0)
         if need.training > have:
@@ -178,7 +199,7 @@ def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: i
                 f"a rank needs {need.training / GB:.2f} GB at stage {need.stage}, a GPU here has "
                 f"{have / GB:.2f} GB"
             )
-        held = need.offloaded
+        held = need.host.total
     whole = here * (held + PROCESS_BYTES)
     if whole <= host.memory:
         return None

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,6 +265,54 @@ def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     whole, share = float(found[1]), float(found[2])
     assert whole == pytest.approx(18, rel=0.05)
     assert share == pytest.approx(whole / 8, rel=0.01)
+
+
+def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Half of Adam's states on the host: each stage has a row of the device and one of the host, whose sum
+    is what Adam's states are without offload; the sentence above the table counts both.
+    """
+    flags = ["train", "--preset", "1.5b", "--ranks-per-node", "8", "--batch-size", "1", "--plan"]
+    keys: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    without = config(tmp_path, json.dumps({"zero_optimization": keys}))
+    assert main([*flags, "--deepspeed-config", without]) == 0
+    plain = capfd.readouterr().out
+    ((adam, *_),) = rows(plain, r"3 <")
+    assert " host " not in plain
+    keys["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+    assert (
+        main([*flags, "--deepspeed-config", config(tmp_path, json.dumps({"zero_optimization": keys}))]) == 0
+    )
+    half = capfd.readouterr().out
+    ((device, *on_device),) = rows(half, r"3 < +device")
+    ((host, *on_host),) = rows(half, r"3 < +host")
+    assert device > 0.4 * adam
+    assert host > 0.4 * adam
+    assert device + host == pytest.approx(adam, abs=2e-3)
+    for first, *others, last in ((device, *on_device), (host, *on_host)):
+        assert first + sum(others) == pytest.approx(last, abs=4e-3)
+    assert "host: offloaded states, beside what lies on the device; on a CPU both are one memory" in half
+    states = re.compile(r"Adam's states are [\d.]+ GB, and [\d.]+ GB")
+    assert states.findall(half) == states.findall(plain)
+
+
+def test_why_stages_1_and_2_need_the_same_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With one micro-batch a step they are equal, and a line says why; with two they differ."""
+    flags = ["train", "--preset", "1.5b", "--ranks-per-node", "8", "--batch-size", "1", "--plan"]
+    for micro_batches in (1, 2):
+        file = config(tmp_path, json.dumps({"gradient_accumulation_steps": micro_batches}))
+        assert main([*flags, "--deepspeed-config", file]) == 0
+        text = capfd.readouterr().out
+        (one,), (two,) = rows(text, "1"), rows(text, "2")
+        assert (one == two) == (micro_batches == 1)
+        assert ("stages 1 and 2 need the same: a single micro-batch" in text) == (micro_batches == 1)
+
+
+def rows(text: str, head: str) -> list[list[float]]:
+    """The numbers of a table's rows that begin so."""
+    return [
+        [float(cell) for cell in found.split()]
+        for found in re.findall(rf"^ *{head} +(\d.*)$", text, re.MULTILINE)
+    ]
 
 
 @pytest.mark.parametrize("preset_name", ["10b", "18b"])
