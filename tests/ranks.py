@@ -28,6 +28,8 @@ def on_threads(topology: Topology, body: Callable[..., Any], *args: Any) -> list
     """Run ``body(mesh, *args)`` on every rank, as threads; returns the results in rank order."""
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # groups of one thread are not another's
     excepthook = sys.excepthook  # init_process_group puts the rank before every traceback line
+    if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and asks for it
+        multi_threaded_pg.ThreadLocalWorld.comms = property(lambda _: [])
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
     results: list[Any] = [None] * topology.world
