@@ -16,7 +16,6 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-import platformdirs
 from filelock import FileLock, Timeout
 
 SOURCE: Final = Path(__file__).parent / "kernels.cpp"
@@ -45,8 +44,17 @@ class BuildError(RuntimeError):
 
 
 def user_folder() -> Path:
-    """Where this user's caches belong on this platform."""
-    return platformdirs.user_cache_path("zeropp-bench") / "kernels"
+    """Where this user's caches belong: in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``.
+
+    Raises:
+        BuildError: for a user who has no home.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        caches = named if named.is_absolute() else Path.home() / ".cache"
+    except RuntimeError as problem:  # a number without an account, as in containers
+        raise BuildError("no folder for compiled kernels: set XDG_CACHE_HOME, or HOME") from problem
+    return caches / "zeropp-bench" / "kernels"
 
 
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] | None = None) -> Path:

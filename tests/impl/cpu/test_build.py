@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 import subprocess
@@ -69,6 +70,29 @@ def test_threads_that_start_at_once_build_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert log.read_text(encoding="utf-8").count("built") == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "folder"), [("/caches", "/caches"), ("caches", "/home/me/.cache"), (None, "/home/me/.cache")]
+)
+def test_libraries_belong_to_the_users_caches(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, folder: str
+) -> None:
+    """XDG_CACHE_HOME says where these are, if it is absolute; else they are in ``~/.cache``."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if named is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", named)
+    assert build.user_folder() == Path(folder, "zeropp-bench", "kernels")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container a user may be a number without an account."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("~").expanduser())
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(build.BuildError, match="set XDG_CACHE_HOME, or HOME"):
+        build.user_folder()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "no digest", "no library", "not text"])
