@@ -9,6 +9,7 @@ from typing import Final, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from impl.collectives import scattered, whole_of
 from impl.construction import active
@@ -203,12 +204,15 @@ class _BeforeSharding:
         else:
             self._cut.gather()
         self._kept = self._parameter.detach().clone()
+        self._guard = _no_backward(self._parameter, self.geometry.slots[self.number].spec.name)
         return self._parameter
 
     def part(self) -> Tensor:
         return _part_of(self._kept, self.geometry, self.number, self.wire.mesh.rank).float()
 
     def leave(self, part: Tensor | None) -> None:
+        if self._guard is not None:
+            self._guard.remove()
         # Whole, not this rank's part alone: inside Init, or under an outer context, others may read it next.
         values = self._kept if part is None else self._cut.values(self.number, part, self.wire)
         with torch.no_grad():
@@ -231,12 +235,15 @@ class _Uncut:
         self._kept = parameter.detach().clone()
 
     def show(self) -> nn.Parameter:
+        self._guard = _no_backward(self._parameter, "of a module under construction")
         return self._parameter
 
     def part(self) -> Tensor:
         return _part_of(self._kept, self.geometry, 0, self.wire.mesh.rank).float()
 
     def leave(self, part: Tensor | None) -> None:
+        if self._guard is not None:
+            self._guard.remove()
         if part is None:
             self._parameter.data.copy_(self._kept)
             return
@@ -246,6 +253,20 @@ class _Uncut:
         axis = self.wire.mesh.topology.world_axis
         whole = whole_of(self.wire, [axis], longest, Tag("step", "state"))
         self._parameter.data.copy_(whole.view(-1)[:numel].view(self._parameter.shape))
+
+
+def _no_backward(parameter: nn.Parameter, name: str) -> RemovableHandle | None:
+    """Refuse gradients of a parameter that no engine owns yet, and that nobody would average."""
+    if not parameter.requires_grad:
+        return None
+
+    def refuse(_: Tensor) -> None:
+        raise ZeroError(
+            f"backward() under GatheredParameters reached parameter {name!r} before the model is sharded: "
+            "train after shard()"
+        )
+
+    return parameter.register_hook(refuse)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
