@@ -5,6 +5,7 @@ Works on the meta device too, so that units can be planned for models larger tha
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,20 @@ def _check_size(draft: Draft, largest: int) -> None:
     )
 
 
+def check_shapes(model: nn.Module) -> None:
+    """Refuse parameters and buffers of lazy modules that have no shape yet.
+
+    Raises:
+        ZeroError: naming the first.
+    """
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if nn.parameter.is_lazy(value):
+            raise ZeroError(
+                f"{name!r} of a lazy module has no shape yet: call the model once on a batch before "
+                "it is sharded"
+            )
+
+
 def drafts_of(
     model: nn.Module, blocks: Sequence[nn.Module] | None, group_of: GroupOf | None, policy: Policy
 ) -> list[Draft]:
@@ -121,10 +136,11 @@ def drafts_of(
     as ``persist_most`` allows.
 
     Raises:
-        ZeroError: for a block outside the model, inside another or with a reserved name, a unit larger than
-            ``largest_unit``, or a parameter that is neither in fp32 nor in the type that the policy computes
-            in.
+        ZeroError: for lazy modules without shapes, a block outside the model, inside another or with a
+            reserved name, a unit larger than ``largest_unit``, or a parameter that is neither in fp32 nor in
+            the type that the policy computes in.
     """
+    check_shapes(model)
     if blocks is None:
         blocks = find_blocks(model, most=policy.memory.largest_unit)
     names = {module: name for name, module in model.named_modules()}

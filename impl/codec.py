@@ -411,6 +411,8 @@ def parse(text: str) -> Codec:
     Raises:
         CodecError: naming the text and what is allowed.
     """
+    if not isinstance(text, str):
+        raise CodecError(f"codec {text!r} is a {type(text).__name__}: {_ALLOWED}")
     head, *rest = text.strip().split(":")
     if head in ITEM_BYTES:
         if rest:

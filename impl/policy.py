@@ -492,7 +492,7 @@ def preset(name: str, **changes: object) -> Policy:
     Raises:
         PolicyError: for an unknown name or field.
     """
-    if name not in PRESETS:
+    if name not in tuple(PRESETS):  # which compares, and hashes nothing
         raise PolicyError(f"unknown policy {name!r}: expected one of {', '.join(PRESETS)}")
     known = {field.name for field in fields(Policy)}
     for key in changes:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from impl import ops, state
-from impl.blocks import GroupOf, drafts_of, find_blocks, geometry_of, plan_units
+from impl.blocks import GroupOf, check_shapes, drafts_of, find_blocks, geometry_of, plan_units
 from impl.construction import give_values
 from impl.cut import taken_over
 from impl.external import external_to
@@ -82,14 +82,17 @@ def shard(
     Raises:
         PolicyError: if the policy does not fit the topology.
         GeometryError: if a unit would be padded too much.
-        ZeroError: for what is no policy, blocks that overlap or are not in the model, or parameters that
-            cannot be sharded.
+        ZeroError: for what is no policy or mesh, lazy modules without shapes, blocks that overlap or are
+            not in the model, or parameters that cannot be sharded.
     """
     if not isinstance(policy, Policy):
         raise ZeroError(
             f"policy is a {type(policy).__name__}: expected an impl.policy.Policy, as preset() gives it, or "
             "the .policy of a recipe"
         )
+    if not isinstance(mesh, Mesh):
+        raise ZeroError(f"mesh is a {type(mesh).__name__}: expected an impl.mesh.Mesh of the ranks")
+    check_shapes(model)
     policy.check(mesh.topology)
     for device in {mesh.device, MEMORY} if policy.offload != Offload() else {mesh.device}:
         ops.prepare(device)
@@ -240,7 +243,16 @@ class Zero:
             One dict per group with elements on any rank: ``params``, 1-D fp32 tensors (possibly
             none here), and the group's options.  A group of which some masters are offloaded is two dicts
             on a GPU, one a device: torch steps a list of one device by fused or foreach kernels.
+
+        Raises:
+            ZeroError: for options that are no table of groups.
         """
+        given: Any = {} if options is None else options
+        if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
+            raise ZeroError(
+                "param_groups(options=...): expected a table of each group's options by its number, as "
+                '{0: {"lr": 1e-3}}'
+            )
         numbers = sorted({slot.spec.group for unit in self.units for slot in unit.geometry.slots})
         groups = []
         for number in numbers:
@@ -250,8 +262,7 @@ class Zero:
                     if group == number:
                         of_device.setdefault(master.device, []).append(master)
             groups += [
-                {"params": masters, **(options or {}).get(number, {})}
-                for masters in of_device.values() or ([],)
+                {"params": masters, **given.get(number, {})} for masters in of_device.values() or ([],)
             ]
         return groups
 
@@ -272,8 +283,10 @@ class Zero:
         """From here on backward passes add up locally, or reduce; see :meth:`accumulating`.
 
         Raises:
-            ZeroError: if the policy reduces every micro-batch.
+            ZeroError: if the policy reduces every micro-batch, or for what is neither True nor False.
         """
+        if not isinstance(on, bool):
+            raise ZeroError(f"accumulate(on={on!r}): expected True or False")
         if on and self.policy.reduces_each_micro_batch:
             raise ZeroError(
                 f"accumulating() at stage {self.policy.stage}, which reduces each micro-batch into shards: "
@@ -592,8 +605,11 @@ class Zero:
     # Forward
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._running += 1
         recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # inside a backward pass
+        if not self._running and module is not self.model and not recomputing:  # called by itself
+            for index in self._of_module.get(module, ()):
+                self.units[index].check_held()
+        self._running += 1
         changed = None
         if module is self.model and not recomputing:
             self._begin_forward()

@@ -109,6 +109,9 @@ def test_impossible_codecs_are_refused_by_name(text: str, words: str) -> None:
 
 def test_impossible_elements_are_refused_by_name() -> None:
     """Values that no text gives are refused too."""
+    for other in (5, None, ["int8:64"], b"int8:64"):
+        with pytest.raises(CodecError, match=f"is a {type(other).__name__}: expected"):
+            parse(other)  # type: ignore[arg-type]
     with pytest.raises(CodecError, match="an MX block has 32 elements, not 64"):
         FloatCodec("e4m3", 64, "e8m0")
     with pytest.raises(CodecError, match="e2m1 has an E8M0 scale: mxfp4"):

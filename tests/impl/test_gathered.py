@@ -331,7 +331,7 @@ def test_a_graph_of_gathered_parameters_does_not_outlive_their_context() -> None
     on_threads(Topology(1, 1), body)
 
 
-@pytest.mark.parametrize("where", ["context", "module"])
+@pytest.mark.parametrize("where", ["context", "module", "block"])
 def test_a_replaced_parameter_object_is_an_error(where: str) -> None:
     """A parameter put in another one's place would train nothing: all ranks say so, and it is put back."""
 
@@ -339,10 +339,10 @@ def test_a_replaced_parameter_object_is_an_error(where: str) -> None:
         net, zero = made(mesh, EXACT)
         up = net.get_submodule("blocks.1.up")
         refused = pytest.raises(ZeroError, match=f"'{NAME}' was replaced by another object")
-        if where == "module":
+        if where != "context":
             up.weight = nn.Parameter(torch.zeros(up.get_parameter("weight").shape))
             with refused:
-                net(batch(0, mesh.rank))
+                (net if where == "module" else net.get_submodule("blocks.1"))(batch(0, mesh.rank))
             return
         before = zero.full_state_dict()[NAME]
         with refused, GatheredParameters(weight(net), modifier_rank=0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -74,6 +75,9 @@ def test_unknown_names_are_refused() -> None:
     """An unknown preset or field raises, listing what there is."""
     with pytest.raises(PolicyError, match="unknown policy 'zero4': expected one of exact, zero0, zero1"):
         preset("zero4")
+    for other in (5, ["zeropp"], None):
+        with pytest.raises(PolicyError, match=re.escape(f"unknown policy {other!r}: expected one of exact")):
+            preset(other)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="unknown policy field 'bits'"):
         preset("zero3", bits=4)
 

@@ -593,3 +593,39 @@ def test_what_is_no_policy_is_refused() -> None:
     """A recipe, or a configuration, in the place of its policy: one line that says what is expected."""
     with pytest.raises(ZeroError, match=r"policy is a dict: expected an impl\.policy\.Policy"):
         shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
+    with pytest.raises(ZeroError, match=r"mesh is a NoneType: expected an impl\.mesh\.Mesh"):
+        shard(nn.Linear(1, 1), mesh=None, policy=preset("exact"))  # type: ignore[arg-type]
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    """By the engine, in its words."""
+
+    def body(mesh: Mesh) -> None:
+        zero = shard(nn.Linear(4, 4), mesh=mesh, policy=preset("zero1", memory=ROOMY))
+        for options in ([{"lr": 0.1}], {0: [("lr", 0.1)]}, "lr"):
+            with pytest.raises(ZeroError, match=r"param_groups\(options=\.\.\.\): expected a table"):
+                zero.param_groups(options)  # type: ignore[arg-type]
+        with pytest.raises(ZeroError, match=r"accumulate\(on='yes'\): expected True or False"):
+            zero.accumulate(on="yes")  # type: ignore[arg-type]
+
+    on_threads(Topology(1, 1), body)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_lazy_modules_without_shapes_are_refused_by_name(kind: str) -> None:
+    """With the advice to call the model once; after that it is sharded as any other."""
+
+    def body(mesh: Mesh) -> None:
+        norm = nn.LazyBatchNorm1d(affine=kind == "parameter")
+        net = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4) if kind == "parameter" else norm)
+        name = r"'1\.weight'" if kind == "parameter" else r"'1\.running_mean'"
+        with pytest.raises(
+            ZeroError, match=rf"{name} of a lazy module has no shape yet: call the model once"
+        ):
+            shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY))
+        with torch.no_grad():
+            net(torch.ones(2, 4))
+        shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY))
+        net(torch.ones(2, 4)).sum().backward()
+
+    on_threads(Topology(1, 1), body)
