@@ -300,7 +300,7 @@ class Sharded:
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """What the engine metered, and the optimizer's state."""
-        masters = [(unit.tier.shard, m) for unit in self.engine.units for _, m in unit.masters]
+        masters = [(unit.owned.tier.shard, m) for unit in self.engine.units for _, m in unit.owned.masters]
         device, host = ([m for there, m in masters if there is where] for where in (False, True))
         states = {
             "optimizer": _state_bytes(optimizer, device),

@@ -226,8 +226,8 @@ def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | N
     from harness import workload
     from harness.train_memory import GB, activation_bytes, needs, table, too_large
     from impl.blocks import plan_units
+    from impl.errors import ZeroError
     from impl.geometry import PaddingError
-    from impl.unit import ZeroError
 
     trial, policy = job.trial, recipe.policy
     with torch.device("meta"):
@@ -267,8 +267,8 @@ def _run(job: Job, asked: Asked) -> None:
     from harness.link import Setting, open_link
     from harness.train import train as train_rank
     from impl.checkpoint import CheckpointError
+    from impl.errors import ZeroError
     from impl.scaling import LossScaleError
-    from impl.unit import ZeroError
 
     def say(progress: Progress) -> None:
         print(progress.text, flush=True)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from impl.errors import ZeroError
 from impl.geometry import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
 from impl.policy import Policy
 from impl.reference import DTYPES
 from impl.topology import Topology
-from impl.unit import Holder, ZeroError
+from impl.unit import Holder
 
 GroupOf = Callable[[str, nn.Parameter], int]
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from impl.cut import Cut, cut_of, whole_cut_of
+from impl.errors import ZeroError
 from impl.mesh import Mesh
 from impl.policy import Policy
-from impl.unit import ZeroError
 from impl.wire import Wire
 
 BlockOf = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[type[nn.Module]], bool]

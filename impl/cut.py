@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from impl.errors import ZeroError
 from impl.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.mesh import Mesh
+from impl.owned import sliced
 from impl.policy import Policy
 from impl.released import Released, keeper_of, release, restore
-from impl.unit import ZeroError, assembled, sliced
+from impl.unit import assembled
 from impl.wire import Tag, Wire
 
 

@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from impl.collectives import scattered, whole_of
 from impl.construction import active
 from impl.cut import Cut, cut_of, whole_cut_of
+from impl.errors import ZeroError
 from impl.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.released import keeper_of
-from impl.unit import ZeroError
 from impl.watch import Found, find
 from impl.wire import Tag, Wire
 
@@ -176,7 +176,7 @@ class _Sharded:
 
     def part(self) -> Tensor:
         start, end = self._unit.part(self.number)
-        return self._unit.master[start:end].detach()
+        return self._unit.owned.master[start:end].detach()
 
     def leave(self, part: Tensor | None) -> None:
         self._unit.hide_whole(self.number)

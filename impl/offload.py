@@ -86,6 +86,13 @@ class Host:
         with torch.inference_mode(mode=False):
             return torch.empty(numel, dtype=dtype, device=MEMORY, pin_memory=self._up is not None)
 
+    def bytes(self, numel: int, *, host: bool) -> Tensor:
+        """(numel,) uint8 of any content, on host or device; it outlives a pass in inference mode."""
+        if host:
+            return self.empty(numel, torch.uint8)
+        with torch.inference_mode(mode=False):
+            return torch.empty(numel, dtype=torch.uint8, device=self._device)
+
     @contextlib.contextmanager
     def ahead(self) -> Iterator[Arrival]:
         """What the body enqueues comes after all that was enqueued before, and beside what comes later.

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from impl.errors import ZeroError
+from impl.owned import Version
 from impl.released import Released, values_of
-from impl.unit import Place, Unit, ZeroError
+from impl.unit import Place, Unit
 
 # Tuples, as every tensor that a forward pass saves becomes one: a dataclass takes five times as long to make.
 _Kept = tuple[Tensor, int]  # a tensor that autograd keeps, and its version then
-_Found = tuple[Unit, Place, int]  # a view of a unit's weights, of a version: not kept, but found again
+_Found = tuple[Unit, Place, Version]  # a view of a unit's weights, of a version: not kept, but found again
 
 
 def _unpack(saved: _Kept | _Found) -> Tensor:
@@ -37,8 +39,8 @@ def _unpack(saved: _Kept | _Found) -> Tensor:
                 "operation"
             )
         return tensor
-    unit, place, version = saved
-    if version != unit.weights_version:
+    unit, place, stood = saved
+    if stood != unit.owned.version:
         raise ZeroError(
             f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass"
         )
@@ -93,7 +95,7 @@ class SavedTensors:
             start = self._starts[before]
             end, unit = self._at[start]
             if address < end and unit.gathered and unit.storage_bounds == (start, end):
-                return unit, unit.locate(tensor), unit.weights_version
+                return unit, unit.locate(tensor), unit.owned.version
         # Detached, since an output kept as it is would keep its graph and so itself; with its
         # version, since hooks switch torch's own check off.
         return tensor.detach(), tensor._version  # noqa: SLF001

@@ -6,11 +6,10 @@ without values (:mod:`impl.released`): touching one from outside asks the engine
 
 from __future__ import annotations
 
-import enum
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,49 +17,32 @@ import torch
 from torch import Tensor, nn
 
 from impl import ops
-from impl.codec import Codec, FloatCodec, Raw
+from impl.averaging import Averaging
 from impl.collectives import (
-    Reduction,
-    Replication,
     Steps,
     Transfer,
     are_elements,
     as_frames,
     gather_frames,
     gathered,
-    opened,
     placed,
-    reduced,
-    replicated,
     sending,
     whole_of,
 )
-from impl.feedback import Errors
-from impl.geometry import UnitGeometry, chunked
+from impl.errors import ZeroError
+from impl.geometry import UnitGeometry
 from impl.homes import Homes, Stay
 from impl.local_gradient import LocalGradient
-from impl.noise import Clock, apart
-from impl.offload import MEMORY, Arrival, Host
-from impl.policy import Policy
-from impl.pool import Meter, Pool, Reserve
+from impl.offload import MEMORY
+from impl.owned import Owned, Version, sliced
 from impl.reference import DTYPES
 from impl.released import Released, hide, keep, release, restore, unhide
+from impl.secondary import Secondary
+from impl.shared import Shared
 from impl.tiers import ON_DEVICE, Tier
 from impl.topology import Axis
 from impl.traffic import Phase, Purpose
 from impl.wire import Exchange, Tag, Wire
-
-
-class ZeroError(RuntimeError):
-    """The engine is used in a way that would train something else; the message says how."""
-
-
-class Life(enum.Enum):
-    """Of hpZ's secondary shard.  CURRENT until the weights change; STALE is never used."""
-
-    EMPTY = enum.auto()
-    CURRENT = enum.auto()
-    STALE = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -108,19 +90,6 @@ class Place(NamedTuple):
     offset: int
 
 
-@dataclass(slots=True, eq=False)
-class Secondary:
-    """hpZ's copy: the frames that the spared hops brought, and whether they are still true."""
-
-    frames: Tensor | None = None  # (sizes of the spared axes, F) as bytes
-    life: Life = Life.EMPTY
-
-    def end(self) -> None:
-        """The weights changed."""
-        if self.life is Life.CURRENT:
-            self.life = Life.STALE
-
-
 def _handles(tensor: Tensor) -> int:
     """Tensors that share the memory of ``tensor``, and handles of it."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001
@@ -166,50 +135,6 @@ class _Taken:
         )
 
 
-def sliced(geometry: UnitGeometry, rank: int, values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """(S,) fp32 of ``rank``: its slice of the laid-out ``values``, one tensor per slot."""
-    low, _ = geometry.bounds(rank)
-    shard = torch.zeros(geometry.shard, dtype=torch.float32, device=device)
-    for slot, value in zip(geometry.slots, values, strict=True):
-        begin, end = geometry.overlap(slot, rank)
-        if begin < end:
-            part = value.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
-            shard[begin - low : end - low] = part
-    return shard
-
-
-def _keeps_zeros(codec: Codec) -> bool:
-    """Whether a zero decodes to zero whatever else is in its block."""
-    if isinstance(codec, Raw | FloatCodec):
-        return not codec.hadamard
-    return not (codec.asymmetric or codec.hadamard)
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the units of one engine share.
-
-    Attributes:
-        wire: what sends.
-        policy: the model's; a unit's own follows from it.
-        meter: where memory is counted.
-        clock: what stochastic codecs and feedback go by.
-        gradients: where buffers of local gradients come from.
-        weights: where buffers of gathered weights come from.
-        host: the host's memory, of units that are offloaded.
-        under_way: units that are being gathered.
-    """
-
-    wire: Wire
-    policy: Policy
-    meter: Meter
-    clock: Clock
-    gradients: Pool
-    weights: Reserve
-    host: Host
-    under_way: set[Unit] = field(default_factory=set)
-
-
 class Unit:
     """One unit on one rank.
 
@@ -222,11 +147,9 @@ class Unit:
         cut: (S,) fp32 this rank's slice of the values, if the originals are without them already.
 
     Attributes:
-        tier: as given.
-        master: (S,) fp32, this rank's shard of the weights: the truth; on the host if offloaded.  Of
-            weights that are held as codes, what they decode to.
-        masters: leaf views of it, one per optimizer group, empty where the group has no elements
-            here, so that all ranks have as many: (group, view).
+        owned: this rank's shard, with its mean gradient.
+        secondary: hpZ's copy.
+        averaging: how gradients become means.
         used_outside: called with the name of a parameter that is used while modules do not show it;
             gathers the unit, or refuses.
         whole: members that are seen whole and unsharded now, by number.
@@ -244,54 +167,25 @@ class Unit:
         *,
         cut: Tensor | None = None,
     ) -> None:
-        self.geometry, self.tier = geometry, tier
+        self.geometry = geometry
         self.wire, self.meter, self.clock = shared.wire, shared.meter, shared.clock
         self._host, self._under_way = shared.host, shared.under_way
-        self.policy = shared.policy.of_unit(trainable=geometry.trainable, persistent=geometry.persistent)
-        self.secondary = Secondary()
+        own = shared.policy.of_unit(trainable=geometry.trainable, persistent=geometry.persistent)
+        self.policy, shared = own, replace(shared, policy=own)
+        topology, rank = self.wire.mesh.topology, self.wire.mesh.rank
+        home = MEMORY if tier.shard else self.wire.mesh.device
+        shard = sliced(geometry, rank, originals, home) if cut is None else cut
+        self.owned = Owned(geometry, shared, tier, shard)
+        self.averaging = Averaging(geometry, shared, self.owned)
+        self.secondary = Secondary(geometry.name, shared.host, self.meter, offloaded=tier.frames)
         self._tags: dict[tuple[Phase, Purpose], Tag] = {}
         self._stays = self.policy.stage < 3  # gathered until the weights change
-        self._changes = 0  # of the weights, as far as the engine was told
-        topology, rank = self.wire.mesh.topology, self.wire.mesh.rank
         self._axes, self._spared = self.policy.gather_axes(topology)
         self._ring = self._axes == (topology.world_axis,)
-        self._hops = self.policy.reduce_axes(topology)
-        self._replicas = self.policy.replica_axes(topology)
-        stride = geometry.piece_stride
-        whole = geometry.shards == topology.world
-        self._strides = None if whole else [stride(axis.stride) for axis, _ in self._hops]
-        self._draws = any(codec.stochastic for codec in self.policy.gradients)
         self._frame = self.policy.weights.frame_bytes(geometry.shard)
         self._lands = self._arrive_in_place()
-        self._chunks = chunked(geometry.piece, self.policy.chunks, self.policy.grain)
         self._secondary_bytes = self._frame * math.prod(axis.size for axis in self._axes[: self._spared])
         device, dtype = self.wire.mesh.device, DTYPES[self.policy.compute]
-
-        self._codes: Tensor | None = None  # this rank's frame, of weights that are held as codes
-        home = MEMORY if tier.shard else device
-        self._master: Tensor | None = (  # (S,) fp32
-            sliced(geometry, rank, originals, home) if cut is None else cut.to(home)
-        )
-        self._encoded: Tensor | None = None  # (F,) on the host: of an offloaded master
-        self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
-        self._encoded_of = self._sent_of = (-1, 0)  # which master, and noise, they are of
-        self._arrival = Arrival()  # of what the last gather brought from the host
-        coded = not geometry.trainable and self.policy.frozen is not None
-        if coded:
-            self._hold_codes()
-        self.meter.add(self._part("frozen" if coded else "masters", host=tier.shard), self.held.nbytes)
-        self.masters = [
-            (group, nn.Parameter(self.master[start:end], requires_grad=True))
-            for group, start, end in geometry.spans(rank)
-            if geometry.trainable
-        ]
-        self._spans = [(start, end) for _, start, end in geometry.spans(rank) if geometry.trainable]
-        self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
-        self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean on its way to the host
-        self._landed: Tensor | None = None  # (S,) where it arrives if it is to be added to another
-        self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
-        # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
-        self._pads = () if all(map(_keeps_zeros, self.policy.gradients)) else geometry.pads(rank)
 
         # What a parameter shows while its unit is released: whoever computes with it sees it.
         nowhere = torch.full((), math.nan, dtype=dtype, device=device)
@@ -311,7 +205,7 @@ class Unit:
         self._marks: list[tuple[int, int]] = []  # version and address of the members, when gathered
         self.gathered = False
         self._gather: Transfer | None = None
-        self._gathered_version = self._secondary_version = -1
+        self._gathered_version: Version | None = None
         self.local = LocalGradient(geometry, dtype, shared.gradients, shared.meter)
         self._shown = False
         for member in self.members:
@@ -321,41 +215,6 @@ class Unit:
             # A reference that a module keeps outside its parameters would train nothing: its first use
             # is an error instead.
             release(original, _Taken(slot.spec.name))
-
-    @property
-    def master(self) -> Tensor:
-        """(S,) fp32 this rank's shard of the weights."""
-        if self._master is not None:
-            return self._master
-        assert self._codes is not None  # noqa: S101  # one of them is there
-        master = torch.empty(self.geometry.shard, dtype=torch.float32, device=self._codes.device)
-        ops.decode(self.policy.weights, self._codes, master)
-        return master
-
-    @property
-    def held(self) -> Tensor:
-        """What this rank keeps of its shard: fp32 masters, or codes."""
-        held = self._master if self._codes is None else self._codes
-        assert held is not None  # noqa: S101  # one of them is there
-        return held
-
-    def _hold_codes(self) -> None:
-        """Encode the master once and for all, and let it go."""
-        codes = self._bytes(self._frame, host=self.tier.shard)
-        self._encode_master(codes)
-        self._codes, self._master = codes, None
-
-    def _bytes(self, numel: int, *, host: bool) -> Tensor:
-        """(numel,) uint8 of any content, on the host or on the device, that outlives inference mode."""
-        if host:
-            return self._host.empty(numel, torch.uint8)
-        with torch.inference_mode(mode=False):
-            return torch.empty(numel, dtype=torch.uint8, device=self.wire.mesh.device)
-
-    @staticmethod
-    def _part(name: str, *, host: bool) -> str:
-        """As what memory is counted: a key of ``traffic.memory``."""
-        return f"host_{name}" if host else name
 
     def _member(
         self, nowhere: Tensor, number: int, original: nn.Parameter, holders: Sequence[Holder]
@@ -474,11 +333,7 @@ class Unit:
         for axis in self._axes:
             self.wire.reserve(axis, held)
             held *= axis.size
-        slices = self.wire.mesh.topology.world
-        for axis, codec in self.policy.reduce_axes(self.wire.mesh.topology):
-            largest = max(codec.frame_bytes(end - start) for start, end in self._chunks)
-            self.wire.reserve(axis, slices * largest)
-            slices //= axis.size
+        self.averaging.reserve()
 
     def _plain_hop(self) -> Axis | None:
         """The axis along which one hop brings the elements themselves, in rank order; else None."""
@@ -503,7 +358,7 @@ class Unit:
         Weights that cross to the host, or stay gathered, would keep others from their home.
         """
         axis = self._plain_hop()
-        if axis is None or self._stays or self.tier.crosses or not self.geometry.padded:
+        if axis is None or self._stays or self.owned.tier.crosses or not self.geometry.padded:
             return None
         return axis if self.wire.shares_memory(axis) else None
 
@@ -514,15 +369,9 @@ class Unit:
 
     # Weights
 
-    @property
-    def weights_version(self) -> int:
-        """Changes whenever the master does: told of, or written in place where torch counts it."""
-        held = self._master if self._codes is None else self._codes
-        return self._changes + held._version  # type: ignore[union-attr]  # noqa: SLF001  # the public way warns for views
-
     def weights_changed(self) -> None:
-        """The master has new values: what was kept of the old ones is stale."""
-        self._changes += 1
+        """The weights have new values: what was kept of the old ones is stale."""
+        self.owned.changed()
         self.secondary.end()
         self.wait()
         self._let_go()
@@ -558,30 +407,30 @@ class Unit:
         if self.whole:
             name = self.geometry.slots[next(iter(self.whole))].spec.name
             raise ZeroError(f"a pass inside GatheredParameters of {name!r}: leave its context first")
-        if self.gathered and self._gathered_version != self.weights_version:
+        if self.gathered and self._gathered_version != self.owned.version:
             self._let_go()  # a master was written by hand
         if not self.in_use:
             if self._stay is not None:  # of other weights
                 self._detach()
-            self._gathered_version = self.weights_version
-            if self.tier.crosses:
+            self._gathered_version = self.owned.version
+            if self.owned.tier.crosses:
                 with self._host.ahead() as arrival:
                     self._gather = Transfer(self._gathering(phase))
-                self._arrival = arrival
+                self.owned.arrival = arrival
             else:
                 self._gather = Transfer(self._gathering(phase))
             self._under_way.add(self)
 
     def bring(self, phase: Phase) -> None:
         """:meth:`gather` and :meth:`wait`."""
-        if not (self._shown and self._gathered_version == self.weights_version) or self.whole:
+        if not (self._shown and self._gathered_version == self.owned.version) or self.whole:
             self.gather(phase)
             self.wait()
 
     def wait(self) -> None:
         """Finish gathering: parameters have their values when this returns."""
         if self._gather is not None:
-            self._arrival.join()
+            self.owned.arrival.join()
             self._gather.wait()
             self._gather = None
             self._under_way.discard(self)
@@ -636,15 +485,13 @@ class Unit:
         tag = self._tag(phase, "persistent" if self.geometry.persistent else "weights")
         codec, axes, spared = self.policy.weights, self._axes, self._spared
         nbytes = self._frame
-        if self.secondary.life is Life.CURRENT and self._secondary_version != self.weights_version:
-            self.secondary.end()  # a master was written by hand
-        write = self._write_shard
+        write: Callable[[Tensor], None] = self.owned.write_frame
         if spared:
-            if self.secondary.life is Life.CURRENT:
-                write = self._write_secondary
+            if self.secondary.holds(self.owned.version):
+                write = self.secondary.write
             else:
                 first = yield from gather_frames(self.wire, axes[:spared], write, nbytes, tag)
-                self._keep(first.wait())
+                self.secondary.keep(first.wait(), self.owned.version)
                 write = partial(_pass_on, first)
             nbytes, axes = self._secondary_bytes, axes[spared:]
         ring = self._ring
@@ -674,73 +521,8 @@ class Unit:
 
     def _write_to(self, stay: Stay, phase: Phase, frame: Tensor) -> None:
         """Write this rank's frame to its home; in backward it mostly lies there since the forward pass."""
-        stands = self.geometry.name, self._changes, self.held._version  # noqa: SLF001
-        stay.write(stands, partial(self._write_shard, frame), anew=phase != "backward")
-
-    def _write_shard(self, frame: Tensor) -> None:
-        """Write this rank's frame to a message."""
-        if not self.tier.shard:
-            if self._codes is None:
-                self._encode_master(frame)
-            else:
-                frame.copy_(self._codes)
-            return
-        source, name = self._codes if self._codes is not None else self._kept_frame(), self.geometry.name
-        if self.tier.frames:
-            self._host.upload(source, frame, "weights", name)
-            return
-        if self._sent is None:
-            self._sent = self._bytes(self._frame, host=False)
-            self.meter.add("frames", self._sent.nbytes)
-        if self._sent_of != self._encoded_of:
-            self._host.upload(source, self._sent, "weights", name)
-            self._sent_of = self._encoded_of
-        frame.copy_(self._sent)
-
-    def _kept_frame(self) -> Tensor:
-        """(F,) uint8 on the host: the frame of an offloaded master, encoded there when it is another.
-
-        Whenever a master on the device would be encoded with the same noise to the same bits, the frame
-        stays; so offloading changes no bit.
-        """
-        ages = self.policy.weights.stochastic and self.geometry.trainable
-        now = (self.weights_version, self.clock.step if ages else 0)
-        if self._encoded is None:
-            self._encoded = self._bytes(self._frame, host=True)
-            self.meter.add("host_frames", self._encoded.nbytes)
-        if self._encoded_of != now:
-            self._arrival.finish()  # of the last copy from it
-            self._encode_master(self._encoded)
-            self._encoded_of = now
-        return self._encoded
-
-    def _encode_master(self, frame: Tensor) -> None:
-        codec, noise = self.policy.weights, None
-        if codec.stochastic:
-            key = self.clock.weights(self.geometry.name, frozen=not self.geometry.trainable)
-            noise = key.noise(self.geometry.bounds(self.wire.mesh.rank)[0])
-        ops.encode(codec, self.master, frame, noise=noise)
-
-    def _write_secondary(self, frame: Tensor) -> None:
-        assert self.secondary.frames is not None  # noqa: S101  # current
-        if self.tier.frames:
-            self._host.upload(self.secondary.frames, frame, "secondary", self.geometry.name)
-        else:
-            frame.copy_(self.secondary.frames)
-
-    def _keep(self, received: Tensor) -> None:
-        """Keep what the spared hops brought."""
-        host = self.tier.frames
-        if self.secondary.frames is None:
-            self.secondary.frames = self._bytes(received.numel(), host=host)
-            self.meter.add(self._part("secondary", host=host), received.numel())
-        kept = self.secondary.frames.view(received.shape)
-        if host:
-            self._host.keep(received, kept, "secondary", self.geometry.name)
-        else:
-            kept.copy_(received)
-        self.secondary.life = Life.CURRENT
-        self._secondary_version = self.weights_version
+        stands = self.geometry.name, self.owned.version
+        stay.write(stands, partial(self.owned.write_frame, frame), anew=phase != "backward")
 
     # Gradients
 
@@ -754,8 +536,8 @@ class Unit:
         """
         if not self.local.armed:  # its pre-backward event was not seen
             self.local.arm()
-        if in_turn and not self.local.held and self.policy.reduce != "ring":
-            message = opened(self._reduction(), self.geometry.piece, DTYPES[self.policy.compute])
+        if in_turn and not self.local.held:
+            message = self.averaging.open_message(DTYPES[self.policy.compute])
             if message is not None:
                 self.local.lie_in(message)
         self.local.add(index, self.members[index].parameter)
@@ -785,154 +567,9 @@ class Unit:
 
     def reduce(self) -> Transfer:
         """Start averaging the collected gradient over all ranks."""
-        transfer = Transfer(self._reducing(self.local.whole()))
+        transfer = Transfer(self.averaging.reducing(self.local.whole(), self.local.opened))
         self.local.forget()
         return transfer
-
-    def _reduction(
-        self, *, opened: Exchange | None = None, out: Tensor | None = None, goes_on: bool = False
-    ) -> Reduction:
-        """How this unit's gradient is reduced now."""
-        return Reduction(
-            wire=self.wire,
-            hops=self._hops,
-            tag=self._tag("backward", "gradients"),
-            strides=self._strides,
-            chunks=self._chunks,
-            key=self.clock.gradients(self.geometry.name, self.wire.mesh.rank) if self._draws else None,
-            errors=self._feedback(),
-            opened=opened,
-            out=out,
-            goes_on=goes_on,
-        )
-
-    def _reducing(self, gradient: Tensor) -> Steps[None]:
-        axes, codec = self._replicas
-        fresh = all(master.grad is None for _, master in self.masters)
-        into = self._kept_mean() if fresh and not axes and not self.tier.shard else None
-        how = self._reduction(opened=self.local.opened, out=into, goes_on=bool(axes))
-        mean = yield from reduced(how, self.policy.reduce, gradient)
-        if axes:
-            mean = yield from replicated(self.wire, self._replication(how, axes, codec), how.tag, mean)
-        for start, end in self._pads:
-            mean[start:end] = 0
-        if self.tier.shard:
-            self._send_home(mean)
-        else:
-            self._accumulate(mean)
-
-    def _send_home(self, mean: Tensor) -> None:
-        """Start copying ``mean`` (S,) to the host; :meth:`land` accumulates it there."""
-        staged = self._host.stage(self.geometry.shard)
-        staged.copy_(mean)
-        target = self._kept_mean()
-        if any(master.grad is not None for _, master in self.masters):
-            if self._landed is None:
-                self._landed = self._host.empty(self.geometry.shard, torch.float32)
-                self.meter.add("host_gradients", self._landed.nbytes)
-            target = self._landed
-        arrival = self._host.download(staged, target, "gradients", self.geometry.name)
-        self._landing = arrival, target
-
-    def land(self) -> None:
-        """Wait for a mean gradient that is on its way to the host, and accumulate it."""
-        if self._landing is not None:
-            arrival, mean = self._landing
-            arrival.finish()
-            self._landing = None
-            self._accumulate(mean)
-
-    def _replication(self, how: Reduction, axes: Sequence[Axis], codec: Codec) -> Replication:
-        """How this rank's mean comes to the other groups."""
-        rank, piece = self.wire.mesh.rank, self.geometry.piece
-        noise = None
-        if codec.stochastic and how.key is not None:
-            number = self.geometry.bounds(rank)[0] // piece + rank // self.geometry.shards
-            noise = replace(how.key, hop=len(how.hops)).noise(number * apart(piece))
-        strides = [self.geometry.piece_stride(axis.stride) for axis in axes]
-        return Replication(axes=axes, strides=strides, codec=codec, noise=noise)
-
-    def _feedback(self) -> Errors | None:
-        """The errors that this step's reduction starts with."""
-        if self.policy.feedback is None:
-            return None
-        if self._errors is None:
-            mesh = self.wire.mesh
-            self._errors = Errors.zero(self.policy, mesh.topology, self.geometry.piece, mesh.device)
-            assert self._errors is not None  # noqa: S101  # there is feedback
-            self.meter.add("feedback", self._errors.nbytes)
-        self._errors.begin(self.clock.step)
-        return self._errors
-
-    def clear_feedback(self) -> None:
-        """Forget the errors of the gradient codecs: the gradients they belong to are not used."""
-        if self._errors is not None:
-            self._errors.clear()
-
-    def feedback_state(self) -> dict[str, Tensor]:
-        """The errors of the gradient codecs, as :meth:`load_feedback` takes them."""
-        errors = self._feedback() if self.geometry.trainable else None
-        return {} if errors is None else errors.state()
-
-    def check_feedback(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse errors that :meth:`load_feedback` could not take over.
-
-        Raises:
-            ZeroError: naming the unit and what does not fit.
-        """
-        errors = self._feedback() if self.geometry.trainable else None
-        where = f"feedback state of unit {self.geometry.name!r}"
-        if errors is None and state:
-            raise ZeroError(f"{where}, which has no feedback")
-        try:
-            if errors is not None:
-                errors.check_state(state)
-        except ValueError as error:
-            raise ZeroError(f"{where}: {error}") from None
-
-    def load_feedback(self, state: Mapping[str, Tensor]) -> None:
-        """Take over errors that :meth:`feedback_state` gave, and :meth:`check_feedback` let pass."""
-        errors = self._feedback() if self.geometry.trainable else None
-        if errors is not None:
-            errors.load(state)
-
-    def _accumulate(self, mean: Tensor) -> None:
-        """Add ``mean`` (S,) to the masters' gradients, where they lie."""
-        kept = self._kept_mean()
-        if all(master.grad is None for _, master in self.masters):
-            if mean is not kept:
-                kept.copy_(mean)
-            for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
-                master.grad = kept[start:end]
-        else:
-            for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
-                if master.grad is None:
-                    master.grad = kept[start:end].zero_()
-                master.grad.add_(mean[start:end])
-
-    def _kept_mean(self) -> Tensor:
-        """(S,) fp32 where the masters' gradients lie."""
-        if self._mean is None:
-            if self.tier.shard:
-                self._mean = self._host.empty(self.geometry.shard, torch.float32).zero_()
-            else:
-                self._mean = torch.zeros(self.geometry.shard, device=self.wire.mesh.device)
-            self.meter.add(self._part("gradients", host=self.tier.shard), self._mean.nbytes)
-        return self._mean
-
-    def mean_gradient(self) -> Tensor | None:
-        """(S,) fp32 accumulated mean gradient of this rank's shard, None before the first."""
-        if self._mean is None or all(master.grad is None for _, master in self.masters):
-            return None
-        return self._mean
-
-    def own_gradients(self) -> Iterator[Tensor]:
-        """Parts of the masters' gradients that no other rank counts, in a norm over all ranks."""
-        low, high = self.geometry.own_piece(self.wire.mesh.rank)
-        for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
-            first, last = max(start, low), min(end, high)
-            if master.grad is not None and first < last:
-                yield master.grad[first - start : last - start]
 
     def check_flags(self) -> None:
         """Refuse parameters that were frozen, or unfrozen, since the model was sharded.
@@ -959,10 +596,10 @@ class Unit:
 
     def full_master(self) -> list[Tensor]:
         """All parameters in fp32, gathered from the masters: one tensor per slot."""
-        master = self.master
-        if self.tier.shard:
+        master = self.owned.master
+        if self.owned.tier.shard:
             master = torch.empty(self.geometry.shard, device=self.wire.mesh.device)
-            self._host.upload(self.master, master, "state", self.geometry.name)
+            self._host.upload(self.owned.master, master, "state", self.geometry.name)
         whole = whole_of(self.wire, self._state_axes(), master, self._state_tag()).view(-1)
         return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self.geometry.slots]
 
@@ -1023,23 +660,8 @@ class Unit:
             number: of the member.
             part: (elements here,) fp32.
         """
-        start, end = self.part(number)
-        master = self.master
-        with torch.no_grad():
-            master[start:end] = part
-        if self._codes is not None and start < end:
-            self._master, self._codes = master, None
-            self._hold_codes()
+        self.owned.load_part(*self.part(number), part)
         self.weights_changed()
-
-    def write_gradient(self, number: int, part: Tensor) -> None:
-        """Overwrite this rank's part of member ``number``'s mean gradient; (elements here,) fp32."""
-        start, end = self.part(number)
-        kept = self._kept_mean()
-        for (_, master), (first, last) in zip(self.masters, self._spans, strict=True):
-            if master.grad is None:
-                master.grad = kept[first:last].zero_()
-        kept[start:end] = part
 
     def _state_axes(self) -> Sequence[Axis]:
         """Along which ranks share one copy."""
@@ -1052,35 +674,16 @@ class Unit:
 
     def load_master(self, values: Sequence[Tensor]) -> None:
         """Overwrite the weights with ``values``, one tensor per slot; ends the secondary's life."""
-        self.load_shard(sliced(self.geometry, self.wire.mesh.rank, values, self.held.device))
+        self.load_shard(sliced(self.geometry, self.wire.mesh.rank, values, self.owned.held.device))
 
     def load_shard(self, values: Tensor) -> None:
         """Overwrite this rank's shard with ``values`` (S,) fp32; ends the secondary's life."""
-        if self._codes is None:
-            self.master.copy_(values)
-        else:
-            self._master, self._codes = values.to(self.held.device), None
-            self._hold_codes()
+        self.owned.load(values)
         self.weights_changed()
 
-    @property
-    def codes(self) -> Tensor | None:
-        """(F,) uint8 this rank's frame of weights that are held as codes; None of others."""
-        return self._codes
-
     def load_codes(self, frame: Tensor) -> None:
-        """Overwrite weights that are held as codes with a frame of equal layout and codec.
-
-        Encoding again what a frame decodes to may give another one.
-
-        Raises:
-            ZeroError: if they are not held as codes, or the frame is of another size.
-        """
-        held = 0 if self._codes is None else self._codes.numel()
-        if self._codes is None or frame.numel() != held:
-            raise ZeroError(f"unit {self.geometry.name!r}: {frame.numel()} bytes of codes, it holds {held}")
-        self._arrival.finish()  # of a copy from them to the device
-        self._codes.copy_(frame)
+        """Overwrite weights that are held as codes; see :meth:`Owned.load_codes`."""
+        self.owned.load_codes(frame)
         self.weights_changed()
 
 

@@ -19,7 +19,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.unit import Unit, ZeroError
+from impl.errors import ZeroError
+from impl.unit import Unit
 
 NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 
@@ -65,7 +66,7 @@ def watch_optimizers(engine: Engine, units: Iterable[Unit]) -> None:
     """From now on steps of optimizers that hold masters of ``units`` are reported to ``engine``."""
     with _lock:
         for unit in units:
-            for _, master in unit.masters:
+            for _, master in unit.owned.masters:
                 _owners[master] = weakref.ref(engine)
             for number, member in enumerate(unit.members):
                 place = (weakref.ref(engine), weakref.ref(unit), number)

@@ -28,6 +28,7 @@ from impl import ops, state
 from impl.blocks import GroupOf, check_shapes, drafts_of, find_blocks, geometry_of, plan_units
 from impl.construction import give_values
 from impl.cut import taken_over
+from impl.errors import ZeroError
 from impl.external import external_to
 from impl.homes import homes_of
 from impl.mesh import Mesh
@@ -42,10 +43,11 @@ from impl.reference import DTYPES
 from impl.saved import SavedTensors
 from impl.scaling import LossScaler, Stepped
 from impl.schedule import MOST_AHEAD, Action, Schedule
+from impl.shared import Shared
 from impl.tiers import CopyKey, realised, tiers_of
 from impl.topology import Axis
 from impl.traffic import NORM_BYTES, Phase, kept_units
-from impl.unit import Shared, Unit, ZeroError
+from impl.unit import Unit
 from impl.watch import watch_optimizers
 from impl.wire import Tag, Wire
 
@@ -258,7 +260,7 @@ class Zero:
         for number in numbers:
             of_device: dict[torch.device, list[Tensor]] = {}
             for unit in self.units:
-                for group, master in unit.masters:
+                for group, master in unit.owned.masters:
                     if group == number:
                         of_device.setdefault(master.device, []).append(master)
             groups += [
@@ -322,12 +324,12 @@ class Zero:
 
     def _end_backward(self) -> None:
         for unit in self.units:
-            unit.land()
+            unit.owned.land()
         self._weights.trim()
         self._calls.clear()
         self._in_backward = self._unfinished = False
         self._clock.next_micro_batch()
-        self._unused.update(id(master) for unit in self.units for _, master in unit.masters)
+        self._unused.update(id(master) for unit in self.units for _, master in unit.owned.masters)
         self._passes += 1
 
     def drop_gradients(self) -> None:
@@ -343,7 +345,7 @@ class Zero:
         self._called_alone = None
         for unit in self.units:
             unit.local.drop()
-            unit.clear_feedback()
+            unit.averaging.clear_feedback()
 
     def step(self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None) -> Stepped:
         """Unscale the loss's scale away, clip, and step; or skip the step on all ranks after an overflow.
@@ -361,7 +363,7 @@ class Zero:
         """
         if self.policy.loss_scale is not None:
             held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-            masters = [m for unit in self.units for _, m in unit.masters if m.grad is not None]
+            masters = [m for unit in self.units for _, m in unit.owned.masters if m.grad is not None]
             missing = sum(id(master) not in held for master in masters)
             if missing:
                 raise ZeroError(
@@ -383,7 +385,7 @@ class Zero:
         device = self.wire.mesh.device
         sums: dict[torch.device, Tensor] = {}
         for unit in self.units:
-            for gradient in unit.own_gradients():
+            for gradient in unit.owned.own_gradients():
                 square, place = gradient.double().square().sum(), gradient.device
                 sums[place] = sums[place] + square if place in sums else square
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -422,7 +424,7 @@ class Zero:
         """Multiply the masters' gradients, where they are there."""
         factors: dict[torch.device, float | Tensor] = {}  # a tensor is read from its device once
         for unit in self.units:
-            for _, master in unit.masters:
+            for _, master in unit.owned.masters:
                 if master.grad is None:
                     continue
                 device = master.grad.device
@@ -448,12 +450,12 @@ class Zero:
     def forget_overflow(self) -> None:
         """Drop the errors that codecs carry: they are of gradients that are not used."""
         for unit in self.units:
-            unit.clear_feedback()
+            unit.averaging.clear_feedback()
 
     def _zero_grad(self, set_to_none: bool) -> None:
         """What ``model.zero_grad()`` means: the gradients are the masters'."""
         for unit in self.units:
-            for _, master in unit.masters:
+            for _, master in unit.owned.masters:
                 if set_to_none:
                     master.grad = None
                 elif master.grad is not None:
@@ -496,7 +498,7 @@ class Zero:
     @property
     def unused_gradients(self) -> int:
         """Masters of this rank whose gradient waits for its optimizer's step."""
-        masters = [master for unit in self.units for _, master in unit.masters]
+        masters = [master for unit in self.units for _, master in unit.owned.masters]
         return sum(master.grad is not None and id(master) in self._unused for master in masters)
 
     @property
@@ -543,7 +545,7 @@ class Zero:
 
     def _offloaded(self) -> dict[str, Any]:
         """For the record: the shares that whole units come to, and what the host's memory is here."""
-        tiers = [unit.tier for unit in self.units]
+        tiers = [unit.owned.tier for unit in self.units]
         shares = realised(self.policy, tiers, [unit.geometry for unit in self.units])
         return {**dataclasses.asdict(shares), "memory": self._host.nature}
 

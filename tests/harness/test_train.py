@@ -20,9 +20,9 @@ from harness.train import Job
 from harness.train_memory import activation_bytes
 from harness.workload import GPT
 from impl.disk import CheckpointError
+from impl.errors import ZeroError
 from impl.policy import Policy, preset
 from impl.scaling import LossScaleError
-from impl.unit import ZeroError
 from tests.impl.test_deepspeed import ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, ZEROPP_TUTORIAL
 
 TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]

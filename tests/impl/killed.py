@@ -46,7 +46,7 @@ def numbered(mesh: Mesh, folder: Path, number: int, keep: int | None = None) -> 
     zero = shard(copy.deepcopy(NET), mesh=mesh, policy=preset("zero3", memory=ROOMY))
     with torch.no_grad():
         for unit in zero.units:
-            for _, master in unit.masters:
+            for _, master in unit.owned.masters:
                 master.fill_(number)
     zero.weights_changed()
     save(folder, zero, extra=number, keep=keep)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from impl import access
+from impl.errors import ZeroError
 from impl.mesh import Mesh
 from impl.policy import MemoryLimits, preset
 from impl.topology import Topology
-from impl.unit import ZeroError
 from impl.zero import shard
 from tests.models import Net
 from tests.ranks import on_threads

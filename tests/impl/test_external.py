@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from impl.errors import ZeroError
 from impl.external import register_external_parameter
 from impl.mesh import Mesh
 from impl.policy import MemoryLimits, Policy, preset
 from impl.topology import Topology
-from impl.unit import ZeroError
 from impl.zero import Zero, shard
 from tests.megatron import UNITS, GPT2Model, ParallelMLP, ParallelTransformerLayer
 from tests.ranks import on_threads

@@ -165,7 +165,12 @@ def _reset(mesh: Mesh, micro_batches: int) -> list[bool]:
 
 
 def _any_error(zero: Zero) -> bool:
-    return any(v.any() for unit in zero.units for name, v in unit.feedback_state().items() if name != "since")
+    return any(
+        v.any()
+        for unit in zero.units
+        for name, v in unit.averaging.feedback_state().items()
+        if name != "since"
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from impl.access import set_full_fp32_param
 from impl.codec import parse
+from impl.errors import ZeroError
 from impl.gathered import GatheredParameters
 from impl.mesh import Mesh
 from impl.policy import MemoryLimits, Policy, preset
+from impl.secondary import Life
 from impl.topology import Topology
-from impl.unit import Life, ZeroError
 from impl.zero import Zero, shard
 from tests.models import Net
 from tests.ranks import on_threads

@@ -20,10 +20,10 @@ from impl.codec import BF16, FP32
 from impl.gathered import GatheredParameters
 from impl.homes import INNER_HOMES, Homes, Stay, homes_of
 from impl.mesh import Mesh
+from impl.owned import Owned
 from impl.policy import Policy, preset
 from impl.topology import Topology
 from impl.traffic import memory
-from impl.unit import Unit
 from impl.wire import Tag, Wire, WireError
 from impl.zero import Zero, ZeroError, shard
 from tests.models import Net, Odd
@@ -150,7 +150,7 @@ def _round(zero: Zero, loss: Tensor) -> None:
 def _update(zero: Zero) -> None:
     with torch.no_grad():
         for unit in zero.units:
-            for _, master in unit.masters:
+            for _, master in unit.owned.masters:
                 assert master.grad is not None
                 master.sub_(master.grad, alpha=0.1)
                 master.grad = None
@@ -215,13 +215,13 @@ def test_backward_finds_what_forward_wrote(depth: int, again: int) -> None:
         return counts
 
     base, written = model(Net, depth=depth), [0, 0]
-    write = Unit._write_shard
+    write = Owned.write_frame
 
-    def counting(unit: Unit, frame: Tensor) -> None:
-        written[unit.wire.mesh.rank] += 1
-        write(unit, frame)
+    def counting(owned: Owned, frame: Tensor) -> None:
+        written[owned._mesh.rank] += 1
+        write(owned, frame)
 
-    with mock.patch.object(Unit, "_write_shard", counting):
+    with mock.patch.object(Owned, "write_frame", counting):
         for counts in on_threads(Topology(1, 2), body):
             assert counts == 3 * [1 + depth + again]
 
@@ -427,7 +427,7 @@ def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
             zero.finish_backward()
             zero.scale_gradients(0.5)
             for unit in zero.units:
-                for _, master in unit.masters:
+                for _, master in unit.owned.masters:
                     assert master.grad is not None
                     master.data.sub_(master.grad)
                     master.grad = None

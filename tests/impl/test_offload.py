@@ -175,7 +175,9 @@ def test_memory_is_the_formulas_with_offload(
     assert {part: measured.get(part, 0) for part in formula.keys() - without} == {
         part: size for part, size in formula.items() if part not in without
     }
-    held = sum(master.numel() for unit in zero.units for _, master in unit.masters if unit.tier.shard)
+    held = sum(
+        master.numel() for unit in zero.units for _, master in unit.owned.masters if unit.owned.tier.shard
+    )
     assert formula["host_optimizer"] == ADAM_BYTES * held
 
 
@@ -217,7 +219,7 @@ def _hand_written(mesh: Mesh, policy: Policy) -> list[float]:
     losses = [net(batch(0, 0)).item()]
     with torch.no_grad():
         for unit in zero.units:
-            unit.master.mul_(0.5)
+            unit.owned.master.mul_(0.5)
     zero.weights_changed()
     losses.append(net(batch(0, 0)).item())
     state = {name: 2 * value if value.dim() else value for name, value in zero.full_state_dict().items()}

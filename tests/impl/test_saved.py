@@ -22,7 +22,16 @@ class _Stored:
 
     storage_bounds: tuple[int, int]
     gathered: bool = True
-    weights_version: int = 0
+
+    @property
+    def owned(self) -> _Stored:
+        """Itself."""
+        return self
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of weights that never change."""
+        return 0, 0
 
     def locate(self, tensor: Tensor) -> str:
         """Whose it is."""

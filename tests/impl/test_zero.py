@@ -21,9 +21,9 @@ from impl.codec import Codec, IntCodec
 from impl.geometry import GeometryError
 from impl.mesh import Mesh
 from impl.policy import PRESETS, Policy, preset
+from impl.secondary import Life
 from impl.topology import Topology
 from impl.traffic import Event, Load, memory, predict
-from impl.unit import Life
 from impl.wire import Transport, Wire
 from impl.zero import ZeroError, find_blocks, plan_units, shard
 from tests.models import Net, Odd
@@ -44,9 +44,9 @@ def _gradients(mesh: Mesh, net: nn.Module, policy: Policy) -> dict[str, Tensor]:
     zero.finish_backward()
     found = {}
     for unit in zero.units:
-        mean = unit.mean_gradient()
+        mean = unit.owned.mean_gradient()
         assert mean is not None
-        unit.master.copy_(mean)  # let full_master() gather gradients instead of weights
+        unit.owned.master.copy_(mean)  # let full_master() gather gradients instead of weights
         for slot, value in zip(unit.geometry.slots, unit.full_master(), strict=True):
             found[slot.spec.name] = value
     return found
@@ -267,7 +267,7 @@ def _lives(mesh: Mesh, change: str) -> list[tuple[set[Life], float]]:
     else:
         with torch.no_grad():
             for unit in zero.units:
-                unit.master.mul_(0.5)
+                unit.owned.master.mul_(0.5)
         zero.weights_changed()
     look()
     state = zero.full_state_dict()
@@ -299,7 +299,7 @@ def _broken(mesh: Mesh, policy: Policy, value: float, where: str) -> tuple[float
         unit = zero.units[1]
         low, _ = unit.geometry.bounds(mesh.rank)
         first = next(s for s in unit.geometry.slots if s.end > low and len(s.spec.shape) > 1)
-        unit.master[max(first.offset - low, 0)] = value
+        unit.owned.master[max(first.offset - low, 0)] = value
     x = batch(0, mesh.rank)
     if where == "gradient" and mesh.rank == 2:
         x[0, 0] = value
