@@ -608,10 +608,11 @@ class Zero:
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # inside a backward pass
-        if not self._running and module is not self.model and not recomputing:  # called by itself
+        alone = not self._running and module is not self.model and not recomputing
+        self._running += 1  # first: the hook after this call takes it back, whatever is refused here
+        if alone:
             for index in self._of_module.get(module, ()):
                 self.units[index].check_held()
-        self._running += 1
         changed = None
         if module is self.model and not recomputing:
             self._begin_forward()

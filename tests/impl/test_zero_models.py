@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from impl.codec import IntCodec
+from impl.gathered import GatheredParameters
 from impl.mesh import Mesh
 from impl.policy import MemoryLimits, Policy, preset
 from impl.topology import Topology
@@ -304,6 +305,24 @@ def test_blocks_may_be_called_by_themselves(kind: type[nn.Module], transport: st
     """Past the model's own forward pass, whatever autograd keeps of weights is there in backward."""
     torch.manual_seed(0)
     check(kind(), outside, transport=transport)
+
+
+def test_a_block_that_refused_to_be_called_by_itself_is_not_running() -> None:
+    """After a refused call of a block the engine is outside of passes, as the repair it names needs it."""
+
+    def body(mesh: Mesh) -> None:
+        net = Stack()
+        shard(net, mesh=mesh, policy=EXACT)
+        block = net.blocks[0]
+        held, block.weight = block.weight, nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        with pytest.raises(ZeroError, match="was replaced by another object"):
+            block(data(0, 0))
+        block.weight = held
+        with GatheredParameters(block.weight, modifier_rank=0):
+            block.weight.data.zero_()
+        assert not block(data(0, 0)).any()
+
+    on_threads(Topology(1, 1), body)
 
 
 @pytest.mark.parametrize("changes", [{"secondary": "node"}, {"gather": "flat", "reduce": "one_hop"}], ids=str)
