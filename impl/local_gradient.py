@@ -67,10 +67,12 @@ class LocalGradient:
         place = flat.as_strided(shape, stride, flat.storage_offset() + offset)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
             assert leaf.grad is not None  # noqa: S101  # just accumulated
+            # Of an embedding it may be sparse; messages are dense.
+            gradient = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
             if index in self._written:
-                place.add_(leaf.grad)
+                place.add_(gradient)
             else:
-                place.copy_(leaf.grad)
+                place.copy_(gradient)
                 self._written.add(index)
             leaf.grad = None
 

@@ -21,6 +21,11 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Address of the memory that ``tensor`` is a view of; 0 if it has none, or several: sparse, nested."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):

@@ -12,10 +12,12 @@ import bisect
 import contextlib
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from impl.errors import ZeroError
+from impl.nested import memory_of
 from impl.owned import Version
 from impl.released import Released, values_of
 from impl.unit import Place, Unit
@@ -89,7 +91,9 @@ class SavedTensors:
         """What autograd keeps of a tensor: of a view of a unit's weights, where to find it again."""
         if type(tensor) is Released:  # an argument of an autograd.Function, which asks for no values
             tensor = values_of(tensor)
-        address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()  # of what is empty
+        address = tensor.data_ptr() if tensor.layout is torch.strided else 0  # others have no one memory
+        if not address and not tensor.numel():
+            address = memory_of(tensor)
         before = bisect.bisect_right(self._starts, address) - 1
         if before >= 0:
             start = self._starts[before]

@@ -82,12 +82,17 @@ class Member:
 
 
 class Place(NamedTuple):
-    """A view of a unit's flat buffer: type, shape, strides and offset in elements."""
+    """A view of a unit's flat buffer: type, shape, strides and offset in elements.
+
+    ``conj`` and ``neg`` are torch's bits of views whose values are computed when they are read.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
+    conj: bool = False
+    neg: bool = False
 
 
 def _handles(tensor: Tensor) -> int:
@@ -385,13 +390,16 @@ class Unit:
 
     def locate(self, tensor: Tensor) -> Place:
         """Where ``tensor``, a view of the gathered weights, lies in them."""
-        return Place(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        offset = int(tensor.storage_offset())
+        return Place(tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def view(self, place: Place) -> Tensor:
         """The view of the gathered weights at ``place``."""
         assert self._flat is not None  # noqa: S101  # it is gathered
         flat = self._flat if place.dtype == self._flat.dtype else self._flat.view(place.dtype)
-        return flat.as_strided(place.shape, place.stride, place.offset)
+        view = flat.as_strided(place.shape, place.stride, place.offset)
+        view = view.conj() if place.conj else view
+        return torch._neg_view(view) if place.neg else view  # noqa: SLF001  # there is no public one
 
     @property
     def in_use(self) -> bool:

@@ -33,7 +33,7 @@ from impl.external import external_to
 from impl.homes import homes_of
 from impl.mesh import Mesh
 from impl.module_buffers import ModuleBuffers
-from impl.nested import cast_tensors, tensors_in
+from impl.nested import cast_tensors, memory_of, tensors_in
 from impl.noise import Clock
 from impl.offload import MEMORY, Host
 from impl.policy import Offload, Policy
@@ -704,7 +704,7 @@ class Zero:
         index, *rest = indices
         unit, training = self.units[index], torch.is_grad_enabled()
         address = unit.storage_address
-        if unit.gathered and any(t.untyped_storage().data_ptr() == address for t in outputs):
+        if unit.gathered and any(memory_of(tensor) == address for tensor in outputs):
             self._escaped.add(index)  # a returned parameter (Megatron's bias) is used outside
         try:
             self._carry_out(self._schedule.post_forward(index, training=training), self._phase())
@@ -723,9 +723,7 @@ class Zero:
             self._schedule = self._scheduled((*self._seen, *rest), self._schedule.outer)
             self._reductions.order = self._schedule.reduction_order
             self._seen = None
-        addresses = {
-            tensor.untyped_storage().data_ptr() for tensor in outputs if tensor.device.type != "meta"
-        }
+        addresses = {memory_of(tensor) for tensor in outputs}
         kept = self._kept if torch.is_grad_enabled() else ()
         self._escaped.clear()
         _release(  # gathered ahead and not used, or returned by a module
@@ -753,7 +751,7 @@ class Zero:
             self._bring(index, self._phase())
 
     def _post_external(self, module: nn.Module, _: Any, output: Any) -> None:
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(output)}
+        addresses = {memory_of(tensor) for tensor in tensors_in(output)}
         kept = self._kept if torch.is_grad_enabled() else ()
         for index in self._brought.pop() if self._brought else ():  # none if an earlier hook failed
             if self.units[index].storage_address not in addresses:

@@ -187,6 +187,61 @@ class OneCheckpointOfDetachedCopies(UsesADetachedCopy):
         return checkpoint(super().middle, x, use_reentrant=False)
 
 
+class ComplexWeights(Stack):
+    """Conjugates and their imaginary parts are views whose values are computed when they are read."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            conjugate = torch.view_as_complex(self.weight).conj()
+            turned = torch.view_as_complex(torch.stack([x, x.sin()], -1)) * conjugate
+            return torch.view_as_real(turned).sum(-1) + x.cos() * conjugate.imag
+
+    def __init__(self) -> None:
+        super().__init__(self.Inner)
+
+
+class PassesASparseTensorOn(Stack):
+    class Inner(Layer):
+        def forward(self, graph: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return graph, torch.sparse.mm(graph, super().forward(x))
+
+    def __init__(self) -> None:
+        super().__init__(self.Inner)
+
+    def middle(self, x: Tensor) -> Tensor:
+        graph = torch.ones(len(x), len(x)).tril().to_sparse()
+        for block in self.blocks:
+            graph, x = block(graph, x)
+        return x
+
+
+class ComputesWithANestedTensor(Stack):
+    class Inner(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            lengths = torch.tensor([0, 1, len(x)])
+            return torch.tanh(torch.nested.nested_tensor_from_jagged(x, lengths) @ self.weight).values()
+
+    def __init__(self) -> None:
+        super().__init__(self.Inner)
+
+
+class HasSparseGradients(Stack):
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, WIDTH, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.table((x.sum(-1) > 0).long()) + self.table(torch.tensor(3))
+
+    def __init__(self) -> None:
+        super().__init__(self.Inner)
+
+
 class Recurrent(Stack):
     def __init__(self) -> None:
         super().__init__(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))
@@ -269,6 +324,10 @@ KINDS = [
     ReentrantPointsOfADetachedCopy,
     OneCheckpointOfDetachedCopies,
     Recurrent,
+    ComplexWeights,
+    PassesASparseTensorOn,
+    ComputesWithANestedTensor,
+    HasSparseGradients,
 ]
 
 
