@@ -438,10 +438,10 @@ class Unit:
     def wait(self) -> None:
         """Finish gathering: parameters have their values when this returns."""
         if self._gather is not None:
-            self.owned.arrival.join()
-            self._gather.wait()
-            self._gather = None
+            gather, self._gather = self._gather, None  # first: one that was interrupted brought nothing
             self._under_way.discard(self)
+            self.owned.arrival.join()
+            gather.wait()
             self.gathered = True
             for member in self.members:
                 unhide(member.parameter)
@@ -635,6 +635,11 @@ class Unit:
         """
         self.wait()
         self._show(gathered=False)
+        if self._home is not None and self._stay is None and self._laid is not None:
+            # Whoever stays at this home tells by the number of views whether somebody looks at it.
+            homes, home = self._home
+            homes.vacate(home)
+            self._move_out()
         member = self.members[number]
         self.whole[number] = values
         self.meter.add("gathered", values.nbytes)
@@ -650,7 +655,6 @@ class Unit:
             holder.put(member.stand_in)  # in place of what may have replaced it
         self.meter.add("gathered", -self.whole.pop(number).nbytes)
         flat, place = self._flat, member.place
-        self._laid = None
         member.parameter.data = (
             member.released if flat is None else flat.as_strided(place.shape, place.stride, place.offset)
         )

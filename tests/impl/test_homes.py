@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -24,7 +25,7 @@ from impl.owned import Owned
 from impl.policy import Policy, preset
 from impl.topology import Topology
 from impl.traffic import memory
-from impl.wire import Tag, Wire, WireError
+from impl.wire import Tag, Wire, WireError, _Backend, _InMemory
 from impl.zero import Zero, ZeroError, shard
 from tests.models import Net, Odd
 from tests.ranks import on_processes, on_threads
@@ -394,6 +395,68 @@ def test_a_copy_lives_no_longer_than_whoever_looks_at_it() -> None:
         return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
     on_threads(Topology(1, 2), body)
+
+
+def test_a_kept_view_outlives_a_look_at_other_weights_of_its_home() -> None:
+    """Who keeps a view of a block's weights is noticed, though another block's are seen whole meanwhile."""
+    torch.manual_seed(0)
+    base = nn.Sequential(*(_Keeps() for _ in range(INNER_HOMES + 1)))
+
+    def body(mesh: Mesh) -> None:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net)
+        _round(zero, net(batch(0, mesh.rank, 8)).square().mean())  # all are views of their homes
+        last, unit = net[-1], zero.units[-1]
+        assert isinstance(last, _Keeps)
+        unit.bring("forward")
+        kept = last.weight.detach()
+        before = kept.clone()
+        with GatheredParameters(net[0].weight):  # at the same home
+            pass
+        unit.release()
+        _update_to(zero, 7.0)
+        with torch.no_grad():
+            net(batch(1, mesh.rank, 8))
+        assert torch.equal(kept, before)
+
+    on_threads(Topology(1, 2), body)
+
+
+def _update_to(zero: Zero, value: float) -> None:
+    with torch.no_grad():
+        for unit in zero.units:
+            for _, master in unit.owned.masters:
+                master.fill_(value)
+    zero.weights_changed()
+
+
+@pytest.mark.parametrize("transport", ["shm", "backend"])
+@pytest.mark.parametrize("waits", [2, 4])
+def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) -> None:
+    """What KeyboardInterrupt left of a gather is never computed with: the next pass gathers it again."""
+    base, left = model(Net, depth=3), threading.local()
+    kind: Any = _InMemory if transport == "shm" else _Backend
+    wait = kind.wait
+
+    def interrupted(exchange: Any) -> Tensor:
+        left.waits = getattr(left, "waits", 0) - 1
+        if left.waits == 0:
+            raise KeyboardInterrupt
+        return cast("Tensor", wait(exchange))
+
+    def body(mesh: Mesh) -> float:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net, transport=transport)
+        left.waits = waits
+        with pytest.raises(KeyboardInterrupt):
+            net(batch(0, mesh.rank))
+        zero.drop_gradients()
+        loss: float = net(batch(0, mesh.rank)).item()
+        return loss
+
+    with mock.patch.object(kind, "wait", interrupted):
+        losses = on_threads(Topology(1, 2), body)
+    assert losses == pytest.approx([base(batch(0, rank)).item() for rank in range(2)])
 
 
 class _Half(nn.Module):
