@@ -22,8 +22,10 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Address of the memory that ``tensor`` is a view of; 0 if it has none, or several: sparse, nested."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    """Address of the memory that ``tensor`` is a view of; 0 if it has none, or several: sparse, wrappers."""
+    if tensor.layout is not torch.strided or (tensor.numel() and not tensor.data_ptr()):
+        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

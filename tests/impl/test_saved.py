@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from impl.nested import memory_of
 from impl.saved import SavedTensors
 from impl.unit import Unit
 
@@ -73,3 +74,20 @@ def test_an_empty_weight_is_found_too() -> None:
     saved, unit = SavedTensors(), _Stored((memory.data_ptr(), memory.data_ptr() + 16))
     saved.gathered(cast("Unit", unit))
     assert _found(saved, memory[2:2].view(0, 5)) is unit
+
+
+class _Wrapper(Tensor):
+    """A tensor of another's shape, and no memory of its own, as subclasses of several tensors are."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing is computed with it")
+
+
+def test_what_has_no_one_memory_is_nobodys_view() -> None:
+    """Wrappers, sparse tensors and those of the meta device have no address; a view has that of its whole."""
+    whole = torch.ones(4)
+    wrapper = Tensor._make_wrapper_subclass(_Wrapper, whole.shape)  # type: ignore[attr-defined]
+    for other in (wrapper, whole.to_sparse(), whole.to("meta")):
+        assert memory_of(other) == 0
+    assert memory_of(whole[2:]) == memory_of(whole[4:]) == whole.data_ptr()
