@@ -22,6 +22,7 @@ from torch import Tensor
 
 from impl import ops
 from impl.codec import Codec, Raw
+from impl.errors import ZeroError
 from impl.feedback import Errors
 from impl.homes import Stay
 from impl.noise import Key, Noise, apart
@@ -41,10 +42,14 @@ class Transfer:
 
     All ranks must call :meth:`proceed`, :meth:`advance` and :meth:`wait` in the same order: each may post
     the next hop's message, and messages of one axis match by order.
+
+    Attributes:
+        failed: whether it ended in an error, or was interrupted: then it is never carried on.
     """
 
     def __init__(self, steps: Steps[None]) -> None:
         self._steps: Steps[None] | None = steps
+        self.failed = False
         self._late = False  # the message under way is best waited for late
         self.advance()
 
@@ -54,16 +59,28 @@ class Transfer:
         return self._steps is None
 
     def advance(self) -> None:
-        """Wait for the message under way and post the next one, if there is one."""
+        """Wait for the message under way and post the next one, if there is one.
+
+        Raises:
+            ZeroError: if it failed before.
+        """
+        if self.failed:
+            raise ZeroError(
+                "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; "
+                "call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
+            )
         if self._steps is not None:
             try:
                 self._late = next(self._steps)
             except StopIteration:
                 self._steps = None
+            except BaseException:  # a generator that raised would look as if it had ended
+                self.failed = True
+                raise
 
     def proceed(self) -> None:
         """:meth:`advance`, unless it would only wait for the slowest link."""
-        if not self._late:
+        if self.failed or not self._late:
             self.advance()
 
     def wait(self) -> None:

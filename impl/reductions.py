@@ -62,6 +62,10 @@ class Reductions:
         while (index := self.next()) is not None:
             self._start(index)
 
+    def drop_failed(self) -> None:
+        """Forget those that were interrupted: their gradients are lost."""
+        self._transfers = {i: transfer for i, transfer in self._transfers.items() if not transfer.failed}
+
     def finish(self) -> None:
         """Wait for all that are under way; the pass is over."""
         for transfer in self._transfers.values():

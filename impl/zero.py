@@ -343,6 +343,7 @@ class Zero:
         if self._saved.active:
             self._saved.end()
         self._called_alone = None
+        self._reductions.drop_failed()
         for unit in self.units:
             unit.local.drop()
             unit.averaging.clear_feedback()

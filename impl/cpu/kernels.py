@@ -280,7 +280,7 @@ class Kernels:
         return True
 
     def _remember(self, key: _Key, seen: _Seen) -> None:
-        if len(self._seen) == _MOST_SEEN:
+        if len(self._seen) >= _MOST_SEEN:
             self._seen.clear()
         self._seen[key] = seen
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from impl.policy import PRESETS, Policy, preset
 from impl.secondary import Life
 from impl.topology import Topology
 from impl.traffic import Event, Load, memory, predict
-from impl.wire import Transport, Wire
+from impl.wire import Transport, Wire, _InMemory
 from impl.zero import ZeroError, find_blocks, plan_units, shard
 from tests.models import Net, Odd
 from tests.ranks import on_processes, on_threads
@@ -630,6 +632,40 @@ def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it() -> None:
         zero.finish_backward()
 
     on_threads(Topology(1, 1), body)
+
+
+def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
+    """finish_backward() after one that was interrupted says what is lost and what to call, which works."""
+    base, left, wait = model(Net), threading.local(), _InMemory.wait
+
+    def interrupted(exchange: _InMemory) -> Tensor:
+        left.waits = getattr(left, "waits", 0) - 1
+        if left.waits == 0:
+            raise KeyboardInterrupt
+        return wait(exchange)
+
+    def body(mesh: Mesh) -> tuple[float, float]:
+        zero = shard(net := copy.deepcopy(base), mesh=mesh, policy=EXACT, wire=Wire(mesh, transport="shm"))
+        net(batch(0, 0)).backward()
+        zero.finish_backward()
+        wanted = float(zero.grad_norm())
+        net.zero_grad()
+        net(batch(0, 0)).backward()
+        left.waits = 1
+        with pytest.raises(KeyboardInterrupt):
+            zero.finish_backward()
+        with pytest.raises(ZeroError, match=r"interrupted cannot be finished.*call drop_gradients\(\)"):
+            zero.finish_backward()
+        zero.drop_gradients()
+        zero.finish_backward()
+        net.zero_grad()
+        net(batch(0, 0)).backward()
+        zero.finish_backward()
+        return float(zero.grad_norm()), wanted
+
+    with mock.patch.object(_InMemory, "wait", interrupted):
+        for got, wanted in on_threads(Topology(1, 2), body):
+            assert got == wanted
 
 
 @pytest.mark.filterwarnings(
