@@ -14,7 +14,7 @@ from rich.text import Text
 from harness.rank import Progress
 from harness.record import Record
 from harness.suite import Trial
-from harness.terminal import NONE, at, told
+from harness.terminal import NONE, at, slowest_seconds, told
 
 _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluster.rate")
 
@@ -63,7 +63,7 @@ class Display:
             log = f"; log: {record.failure.log}" if record.failure.log else ""
             end = f"{record.failure.kind}: {record.failure.message}{log}"
         else:
-            timed = [step.total for rank in record.ranks[:1] for step in rank.steps if not step.warmup]
+            timed = slowest_seconds(record)
             end = f"{statistics.median(timed):.3f} s a step" if timed else "done"
             tokens = [token.seconds for rank in record.ranks[:1] for token in rank.tokens if not token.warmup]
             end = f"{statistics.median(tokens):.3f} s a token" if tokens else end

@@ -311,6 +311,11 @@ class Policy:
     align: int = 1
 
     def __post_init__(self) -> None:
+        for codec in (self.weights, *self.gradients, *([] if self.frozen is None else [self.frozen])):
+            if not isinstance(codec, get_args(Codec)):
+                raise PolicyError(
+                    f"codec {codec!r} is a {type(codec).__name__}: expected what impl.codec.parse() gives"
+                )
         _one_of("gather", self.gather, get_args(Gather))
         _one_of("reduce", self.reduce, get_args(Reduce))
         _one_of("compute", self.compute, tuple(ITEM_BYTES))

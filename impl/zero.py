@@ -40,6 +40,7 @@ from impl.policy import Offload, Policy
 from impl.pool import Meter, Pool, Reserve
 from impl.reductions import Reductions
 from impl.reference import DTYPES
+from impl.same_start import check_same_start
 from impl.saved import SavedTensors
 from impl.scaling import LossScaler, Stepped
 from impl.schedule import MOST_AHEAD, Action, Schedule
@@ -68,8 +69,8 @@ def shard(
     """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
 
     Args:
-        model: with the same architecture on every rank; each rank's own slice of its values is
-            what training starts from.  What :class:`~impl.construction.Init` cut is taken over as it is;
+        model: with the same architecture and values on every rank, which is checked; each rank keeps its own
+            slice of them.  What :class:`~impl.construction.Init` cut is taken over as it is;
             a model on the meta device is given its values block by block.
         mesh: the ranks.
         policy: what is sent, held and computed.
@@ -104,6 +105,7 @@ def shard(
     give_values(model, blocks, mesh, policy, initialise)
     drafts = drafts_of(model, blocks, group_of, policy)
     geometries = [geometry_of(draft, mesh.topology, policy) for draft in drafts]
+    check_same_start(mesh.rank, mesh.topology.world, dict(model.named_parameters()))
     meter = Meter()
     pool = Pool(DTYPES[policy.compute], mesh.device, meter, "local_gradients")
     weights = Reserve(DTYPES[policy.compute], mesh.device, meter, "gathered")

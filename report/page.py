@@ -170,6 +170,12 @@ def headline(derived: Derived) -> list[str]:
     ours = ours[ours["contender"].isin(names[:1])]  # the preset, or the only variant there is
     if len(names) > 1 and names[0] != NAMES[PROPOSED]:
         ours = ours.iloc[:0]
+    if ours.empty and len(names) > 1:
+        variants = f"{len(names)} variants of {NAMES[PROPOSED]}, none of them the preset, stand"
+        return [
+            f"{counted(len(derived.trials), 'finished trial')}.",
+            f"{variants} beside {NAMES[BASELINE]} in the Summary: no single speed-up is stated here.",
+        ]
     if ours.empty:
         return [
             f"{counted(len(derived.trials), 'finished trial')}.",
