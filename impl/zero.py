@@ -69,9 +69,9 @@ def shard(
     """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
 
     Args:
-        model: with the same architecture and values on every rank, which is checked; each rank keeps its own
-            slice of them.  What :class:`~impl.construction.Init` cut is taken over as it is;
-            a model on the meta device is given its values block by block.
+        model: with the same architecture and values on every rank (:mod:`impl.same_start` compares those that
+            are whole); each rank keeps its own slice of them.  What :class:`~impl.construction.Init` cut is
+            taken over as it is; a model on the meta device is given its values block by block.
         mesh: the ranks.
         policy: what is sent, held and computed.
         wire: what sends; a plain one by default.
@@ -86,7 +86,7 @@ def shard(
         PolicyError: if the policy does not fit the topology.
         GeometryError: if a unit would be padded too much.
         ZeroError: for what is no policy or mesh, lazy modules without shapes, blocks that overlap or are
-            not in the model, or parameters that cannot be sharded.
+            not in the model, parameters that cannot be sharded, or values that differ between ranks.
     """
     if not isinstance(policy, Policy):
         raise ZeroError(
