@@ -891,12 +891,12 @@ class Zero:
 
 
 def _release(units: Iterable[Unit]) -> None:
-    """Release all of them in order, even if weights of one were written, which is an error."""
-    failed: list[ZeroError] = []
+    """Release all of them in order, whatever fails for one; the first error is raised at the end."""
+    failed: list[Exception] = []
     for unit in units:
         try:
             unit.release()
-        except ZeroError as error:
+        except Exception as error:  # raised below
             failed.append(error)
     if failed:
         raise failed[0]
