@@ -17,8 +17,9 @@ from impl.policy import Dtype, LossScale, Policy, Stage, preset
 from impl.scaling import LossScaleError, LossScaler
 from impl.topology import Topology
 from impl.zero import ZeroError, shard
+from tests.impl.test_zero_models import Stack, data
 from tests.models import Net
-from tests.ranks import on_threads
+from tests.ranks import on_processes, on_threads
 from tests.strategies import ROOMY
 from tests.training import batch, mean_losses, model, single, train
 
@@ -248,3 +249,30 @@ def _misused(mesh: Mesh, net: nn.Module, how: str) -> str:
 def test_scaled_gradients_are_unscaled_once(how: str, words: str) -> None:
     """Several optimizers step together under one scale; one alone, or clipping before, is refused."""
     assert all(words in said for said in on_threads(Topology(1, 2), _misused, model(), how))
+
+
+def _in_bf16(mesh: Mesh) -> float:
+    torch.manual_seed(0)
+    net = Stack().bfloat16()
+    zero = shard(net, mesh=mesh, policy=preset("zero3", memory=ROOMY, compute="bf16"))
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    for step in range(3):
+        loss = net(data(step, 0).bfloat16())
+        loss.backward()
+        zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def test_a_bf16_model_trains_with_fp32_masters() -> None:
+    """A policy that computes in bf16 trains a bf16 model."""
+    losses = on_processes(Topology(1, 2), _in_bf16)
+    assert losses[0] == losses[1]
+    assert losses[0] < first_bf16_loss()
+
+
+def first_bf16_loss() -> float:
+    """Before any step, in one process."""
+    torch.manual_seed(0)
+    return Stack().bfloat16()(data(0, 0).bfloat16()).item()

@@ -112,3 +112,15 @@ def test_a_block_with_frozen_parameters_is_two_units_gathered_together() -> None
     held = memory(PRESETS["exact"], Topology(1, 1), units)["gathered"]
     assert held == 4 * (64 + 320 + 32 + 128)
     assert [unit.block for unit in units] == ["root", "a", "a", "b", "b", "c", "c"]
+
+
+def test_a_regular_load_is_its_events() -> None:
+    """A load's events hold its passes, norms and evaluations, and nothing else."""
+    events = Load(micro_batches=2, steps=3, evaluations=4, norms=3).events(preset("zero3"))
+    assert [events.count(kind) for kind in ("forward", "backward", "norm", "step", "evaluate")] == [
+        6,
+        6,
+        3,
+        3,
+        4,
+    ]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from dataclasses import replace
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,21 +17,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from impl import ops
 from impl.codec import Codec, IntCodec
-from impl.geometry import GeometryError
 from impl.mesh import Mesh
 from impl.policy import PRESETS, Policy, preset
-from impl.secondary import Life
 from impl.topology import Topology
-from impl.traffic import Event, Load, memory, predict
-from impl.wire import Transport, Wire, _InMemory
-from impl.zero import ZeroError, find_blocks, plan_units, shard
-from tests.models import Net, Odd
+from impl.traffic import Event, memory, predict
+from impl.wire import Transport, Wire
+from impl.zero import ZeroError, plan_units, shard
+from tests.impl.test_zero_models import Stack
+from tests.models import Odd
 from tests.ranks import on_processes, on_threads
 from tests.strategies import ROOMY, policies, topologies
 from tests.training import batch, close, mean_losses, model, single, train
 
 EXACT = preset("exact", memory=ROOMY)
+
+
 SMALL = {"memory": ROOMY, "weights": IntCodec(8, 32), "gradients": (IntCodec(8, 32), IntCodec(8, 32))}
+
+
 FIVE = [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(4, 1)]
 
 
@@ -213,165 +213,7 @@ def test_plan_equals_what_is_sharded() -> None:
     assert planned == [unit.geometry for unit in zero.units]
 
 
-# hpZ: the secondary's life
-
-
-def _phases(mesh: Mesh, policy: Policy) -> dict[str, int]:
-    net = copy.deepcopy(MODEL)
-    zero = shard(net, mesh=mesh, policy=policy)
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-    for step in range(2):
-        for micro in range(2):
-            net(batch(2 * step + micro, mesh.rank)).backward()
-            zero.finish_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    crossing: dict[str, int] = {}
-    for key, sent in zero.wire.ledger.rows().items():
-        if key.link == "inter" and key.purpose == "weights":
-            crossing[key.phase] = crossing.get(key.phase, 0) + sent.bytes
-    return crossing
-
-
-@pytest.mark.parametrize("secondary", [1, 2, 4, "node"])
-def test_hpz_inside_a_node_sends_nothing_between_nodes_in_backward(secondary: Any) -> None:
-    """With a group inside a node, backward gathers cross no node border, and forward ones once a step."""
-    topology = Topology(2, 4)
-    for crossing, plain in zip(
-        on_threads(topology, _phases, replace(EXACT, secondary=secondary)),
-        on_threads(topology, _phases, EXACT),
-        strict=True,
-    ):
-        assert "backward" not in crossing
-        assert crossing["forward"] * 2 == plain["forward"] == plain["backward"]
-
-
-def _lives(mesh: Mesh, change: str) -> list[tuple[set[Life], float]]:
-    net = copy.deepcopy(MODEL)
-    zero = shard(net, mesh=mesh, policy=replace(EXACT, secondary="node"))
-    optimizer = torch.optim.AdamW(zero.param_groups(), lr=0.05, fused=True)
-    x = batch(0, 0)
-    seen = []
-
-    def look() -> None:
-        with torch.no_grad():
-            seen.append(({unit.secondary.life for unit in zero.units}, net(x).item()))
-
-    look()
-    look()
-    if change == "step":
-        net(x).backward()
-        zero.finish_backward()
-        optimizer.step()
-    elif change == "load":
-        state = {name: value * 0.5 for name, value in zero.full_state_dict().items()}
-        zero.load_full_state_dict(state)
-    else:
-        with torch.no_grad():
-            for unit in zero.units:
-                unit.owned.master.mul_(0.5)
-        zero.weights_changed()
-    look()
-    state = zero.full_state_dict()
-    plain = copy.deepcopy(MODEL)
-    plain.load_state_dict(state)
-    seen.append((set(), plain(x).item()))
-    return seen
-
-
-@pytest.mark.parametrize("change", ["step", "load", "by hand"])
-def test_a_stale_secondary_is_never_used(change: str) -> None:
-    """A step (fused too), a load or a declared write ends the secondary's life: the next pass sees it."""
-    for seen in on_threads(Topology(2, 2), _lives, change):
-        (_, before), (current, again), (stale, after), (_, wanted) = seen
-        assert current == {Life.CURRENT}
-        assert again == before
-        assert stale == {Life.STALE}
-        assert after == pytest.approx(wanted, rel=1e-5)
-        assert after != before
-
-
-# NaN and infinity
-
-
-def _broken(mesh: Mesh, policy: Policy, value: float, where: str) -> tuple[float, bool]:
-    net = copy.deepcopy(MODEL)
-    zero = shard(net, mesh=mesh, policy=policy)
-    if where == "weight" and mesh.rank == 1:
-        unit = zero.units[1]
-        low, _ = unit.geometry.bounds(mesh.rank)
-        first = next(s for s in unit.geometry.slots if s.end > low and len(s.spec.shape) > 1)
-        unit.owned.master[max(first.offset - low, 0)] = value
-    x = batch(0, mesh.rank)
-    if where == "gradient" and mesh.rank == 2:
-        x[0, 0] = value
-    net(x).backward()
-    zero.finish_backward()
-    return zero.grad_norm().item(), zero.overflowed()
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-@pytest.mark.parametrize("where", ["gradient", "weight"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nonfinite_values_reach_the_norm_on_all_ranks(name: str, where: str, value: float) -> None:
-    """A NaN or an infinity on one rank makes the norm non-finite on every rank, for every preset."""
-    for norm, overflowed in on_threads(Topology(2, 2), _broken, preset(name, memory=ROOMY), value, where):
-        assert not torch.isfinite(torch.tensor(norm))
-        assert overflowed
-
-
-# Norms, groups, memory, misuse
-
-
-def _clipped(mesh: Mesh) -> tuple[float, float]:
-    net = copy.deepcopy(MODEL)
-    zero = shard(net, mesh=mesh, policy=EXACT)
-    net(batch(0, mesh.rank)).backward()
-    zero.finish_backward()
-    before = zero.clip_grad_norm_(0.01).item()
-    return before, zero.grad_norm().item()
-
-
-def test_clipping_uses_the_global_norm() -> None:
-    """The norm is that of the whole mean gradient, bit-equal on all ranks, and clipping reaches it."""
-    results = on_threads(Topology(2, 2), _clipped)
-    net = model()
-    for rank in range(4):
-        (net(batch(0, rank)) / 4).backward()
-    wanted = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
-    assert len(set(results)) == 1
-    assert results[0][0] == pytest.approx(wanted, rel=1e-5)
-    assert results[0][1] == pytest.approx(0.01, rel=1e-3)
-
-
-def _decayed(mesh: Mesh) -> dict[str, Tensor]:
-    net = copy.deepcopy(MODEL)
-    zero = shard(net, mesh=mesh, policy=EXACT, group_of=lambda _, p: int(p.ndim < 2))
-    groups = zero.param_groups({0: {"weight_decay": 0.3}, 1: {"weight_decay": 0.0, "lr": 0.02}})
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    for step in range(3):
-        net(batch(step, mesh.rank)).backward()
-        zero.finish_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return zero.full_state_dict()
-
-
-def test_optimizer_groups_keep_their_options() -> None:
-    """Weight decay and learning rate by group do what they do in one process."""
-    got = on_threads(Topology(2, 2), _decayed)[0]
-    net = model()
-    groups = [
-        {"params": [p for p in net.parameters() if p.ndim >= 2], "weight_decay": 0.3},
-        {"params": [p for p in net.parameters() if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    for step in range(3):
-        for rank in range(4):
-            (net(batch(step, rank)) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert close(got, net.state_dict(), 1e-4)
+# Memory
 
 
 @pytest.mark.parametrize("name", ["zero3", "zeropp", "hpz"])
@@ -434,70 +276,6 @@ def test_memory_counts_frozen_units_with_their_block(frozen: tuple[str, ...], pr
     assert zero.memory()["gathered"] == memory(policy, Topology(2, 1), units)["gathered"]
 
 
-def _misuse(mesh: Mesh, how: str) -> str:
-    net = copy.deepcopy(MODEL)
-    zero = shard(net, mesh=mesh, policy=EXACT)
-    name = "Adafactor" if how == "adafactor" else "AdamW"
-    optimizer = getattr(torch.optim, name)(zero.param_groups())
-    try:
-        if how == "finish first":
-            zero.finish_backward()
-        net(batch(0, mesh.rank)).backward()
-        if how == "forgotten":
-            optimizer.step()
-        if how == "norm":
-            zero.grad_norm()
-        if how == "twice":
-            zero.finish_backward  # noqa: B018  # forgotten
-            net(batch(1, mesh.rank)).backward()
-        zero.finish_backward()
-        optimizer.step()
-        if how == "outside":
-            net.head.weight + 1
-            return str((net.head.weight + 1).device)
-    except ZeroError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("forgotten", "optimizer.step() after a backward pass: call finish_backward() first"),
-        ("norm", "grad_norm() after a backward pass: call finish_backward() first"),
-        ("finish first", "finish_backward() without a backward pass before it"),
-        ("twice", "a forward pass after a backward pass that was not finished: call finish_backward()"),
-        ("adafactor", "Adafactor is not elementwise"),
-        ("outside", "is used outside of a forward pass, where its values are sharded"),
-    ],
-)
-def test_misuse_is_a_clear_error(how: str, words: str) -> None:
-    """Using the engine so that it would train something else raises, and never crashes the process."""
-    assert all(words in said for said in on_threads(Topology(1, 2), _misuse, how))
-
-
-def test_blocks_are_the_children_of_containers() -> None:
-    """Children of ModuleList and Sequential are blocks; a container inside a block is not searched."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ReLU())
-    assert find_blocks(net) == [net[0], net[1]]
-    assert find_blocks(nn.Linear(2, 2)) == []
-
-
-def test_padding_of_tiny_units_is_refused_by_default() -> None:
-    """Blocks far larger than a unit are refused, naming the unit."""
-    with pytest.raises(GeometryError, match="unit 'root'"):
-        plan_units(Net(), Topology(2, 2), preset("zeropp"))
-
-
-def test_overlapping_blocks_are_refused() -> None:
-    """A block inside another, or foreign to the model, is refused."""
-    net = Net()
-    with pytest.raises(ZeroError, match="overlap"):
-        plan_units(net, Topology(1, 1), EXACT, blocks=[net.blocks, net.blocks[0]])
-    with pytest.raises(ZeroError, match="not a submodule"):
-        plan_units(net, Topology(1, 1), EXACT, blocks=[nn.Linear(2, 2)])
-
-
 # Peers
 
 
@@ -553,16 +331,73 @@ def test_exact_follows_ddp_and_fsdp2_over_20_steps() -> None:
             assert mine == pytest.approx(theirs, abs=1e-4)
 
 
-def test_a_regular_load_is_its_events() -> None:
-    """A load's events hold its passes, norms and evaluations, and nothing else."""
-    events = Load(micro_batches=2, steps=3, evaluations=4, norms=3).events(preset("zero3"))
-    assert [events.count(kind) for kind in ("forward", "backward", "norm", "step", "evaluate")] == [
-        6,
-        6,
-        3,
-        3,
-        4,
-    ]
+# Transports
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize(
+    "topology", [Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(4, 1)], ids=str
+)
+def test_transports_agree_everywhere(name: str, topology: Topology) -> None:
+    """Gloo and shared memory give the same losses, bit for bit."""
+    policy = preset(name, memory=ROOMY)
+    gloo, shared = (on_processes(topology, _losses, policy, way) for way in ("backend", "shm"))
+    assert gloo == shared
+
+
+def _losses(mesh: Mesh, policy: Policy, transport: Any) -> list[float]:
+    return train(mesh, model(), policy, 3, wire=Wire(mesh, transport=transport))[0]
+
+
+def test_transports_agree_to_the_bit() -> None:
+    """Gloo and shared memory give the same losses, bit for bit, with ZeRO++ on four processes."""
+    test_transports_agree_everywhere("zeropp", Topology(2, 2))
+
+
+def _decoded(mesh: Mesh, transport: Transport) -> list[int]:
+    """Elements of each gather that was decoded, in a forward and a backward pass."""
+    decoded: list[int] = []
+    decode = ops.decode
+
+    def counting(codec: Codec, frames: Tensor, out: Tensor) -> None:
+        decoded.append(out.numel())
+        decode(codec, frames, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "decode", counting)
+        zero = shard(model(), mesh=mesh, policy=EXACT, wire=Wire(mesh, transport=transport))
+        zero.model(batch(0, mesh.rank)).backward()
+        zero.finish_backward()
+    return decoded
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+def test_elements_of_one_hop_arrive_where_they_are_used(transport: Transport) -> None:
+    """Between nodes of one rank, weights in the type of computation are received in place: none is copied."""
+    assert on_processes(Topology(2, 1), _decoded, transport) == [[], []]
+
+
+# Refusals
+
+
+def test_what_is_no_policy_is_refused() -> None:
+    """A recipe, or a configuration, in the place of its policy: one line that says what is expected."""
+    with pytest.raises(ZeroError, match=r"policy is a dict: expected an impl\.policy\.Policy"):
+        shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
+    with pytest.raises(ZeroError, match=r"mesh is a NoneType: expected an impl\.mesh\.Mesh"):
+        shard(nn.Linear(1, 1), mesh=None, policy=preset("exact"))  # type: ignore[arg-type]
+
+
+def test_other_types_than_the_policys_are_refused() -> None:
+    """A float64 or bf16 model under an fp32 policy is refused by the parameter's name."""
+    for dtype in (torch.float64, torch.bfloat16):
+
+        def body(mesh: Mesh, dtype: torch.dtype = dtype) -> None:
+            with pytest.raises(ZeroError, match=f"embed.weight' is {dtype}, but the policy computes in fp32"):
+                shard(Stack().to(dtype), mesh=mesh, policy=EXACT)
+
+        on_threads(Topology(1, 1), body)
 
 
 # Products: pairs are covered above, everything with everything at night
@@ -587,132 +422,3 @@ def test_every_preset_trains_everywhere(
     results = on_threads(topology, train, model(**options), policy, 4, accumulation)
     wanted = single(model(**options), topology.world, 4, accumulation)
     assert mean_losses(results) == pytest.approx(wanted, rel=1e-5 if name == "exact" else 0.02)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", sorted(PRESETS))
-@pytest.mark.parametrize(
-    "topology", [Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(4, 1)], ids=str
-)
-def test_transports_agree_everywhere(name: str, topology: Topology) -> None:
-    """Gloo and shared memory give the same losses, bit for bit."""
-    policy = preset(name, memory=ROOMY)
-    gloo, shared = (on_processes(topology, _losses, policy, way) for way in ("backend", "shm"))
-    assert gloo == shared
-
-
-def _losses(mesh: Mesh, policy: Policy, transport: Any) -> list[float]:
-    return train(mesh, model(), policy, 3, wire=Wire(mesh, transport=transport))[0]
-
-
-def test_transports_agree_to_the_bit() -> None:
-    """Gloo and shared memory give the same losses, bit for bit, with ZeRO++ on four processes."""
-    test_transports_agree_everywhere("zeropp", Topology(2, 2))
-
-
-def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it() -> None:
-    """KeyboardInterrupt passes hooks by: what is refused says what to call, and then works."""
-
-    def body(mesh: Mesh) -> None:
-        net = model(Net)
-        zero = shard(net, mesh=mesh, policy=EXACT)
-
-        def interrupt(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        handle = net.get_submodule("blocks.1").register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            net(batch(0, 0))
-        handle.remove()
-        with pytest.raises(ZeroError, match=r"interrupted: call drop_gradients\(\)"):
-            zero.check_idle("access")
-        zero.drop_gradients()
-        zero.check_idle("access")
-        net(batch(0, 0)).backward()
-        zero.finish_backward()
-
-    on_threads(Topology(1, 1), body)
-
-
-def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
-    """finish_backward() after one that was interrupted says what is lost and what to call, which works."""
-    base, left, wait = model(Net), threading.local(), _InMemory.wait
-
-    def interrupted(exchange: _InMemory) -> Tensor:
-        left.waits = getattr(left, "waits", 0) - 1
-        if left.waits == 0:
-            raise KeyboardInterrupt
-        return wait(exchange)
-
-    def body(mesh: Mesh) -> tuple[float, float]:
-        zero = shard(net := copy.deepcopy(base), mesh=mesh, policy=EXACT, wire=Wire(mesh, transport="shm"))
-        net(batch(0, 0)).backward()
-        zero.finish_backward()
-        wanted = float(zero.grad_norm())
-        net.zero_grad()
-        net(batch(0, 0)).backward()
-        left.waits = 1
-        with pytest.raises(KeyboardInterrupt):
-            zero.finish_backward()
-        with pytest.raises(ZeroError, match=r"interrupted cannot be finished.*call drop_gradients\(\)"):
-            zero.finish_backward()
-        zero.drop_gradients()
-        zero.finish_backward()
-        net.zero_grad()
-        net(batch(0, 0)).backward()
-        zero.finish_backward()
-        return float(zero.grad_norm()), wanted
-
-    with mock.patch.object(_InMemory, "wait", interrupted):
-        for got, wanted in on_threads(Topology(1, 2), body):
-            assert got == wanted
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor:UserWarning"
-)  # torch's compiler looks at it
-def test_compiled_blocks_train_as_blocks_that_are_not() -> None:
-    """``block.compile()`` compiles what lies between the engine's hooks, which run as they are."""
-
-    def body(mesh: Mesh, *, compiled: bool) -> list[float]:
-        net = copy.deepcopy(base)
-        zero = shard(net, mesh=mesh, policy=EXACT)
-        for block in net if compiled else ():
-            block.compile(backend="eager")
-        optimizer = torch.optim.SGD(zero.param_groups(), lr=0.5)
-        losses = []
-        for _ in range(3):
-            loss = net(batch(0, 0)).square().mean()
-            losses.append(loss.item())
-            loss.backward()
-            zero.finish_backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    base = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    plain, compiled = (on_threads(Topology(1, 1), partial(body, compiled=on))[0] for on in (False, True))
-    assert plain == pytest.approx(compiled, rel=1e-5)
-
-
-def _decoded(mesh: Mesh, transport: Transport) -> list[int]:
-    """Elements of each gather that was decoded, in a forward and a backward pass."""
-    decoded: list[int] = []
-    decode = ops.decode
-
-    def counting(codec: Codec, frames: Tensor, out: Tensor) -> None:
-        decoded.append(out.numel())
-        decode(codec, frames, out)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "decode", counting)
-        zero = shard(model(), mesh=mesh, policy=EXACT, wire=Wire(mesh, transport=transport))
-        zero.model(batch(0, mesh.rank)).backward()
-        zero.finish_backward()
-    return decoded
-
-
-@pytest.mark.parametrize("transport", ["backend", "shm"])
-def test_elements_of_one_hop_arrive_where_they_are_used(transport: Transport) -> None:
-    """Between nodes of one rank, weights in the type of computation are received in place: none is copied."""
-    assert on_processes(Topology(2, 1), _decoded, transport) == [[], []]

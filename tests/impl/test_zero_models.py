@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from impl.codec import IntCodec
-from impl.gathered import GatheredParameters
 from impl.mesh import Mesh
 from impl.policy import MemoryLimits, Policy, preset
 from impl.topology import Topology
 from impl.wire import Wire
-from impl.zero import Zero, ZeroError, shard
+from impl.zero import shard
 from tests.ranks import on_processes, on_threads
 from tests.strategies import ROOMY
 
 WIDTH = 8
+
+
 EXACT = preset("exact", memory=ROOMY)
 
 
@@ -366,24 +364,6 @@ def test_blocks_may_be_called_by_themselves(kind: type[nn.Module], transport: st
     check(kind(), outside, transport=transport)
 
 
-def test_a_block_that_refused_to_be_called_by_itself_is_not_running() -> None:
-    """After a refused call of a block the engine is outside of passes, as the repair it names needs it."""
-
-    def body(mesh: Mesh) -> None:
-        net = Stack()
-        shard(net, mesh=mesh, policy=EXACT)
-        block = net.blocks[0]
-        held, block.weight = block.weight, nn.Parameter(torch.zeros(WIDTH, WIDTH))
-        with pytest.raises(ZeroError, match="was replaced by another object"):
-            block(data(0, 0))
-        block.weight = held
-        with GatheredParameters(block.weight, modifier_rank=0):
-            block.weight.data.zero_()
-        assert not block(data(0, 0)).any()
-
-    on_threads(Topology(1, 1), body)
-
-
 @pytest.mark.parametrize("changes", [{"secondary": "node"}, {"gather": "flat", "reduce": "one_hop"}], ids=str)
 def test_many_blocks_never_wait_for_themselves_in_shared_memory(changes: dict[str, Any]) -> None:
     """With more blocks than slots of the arena, all prefetched, training goes on and is right."""
@@ -395,248 +375,6 @@ def test_many_blocks_never_wait_for_themselves_in_shared_memory(changes: dict[st
     threads = on_threads(topology, _weights, base, plain_loss, policy, "backend")
     for name, value in threads[0].items():
         assert torch.allclose(shared[0][name], value, atol=1e-5)
-
-
-class _Boom(torch.autograd.Function):
-    """A backward that fails."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, __: Tensor) -> Tensor:
-        raise ValueError("boom")
-
-
-def _fails(mesh: Mesh, base: nn.Module, how: str) -> str:
-    net = copy.deepcopy(base)
-    zero = shard(net, mesh=mesh, policy=EXACT)
-    try:
-        match how:
-            case "backward failed":
-                with pytest.raises(ValueError, match="boom"):
-                    net(_Boom.apply(data(0, 0).requires_grad_())).backward()
-                net(data(1, mesh.rank))
-            case "module's optimizer":
-                optimizer = torch.optim.AdamW(net.parameters())
-                net(data(0, 0)).backward()
-                zero.finish_backward()
-                optimizer.step()
-            case "load_state_dict":
-                net.load_state_dict(base.state_dict())
-            case "step between":
-                first, second = net(data(0, 0)), net(data(1, 0))
-                first.backward()
-                zero.finish_backward()
-                torch.optim.SGD(zero.param_groups(), lr=1.0).step()
-                second.backward()
-            case "create_graph":
-                x = data(0, 0).requires_grad_()
-                torch.autograd.grad(net(x), x, create_graph=True)
-            case "frozen later":
-                net.head.weight.requires_grad_(requires_grad=False)
-                net(data(0, 0))
-            case "in place":
-                x = net.embed
-                hidden = torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))  # outside forward: refused
-                return str(hidden.device) + str(x)
-    except (ZeroError, RuntimeError) as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("backward failed", "drop its gradients with optimizer.zero_grad() if the backward pass failed"),
-        ("module's optimizer", "construct it with Zero.param_groups()"),
-        ("load_state_dict", "use Zero.load_full_state_dict()"),
-        ("step between", "changed between its forward and its backward pass"),
-        ("create_graph", "gradients of gradients are not supported"),
-        ("frozen later", "parameter 'head.weight' was trained when the model was sharded and is now frozen"),
-        ("in place", "is used outside of a forward pass, where its values are sharded"),
-    ],
-)
-def test_what_would_train_something_else_raises(how: str, words: str) -> None:
-    """Misuse that plain torch would notice, or that would silently do nothing, is a clear error."""
-    torch.manual_seed(0)
-    assert all(words in said for said in on_threads(Topology(1, 2), _fails, Stack(), how))
-
-
-def test_in_place_changes_of_activations_are_still_noticed() -> None:
-    """The engine's saved-tensor hooks keep torch's check of activations modified in place."""
-
-    class Modifies(Stack):
-        def middle(self, x: Tensor) -> Tensor:
-            y = torch.exp(x)
-            z = y * 2
-            y.add_(1)
-            return z
-
-    def body(mesh: Mesh) -> None:
-        net = Modifies()
-        shard(net, mesh=mesh, policy=EXACT)
-        with pytest.raises(ZeroError, match="modified by an inplace operation"):
-            net(data(0, 0)).backward()
-
-    on_threads(Topology(1, 1), body)
-
-
-def test_a_parameter_kept_outside_its_module_cannot_be_used_unnoticed() -> None:
-    """A reference kept in a plain list loses its elements: its use is an error, not no training."""
-
-    class Keeps(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept = [self.head.weight]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.middle(self.embed(x)) @ self.kept[0]).square().mean()
-
-    def body(mesh: Mesh) -> None:
-        net = Keeps()
-        shard(net, mesh=mesh, policy=EXACT)
-        with pytest.raises(RuntimeError):
-            net(data(0, 0))
-
-    on_threads(Topology(1, 1), body)
-
-
-def test_hand_written_updates_end_the_secondary() -> None:
-    """Masters written in place, without an optimizer, are noticed: hpZ's copy is not used again."""
-
-    def body(mesh: Mesh) -> list[float]:
-        torch.manual_seed(0)
-        net = copy.deepcopy(base)
-        zero = shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY, secondary="node"))
-        losses = []
-        for _ in range(3):
-            loss = net(data(0, 0))
-            loss.backward()
-            zero.finish_backward()
-            with torch.no_grad():
-                for group in zero.param_groups():
-                    for master in group["params"]:
-                        master.sub_(0.1 * master.grad)
-                        master.grad = None
-            losses.append(loss.item())
-        return losses
-
-    torch.manual_seed(0)
-    base = Stack()
-    for losses in on_threads(Topology(2, 2), body):
-        assert losses[0] > losses[1] > losses[2]
-
-
-def test_padding_is_not_part_of_the_norm() -> None:
-    """An asymmetric gradient codec, whose offset makes something of padding, adds nothing to the norm."""
-
-    def body(mesh: Mesh) -> tuple[float, float]:
-        net = copy.deepcopy(base)
-        codec = IntCodec(4, 256, asymmetric=True)
-        zero = shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY, gradients=(codec, codec)))
-        net(data(0, mesh.rank)).backward()
-        zero.finish_backward()
-        unpadded = 0.0
-        for unit in zero.units:
-            mean = unit.owned.mean_gradient()
-            assert mean is not None
-            inside = torch.ones(unit.geometry.shard, dtype=torch.bool)
-            for start, end in unit.geometry.pads(mesh.rank):
-                inside[start:end] = False
-            unpadded += mean[inside].double().square().sum().item()
-        return zero.grad_norm().item(), unpadded
-
-    torch.manual_seed(0)
-    base = Stack()
-    results = on_threads(Topology(2, 2), body)
-    assert results[0][0] == pytest.approx(sum(part for _, part in results) ** 0.5, rel=1e-9)
-
-
-@pytest.mark.parametrize("passes", ["none", "forward", "both"])
-def test_a_dropped_engine_is_freed(passes: str) -> None:
-    """Without references, model, engine and masters go: no hook and no graph keeps them."""
-
-    def body(mesh: Mesh) -> weakref.ref[Zero]:
-        net = Stack()
-        zero = shard(net, mesh=mesh, policy=EXACT)
-        if passes != "none":
-            loss = net(data(0, 0))
-        if passes == "both":
-            loss.backward()
-            zero.finish_backward()
-        return weakref.ref(zero)
-
-    [reference] = on_threads(Topology(1, 1), body)
-    gc.collect()
-    assert reference() is None
-
-
-def test_other_types_than_the_policys_are_refused() -> None:
-    """A float64 or bf16 model under an fp32 policy is refused by the parameter's name."""
-    for dtype in (torch.float64, torch.bfloat16):
-
-        def body(mesh: Mesh, dtype: torch.dtype = dtype) -> None:
-            with pytest.raises(ZeroError, match=f"embed.weight' is {dtype}, but the policy computes in fp32"):
-                shard(Stack().to(dtype), mesh=mesh, policy=EXACT)
-
-        on_threads(Topology(1, 1), body)
-
-
-def _in_bf16(mesh: Mesh) -> float:
-    torch.manual_seed(0)
-    net = Stack().bfloat16()
-    zero = shard(net, mesh=mesh, policy=preset("zero3", memory=ROOMY, compute="bf16"))
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-    for step in range(3):
-        loss = net(data(step, 0).bfloat16())
-        loss.backward()
-        zero.finish_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.item()
-
-
-def test_a_bf16_model_trains_with_fp32_masters() -> None:
-    """A policy that computes in bf16 trains a bf16 model."""
-    losses = on_processes(Topology(1, 2), _in_bf16)
-    assert losses[0] == losses[1]
-    assert losses[0] < first_bf16_loss()
-
-
-def first_bf16_loss() -> float:
-    """Before any step, in one process."""
-    torch.manual_seed(0)
-    return Stack().bfloat16()(data(0, 0).bfloat16()).item()
-
-
-def _cleared(mesh: Mesh, base: nn.Module, set_to_none: bool) -> tuple[float, float, float]:
-    """Norms of a gradient, after ``model.zero_grad()``, and after halving the masters' gradients."""
-    net = copy.deepcopy(base)
-    zero = shard(net, mesh=mesh, policy=EXACT)
-    norms = []
-    for clear in (True, False):
-        net(data(0, mesh.rank)).backward()
-        zero.finish_backward()
-        norms.append(zero.grad_norm().item())
-        if clear:
-            net.zero_grad(set_to_none=set_to_none)
-            norms.append(zero.grad_norm().item())
-    for unit in zero.units:
-        for _, master in unit.owned.masters:
-            master.grad = None if master.grad is None else master.grad / 2
-    assert norms[2] == norms[0]
-    return norms[0], norms[1], zero.grad_norm().item()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_are_the_masters(set_to_none: bool) -> None:
-    """``model.zero_grad()`` clears them, and the norm is of what the optimizer would read."""
-    torch.manual_seed(0)
-    for norm, cleared, half in on_threads(Topology(2, 2), _cleared, Stack(), set_to_none):
-        assert cleared == 0.0
-        assert half == pytest.approx(norm / 2)
 
 
 class _Looks(Layer):
@@ -665,45 +403,3 @@ def test_a_view_that_somebody_holds_never_shows_another_units_weights(transport:
                 assert torch.equal(block.seen, original.weight.detach().t())
 
     on_threads(Topology(1, 2), body)
-
-
-def test_what_is_no_policy_is_refused() -> None:
-    """A recipe, or a configuration, in the place of its policy: one line that says what is expected."""
-    with pytest.raises(ZeroError, match=r"policy is a dict: expected an impl\.policy\.Policy"):
-        shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
-    with pytest.raises(ZeroError, match=r"mesh is a NoneType: expected an impl\.mesh\.Mesh"):
-        shard(nn.Linear(1, 1), mesh=None, policy=preset("exact"))  # type: ignore[arg-type]
-
-
-def test_arguments_of_other_types_are_refused() -> None:
-    """By the engine, in its words."""
-
-    def body(mesh: Mesh) -> None:
-        zero = shard(nn.Linear(4, 4), mesh=mesh, policy=preset("zero1", memory=ROOMY))
-        for options in ([{"lr": 0.1}], {0: [("lr", 0.1)]}, "lr"):
-            with pytest.raises(ZeroError, match=r"param_groups\(options=\.\.\.\): expected a table"):
-                zero.param_groups(options)  # type: ignore[arg-type]
-        with pytest.raises(ZeroError, match=r"accumulate\(on='yes'\): expected True or False"):
-            zero.accumulate(on="yes")  # type: ignore[arg-type]
-
-    on_threads(Topology(1, 1), body)
-
-
-@pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_lazy_modules_without_shapes_are_refused_by_name(kind: str) -> None:
-    """With the advice to call the model once; after that it is sharded as any other."""
-
-    def body(mesh: Mesh) -> None:
-        norm = nn.LazyBatchNorm1d(affine=kind == "parameter")
-        net = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4) if kind == "parameter" else norm)
-        name = r"'1\.weight'" if kind == "parameter" else r"'1\.running_mean'"
-        with pytest.raises(
-            ZeroError, match=rf"{name} of a lazy module has no shape yet: call the model once"
-        ):
-            shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY))
-        with torch.no_grad():
-            net(torch.ones(2, 4))
-        shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY))
-        net(torch.ones(2, 4)).sum().backward()
-
-    on_threads(Topology(1, 1), body)
