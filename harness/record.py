@@ -23,6 +23,7 @@ SCHEMA_VERSION: Final = 1
 Model = TypeVar("Model", bound=BaseModel)
 Phase = Literal["forward", "backward", "evaluate", "step", "probe"]
 Link = Literal["inter", "intra"]  # between nodes, inside a node
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class RecordError(Exception):
@@ -75,7 +76,7 @@ class Step(_Part):
     exposed_backward: float | None
     loss: float
     gradient_norm: float | None = None
-    cpu_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    cpu_seconds: _Seconds | None = None
 
 
 class Token(_Part):
@@ -194,6 +195,27 @@ class InterfaceCounters(_Part):
     tx_packets: int
 
 
+class ProcessorUse(_Part):
+    """What the processors that a trial may use did over its timed steps, evaluations between them included.
+
+    Attributes:
+        seconds: wall-clock, from begin to end.
+        processors: how many.
+        ranks: processor seconds of all ranks' processes.
+        user, system: processor seconds of all programs, the ranks' among them, and of the kernel for them.
+        interrupts: processor seconds of the kernel for devices and the network.
+        steal: processor seconds that the machine's host gave to others.
+    """
+
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    processors: Annotated[int, Field(ge=1)]
+    ranks: _Seconds
+    user: _Seconds
+    system: _Seconds
+    interrupts: _Seconds
+    steal: _Seconds
+
+
 class Predicted(_Part):
     """What ``impl.traffic`` says the timed steps send on each rank, and the exact equality."""
 
@@ -230,6 +252,8 @@ class Record(_Part):
         reference_loss: of a single process in fp32 on the first step's batches, before training and in
             evaluation mode.
         decoded_sha256: of the tokens that each rank decodes in every generation, in rank order.
+        processor_use: of the machine on which all ranks ran; None where they may stand on several, where the
+            system does not tell, and in records from before it was measured.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -258,6 +282,7 @@ class Record(_Part):
     reference_loss: float | None = None
     decoded_sha256: list[str] = []
     power: list[dict[str, float]] | None = None
+    processor_use: ProcessorUse | None = None
 
     @property
     def settled(self) -> bool:

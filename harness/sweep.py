@@ -254,6 +254,7 @@ class _Sweep:
             reference_loss=result.reference_loss,
             power=result.power,
             decoded_sha256=result.decoded_sha256,
+            processor_use=result.processor_use,
         )
 
     def _link(self, setting: Setting, trial: Trial, display: Display) -> Link:

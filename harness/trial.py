@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from harness.generation import Counted, Generator
 from harness.link import PROBES, Counters, Exchange, counters, slowest
 from harness.memory import without_training
 from harness.meter import PowerSampler, StepClock, forget_peak, peak_device, peak_rss
+from harness.processors import ProcessorMeter, Spent
 from harness.quantisation import Squares, errors_of, measure
 from harness.rank import Progress, Rank, Refusal
 from harness.record import (
@@ -38,6 +39,7 @@ from harness.record import (
     LedgerRow,
     Memory,
     Predicted,
+    ProcessorUse,
     QuantisationError,
     RankRecord,
     Validation,
@@ -97,6 +99,7 @@ class Outcome:
         parameters: elements of the model.
         power: samples of its GPU.
         decoded: digests of what its generations decoded, warm-ups included.
+        spent: processor seconds over the timed steps; of the first rank the machine's too, if all are on it.
     """
 
     record: RankRecord
@@ -111,6 +114,7 @@ class Outcome:
     parameters: int
     power: list[dict[str, float]] | None
     decoded: list[str]
+    spent: Spent
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
@@ -159,11 +163,14 @@ class _Run:
         skipped, ledger_before = len(self.events), self.strategy.ledger()
         copied_before = self.strategy.copied()
         counted_before = self._trained()
+        alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
+        processors = ProcessorMeter(machine=alone and self.rank.rank == 0)
         with PowerSampler(self.device) as power:
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
                 self._one(index)
         dist.barrier()
+        spent = processors.spent()
         counted = self._trained()
         if trial.validate_every is not None and not self._validated(total):
             self._validate(total)
@@ -208,6 +215,7 @@ class _Run:
             parameters=self.parameters,
             power=power.samples if self.rank.speaks else None,
             decoded=[] if self.generator is None else self.generator.sha256,
+            spent=spent,
         )
 
     def _first_batches(self) -> Iterator[Batch]:
@@ -432,6 +440,7 @@ class Result:
     parameters: int
     power: list[dict[str, float]] | None
     decoded_sha256: list[str]
+    processor_use: ProcessorUse | None
 
 
 def assemble(outcomes: Sequence[Outcome]) -> Result:
@@ -469,6 +478,20 @@ def assemble(outcomes: Sequence[Outcome]) -> Result:
         parameters=first.parameters,
         power=first.power,
         decoded_sha256=[outcome.decoded[0] for outcome in outcomes if outcome.decoded],
+        processor_use=_processor_use([outcome.spent for outcome in outcomes]),
+    )
+
+
+def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
+    """The machine's processors as the first rank saw them, beside what all ranks computed."""
+    first, machine = spent[0], spent[0].machine
+    if machine is None:
+        return None
+    return ProcessorUse(
+        seconds=first.seconds,
+        processors=first.processors,
+        ranks=math.fsum(rank.computed for rank in spent),
+        **asdict(machine),
     )
 
 

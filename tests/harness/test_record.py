@@ -38,6 +38,30 @@ def test_a_record_from_before_processor_seconds_is_read(tmp_path: Path) -> None:
     assert {step.cpu_seconds for rank in found.ranks for step in rank.steps} == {None}
 
 
+def test_a_record_from_before_the_machines_use_is_read(tmp_path: Path) -> None:
+    """A record without the machine's processor seconds is read, and says that these are not known."""
+    made = record_of(Trial(steps=2, warmup=0))
+    assert made.processor_use is not None
+    path = record.write(tmp_path, made)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    del data["processor_use"]
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert record.read(path).processor_use is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("steal", -0.1), ("user", float("nan")), ("seconds", 0.0), ("processors", 0)]
+)
+def test_uses_of_the_machine_that_cannot_be_are_refused(tmp_path: Path, field: str, value: Any) -> None:
+    """Seconds below 0 or no number, no time at all and no processor are no record; the field is named."""
+    path = record.write(tmp_path, record_of(Trial(steps=2, warmup=0)))
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["processor_use"][field] = value
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(RecordError, match=rf"not a record: processor_use\.{field}"):
+        record.read(path)
+
+
 @pytest.mark.parametrize("seconds", [-0.1, float("inf"), float("nan"), "long"])
 def test_processor_seconds_that_cannot_be_are_refused(tmp_path: Path, seconds: Any) -> None:
     """Processor seconds below 0, infinite or no number are no record; the message names the field."""

@@ -13,6 +13,7 @@ import pytest
 from harness.launch import Launch, LaunchError, run_ranks
 from harness.link import HEADER_BYTES, Setting, open_link
 from harness.machine import cores
+from harness.processors import busy
 from harness.quantisation import BITS, BLOCKS, Squares, errors_of
 from harness.record import LedgerRow
 from harness.suite import Trial
@@ -75,6 +76,31 @@ def test_the_ledger_is_the_prediction(text: str, tmp_path: Path, strategy: str, 
     assert weights > 0
     expected = {None: [], 0: [5], 2: [2, 4, 5], 3: [3, 5]}[every]
     assert [validation.step for validation in found.validations] == expected
+
+
+def test_a_result_holds_what_the_machine_did_meanwhile(text: str, tmp_path: Path) -> None:
+    """Over the timed steps the ranks' processor seconds are no less than those of their steps, and no more
+    than what the machine's programs had or the processors could give; without /proc/stat nothing is told.
+    """
+    found = result(trial(text, "zero3", steps=30), tmp_path / "log")
+    if busy() is None:
+        assert found.processor_use is None
+        return
+    use = found.processor_use
+    assert use is not None
+    timed = [[step for step in rank.steps if not step.warmup] for rank in found.ranks]
+    assert use.seconds >= sum(step.total for step in timed[0])  # the first rank's clock
+    assert use.ranks >= sum(step.cpu_seconds or 0.0 for steps in timed for step in steps)
+    assert use.processors == cores()
+    assert use.ranks <= use.seconds * use.processors * 1.05
+    assert use.user + use.system >= 0.7 * use.ranks - 0.2  # ticks are samples
+    assert use.user + use.system + use.interrupts + use.steal <= use.seconds * use.processors * 1.05 + 0.2
+
+
+def test_ranks_that_may_stand_on_several_machines_say_nothing_of_one(text: str, tmp_path: Path) -> None:
+    """Started by torchrun, no rank's machine stands for all."""
+    found = result(trial(text, "zero3", cluster={"launcher": "torchrun"}), tmp_path / "log")
+    assert found.processor_use is None
 
 
 def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Bytes and memory come from ``impl.traffic``, so predictions and ledgers agree; interfaces add 2 %
 of headers.  A step takes max(compute, wire) plus a tenth of the smaller, times a noise of 2 %; all ranks
-together keep the machine's processors busy for nine tenths of compute.
+together keep the machine's processors busy for nine tenths of compute, and others for a hundredth of the
+time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from harness.record import (
     LinkRecord,
     Memory,
     Predicted,
+    ProcessorUse,
     QuantisationError,
     RankRecord,
     Record,
@@ -127,6 +129,32 @@ def busy_while_waiting(record: Record, seconds: float = 1.0) -> Record:
     return changed_steps(record, change)
 
 
+def taken_by_others(record: Record, others: float, steal: float = 0.0) -> Record:
+    """``record`` with these parts of the processors' time had by other programs and by the machine's host."""
+    use = record.processor_use
+    assert use is not None
+    had = use.seconds * use.processors
+    changes = {"user": use.ranks - use.system + others * had, "steal": steal * had}
+    return record.model_copy(update={"processor_use": use.model_copy(update=changes)})
+
+
+def _processor_use(ranks: list[RankRecord]) -> ProcessorUse:
+    """A machine of which its ranks' steps had all but a hundredth, and the network a fiftieth."""
+    timed = [[step for step in rank.steps if not step.warmup] for rank in ranks]
+    seconds = max(sum(step.total for step in steps) for steps in timed) or 1.0
+    computed = sum(step.cpu_seconds or 0.0 for steps in timed for step in steps)
+    had = seconds * int(str(MACHINE["cores"]))
+    return ProcessorUse(
+        seconds=seconds,
+        processors=int(str(MACHINE["cores"])),
+        ranks=computed,
+        user=0.9 * computed + 0.01 * had,
+        system=0.1 * computed,
+        interrupts=0.02 * had,
+        steal=0.0,
+    )
+
+
 def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[str, Any]:
     if trial.workload == "generate":
         return _generated(trial, topology, policy)
@@ -167,6 +195,7 @@ def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[st
         "quantisation": _quantisation(trial, policy, noise),
         "predicted": Predicted(ledgers=ledgers, equal=True) if ledgers else None,
         "reference_loss": 5.55,
+        "processor_use": _processor_use(ranks),
     }
 
 
@@ -206,6 +235,7 @@ def _generated(trial: Trial, topology: Topology, policy: Policy | None) -> dict[
         "link": _link(trial, rate, noise),
         "ranks": ranks,
         "reference_loss": 5.55,
+        "processor_use": _processor_use(ranks),
     }
 
 
