@@ -18,6 +18,7 @@ from report.plot import Plot, common_to, titles_of
 from report.wording import counted, listed
 
 _KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
+_REFERENCE: Final = "ZeRO-3, 16 bits"
 _SWEEP_VALUES: Final = {
     "step_seconds": "seconds per step",
     "m": "bytes between nodes, in M",
@@ -57,9 +58,9 @@ def _mark_places(ax: Axes, places: dict[str, float], axis: str) -> None:
     ax.set_xlabel("elements per block" if axis == "block" else "bits per element")
 
 
-def _line_name(line: str, value: object, asymmetric: object) -> str:
+def _line_name(line: str, value: object, options: str) -> str:
     told = f"{value} bits" if line == "bits" else f"blocks of {value}"
-    return told + (", asym." if asymmetric else "")
+    return f"{told}, {options}" if options else told
 
 
 def _draw_error(data: pd.DataFrame) -> Figure | None:
@@ -73,13 +74,13 @@ def _draw_error(data: pd.DataFrame) -> Figure | None:
         places = _places(mine, axis)
         for ax, value in zip(row, ("vnmse", "largest"), strict=True):
             endings = []
-            lines = groups(mine.sort_values([line, "asymmetric"], kind="stable"), [line, "asymmetric"])
-            for ((held, asymmetric), group), colour in zip(lines, drawing.shades(len(lines)), strict=True):
+            lines = groups(mine.sort_values([line, "options"], kind="stable"), [line, "options"])
+            for ((held, options), group), colour in zip(lines, drawing.shades(len(lines)), strict=True):
                 at = group[axis].astype(str).map(places)
                 middle = group.groupby(at)[value].median()
                 ax.plot(middle.index, middle, "o-", color=colour, mec="white", mew=0.6)
                 ax.plot(at, group[value], ".", color=colour, ms=2.5, alpha=0.4)
-                name = _line_name(line, held, asymmetric)
+                name = _line_name(line, held, options)
                 endings.append(drawing.Ending(float(middle.index[-1]), float(middle.iloc[-1]), name, colour))
             drawing.decades(ax)
             _mark_places(ax, places, axis)
@@ -108,9 +109,20 @@ def _error_alt(data: pd.DataFrame) -> str:
 
 
 def _sweep_data(derived: Derived, axis: str) -> pd.DataFrame:
-    found = sweeps.sweeps(derived.trials, axis)
+    found = sweeps.sweeps(derived.frames, derived.trials, axis)
     found = found.assign(m=found["sent_bytes"] / found["m_bytes"])
-    kept = [*_KEPT, "swept", "line", "bits", "block", "step_seconds", "sent_bytes", "m", "validation_loss"]
+    kept = [
+        *_KEPT,
+        "swept",
+        "line",
+        "held",
+        "bits",
+        "block",
+        "step_seconds",
+        "sent_bytes",
+        "m",
+        "validation_loss",
+    ]
     return found[kept]
 
 
@@ -129,7 +141,9 @@ def _draw_sweep(data: pd.DataFrame, axis: str) -> Figure | None:
     titles = titles_of(data)
     swept_rows = data[data["swept"] != sweeps.REFERENCE].astype({"bits": int})
     found = groups(swept_rows, ["swept", "cell"])
-    figure, grid = drawing.panels(len(values), len(found), height=0.3 + 2.2 * len(found), width=8.2)
+    beside = [_names_of_lines(mine) for _, mine in found]
+    panel = max(1.6, *(drawing.labels_inches([*names, _REFERENCE]) for names in beside))
+    figure, grid = drawing.panels(len(values), len(found), height=0.3 + (panel + 0.6) * len(found), width=8.2)
     for row, ((swept, cell), mine) in zip(grid, found, strict=True):
         base = data[(data["swept"] == sweeps.REFERENCE) & (data["cell"] == cell)]
         places = _places(mine, axis)
@@ -139,15 +153,24 @@ def _draw_sweep(data: pd.DataFrame, axis: str) -> Figure | None:
             if not np.isnan(reference):
                 colour = theme.colour(BASELINE)
                 ax.axhline(reference, color=colour, lw=1.1, ls=(0, (4, 3)), zorder=1)
-                ends.append(drawing.Ending(ax.get_xlim()[1], reference, "ZeRO-3, 16 bits", colour))
+                ends.append(drawing.Ending(ax.get_xlim()[1], reference, _REFERENCE, colour))
             if value != "validation_loss":
                 ax.set_ylim(0, np.nanmax([mine[value].max(), reference]) * 1.1)
             _mark_places(ax, places, axis)
             ax.set_ylabel(_SWEEP_VALUES[value])
             if ax is row[-1]:
-                drawing.label_ends(ax, ends, 1.6)
+                drawing.label_ends(ax, ends, panel)
         row[0].set_title(str(swept) + (f", {titles[str(cell)]}" if titles[str(cell)] else ""))
     return figure
+
+
+def _line_of(strategy: object, line: object) -> str:
+    return f"{NAMES.get(str(strategy), strategy)}, {line}"
+
+
+def _names_of_lines(mine: pd.DataFrame) -> list[str]:
+    """Of the lines of one panel."""
+    return [_line_of(key[0], key[1]) for key, _ in groups(mine, ["strategy", "line", "held"])]
 
 
 def _sweep_lines(
@@ -155,9 +178,9 @@ def _sweep_lines(
 ) -> list[drawing.Ending]:
     """One line per strategy and what is held fixed; their ends."""
     ends = []
-    lines = groups(mine.sort_values(["place", "line"], kind="stable"), ["strategy", "line"])
+    lines = groups(mine.sort_values(["place", "line"], kind="stable"), ["strategy", "line", "held"])
     shades = drawing.shades(len(lines))
-    for index, ((strategy, line), group) in enumerate(lines):
+    for index, ((strategy, line, _), group) in enumerate(lines):
         alone = sum(key[0] == strategy for key, _ in lines) == 1
         colour = theme.colour(str(strategy)) if alone else shades[index]
         middle = group.groupby(group[axis].astype(str).map(places))[value].median().dropna()
@@ -166,7 +189,7 @@ def _sweep_lines(
         marker = theme.marker(str(strategy))
         ax.plot(middle.index, middle, color=colour, marker=marker, mec="white", mew=0.6, zorder=3)
         ax.plot(group[axis].astype(str).map(places), group[value], ".", color=colour, ms=2.5, alpha=0.4)
-        name = f"{NAMES.get(str(strategy), strategy)}, {line}"
+        name = _line_of(strategy, line)
         ends.append(drawing.Ending(float(middle.index[-1]), float(middle.iloc[-1]), name, colour))
     return ends
 
@@ -191,9 +214,9 @@ def _sweep_caption(data: pd.DataFrame) -> str:
 def _sweep_alt(data: pd.DataFrame) -> str:
     swept = data[data["swept"] != sweeps.REFERENCE]
     told = [
-        f"{key[0]} of {NAMES.get(str(key[1]), key[1])} at {int(key[2])} bits, blocks of {key[3]}: "
+        f"{key[0]} of {NAMES.get(str(key[1]), key[1])} at {int(key[2])} bits, blocks of {key[3]} ({key[4]}): "
         f"{group['step_seconds'].median():.3g} s, {group['m'].median():.3g} M"
-        for key, group in groups(swept, ["swept", "strategy", "bits", "block"])
+        for key, group in groups(swept, ["swept", "strategy", "bits", "block", "line", "held"])
     ]
     return f"{'; '.join(told[:12])}."
 

@@ -58,6 +58,12 @@ def order_of(strategy: str) -> int:
     return names.index(strategy) if strategy in names else len(names)
 
 
+def fields_of(trial: Trial) -> dict[str, str]:
+    """Fields of the trial's policy that decide what is computed and sent, as text; empty without a policy."""
+    policy = trial.resolved_policy()
+    return {} if policy is None else _fields(policy, trial.topology())
+
+
 def changes_of(trial: Trial) -> dict[str, str]:
     """Fields of the policy that differ from the strategy's preset on this topology, as text.
 
@@ -122,8 +128,15 @@ def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     changes = changes_of(trial)
     if trial.strategy == RECIPE:
         changes = _asked(trial) | changes
-    told = [_told(key, value) for key, value in changes.items() if key not in shared]
-    return f"{name} ({', '.join(told)})" if told else name
+    said = [told(key, value) for key, value in changes.items() if key not in shared]
+    return f"{name} ({', '.join(said)})" if said else name
+
+
+def told(field: str, value: str) -> str:
+    """A field of a policy in a few characters: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
+    if field == "secondary" and value == "0":
+        return "no hpZ copy"
+    return f"{_SHORT.get(field, field)} {value}"
 
 
 def _asked(trial: Trial) -> dict[str, str]:
@@ -132,9 +145,3 @@ def _asked(trial: Trial) -> dict[str, str]:
     bare = recipe({"zero_optimization": {"stage": policy.stage}}, topology=topology).policy
     fields, usual = _fields(policy, topology), _fields(bare, topology)
     return {name: value for name, value in fields.items() if name == "stage" or value != usual[name]}
-
-
-def _told(field: str, value: str) -> str:
-    if field == "secondary" and value == "0":
-        return "no hpZ copy"
-    return f"{_SHORT.get(field, field)} {value}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from report import theme
 
 LINE_POINTS: Final = 10.5  # height of a label, with its air
 ROW_INCHES: Final = 0.3  # height of a bar with its air
+_LABEL_LETTERS: Final = 20  # of a label in one line
 
 
 def panels(
@@ -121,6 +123,9 @@ class Ending:
 def label_ends(ax: Axes, endings: Sequence[Ending], height_inches: float) -> None:
     """Names at the right of an axes, beside the ends of their lines, pushed apart to be read.
 
+    They stay within the height of the axes where it has room for all (:func:`labels_inches`), so that
+    those of panels above one another do not meet.
+
     Args:
         ax: with its final limits and scales.
         endings: one per line.
@@ -130,38 +135,69 @@ def label_ends(ax: Axes, endings: Sequence[Ending], height_inches: float) -> Non
         return
     ax.autoscale_view()  # limits are worked out late otherwise
     to_axes = ax.transScale + ax.transLimits
-    gap = LINE_POINTS / 72 / height_inches
+    line = LINE_POINTS / 72 / height_inches
     ends = sorted(
         ((*to_axes.transform((e.x, e.y)), e) for e in endings), key=lambda found: (found[1], found[2].text)
     )
-    heights = spread([float(end[1]) for end in ends], gap)
-    for (x, y, ending), height in zip(ends, heights, strict=True):
+    names = [wrapped(end[2].text, _LABEL_LETTERS) for end in ends]
+    sizes = [line * (1 + name.count("\n")) for name in names]
+    heights = spread([float(end[1]) for end in ends], sizes, within=(0.0, 1.0))
+    for (x, y, ending), name, height in zip(ends, names, heights, strict=True):
         ax.annotate(
-            wrapped(ending.text, 20),
+            name,
             xy=(x, y),
-            xytext=(1.035, height),
+            xytext=(1.05, height),
             xycoords="axes fraction",
             textcoords="axes fraction",
             color=ending.colour,
             va="center",
             ha="left",
             fontsize=8,
+            linespacing=1.1,
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": ending.colour, "lw": 0.5, "shrinkA": 1, "shrinkB": 3},
+            arrowprops={  # from the middle of the name's left edge: else it would cross other names
+                "arrowstyle": "-",
+                "color": ending.colour,
+                "lw": 0.5,
+                "relpos": (0.0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 3,
+            },
         )
 
 
-def spread(values: list[float], gap: float) -> list[float]:
-    """Sorted values moved as little as needed to lie ``gap`` apart (pool adjacent violators)."""
+def labels_inches(names: Sequence[str]) -> float:
+    """Least height of an axes beside which :func:`label_ends` can write these names."""
+    return sum(1 + wrapped(name, _LABEL_LETTERS).count("\n") for name in names) * LINE_POINTS / 72
+
+
+def spread(
+    values: list[float], sizes: Sequence[float], within: tuple[float, float] | None = None
+) -> list[float]:
+    """Places of labels, moved as little as needed from where they wish to be for none to touch another.
+
+    Pool adjacent violators; where they have limits, what lies beyond one stands at it.
+
+    Args:
+        values: wished middles, sorted.
+        sizes: of the labels.
+        within: limits of their edges; left aside if they are too narrow for all.
+    """
+    below = [0.0]  # from the first middle to each, where labels touch
+    for one, other in pairwise(sizes):
+        below.append(below[-1] + (one + other) / 2)
     groups: list[list[float]] = []  # [sum of wished starts, members]
-    for index, value in enumerate(values):
-        groups.append([value - index * gap, 1])
+    for value, offset in zip(values, below, strict=True):
+        groups.append([value - offset, 1])
         while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
             last = groups.pop()
             groups[-1][0] += last[0]
             groups[-1][1] += last[1]
     starts = [group[0] / group[1] for group in groups for _ in range(int(group[1]))]
-    return [start + index * gap for index, start in enumerate(starts)]
+    if within is not None and sum(sizes) <= within[1] - within[0]:
+        lowest, highest = within[0] + sizes[0] / 2, within[1] - sizes[-1] / 2 - below[-1]
+        starts = [min(max(start, lowest), highest) for start in starts]
+    return [start + offset for start, offset in zip(starts, below, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,10 +158,12 @@ def _draw_speedup(data: pd.DataFrame) -> Figure | None:
 def _speedup_lines(data: pd.DataFrame) -> Figure:
     sizes = _sizes(data)
     rows = 2 if data["share"].notna().any() else 1
+    beside = drawing.labels_inches([contender for _, contender in contenders(data)])
+    panel = max(1.6, beside)  # without titles and ticks
     figure, grid = drawing.panels(
         len(sizes),
         rows,
-        height=0.4 + 2.1 * rows,
+        height=0.4 + (panel + 0.5) * rows,
         width=max(theme.WIDTH, 3.2 * len(sizes)),
         sharex="col",
         sharey="row",
@@ -181,7 +183,7 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
                     _without_processors(ax, mine)
                 ax.set_ylim(0, max(1.1, data["share"].max() * 1.05))
             if column == len(sizes) - 1:
-                drawing.label_ends(ax, endings, 1.6)
+                drawing.label_ends(ax, endings, panel)
         grid[-1][column].set_xlabel("achieved rate of a node's link, Mbit/s")
     grid[0][0].set_ylabel("speed-up over ZeRO-3")
     if rows == 2:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from matplotlib.text import Annotation, Text
+from matplotlib.transforms import Bbox
 
 from harness.record import Record
-from harness.suite import Cluster, Trial
+from harness.suite import Cluster, PolicyChanges, Trial
 from report import figures, tables, theme, wording
 from report.frame import frames_of
 from report.metrics import Derived, derive
@@ -274,3 +279,107 @@ def test_over_rates_each_marker_has_its_share_by_bytes_and_order_alone() -> None
     ours = data.dropna(subset=["share"])
     expected = ours.groupby(["cell", "contender"])["schedule_share"].median()
     assert sorted(value for value in found if not np.isnan(value)) == pytest.approx(sorted(expected))
+
+
+def _names_beside(ax: Axes, figure: Figure) -> list[Bbox]:
+    """Where the names right of a panel are drawn, in pixels."""
+    renderer = cast("FigureCanvasAgg", figure.canvas).get_renderer()
+    texts = [text for text in ax.texts if isinstance(text, Annotation)]
+    return [Text.get_window_extent(text, renderer) for text in texts]  # the name, without its line
+
+
+def test_names_of_eight_contenders_do_not_touch() -> None:
+    """Beside lines that end in one point, names of one line and of two are apart, the panel's below too."""
+    codecs = [(f"int8:{w}", f"int4:{g}") for w in (64, 256, 2048) for g in (64, 256)]
+    changes = [PolicyChanges(weights=w, gradients=g, align=2048) for w, g in codecs]
+    contenders = [("zero3", PolicyChanges()), ("hpz+qgz", PolicyChanges(gradients="int8:64", align=2048))]
+    contenders += [("zeropp", change) for change in changes]
+    records = [
+        record_of(Trial(strategy=s, policy=p, cluster=Cluster(rate=rate), steps=4, warmup=1))
+        for s, p in contenders
+        for rate in ("12.5 Mbit/s", "800 Mbit/s")
+    ]
+    figure, _, _ = _drawn("speedup", derive(frames_of(records)))
+    FigureCanvasAgg(figure).draw()
+    boxes = [box for ax in figure.axes for box in _names_beside(ax, figure)]
+    assert len(boxes) == 16
+    for place, box in enumerate(boxes):
+        assert not [other for other in boxes[place + 1 :] if box.overlaps(other.padded(-0.5))]
+
+
+def _grid(weights: list[str], gradients: list[str], **changes: Any) -> list[Record]:
+    """ZeRO-3, and ZeRO++ with every pair of these codecs."""
+    policies = [
+        PolicyChanges(weights=w, gradients=g, align=2048, **changes) for w in weights for g in gradients
+    ]
+    trials = [Trial(strategy="zero3"), *(Trial(strategy="zeropp", policy=policy) for policy in policies)]
+    return [record_of(trial.model_copy(update={"steps": 4, "validate_every": 0})) for trial in trials]
+
+
+def _lines_of(figure: Figure, title: str) -> list[Line2D]:
+    """Lines with markers in the first panel of the row of that title."""
+    (ax,) = (ax for ax in figure.axes if ax.get_title(loc="left") == title)
+    return [line for line in ax.lines if line.get_linestyle() == "-" and line.get_marker() != "None"]
+
+
+@pytest.mark.parametrize("suite", ["block_sweep", "bits_sweep"])
+def test_a_grid_of_codecs_is_drawn_whole(suite: str) -> None:
+    """Of 3 x 3 codecs, weights are swept at each of gradients and the reverse; each marker is one pair's
+    trials; no panel shows the diagonal alone.
+    """
+    if suite == "block_sweep":
+        records = _grid([f"int8:{b}" for b in (64, 256, 2048)], [f"int4:{b}" for b in (64, 256, 2048)])
+    else:
+        records = _grid([f"int{b}:256" for b in (8, 6, 4)], [f"int{b}:256" for b in (8, 6, 4)])
+    figure, data, _ = _drawn(suite, derive(frames_of(records)))
+    swept = data[data["swept"] != "reference"]
+    assert set(swept["swept"]) == {"weights", "gradients"}
+    seconds = set(swept["step_seconds"])
+    assert len(seconds) == 9
+    for title in ("weights", "gradients"):
+        lines = _lines_of(figure, title)
+        assert [len(np.asarray(line.get_ydata())) for line in lines] == [3, 3, 3]
+        assert {float(y) for line in lines for y in np.asarray(line.get_ydata())} == seconds
+
+
+def test_codecs_that_change_together_are_one_sweep() -> None:
+    """Where each size of weights has one of gradients, the line is that of both; a trial more beside the
+    diagonal leaves it whole.
+    """
+    pairs = [(64, 64), (256, 256), (2048, 2048), (2048, 64)]
+    trials = [
+        Trial(strategy="zeropp", policy=PolicyChanges(weights=f"int8:{w}", gradients=f"int4:{g}", align=2048))
+        for w, g in pairs
+    ]
+    for count, expected in (
+        (3, {"weights and gradients": 3}),
+        (4, {"weights and gradients": 3, "weights": 2}),
+    ):
+        data = PLOTS["block_sweep"].data(derive(frames_of([record_of(trial) for trial in trials[:count]])))
+        found = {name: len(rows) for name, rows in data.groupby("swept") if name in expected}
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param({"gradients": "int4:256:stochastic"}, id="rounding"),
+        pytest.param({"gradients": "int4:256:hadamard32"}, id="rotation"),
+        pytest.param({"secondary": 0}, id="group"),
+        pytest.param({"prefetch": 0}, id="prefetch"),
+    ],
+)
+def test_policies_that_differ_elsewhere_share_no_marker(others: dict[str, Any]) -> None:
+    """Weights swept under two policies give two lines of two names, each of its own trials."""
+    changes = [{"gradients": "int4:256"}, {"gradients": "int4:256", **others}]
+    trials = [
+        Trial(strategy="zeropp", policy=PolicyChanges(weights=f"int{bits}:256", align=2048, **change))
+        for change in changes
+        for bits in (8, 4)
+    ]
+    figure, data, _ = _drawn("bits_sweep", derive(frames_of([record_of(trial) for trial in trials])))
+    ours = data[data["swept"] == "weights"]
+    assert len(set(ours["line"])) == 2
+    assert (ours.groupby("line")["bits"].nunique() == 2).all()
+    drawn = [float(y) for line in _lines_of(figure, "weights") for y in np.asarray(line.get_ydata())]
+    assert sorted(drawn) == sorted(ours["step_seconds"])
