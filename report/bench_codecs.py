@@ -16,7 +16,7 @@ from impl.codec import FloatCodec, Raw, parse
 from report import bench_dots, drawing, theme
 from report.frame import groups
 from report.plot import Drawing
-from report.tables import Column, Table
+from report.table import Column, Table
 from report.wording import counted, listed, number
 
 _IDENTITY: Final = [

@@ -13,7 +13,7 @@ from harness.statistics import Interval
 from report import bench_dots, drawing
 from report.frame import groups, rate_text
 from report.plot import Drawing
-from report.tables import Column, Table
+from report.table import Column, Table
 from report.wording import counted, number
 
 _IDENTITY: Final = [

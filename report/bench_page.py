@@ -13,7 +13,7 @@ from report import bench_codecs, bench_collectives, bench_engine, bench_overlap,
 from report.build import PAGE, Folders, publish
 from report.frame import ReportError
 from report.plot import Drawing
-from report.tables import Table
+from report.table import Table
 from report.wording import listed
 
 _HEADINGS: Final[dict[Subject, tuple[str, str]]] = {

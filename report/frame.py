@@ -36,6 +36,7 @@ TRIALS: Final = (
     "accumulation", "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local",
     "gradients_node", "secondary", "parameters", "units", "padded", "reference_loss", "predicted_equal",
     "link_kind", "backend", "kernels", "processors", "corpus", "corpus_sha256",
+    "others_share", "steal_share",
 )  # fmt: skip
 STEPS: Final = (
     "id", "rank", "node", "local", "index", "warmup", "total", "forward", "backward", "optimizer",
@@ -72,7 +73,8 @@ class Frames:
         questions: what the suites ask, where records hold it.
         pools: what ran on equal machines and code, by hash.
         trials: one row per finished trial that trained; ``processors`` are those that all its ranks share
-            and compute on, None on GPUs and where ranks may stand on several machines.
+            and compute on, None on GPUs and where ranks may stand on several machines; ``others_share`` and
+            ``steal_share`` are the parts of their time that other programs and the machine's host had.
         generators: the same of those that generated; their raw values are in ``tokens`` alone.
         steps: one row per rank and optimizer step; seconds.
         bytes: sent over the timed steps, by source (``ledger`` or ``predicted``), rank, phase,
@@ -322,6 +324,19 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
         "processors": _processors(record, trial),
         "corpus": plain(trial.corpus),
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
+        **_taken(record),
+    }
+
+
+def _taken(record: Record) -> dict[str, float | None]:
+    """Parts of the processors' time over the timed steps that others had; None where it is not on record."""
+    use = record.processor_use
+    if use is None:
+        return {"others_share": None, "steal_share": None}
+    had = use.processors * use.seconds
+    return {
+        "others_share": max(use.user + use.system - use.ranks, 0.0) / had,  # the system's ticks are samples
+        "steal_share": use.steal / had,
     }
 
 

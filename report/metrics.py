@@ -24,6 +24,7 @@ from report.overlap import BITS_PER_MBIT, processor_seconds, schedule_seconds
 
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
 TRAINING: Final = ("forward", "backward", "step")  # phases of a training step
+OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
 PAIR: Final = ("cell", "seed", "repeat")  # trials that ran under the same conditions
 
 
@@ -41,18 +42,19 @@ def trials(frames: Frames) -> pd.DataFrame:
         egress_bytes: the largest of any node; ledger, or the interface where there is no ledger.
         wire_seconds: 8 egress_bytes / achieved rate.
         ideal_seconds: max(compute_seconds, wire_seconds): one of the two hidden behind the other.
-        schedule_seconds: what bytes and the order of units allow (:mod:`report.overlap`).
+        schedule_seconds: of the scheduled step (:mod:`report.overlap`); never below wire_seconds.
         processor_seconds: processor seconds of all ranks / the processors that they share (likewise).
         best_seconds: the larger of these two; NaN where the schedule's is not known.
         share, schedule_share, ideal_share: best_seconds, schedule_seconds and ideal_seconds / step_seconds.
         processors_busy: processor_seconds / step_seconds.
+        taken_share: the part of the processors' time that other programs and the machine's host had.
         m_bytes: M times the micro-batches of a step; M is what crosses between nodes in one
             hierarchical gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
         tflops: model TFLOP/s of a rank, for presets.
         first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
         validation_step: optimizer steps before that validation, warm-ups included.
     """
-    table = frames.trials.copy()
+    table = frames.trials.assign(taken_share=taken_share(frames.trials))
     for found in (_times(frames), _traffic(frames), _first_loss(frames), _final_loss(frames)):
         table = table.merge(found, on="id", how="left")
     tokens = table["tokens_per_rank"] * table["world"] * table["accumulation"]
@@ -61,6 +63,8 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["wire_seconds"] = np.where(table["egress_bytes"] == 0, 0.0, 8 * table["egress_bytes"] / rate)
     table["ideal_seconds"] = table[["compute_seconds", "wire_seconds"]].max(axis=1, skipna=False)
     table["schedule_seconds"] = table["id"].map(schedule_seconds(frames, timed_steps(frames)))
+    at_least = table[["schedule_seconds", "wire_seconds"]].max(axis=1)  # what is sent beside units' messages
+    table["schedule_seconds"] = at_least.where(table["schedule_seconds"].notna())
     table["processor_seconds"] = table["id"].map(processor_seconds(frames))
     either = table[["schedule_seconds", "processor_seconds"]].max(axis=1)
     table["best_seconds"] = either.where(table["schedule_seconds"].notna())
@@ -84,6 +88,15 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["achieved_mbit"] = pd.to_numeric(table["achieved_mbit"]).astype(float)
     cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "where"]
     return table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
+
+
+def taken_share(table: pd.DataFrame) -> pd.Series[float]:
+    """What other programs and the machine's host took of the processors' time; NaN where it is not known.
+
+    Args:
+        table: with the columns of ``frames.trials``.
+    """
+    return pd.to_numeric(table["others_share"]).astype(float) + pd.to_numeric(table["steal_share"])
 
 
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
@@ -343,11 +356,20 @@ class Derived:
 
     @property
     def finished(self) -> pd.DataFrame:
-        """One row per finished trial, whether it trained or generated: the columns of ``frames.trials``."""
+        """One row per finished trial, whether it trained or generated: the columns of ``frames.trials`` and
+        ``taken_share``.
+        """
         columns = [*self.frames.trials.columns, "first"]
         generated = self.generations.drop_duplicates("id")[columns]
         both = [table for table in (self.trials[columns], generated) if len(table)]
-        return pd.concat(both, ignore_index=True) if both else generated
+        found = pd.concat(both, ignore_index=True) if both else generated
+        return found.assign(taken_share=taken_share(found))
+
+    @property
+    def disturbed(self) -> frozenset[str]:
+        """Ids of finished trials in which others took more than :data:`OTHERS_WITHIN` of the processors."""
+        ran = self.finished
+        return frozenset(str(identity) for identity in ran[ran["taken_share"].gt(OTHERS_WITHIN)]["id"])
 
 
 def derive(frames: Frames) -> Derived:

@@ -7,9 +7,10 @@ shared among the units by their elements, messages as in its ledger at the rate 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 
 from impl.geometry import FROZEN, UnitGeometry
@@ -22,9 +23,11 @@ BITS_PER_MBIT: Final = 1e6
 
 
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
-    """Seconds of the best step of each trial, by id; NaN for engines whose waiting is not known.
+    """Seconds of the scheduled step of each trial, by id; NaN for engines whose waiting is not known.
 
-    No step is shorter than that of any of its ranks alone: the longest of theirs counts.
+    Of every timed step that of the rank for which it is longest, since no step is shorter than that of any of
+    its ranks alone; over the steps the median.  Steps are so summarised everywhere, which keeps it from being
+    shorter than the computation of those steps.
 
     With A micro-batches a step, A passes that each compute and send a part of A; what is neither forward
     nor backward (the optimizer) comes on top as it was measured.
@@ -33,20 +36,28 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
         frames: with the trials' raw values.
         steps: timed steps of each trial.
     """
-    timed = frames.steps[~frames.steps["warmup"].astype(bool)].copy()
-    for phase in ("forward", "backward"):
-        timed[f"compute_{phase}"] = timed[phase] - pd.to_numeric(timed[f"exposed_{phase}"])
-    timed["rest"] = timed["total"] - timed["forward"] - timed["backward"]
-    columns = ["compute_forward", "compute_backward", "rest"]
-    of_ranks = timed.groupby(["id", "rank"])[columns].median()
-    found = {
-        row["id"]: max(
-            _seconds(frames, row, computed, int(steps.loc[row["id"]]))
-            for _, computed in of_ranks.loc[row["id"]].iterrows()
-        )
-        for row in frames.trials.to_dict("records")
-        if row["id"] in of_ranks.index
-    }
+    timed = frames.steps[~frames.steps["warmup"].astype(bool)]
+    computed = pd.DataFrame(
+        {
+            "id": timed["id"],
+            "index": timed["index"],
+            "forward": timed["forward"] - pd.to_numeric(timed["exposed_forward"]),
+            "backward": timed["backward"] - pd.to_numeric(timed["exposed_backward"]),
+            "rest": timed["total"] - timed["forward"] - timed["backward"],
+        }
+    )
+    found = {}
+    for row in frames.trials.to_dict("records"):
+        mine = computed[computed["id"] == row["id"]]
+        if mine.empty:
+            continue
+        bound = _bound_of(frames, row, int(steps.loc[row["id"]]))
+        parts = mine[["forward", "backward", "rest"]].astype(float).to_numpy()
+        if bound is None or np.isnan(parts).any():
+            found[row["id"]] = math.nan
+            continue
+        seconds = pd.Series([bound(*of_rank) for of_rank in parts], dtype=float)
+        found[row["id"]] = seconds.groupby(mine["index"].to_numpy()).max().median()
     return pd.Series(found, dtype=float)
 
 
@@ -69,14 +80,19 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
     return of_trials / processors.reindex(of_trials.index)
 
 
-def _seconds(frames: Frames, row: Mapping[Hashable, Any], computed: pd.Series[float], steps: int) -> float:
-    """Of one trial."""
+def _bound_of(
+    frames: Frames, row: Mapping[Hashable, Any], steps: int
+) -> Callable[[float, float, float], float] | None:
+    """Seconds of a step by seconds of computation in forward, in backward, and of the rest; of one trial.
+
+    None for strategies without a policy, and where bytes were sent at a rate that is not known.
+    """
     trial, units = frames.ran[row["id"]], frames.units[row["id"]]
     sent = frames.unit_bytes[row["id"]]
     policy = trial.resolved_policy()
     rate = math.nan if row["achieved_mbit"] is None else row["achieved_mbit"] * BITS_PER_MBIT
-    if policy is None or computed.isna().any() or not units or (sent and math.isnan(rate)):
-        return math.nan
+    if policy is None or not units or (sent and math.isnan(rate)):
+        return None
     passes = trial.accumulation
 
     def link(unit: str, phase: str, *purposes: str) -> float:
@@ -84,15 +100,14 @@ def _seconds(frames: Frames, row: Mapping[Hashable, Any], computed: pd.Series[fl
         return 8 * nbytes / steps / passes / rate if nbytes else 0.0
 
     elements = sum(size for _, size, _ in units)
-    loads = [
-        Load(
-            forward=computed["compute_forward"] * size / elements / passes,
-            backward=computed["compute_backward"] * size / elements / passes,
-            gather=link(unit, "forward", "weights", "persistent"),
-            regather=link(unit, "backward", "weights", "persistent"),
-            reduce=link(unit, "backward", "gradients"),
-        )
-        for unit, size, _ in units
+    shares = [size / elements / passes for _, size, _ in units]
+    messages = [
+        {
+            "gather": link(unit, "forward", "weights", "persistent"),
+            "regather": link(unit, "backward", "weights", "persistent"),
+            "reduce": link(unit, "backward", "gradients"),
+        }
+        for unit, _, _ in units
     ]
     world = trial.topology().world
     geometries = [
@@ -108,4 +123,12 @@ def _seconds(frames: Frames, row: Mapping[Hashable, Any], computed: pd.Series[fl
         kept_units(policy, geometries),
         in_model_order=policy.stage < 3,
     )
-    return passes * pass_seconds(schedule, loads) + float(computed["rest"])
+
+    def bound(forward: float, backward: float, rest: float) -> float:
+        loads = [
+            Load(forward=forward * share, backward=backward * share, **sending)
+            for share, sending in zip(shares, messages, strict=True)
+        ]
+        return passes * pass_seconds(schedule, loads) + rest
+
+    return bound

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,14 +12,14 @@ from typing import Any, Final
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from report import generations, metrics, published
+from report import generations, marks, metrics, published
 from report.contender import BASELINE, NAMES, PROPOSED, order_of
 from report.figures import Drawn
 from report.frame import groups
 from report.metrics import Derived
 from report.plot import Plot, records_behind
 from report.setting import essentials
-from report.tables import Table
+from report.table import Table
 from report.wording import NOTHING, counted, listed, number
 
 _HERE: Final = Path(__file__).parent
@@ -48,7 +49,7 @@ class FigureOnPage:
     caption: str
     alt: str
     links: list[Link]
-    records: tuple[str, ...]
+    records: list[tuple[str, str]]  # id, mark
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def render(content: Content) -> str:
         headline=headline(content.derived),
         facts=facts(content.derived),
         warnings=warnings(content.derived),
-        figures=[figure_on_page(drawn, content.folder) for drawn in content.drawn],
+        figures=[figure_on_page(drawn, content.folder, content.derived.disturbed) for drawn in content.drawn],
         missing=content.missing,
         summary=first,
         tables=[table for table in tables if table.name not in _LAST and table not in first],
@@ -124,8 +125,8 @@ def _links(files: dict[str, Path], folder: Path) -> list[Link]:
     return [Link(suffix.upper(), path.relative_to(folder).as_posix()) for suffix, path in files.items()]
 
 
-def figure_on_page(drawn: Drawn, folder: Path) -> FigureOnPage:
-    """A figure with links relative to ``folder``."""
+def figure_on_page(drawn: Drawn, folder: Path, disturbed: AbstractSet[str] = frozenset()) -> FigureOnPage:
+    """A figure with links relative to ``folder``; records in ``disturbed`` are marked."""
     plot, data = drawn.plot, drawn.data
     image = base64.b64encode(drawn.svg.encode()).decode("ascii")
     return FigureOnPage(
@@ -135,7 +136,7 @@ def figure_on_page(drawn: Drawn, folder: Path) -> FigureOnPage:
         caption=plot.caption(data),
         alt=plot.alt(data),
         links=_links(drawn.files, folder),
-        records=records_behind(data),
+        records=[(name, marks.TAKEN if name in disturbed else "") for name in records_behind(data)],
     )
 
 
@@ -280,6 +281,8 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
     }
     shown = [(told, known.get(fact)) for fact, told in names.items()]
     found += [(told, str(value)) for told, value in shown if value not in (None, "[]", "null")]
+    if (taken := marks.taken_fact(derived)) is not None:
+        found.append(("processors taken by others", taken))
     if "true" in str(known.get("code.dirty")):
         found.append(("checkout", "changed since its commit"))
     return found
@@ -313,8 +316,10 @@ def warnings(derived: Derived) -> list[str]:
     for cell, spread in derived.differing.items():
         found.append(
             f"{where[cell]}: the rates that the contenders' links achieved differ by {spread:.0%}; their "
-            "comparison is marked (†)."
+            f"comparison is marked ({marks.RATES})."
         )
+    if (taken := marks.taken_warning(derived)) is not None:
+        found.append(taken)
     if len(frames.failures):
         found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
     return found

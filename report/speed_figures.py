@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from report import drawing, metrics, published, theme
+from report import drawing, marks, metrics, published, theme
 from report.contender import BASELINE, COMBINATIONS, NAMES, PROPOSED, TECHNIQUES
 from report.metrics import Derived
 from report.plot import Plot, common_to, contenders, peers_note, titles_of
@@ -72,9 +72,25 @@ def _rate_axis(ax: Axes, data: pd.DataFrame) -> None:
     drawing.log_ticks(ax, [float(f"{rate:.2g}") for rate in rates])
 
 
+def _with_differing(rows: pd.DataFrame, derived: Derived) -> pd.DataFrame:
+    """Rows with a column ``rates_differ``: whether their cell's links had different rates."""
+    return rows.assign(rates_differ=rows["cell"].isin(list(derived.differing)))
+
+
+def _mark_differing(ax: Axes, data: pd.DataFrame, value: str) -> None:
+    """A mark above each cell of a panel over rates whose links had different rates."""
+    for _, cell in data[data["rates_differ"]].groupby("cell"):
+        at = (cell["achieved_mbit"].median(), cell[value].max())
+        ax.annotate(marks.RATES, at, (0, 4), textcoords="offset points", ha="center")
+
+
+def _differing_in_words(data: pd.DataFrame) -> str:
+    """What a caption says of that mark, where it is drawn."""
+    return f" {marks.RATES_IN_WORDS}" if data["rates_differ"].any() else ""
+
+
 def _throughput_data(derived: Derived) -> pd.DataFrame:
-    rows = _several_rates(derived.trials)
-    rows = rows.assign(rates_differ=rows["cell"].isin(list(derived.differing)))
+    rows = _with_differing(_several_rates(derived.trials), derived)
     return rows[[*_KEPT, "step_seconds", "tokens_per_second", "rates_differ"]]
 
 
@@ -92,11 +108,7 @@ def _draw_throughput(data: pd.DataFrame) -> Figure | None:
         _rate_axis(ax, mine)
         endings = _lines(ax, mine, "tokens_per_second")
         ax.set_ylim(0, mine["tokens_per_second"].max() * 1.08)
-        for _, cell in mine[mine["rates_differ"]].groupby("cell"):
-            tops = cell["tokens_per_second"].max()
-            ax.annotate(
-                "†", (cell["achieved_mbit"].median(), tops), (0, 4), textcoords="offset points", ha="center"
-            )
+        _mark_differing(ax, mine, "tokens_per_second")
         ax.set_title(title)
         ax.set_ylabel("tokens/s")
         ax.set_xlabel("achieved rate of a node's link, Mbit/s")
@@ -107,13 +119,11 @@ def _draw_throughput(data: pd.DataFrame) -> Figure | None:
 
 
 def _throughput_caption(data: pd.DataFrame) -> str:
-    text = (
+    return (
         "Tokens per second of all ranks over the rate that the link between nodes achieved (log scale). "
         f"Markers: median of the repeats; small dots: each repeat. {peers_note(data)}{common_to(data)}"
+        f"{_differing_in_words(data)}"
     )
-    if data["rates_differ"].any():
-        text += " †: the rates that the contenders of this cell achieved differ by more than 10 %."
-    return text
 
 
 def _throughput_alt(data: pd.DataFrame) -> str:
@@ -144,8 +154,11 @@ def _speedup_data(derived: Derived) -> pd.DataFrame:
         "allowed",
         "share",
         "schedule_share",
+        "ideal_share",
+        "processors_busy",
+        "rates_differ",
     ]
-    return rows[kept]
+    return _with_differing(rows, derived)[kept]
 
 
 def _draw_speedup(data: pd.DataFrame) -> Figure | None:
@@ -178,22 +191,23 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
             if row == 0:
                 ax.set_title(title)
                 ax.set_ylim(0, data["speedup"].max() * 1.08)
+                _mark_differing(ax, mine, "speedup")
             else:
                 if _knows_processors(data):
-                    _without_processors(ax, mine)
+                    _of_schedule(ax, mine)
                 ax.set_ylim(0, max(1.1, data["share"].max() * 1.05))
             if column == len(sizes) - 1:
                 drawing.label_ends(ax, endings, panel)
         grid[-1][column].set_xlabel("achieved rate of a node's link, Mbit/s")
     grid[0][0].set_ylabel("speed-up over ZeRO-3")
     if rows == 2:
-        dash = "\n(dash: by bytes\nand order alone)" if _knows_processors(data) else ""
+        dash = "\n(dash: share\nof schedule)" if _knows_processors(data) else ""
         grid[1][0].set_ylabel(f"share of what is allowed{dash}")
     return figure
 
 
-def _without_processors(ax: Axes, data: pd.DataFrame) -> None:
-    """The share by bytes and order alone under the markers of the whole one."""
+def _of_schedule(ax: Axes, data: pd.DataFrame) -> None:
+    """The share of the schedule under the markers of what is allowed."""
     for strategy, contender in contenders(data):
         mine = data[data["contender"] == contender]
         middle = mine.groupby("cell")[["achieved_mbit", "schedule_share"]].median()
@@ -207,8 +221,10 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
     groups = []
     for cell, title in titles.items():
         for strategy, contender in contenders(data[data["cell"] == cell]):
-            names.append(f"{contender}, {title}" if title else contender)
-            groups.append((strategy, data[(data["cell"] == cell) & (data["contender"] == contender)]))
+            group = data[(data["cell"] == cell) & (data["contender"] == contender)]
+            mark = f" {marks.RATES}" if group["rates_differ"].any() else ""
+            names.append((f"{contender}, {title}" if title else contender) + mark)
+            groups.append((strategy, group))
     figure, ((left, right),) = drawing.panels(
         2, height=drawing.bars_height(len(names), row=0.38), sharey=True
     )
@@ -226,7 +242,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
         left.plot(group["allowed"].median(), place, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
         share = group["share"].median()
         right.barh(place, share, 0.6, color=colour)
-        drawing.beside(right, share, place, f"{share:.0%}")
+        drawing.beside(right, share, place, f"{share:.0%}{marks.above(share)}")
         if _knows_processors(data):
             alone = group["schedule_share"].median()
             right.plot(alone, place, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
@@ -238,7 +254,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
     right.set_xlim(0, max(1.2, float(np.nan_to_num(data["share"].max())) * 1.15))
     drawing.same_rows(right)
     left.set_xlabel("speed-up over ZeRO-3 ( | : allowed)")
-    stroke = "\n( | : by bytes and order alone)" if _knows_processors(data) else ""
+    stroke = "\n( | : share of schedule)" if _knows_processors(data) else ""
     right.set_xlabel(f"share of what is allowed{stroke}")
     return figure
 
@@ -256,12 +272,20 @@ def _speedup_caption(data: pd.DataFrame) -> str:
     )
     return (
         "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; "
-        f"{shown}. What is allowed: by bytes and order the best step is the engine's schedule driven with "
-        "the computation measured (the slowest rank's forward and backward less exposed communication) and a "
-        "link that carries what the busiest node sent to others at the achieved rate, one message after the "
-        f"other{_processors_in_words(data)}; "
-        f"the share is that best step over the measured one. {peers_note(data)}{common_to(data)}"
+        f"{shown}. What is allowed: the scheduled step is the engine's schedule driven with the computation "
+        "measured (forward and backward less exposed communication, in each step of the rank for which it is "
+        "longest) and a link that carries what the busiest node sent to others at the achieved rate, one "
+        f"message after the other{_processors_in_words(data)}; the share is that step over the measured one. "
+        f"{_above_in_words(data)}{peers_note(data)}{common_to(data)}{_differing_in_words(data)}"
     )
+
+
+def _above_in_words(data: pd.DataFrame) -> str:
+    """What a caption says of shares above 1, ending with a space, where one is drawn."""
+    drawn = data.groupby(["cell", "contender"])["share"].median()
+    if not drawn.round(2).gt(1).any():
+        return ""
+    return marks.above_in_words(data[["schedule_share", "ideal_share", "processors_busy"]])
 
 
 def _knows_processors(data: pd.DataFrame) -> bool:
@@ -270,12 +294,12 @@ def _knows_processors(data: pd.DataFrame) -> bool:
 
 
 def _processors_in_words(data: pd.DataFrame) -> str:
-    """What the processors add to what bytes and order allow."""
+    """What the processors add to what the schedule allows."""
     if not _knows_processors(data):
         return ""
     return (
-        "; by the processors it is no shorter than the processor seconds of all ranks, the engine's own "
-        "included, over the processors that they share. The best step is the longer of the two"
+        "; but no step is shorter than the processor seconds of all ranks, the engine's own included, over "
+        "the processors that they share. What is allowed is the longer of the two"
     )
 
 
@@ -424,7 +448,7 @@ def _ablation_data(derived: Derived) -> pd.DataFrame:
     ]
     ran = rows.groupby("cell")["strategy"].transform(lambda names: len(set(names) & set(COMBINATIONS)))
     kept = [*_KEPT, "baseline", "baseline_seconds", "step_seconds", "speedup", "bytes_ratio", "sent_bytes"]
-    return rows[ran == len(COMBINATIONS)][kept]
+    return _with_differing(rows, derived)[ran == len(COMBINATIONS)][[*kept, "rates_differ"]]
 
 
 def _draw_ablation(data: pd.DataFrame) -> Figure | None:
@@ -451,7 +475,7 @@ def _draw_ablation(data: pd.DataFrame) -> Figure | None:
         left.set_xlim(0, max(top, min(left.dataLim.x1, 1.5 * top)) * 1.18)
         right.set_xlim(0, mine["bytes_ratio"].max() * 1.18)
         drawing.same_rows(right)
-        left.set_title(title)
+        left.set_title(f"{title} {marks.RATES}".strip() if mine["rates_differ"].any() else title)
     grid[-1][0].set_xlabel("speed-up over ZeRO-3")
     grid[-1][1].set_xlabel("bytes between nodes over ZeRO-3's")
     return figure
@@ -470,7 +494,7 @@ def _ablation_caption(data: pd.DataFrame) -> str:
         "quantised two-hop gradient reductions (qgZ). Speed-up: geometric mean over repeats with its 95 % "
         f"interval (line; {_student(data)}), dots are single pairs; bytes: ledger, all ranks. Product of "
         "the three single speed-ups against all three "
-        f"measured together: {'; '.join(told)}. {common_to(data)}"
+        f"measured together: {'; '.join(told)}. {common_to(data)}{_differing_in_words(data)}"
     )
 
 

@@ -1,16 +1,9 @@
-"""Tables of the report, as CSV (raw values), Markdown, LaTeX and rows for the page.
-
-Text in records may hold anything; Markdown and LaTeX are escaped here, HTML by the page's
-template.  LaTeX needs ``booktabs``.
-"""
+"""All tables of the report, in the order of the page."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -18,244 +11,20 @@ import pandas as pd
 
 from harness.statistics import Interval, median_interval
 from report import generations, holdings, metrics, published
-from report.contender import BASELINE, NAMES
+from report.contender import NAMES
 from report.frame import groups
 from report.metrics import Derived
 from report.plot import contenders
 from report.setting import setting as settings
-from report.wording import NOTHING, counted, number, text
-
-LATEX: Final = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
-    "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
-    ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}",
-    "–": "--", "…": r"\ldots{}", "-": "{-}", "[": "{[}", "]": "{]}",  # noqa: RUF001 - as above
-}  # fmt: skip
-_MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$:@/])")
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column as people read it.
-
-    Attributes:
-        key: of the data.
-        title: printed.
-        format: a value as text; numbers are set flush right.
-    """
-
-    key: str
-    title: str
-    format: Callable[[Any], str] = text
-
-    @property
-    def numeric(self) -> bool:
-        """Whether it is set flush right."""
-        return self.format is not text
-
-
-@dataclass(frozen=True)
-class Table:
-    """One table.
-
-    Attributes:
-        name: file name without suffix, and anchor on the page.
-        title: heading.
-        caption: what the columns are.
-        data: raw values; all its columns go into the CSV.
-        columns: those that are printed, in order.
-    """
-
-    name: str
-    title: str
-    caption: str
-    data: pd.DataFrame
-    columns: tuple[Column, ...]
-
-    def rows(self) -> list[list[str]]:
-        """Printed cells, row by row, not escaped."""
-        return [
-            [column.format(value) for column, value in zip(self.columns, row, strict=True)]
-            for row in self.data[[column.key for column in self.columns]].astype(object).to_numpy()
-        ]
-
-    def csv(self) -> str:
-        """Raw values."""
-        told = [name for name in self.data.columns if str(name).endswith("_told")]
-        return self.data.drop(columns=told).to_csv(index=False, lineterminator="\n")
-
-    def markdown(self) -> str:
-        """A GitHub-flavoured pipe table under its title."""
-        head = [markdown(column.title) for column in self.columns]
-        rule = ["---:" if column.numeric else ":---" for column in self.columns]
-        body = [[markdown(cell) for cell in row] for row in self.rows()]
-        lines = ["| " + " | ".join(cells) + " |" for cells in (head, rule, *body)]
-        return f"**{markdown(self.title)}.** {markdown(self.caption)}\n\n" + "\n".join(lines) + "\n"
-
-    def latex(self) -> str:
-        """A ``table`` float with a ``tabular`` in booktabs' rules."""
-        head = [latex(column.title) for column in self.columns]
-        body = [[latex(cell) for cell in row] for row in self.rows()]
-        lines = [" & ".join(cells) + r" \\" for cells in body]
-        align = "".join("r" if column.numeric else "l" for column in self.columns)
-        return "\n".join(
-            [
-                r"\begin{table}",
-                r"\centering",
-                rf"\caption{{{latex(self.title)}. {latex(self.caption)}}}",
-                rf"\label{{tab:{self.name}}}",
-                rf"\begin{{tabular}}{{{align}}}",
-                r"\toprule",
-                " & ".join(head) + r" \\",
-                r"\midrule",
-                *lines,
-                r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
-                "",
-            ]
-        )
-
-    def write(self, folder: Path) -> dict[str, Path]:
-        """Write all forms; returns where, by suffix."""
-        forms = {"csv": self.csv(), "md": self.markdown(), "tex": self.latex()}
-        files = {suffix: folder / f"{self.name}.{suffix}" for suffix in forms}
-        for suffix, path in files.items():
-            path.write_text(forms[suffix], encoding="utf-8", newline="\n")
-        return files
-
-
-def latex(value: str) -> str:
-    """Text as LaTeX that prints it."""
-    return "".join(LATEX.get(character, character) for character in text(value))
-
-
-def markdown(value: str) -> str:
-    """Text as Markdown that prints it; no HTML either."""
-    escaped = _MARKDOWN.sub(r"\\\1", text(value).replace("&", "&amp;"))
-    return escaped.replace("<", "&lt;").replace(">", "&gt;")
-
-
-def _placed(name: str, title: str, caption: str, rows: list[dict[str, Any]], *columns: Column) -> Table:
-    """A table of rows that each have a ``where``: what all share goes into the caption."""
-    data = pd.DataFrame(rows)
-    told = pd.DataFrame([str(row["where"]).split(", ") for row in rows]).fillna("")
-    common = [str(told[place].iloc[0]) for place in told.columns if len(told[place].unique()) == 1]
-    if common:
-        caption = f"{caption} All: {', '.join(common)}."
-    places: list[Column] = []
-    for place in told.columns:
-        if len(told[place].unique()) > 1:
-            data[f"where_{place}_told"] = told[place]
-            places.append(Column(f"where_{place}_told", "Where" if not places else ""))
-    shown = [column for column in columns if column.key not in data or data[column.key].notna().any()]
-    return Table(name, title, caption, data, (*places, *shown))
+from report.summary import summary, time
+from report.table import Column, Table, placed
+from report.wording import NOTHING, number
 
 
 def all_tables(derived: Derived) -> list[Table]:
     """Every table that has a row, in the order of the page."""
     made = [maker(derived) for maker in _MAKERS.values()]
     return [table for table in made if not table.data.empty]
-
-
-def summary(derived: Derived) -> Table:
-    """One row per cell and contender: times, speed-up, bytes, loss."""
-    rows: list[dict[str, Any]] = []
-    for (cell,), of_cell in groups(derived.trials, ["cell"]):
-        for _, contender in contenders(of_cell):
-            mine = of_cell[of_cell["contender"] == contender]
-            paired = derived.pairs[
-                (derived.pairs["cell"] == cell) & (derived.pairs["contender"] == contender)
-            ]
-            rows.append(_summary_row(mine, paired))
-    columns = (
-        Column("contender", "Contender"),
-        Column("trials", "n", str),
-        Column("step_seconds", "Step, s", number(3)),
-        Column("tokens_per_second", "Tokens/s", number(3)),
-        Column("tflops", "TFLOPs", number(2)),
-        Column("speedup_told", "Speed-up", str),
-        Column("pairs_told", "Pairs", str),
-        Column("share", "Share allowed", number(2)),
-        Column("schedule_share", "by bytes and order alone", number(2)),
-        Column("ideal_share", "of ideal", number(2)),
-        Column("processors_busy", "Processors busy", number(2)),
-        Column("exposed_seconds", "Exposed, s", number(2)),
-        Column("sent_mb", "Sent, MB/step", number(3)),
-        Column("bytes_ratio", "of ZeRO-3's", number(3)),
-        Column("validation_loss", "Loss", number(4)),
-    )
-    caption = (
-        "Medians over repeats and seeds; speed-up is the geometric mean of pairs with its 95 % interval. "
-        "Share allowed: the best step that bytes, the order of units and the processors allow over the "
-        "measured one; by bytes and order alone: without the processors, which are left out too on GPUs and "
-        "where records hold no processor seconds; of ideal: max(compute, wire) over the step, which no "
-        "schedule reaches. Processors busy: processor seconds of all ranks over those that their "
-        "processors had in the step. Exposed: communication waited for. "
-        "Sent: by all ranks between nodes in training (ledger). Loss: "
-        f"last validation{_after(derived)}. TFLOPs: of the model, per rank, by Megatron's formula without "
-        "recomputation. The interval is Student's t on the logarithms of the pairs' ratios, so it is wide "
-        "for few pairs; 'Pairs' has their number and the range in which they lie."
-    )
-    return _placed("summary", "Summary", caption, rows, *columns)
-
-
-def _after(derived: Derived) -> str:
-    steps = [int(step) for step in derived.trials["validation_step"].dropna()]
-    if not steps:
-        return ""
-    many = f"{min(steps)} to {max(steps)} steps" if min(steps) < max(steps) else counted(max(steps), "step")
-    return f", after {many}"
-
-
-def _summary_row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
-    first = mine.iloc[0]
-    step = median_interval(list(mine["step_seconds"]))
-    row: dict[str, Any] = {
-        "where": first["where"],
-        "contender": first["contender"],
-        "trials": len(mine),
-        "step_seconds": step.estimate,
-        "step_seconds_low": step.low,
-        "step_seconds_high": step.high,
-        "sent_mb": mine["sent_bytes"].median() / 1e6,
-        "speedup": math.nan,
-        "speedup_low": math.nan,
-        "speedup_high": math.nan,
-        "speedup_told": NOTHING,
-        "pairs": len(paired),
-        "pairs_lowest": math.nan,
-        "pairs_highest": math.nan,
-        "pairs_told": NOTHING,
-    }
-    for key in (
-        "tokens_per_second",
-        "compute_seconds",
-        "wire_seconds",
-        "exposed_seconds",
-        "processor_seconds",
-        "share",
-        "schedule_share",
-        "ideal_share",
-        "processors_busy",
-    ):
-        row[key] = mine[key].median()
-    for key in ("achieved_mbit", "validation_loss", "m_bytes", "tflops"):
-        row[key] = mine[key].median()
-    for key in ("bytes_ratio", "interface_ratio"):
-        row[key] = paired[key].median() if len(paired) else math.nan
-    if len(paired):
-        found = metrics.speedup(paired)
-        row |= {"speedup": found.estimate, "speedup_low": found.low, "speedup_high": found.high}
-        row["speedup_told"] = f"{found.estimate:.2f}"
-        if not math.isnan(found.low) and first["contender"] != NAMES[BASELINE]:
-            row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
-    if len(paired) and first["contender"] != NAMES[BASELINE]:
-        lowest, highest = paired["speedup"].min(), paired["speedup"].max()
-        row |= {"pairs_lowest": lowest, "pairs_highest": highest}
-        between = f": {lowest:.2f} to {highest:.2f}" if len(paired) > 1 else ""
-        row["pairs_told"] = f"{len(paired)}{between}"
-    return row
 
 
 def generation(derived: Derived) -> Table:
@@ -290,7 +59,7 @@ def generation(derived: Derived) -> Table:
             row |= {"tokens_per_second": one[name], "speed_told": number(3)(one[name])}
             ratio = one["speedup"] if name == "zeropp" else 1.0
             rows.append(row | {"speedup": ratio, "speedup_told": f"{ratio:.2f}"})
-    return _placed("generation", "Generation", caption, rows, *columns)
+    return placed("generation", "Generation", caption, rows, *columns)
 
 
 def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
@@ -361,7 +130,7 @@ def volume(derived: Derived) -> Table:
         "Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model. Interfaces "
         "count headers too; the published rule counts no scales."
     )
-    return _placed("volume", "Volume between nodes", caption, rows, *columns)
+    return placed("volume", "Volume between nodes", caption, rows, *columns)
 
 
 def checks(derived: Derived) -> Table:
@@ -397,7 +166,7 @@ def checks(derived: Derived) -> Table:
         "counted over the ledger's, and over the ledger's with the headers of the packets; and the largest "
         "relative difference of the first step's loss from a single process on the same batches."
     )
-    return _placed("checks", "Checks", caption, rows, *columns)
+    return placed("checks", "Checks", caption, rows, *columns)
 
 
 def parity(derived: Derived) -> Table:
@@ -524,7 +293,7 @@ def memory(derived: Derived) -> Table:
         "formula; the sum of the formulas, to compare with the latter; and the process. Of what is "
         "offloaded (host parts) also what is copied between host and device in a step."
     )
-    return _placed("memory", "Memory per rank", caption, rows, *columns)
+    return placed("memory", "Memory per rank", caption, rows, *columns)
 
 
 def quantisation(derived: Derived) -> Table:
@@ -658,6 +427,7 @@ def environment(derived: Derived) -> Table:
 
 _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     "summary": summary,
+    "time": time,
     "generation": generation,
     "volume": volume,
     "checks": checks,

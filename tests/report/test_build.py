@@ -19,7 +19,7 @@ from harness.record import Failure, RecordError, write
 from harness.suite import Cluster, PolicyChanges, Trial
 from report.build import build
 from report.frame import ReportError
-from tests.report.records import record_of, records_of
+from tests.report.records import record_of, records_of, taken_by_others
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\input{x}$ |pipe| `tick` {{ 7 * 7 }}"
 
@@ -155,6 +155,32 @@ def test_a_changed_codec_is_named_in_the_headline(tmp_path: Path) -> None:
     for trial in (Trial(strategy="zero3"), Trial(strategy="zeropp", policy=changes)):
         write(tmp_path, record_of(trial))
     assert "a step of ZeRO++ (w int8:64, g int4:64) takes" in _Page(build(tmp_path).read_text()).text
+
+
+def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) -> None:
+    """A warning counts them, the facts say how much was taken, and their records are marked; undisturbed ones
+    have no warning; of records without the machine's seconds the facts say that nothing is on record.
+    """
+    first, *rest = records_of("quickstart", repeats=1)
+    page = {}
+    for name, record in (
+        ("taken", taken_by_others(first, 0.5)),
+        ("quiet", first),
+        ("unknown", first.model_copy(update={"processor_use": None})),
+    ):
+        others = [r.model_copy(update={"processor_use": None}) for r in rest] if name == "unknown" else rest
+        for one in (record, *others):
+            write(tmp_path / name, one)
+        text = _Page(build(tmp_path / name).read_text().replace("</dt>", ": </dt>")).text
+        page[name] = " ".join(text.split())
+    assert "During 1 of 5 trials others had the processors" in page["taken"]
+    assert "took more than 5% of their time, at most 50%" in page["taken"]
+    assert "processors taken by others: at most 50.0% in a trial" in page["taken"]
+    assert f"{first.id} ‡" in page["taken"]
+    assert f"{rest[0].id} ‡" not in page["taken"]
+    assert "‡" not in page["quiet"]
+    assert "processors taken by others: at most 1.0% in a trial" in page["quiet"]
+    assert "processors taken by others: not on record" in page["unknown"]
 
 
 def test_missing_figures_name_the_suite_to_run(quickstart: Path) -> None:

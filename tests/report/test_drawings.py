@@ -241,7 +241,7 @@ def test_what_nobody_holds_is_not_in_the_legend() -> None:
     assert len(set(theme.MEMORY.values())) == len(theme.MEMORY)
 
 
-def test_the_share_by_bytes_and_order_alone_is_marked_on_the_whole_ones_bar() -> None:
+def test_the_share_of_the_schedule_is_marked_on_the_whole_ones_bar() -> None:
     """Each bar is as long as the share with processors, and its stroke stands at the one without them."""
     figure, data, plot = _drawn(
         "speedup", derive(frames_of([busy_while_waiting(r) for r in records_of("quickstart")]))
@@ -265,11 +265,11 @@ def test_without_processor_seconds_the_speedup_says_nothing_of_processors(suite:
     figure, data, plot = _drawn("speedup", derive(frames_of(records)))
     said = [label for ax in figure.axes for label in (ax.get_xlabel(), ax.get_ylabel())]
     assert any("share of what is allowed" in label for label in said)
-    assert not any("alone" in label for label in said)
+    assert not any("schedule" in label for label in said)
     assert "processor" not in plot.caption(data)
 
 
-def test_over_rates_each_marker_has_its_share_by_bytes_and_order_alone() -> None:
+def test_over_rates_each_marker_has_its_share_of_the_schedule() -> None:
     """In panels over rates, a dash stands for every contender and rate at its share without processors."""
     figure, data, _ = _drawn(
         "speedup", derive(frames_of([busy_while_waiting(r) for r in records_of("bandwidth")]))
@@ -305,6 +305,20 @@ def test_names_of_eight_contenders_do_not_touch() -> None:
     assert len(boxes) == 16
     for place, box in enumerate(boxes):
         assert not [other for other in boxes[place + 1 :] if box.overlaps(other.padded(-0.5))]
+
+
+def test_links_of_different_rates_are_marked_in_the_figures_of_speed_ups() -> None:
+    """A setting's dagger stands at its rows, or above its points over rates, and in the caption."""
+    for rates in (("50 Mbit/s",), ("50 Mbit/s", "800 Mbit/s")):
+        records = [
+            _achieving(Trial(strategy=name, cluster=Cluster(rate=rate)), mbit)
+            for rate in rates
+            for name, mbit in (("zero3", 30.0), ("zeropp", 50.0))
+        ]
+        figure, data, plot = _drawn("speedup", derive(frames_of(records)))
+        said = [text.get_text() for ax in figure.axes for text in (*ax.texts, *ax.get_yticklabels())]
+        assert sum("†" in text for text in said) == 2
+        assert "†: the links" in plot.caption(data)
 
 
 def _grid(weights: list[str], gradients: list[str], **changes: Any) -> list[Record]:

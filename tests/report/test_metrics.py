@@ -18,7 +18,7 @@ from report import metrics
 from report.drawing import spread
 from report.frame import frames_of
 from report.metrics import derive
-from tests.report.records import record_of, records_of
+from tests.report.records import record_of, records_of, taken_by_others
 
 
 def _step_seconds(record: Record) -> float:
@@ -181,3 +181,26 @@ def test_labels_of_any_height_stay_inside_their_panel(labels: list[tuple[float, 
     assert found[-1] + sizes[-1] / 2 <= 1 + 1e-9
     for (one, size), (other, next_size) in pairwise(zip(found, sizes, strict=True)):
         assert other - one >= (size + next_size) / 2 - 1e-9
+
+
+def test_others_share_is_what_no_rank_had() -> None:
+    """Of the processors' time, programs' less the ranks' is others'; what the ticks miss is not negative; the
+    host's is told beside it, and without a record of the machine nothing is known.
+    """
+    record = records_of("quickstart", repeats=1)[0]
+    for others, steal in ((0.0, 0.0), (0.25, 0.125), (-0.01, 0.0)):
+        (row,) = derive(frames_of([taken_by_others(record, others, steal)])).trials.to_dict("records")
+        assert row["others_share"] == pytest.approx(max(others, 0.0), abs=1e-9)
+        assert row["steal_share"] == pytest.approx(steal)
+        assert row["taken_share"] == pytest.approx(max(others, 0.0) + steal, abs=1e-9)
+    derived = derive(frames_of([record.model_copy(update={"processor_use": None})]))
+    assert derived.trials["taken_share"].isna().all()
+    assert not derived.disturbed
+
+
+@pytest.mark.parametrize("suite", ["quickstart", "generation"])
+def test_trials_of_which_others_took_too_much_are_disturbed(suite: str) -> None:
+    """More than a twentieth disturbs a trial, by programs and host together; also one that generates."""
+    records = records_of(suite, repeats=1)
+    changed = [taken_by_others(records[0], 0.03, 0.03), taken_by_others(records[1], 0.03, 0.01), *records[2:]]
+    assert derive(frames_of(changed)).disturbed == {records[0].id}

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.record import Record
+from harness.record import Record, Step
 from harness.suite import Cluster, Trial
 from report.frame import frames_of
 from report.metrics import derive
-from tests.report.records import busy_while_waiting, record_of, records_of
+from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of
 
 
 def test_the_best_step_is_between_the_ideal_one_and_no_overlap_at_all() -> None:
@@ -22,13 +22,13 @@ def test_the_best_step_is_between_the_ideal_one_and_no_overlap_at_all() -> None:
     table = derive(frames_of(records_of("quickstart"))).trials
     ours = table.dropna(subset=["best_seconds"])
     assert len(ours)
+    assert (ours["best_seconds"] >= (1 - 1e-9) * ours["ideal_seconds"]).all()
     # medians of parts are not parts of medians: a hundredth of room
-    assert (ours["best_seconds"] >= 0.99 * ours["ideal_seconds"]).all()
     assert (ours["best_seconds"] <= 1.01 * (ours["compute_seconds"] + ours["wire_seconds"])).all()
 
 
 def test_zero_bytes_between_nodes_leave_the_computation() -> None:
-    """Where nothing crosses, the best step is what the slowest rank computed."""
+    """Where nothing crosses, the best step is what the rank that computed most did in a step; the median."""
     record = next(record for record in records_of("quickstart") if record.trial["strategy"] == "zero3")
     ranks = [
         rank.model_copy(update={"ledger": [row for row in rank.ledger or [] if row.link != "inter"]})
@@ -36,17 +36,33 @@ def test_zero_bytes_between_nodes_leave_the_computation() -> None:
     ]
     (row,) = derive(frames_of([record.model_copy(update={"ranks": ranks})])).trials.to_dict("records")
     computed = [
-        sum(
-            statistics.median(value(step) for step in rank.steps if not step.warmup)
-            for value in (
-                lambda step: step.forward - step.exposed_forward,
-                lambda step: step.backward - step.exposed_backward,
-                lambda step: step.total - step.forward - step.backward,
-            )
-        )
+        [
+            s.total - (s.exposed_forward or 0.0) - (s.exposed_backward or 0.0)
+            for s in rank.steps
+            if not s.warmup
+        ]
         for rank in ranks
     ]
-    assert row["best_seconds"] == pytest.approx(max(computed))
+    slowest = [max(of_step) for of_step in zip(*computed, strict=True)]
+    assert row["best_seconds"] == pytest.approx(statistics.median(slowest))
+
+
+@given(st.data())
+def test_no_step_is_allowed_to_be_shorter_than_the_ideal_one(data: st.DataObject) -> None:
+    """However differently ranks fare from step to step, the ideal step is no longer than the scheduled one,
+    and that one no longer than what is allowed: the three shares stand in this order.
+    """
+    stretch = st.floats(0.1, 10.0)
+
+    def change(step: Step) -> dict[str, Any]:
+        rank = data.draw(stretch)  # of this rank in this step
+        parts = ("total", "forward", "backward", "optimizer", "exposed_forward", "exposed_backward")
+        return {part: rank * getattr(step, part) for part in parts}
+
+    rate = data.draw(st.sampled_from(["50 Mbit/s", "10 Gbit/s"]))  # bytes decide, or computation
+    record = record_of(Trial(strategy="zero3", steps=4, warmup=1, cluster=Cluster(rate=rate)))
+    row = _derived(changed_steps(record, change))
+    assert row["share"] >= row["schedule_share"] >= (1 - 1e-9) * row["ideal_share"] > 0
 
 
 def _computing(record: Record, seconds: list[list[float | None]], cores: object = 2) -> Record:
@@ -97,7 +113,7 @@ def test_processors_never_ask_for_more_than_the_measured_step(data: st.DataObjec
 @given(st.data(), st.integers(0, 4))
 def test_a_processor_for_every_rank_leaves_the_bound_as_it_was(data: st.DataObject, spare: int) -> None:
     """Ranks that have a processor each, and compute on it whenever they do not wait, or less, are bound by
-    bytes and order alone.
+    the schedule alone.
     """
     record = _zero3()
     seconds: list[list[float | None]] = []
@@ -112,7 +128,7 @@ def test_a_processor_for_every_rank_leaves_the_bound_as_it_was(data: st.DataObje
 
 def test_ranks_that_fill_the_processors_they_share_leave_nothing_to_allow() -> None:
     """Four ranks that each have half of a processor for the whole of every step are at what is allowed, also
-    where they wait for one another: what bytes and order alone allow is then less, and is told beside it.
+    where they wait for one another: what the schedule allows is then less, and is told beside it.
     """
     row = _derived(busy_while_waiting(_zero3(), 1.0))
     assert (
@@ -133,7 +149,7 @@ def test_ranks_that_fill_the_processors_they_share_leave_nothing_to_allow() -> N
 def test_where_processors_cannot_be_told_the_bound_is_as_before(
     changes: dict[str, Any], cores: int | None, missing: bool
 ) -> None:
-    """Without all seconds or the processors, on GPUs and over machines, bytes and order bound alone."""
+    """Without all seconds or the processors, on GPUs and over machines, the schedule bounds alone."""
     record = _zero3(**changes)
     seconds: list[list[float | None]] = [[1e3] * len(rank.steps) for rank in record.ranks]
     if missing:

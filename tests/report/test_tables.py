@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,12 +13,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from report import tables, wording
+from harness.record import Record
+from harness.suite import Cluster, Trial
+from report import table, tables, wording
 from report.frame import frames_of
 from report.metrics import derive
-from report.tables import Column, Table
+from report.table import Column, Table
 from report.wording import number
-from tests.report.records import records_of
+from tests.report.records import changed_steps, record_of, records_of, taken_by_others
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=30)
 LATEX_SPECIALS = set('\\&%$#_{}~^<>|"`-[]')
@@ -54,8 +57,8 @@ def test_markdown_prints_any_text_as_it_is(cell: str) -> None:
 @example('[x] --- "q"')
 def test_latex_has_no_special_left_bare(cell: str) -> None:
     """Taking away our escapes leaves no character that LaTeX would act on."""
-    left = tables.latex(cell)
-    for escape in sorted(set(tables.LATEX.values()), key=len, reverse=True):
+    left = table.latex(cell)
+    for escape in sorted(set(table.LATEX.values()), key=len, reverse=True):
         left = left.replace(escape, "")
     assert not LATEX_SPECIALS & set(left)
     assert "\n" not in left
@@ -105,14 +108,14 @@ def test_the_summary_equals_what_raw_steps_give() -> None:
         assert found.loc[name, "trials"] == 3
 
 
-def test_the_summary_prints_both_shares_and_how_busy_processors_were() -> None:
-    """What is allowed stands with processors and by bytes and order alone, and busy from raw steps."""
+def test_the_table_of_time_prints_all_shares_and_how_busy_processors_were() -> None:
+    """What is allowed stands with processors and by the schedule alone, and busy from raw steps."""
     records = records_of("bandwidth", repeats=1)
-    table = tables.summary(derive(frames_of(records)))
+    table = tables.time(derive(frames_of(records)))
     printed = [column.title for column in table.columns]
     first = printed.index("Share allowed")
-    assert printed[first : first + 4] == [
-        "Share allowed", "by bytes and order alone", "of ideal", "Processors busy",
+    assert printed[first : first + 5] == [
+        "Share allowed", "Share of schedule", "Share of ideal", "Processors busy", "Taken by others",
     ]  # fmt: skip
     found = table.data.dropna(subset=["share"])
     assert (found["share"] >= found["schedule_share"]).all()
@@ -155,3 +158,111 @@ def test_errors_stand_by_block_side_by_side() -> None:
     ]
     row = table.data.set_index(["purpose", "kind"]).loc[("weights", "int8")]
     assert row["64"] == pytest.approx(float(np.median(found)))
+
+
+def _printed(table: Table) -> dict[str, dict[str, str]]:
+    """Printed cells by contender and title."""
+    titles = [column.title for column in table.columns]
+    rows = [dict(zip(titles, row, strict=True)) for row in table.rows()]
+    return {row["Contender"]: row for row in rows}
+
+
+def test_the_summary_is_as_narrow_as_the_page() -> None:
+    """Beside the place, the summary has ten columns: all else of a step's time is in a table of its own."""
+    derived = derive(frames_of(records_of("ablation")))
+    assert len(tables.summary(derived).columns) == 10
+    ours, theirs = (
+        {column.title for column in maker(derived).columns} for maker in (tables.summary, tables.time)
+    )
+    assert ours & theirs == {"Contender", "n", "Step, s", "Share allowed"}
+
+
+def _waiting(record: Record, share: float) -> Record:
+    """``record`` with a link so fast, or so slow, that its bytes alone need this share of each step."""
+    (row,) = derive(frames_of([record])).trials.to_dict("records")
+    assert record.link is not None
+    rate = 8 * row["egress_bytes"] / (share * row["step_seconds"]) / 1e6
+    return record.model_copy(update={"link": record.link.model_copy(update={"probed_mbit": [rate]})})
+
+
+def test_a_share_above_one_is_marked_and_explained() -> None:
+    """Where a probe found a lower rate than steps had, shares above 1 bear a mark, and the caption says why;
+    below 1 there is neither.
+    """
+    record = record_of(Trial(strategy="zero3", cluster=Cluster(rate="50 Mbit/s"), steps=4, warmup=1))
+    for wire, marked in ((1.2, True), (0.3, False)):
+        derived = derive(frames_of([_waiting(record, wire)]))
+        for found in (tables.summary(derived), tables.time(derived)):
+            cell = _printed(found)["ZeRO-3"]["Share allowed"]
+            assert cell.endswith(" §") is marked
+            assert float(cell.removesuffix(" §")) == pytest.approx(derived.trials["share"].iloc[0], abs=0.005)
+            assert ("§: above 1" in found.caption) is marked
+            assert ("at a higher rate than the probe" in found.caption) is marked
+
+
+def test_processors_that_are_more_than_busy_are_explained_by_steps_that_overlap() -> None:
+    """Processor seconds beyond what a step had are marked, and the caption says whose they may be."""
+    record = changed_steps(
+        record_of(Trial(strategy="zero3", cluster=Cluster(rate="unshaped"), steps=4, warmup=1)),
+        lambda step: {"cpu_seconds": 0.6 * step.total},  # of four ranks on two processors
+    )
+    table = tables.time(derive(frames_of([record])))
+    assert _printed(table)["ZeRO-3"]["Processors busy"].startswith("1.1")  # ranks differ a little
+    assert _printed(table)["ZeRO-3"]["Processors busy"].endswith(" §")
+    assert "ranks do not begin a step together" in table.caption
+
+
+def test_rates_that_differ_are_marked_in_the_rows_of_their_setting() -> None:
+    """The dagger of a setting whose links differed stands in each of its rows, and in no other setting's."""
+
+    def achieved(fields: dict[str, Any]) -> None:
+        fields["link"] = fields["link"].model_copy(update={"probed_mbit": [30.0]})
+
+    cluster = Cluster(rate="50 Mbit/s")
+    trials = [
+        Trial(strategy=strategy, tokens_per_rank=tokens, cluster=cluster)
+        for tokens in (512, 1024)
+        for strategy in ("zero3", "zeropp")
+    ]
+    records = [
+        record_of(trial, change=achieved if place == 1 else None) for place, trial in enumerate(trials)
+    ]
+    table = tables.summary(derive(frames_of(records)))
+    place = [column.title for column in table.columns].index("Speed-up")
+    marked = [row[place].endswith(" †") for row in table.rows()]
+    assert sorted(marked) == [False, False, True, True]
+    assert marked[0] == marked[1]
+    assert "†: the links" in table.caption
+    assert "†" not in tables.summary(derive(frames_of(records_of("quickstart")))).caption
+
+
+def test_trials_of_which_others_had_processors_are_counted_and_marked() -> None:
+    """A contender's row says during how many of its trials others took more than stated, and the most."""
+    records = records_of("quickstart")
+    place = next(place for place, record in enumerate(records) if record.trial["strategy"] == "hpz")
+    records[place] = taken_by_others(records[place], 0.3, 0.1)
+    derived = derive(frames_of(records))
+    rows = _printed(tables.time(derived))
+    assert rows["hpZ"]["n"] == _printed(tables.summary(derived))["hpZ"]["n"] == "3 (1 ‡)"
+    assert rows["hpZ"]["Taken by others"] == "40.0%"
+    assert (rows["ZeRO-3"]["n"], rows["ZeRO-3"]["Taken by others"]) == ("3", "1.0%")
+    assert "more than 5% of the processors" in tables.summary(derived).caption
+
+
+def test_where_nobody_knows_who_had_the_processors_the_caption_says_so() -> None:
+    """Of one record without the machine's seconds the cell is empty, and the caption names the reasons."""
+    records = records_of("quickstart", repeats=1)
+    records[0] = records[0].model_copy(update={"processor_use": None})
+    table = tables.time(derive(frames_of(records)))
+    assert _printed(table)["ZeRO-3"]["Taken by others"] == wording.NOTHING
+    assert "no /proc/stat" in table.caption
+    assert "no /proc/stat" not in tables.time(derive(frames_of(records_of("quickstart")))).caption
+
+
+def test_the_loss_says_of_what_and_when() -> None:
+    """Its column is that of validation, and the caption has unit, data and steps."""
+    table = tables.summary(derive(frames_of(records_of("quickstart"))))
+    assert "Validation loss" in [column.title for column in table.columns]
+    assert (
+        "in nats, on data held back from training, at the end of each trial, after 5 steps" in table.caption
+    )
