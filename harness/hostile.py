@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.laws import Case, Claim, Subject, Violation, attempt, block_slices, raised, title
-from impl.codec import LARGEST, SMALLEST_NORMAL, Block, Dtype, Law
+from harness.laws import Case, Claim, Duty, Subject, Violation, attempt, block_slices, place, raised, title
+from harness.levels import edge_rows
+from impl.codec import LARGEST, SMALLEST_NORMAL, Block, Dtype, Law, Raw
 from impl.noise import OCTET, Noise
 from impl.reference import DTYPES
 
@@ -103,10 +104,12 @@ def cases(draw: st.DrawFn, block: Block, kinds: tuple[Dtype, ...] = get_args(Dty
     )
 
 
-def standing(block: Block, kinds: tuple[Dtype, ...]) -> list[Case]:
+def standing(subject: Subject, claim: Claim) -> list[Case]:
     """What is tried always and first: all ties of each format, and blocks on three scales, the last short.
 
-    A largest element stands beside each tie, so that steps are 1 whatever the block.
+    A largest element stands beside each tie, so that steps are 1 whatever the block.  Of a codec of ours
+    also the edges between its levels (:mod:`harness.levels`): bits are compared there in each type of the
+    subject, and the laws are tried on the specification, of which equal bits inherit them.
     """
     found = [(float(top), torch.arange(-top, top) + 0.5) for top in _LARGEST_CODES]
     for largest, mantissa in _LARGEST_ELEMENTS:
@@ -114,13 +117,21 @@ def standing(block: Block, kinds: tuple[Dtype, ...]) -> list[Case]:
         middles = (steps[:, None] * torch.tensor([0.25, 0.5, 1.0, 2.0])).flatten()
         found.append((largest, torch.cat([middles, -middles])[torch.cat([middles, middles]) < largest]))
     x = [torch.stack([torch.full_like(ties, top), ties], dim=1).flatten() for top, ties in found]
-    size = 16 if block == "shard" else min(block, LONGEST // 3)
+    size = 16 if subject.block == "shard" else min(subject.block, LONGEST // 3)
     blocks = torch.arange(2 * size + 7) // size
     one = x[2].repeat(-(-len(blocks) // len(x[2])))[: len(blocks)]
     x.append(one * torch.tensor([1.0, 8.0, 0.125])[blocks.clamp(max=2)])
+    kinds, codec, noise = subject.kinds, subject.codec, Noise((1, 2, 3, 4))
     kind: Dtype = "fp32" if "fp32" in kinds else kinds[0]
-    noise = Noise((1, 2, 3, 4))
-    return [Case(x=row[:LONGEST].to(DTYPES[kind]), out=kind, power=1, noise=noise) for row in x]
+    cases = [Case(x=row[:LONGEST].to(DTYPES[kind]), out=kind, power=1, noise=noise) for row in x]
+    if codec is not None and not isinstance(codec, Raw):
+        tried = kinds if claim is Duty.BITS else (kind,) if subject.specification else ()
+        cases += [
+            Case(x=row, out=each, power=1, noise=noise)
+            for each in tried
+            for row in edge_rows(codec, each, noise)
+        ]
+    return cases
 
 
 def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Violation | None:
@@ -130,7 +141,7 @@ def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Viola
     is tried on a tenth as many rows, and of the first that breaks it the first block is shown.
     """
     costly = claim is Law.UNBIASED
-    for case in [] if costly else standing(subject.block, subject.kinds):
+    for case in [] if costly else standing(subject, claim):
         if violation := violation_of(subject, claim, case):
             if violation_of(subject, claim, case) is None:
                 return _once(claim, case)
@@ -184,22 +195,31 @@ def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return Violation(f"raised {raised(error)}", case.x)
+        where = place(error)
+        return Violation(f"raised {raised(error)}{where and f', at {where}'}", case.x)
     return None
 
 
 def _of_few(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """The violation of a simple row, of one element, or of one beside the largest, where there is one."""
+    """The violation of a simple row, of one element, or of one beside the largest, or beside both ends, where
+    there is one; with random bits, which belong to places, of an octet where it stands.
+    """
     for simple in _SIMPLE:
         if violation := violation_of(
             subject, claim, replace(case, x=torch.tensor(simple, dtype=case.x.dtype))
         ):
             return violation
-    largest = case.x[case.x.abs().argmax()].view(1)
+    largest, ends = case.x[case.x.abs().argmax()].view(1), torch.stack(case.x.aminmax())
     for value in case.x.unique():  # type: ignore[no-untyped-call]  # torch's own
-        for row in (value.view(1), torch.cat([largest, value.view(1)])):
+        for beside in (largest[:0], largest, ends):
+            row = torch.cat([beside, value.view(1)])
             if violation := violation_of(subject, claim, replace(case, x=row)):
                 return violation
+    for start in range(0, case.x.numel(), OCTET) if subject.promises.stochastic else ():
+        noise = replace(case.noise, start=case.noise.start + start)
+        octet = replace(case, x=case.x[start : start + OCTET].clone(), noise=noise)
+        if violation := violation_of(subject, claim, octet):
+            return violation
     return None
 
 

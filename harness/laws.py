@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import enum
 import math
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 import torch
@@ -30,6 +33,9 @@ _EXPONENTS: Final = 30  # POWER_OF_TWO keeps elements above 2^-30 of 1 and scale
 _FP16_EXPONENTS: Final = 6  # the same for a cast to fp16, whose normal range is 2^-14 to 2^16
 _MODERATE: Final = 2.0**64  # a bound of a block of such magnitudes is finite in fp32 too
 _QUIET: Final = Noise((0, 0, 0, 0))
+_HERE: Final = Path(__file__).resolve().parent
+_OURS: Final = (_HERE, _HERE.parent / "impl")
+_LIBRARIES: Final = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 
 class Duty(enum.Enum):
@@ -142,6 +148,27 @@ def raised(error: BaseException) -> str:
     """An error in one line: its type, and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def place(error: BaseException) -> str:
+    """Where an error was raised, as ``mine.py line 12, in encode: frame[at] = scale``; empty if nobody knows.
+
+    That is the innermost line of somebody's own, of ours where there is none; not of a library.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [frame for frame in frames if not _stands_in(frame.filename, _LIBRARIES)]
+    own = [frame for frame in found if not _stands_in(frame.filename, _OURS)]
+    ours = [frame for frame in found if not _stands_in(frame.filename, _OURS[:1])]
+    if not (own or ours):
+        return ""
+    frame = (own or ours)[-1]
+    file = Path(frame.filename)
+    name = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{name} line {frame.lineno}, in {frame.name}: {frame.line}".removesuffix(": ")
+
+
+def _stands_in(file: str, folders: tuple[Path, ...]) -> bool:
+    return file.startswith("<frozen ") or any(Path(file).is_relative_to(folder) for folder in folders)
 
 
 def block_slices(block: Block, numel: int) -> Iterator[slice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.hostile import LONGEST, cases, rows, search, violation_of
+from harness.hostile import LONGEST, cases, rows, search, standing, violation_of
 from harness.laws import Case, Claim, Duty, Subject, Violation, attempt, block_slices
 from harness.subject import missing, of_codec, of_object, served
 from impl import reference
-from impl.codec import Codec, Law, parse
+from impl.codec import Codec, IntCodec, Law, parse
 from impl.noise import Noise
 from tests.strategies import codecs, stochastic_codecs
 
@@ -300,7 +301,7 @@ def test_honest_codecs_of_others_pass(toy: type[Toy]) -> None:
         (Stale, Duty.FRAME, 1, "depends on more than its frame"),
         (Grasping, Duty.FRAME, 1, "encoding changed element 0"),
         (Consuming, Duty.FRAME, 1, "decoding changed byte 0 of 5"),
-        (Leaving, Duty.FRAME, 1, "raised SystemExit: 0"),
+        (Leaving, Duty.FRAME, 1, "raised SystemExit: 0, at "),
         (Forgetful, Law.BOUND, 1, "above the bound"),
         (Boundless, Law.BOUND, 1, "error_bound(0, 0, 'fp32') is nan"),
         (Infinite, Law.BOUND, 1, "error_bound(0, 0, 'fp32') is inf"),
@@ -382,9 +383,28 @@ def test_what_a_codec_raises_is_a_violation() -> None:
             super().encode(x, frame)
 
     violation = broken(Fragile, Law.ZERO)
-    assert str(violation) == "raised IndexError: no room for a fourth"
+    assert re.fullmatch(
+        r"raised IndexError: no room for a fourth, at tests/harness/test_laws\.py line \d+, in encode: "
+        r'raise IndexError\("no room for a fourth"\)',
+        str(violation),
+    )
     assert violation is not None
     assert violation.x.numel() == 4
+
+
+def test_what_a_library_raises_is_shown_where_it_was_called() -> None:
+    """The line is the codec's own, not torch's, and not one of ours that it called."""
+
+    class Misshapen(Toy):
+        def decode(self, frame: Tensor, out: Tensor) -> None:
+            torch.nn.functional.linear(out, torch.zeros(3, 2, 1))
+
+    class Misled(Toy):
+        def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
+            reference.encode(parse("int8:4"), x, frame[:0])
+
+    assert ", in decode: torch.nn.functional.linear(" in str(broken(Misshapen, Law.ZERO))
+    assert "in encode: reference.encode(" in str(broken(Misled, Law.ZERO))
 
 
 def test_what_does_not_repeat_is_said_to() -> None:
@@ -445,3 +465,49 @@ def test_ties_and_short_last_blocks_are_tried_with_every_seed(kind: Any, most: i
     violation = search(of_object("theirs", kind()), Duty.BITS, examples=1, seed=seed)
     assert violation is not None
     assert violation.x.numel() <= most
+
+
+def reciprocal(text: str, *, of_scale: bool) -> Subject:
+    """The codec as a kernel that multiplies by 1 / scale, or by top / largest element, and never divides."""
+    codec = parse(text)
+    assert isinstance(codec, IntCodec)
+    honest = of_codec(codec, "reference")
+    top = (1 << (codec.bits - (not codec.asymmetric))) - 1
+
+    def encode(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
+        wide = x.float()
+        low, high = wide.min(), wide.max()
+        if not codec.asymmetric:
+            low, high = torch.zeros(()), wide.abs().max()
+        divisor = torch.tensor(float(top))
+        scale = (high / divisor - low / divisor).clamp(min=2.0**-126)
+        factor = 1 / scale if of_scale else divisor / (high - low)
+        quotients = (wide - low) * factor
+        if noise is not None:
+            bits = reference.random_bits(noise, x.shape[:-1], x.shape[-1], x.device).float()
+            quotients = quotients + (bits * 2.0**-16 - (0.5 - 2.0**-17))
+        coded = low + quotients.round().clamp(-top, top) * scale  # which the reference gives the same codes
+        kept = (wide == high) | (wide == (low if codec.asymmetric else -high)) | ~coded.isfinite()
+        honest.encode(torch.where(kept, wide, coded), frames, noise)
+
+    return replace(honest, encode=encode, specification=False, kinds=("fp32",))
+
+
+@pytest.mark.parametrize("of_scale", [True, False])
+@pytest.mark.parametrize("option", ["", ":asym", ":stochastic", ":asym:stochastic"])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_a_product_instead_of_a_quotient_is_found(bits: int, option: str, of_scale: bool) -> None:
+    """For every width and scheme, in the first rows that are tried, by a row of a few elements."""
+    subject = reciprocal(f"int{bits}:shard{option}", of_scale=of_scale)
+    violations = (violation_of(subject, Duty.BITS, case) for case in standing(subject, Duty.BITS))
+    assert any("(codes)" in str(one) for one in violations)
+    found = search(subject, Duty.BITS, examples=1, seed=0)
+    assert found is not None
+    assert found.x.numel() <= (8 if ":stochastic" in option else 3)
+
+
+@pytest.mark.parametrize("text", ["int4:64", "int4:64:asym", "int2:5", "mxfp4", "fp8e4m3:32:stochastic"])
+def test_honest_kernels_pass_at_the_edges_of_levels(text: str) -> None:
+    """What equals the reference is not blamed on the rows that are tried first."""
+    subject = claiming(text, lambda _: None)
+    assert not any(violation_of(subject, Duty.BITS, case) for case in standing(subject, Duty.BITS))

@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from harness.levels import edge_rows
 from impl import reference
 from impl.codec import Blocked, Codec, IntCodec, Raw, parse
 from impl.noise import Key, Noise
@@ -195,6 +196,24 @@ def test_hostile_blocks_are_coded_as_the_reference_does(
     backend.run.order = order
     for values in (x, broken):
         check(backend, codec, values.to(kind), out, skew=0 if isinstance(codec, Raw) else skew)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [*(f"int{b}:{{}}{s}" for b in range(2, 9) for s in ("", ":asym")), "fp8e4m3:{}", "fp8e5m2:{}",
+     "mxfp8", "mxfp8e5m2", "mxfp4"],
+)  # fmt: skip
+@pytest.mark.parametrize("option", ["", ":stochastic"])
+def test_every_edge_between_two_levels_is_rounded_as_the_reference_does(
+    backend: Backend, head: str, option: str
+) -> None:
+    """Ties, and the numbers beside them, at scales where a reciprocal's product is not the quotient."""
+    for index, (kind, dtype) in enumerate(reference.DTYPES.items()):
+        codec = parse(head.format((64, "shard", 100)[index]) + option)
+        assert not isinstance(codec, Raw)
+        noise = Noise(KEY.noise(0).words)
+        for row in edge_rows(codec, kind, noise):
+            check(backend, codec, row, dtype, noise=noise if option else None)
 
 
 @BUDGET
