@@ -27,6 +27,7 @@ from harness.bench_record import Bench, BenchError, Kind, Subject
 app = typer.Typer(
     help="Measure codecs beside a copy, collectives beside gloo's own, engines beside peers and compute.",
     no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 Result = TypeVar("Result")
