@@ -217,15 +217,15 @@ def build(model: Model, sequence: int) -> nn.Module:
 
     Args:
         model: a preset with changed sizes, or ``module:function``, which is called with
-            ``sequence`` and the arguments.
+            ``sequence`` and the arguments, all by name.
         sequence: tokens of a sequence.
 
     Raises:
         WorkloadError: unknown name, unknown argument, sizes that do not fit, or a function that
-            returns something else than a module.
+            does not take what it is called with, or returns something else than a module.
     """
     if ":" in model.name:
-        built = _user_function(model.name)(sequence=sequence, **model.arguments)
+        built = _user_function(model, sequence)(sequence=sequence, **model.arguments)
         if not isinstance(built, nn.Module):
             raise WorkloadError(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
         return built
@@ -273,8 +273,9 @@ def shape_of(model: Model) -> Shape:
     return shape
 
 
-def _user_function(name: str) -> Callable[..., object]:
+def _user_function(model: Model, sequence: int) -> Callable[..., object]:
     """The function behind ``module:function``; modules of the working folder count."""
+    name = model.name
     module_name, _, function_name = name.partition(":")
     see_working_folder()
     try:
@@ -285,6 +286,19 @@ def _user_function(name: str) -> Callable[..., object]:
         raise WorkloadError(f"model {name!r}: cannot import {module_name!r}: {error}") from error
     if function is None or not callable(function):
         raise WorkloadError(f"model {name!r}: {module_name} has no function {function_name!r}")
-    if "sequence" not in inspect.signature(function).parameters:
-        raise WorkloadError(f"model {name!r}: the function has no parameter 'sequence'")
+    if "sequence" in model.arguments:
+        raise WorkloadError(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of what is not written in Python: calling it says what it takes
+        return function
+    given: dict[str, object] = {"sequence": sequence, **model.arguments}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        call = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise WorkloadError(
+            f"model {name!r}: called as {function_name}({call}), with model.arguments beside the suite's "
+            f"sequence, but it is {function_name}{signature}: {error}"
+        ) from None
     return function

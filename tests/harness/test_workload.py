@@ -152,11 +152,41 @@ def not_a_model(sequence: int) -> int:
     return sequence
 
 
+def without_sequence(width: int = 4) -> nn.Module:
+    return nn.Linear(width, 1)
+
+
+def by_place(sequence: int, /) -> nn.Module:
+    return nn.Linear(sequence, 1)
+
+
+def of_anything(**sizes: int) -> nn.Module:
+    return nn.Linear(sizes["sequence"], 1)
+
+
 def test_a_users_function_builds_the_model() -> None:
     """``module:function`` is called with the sequence and the arguments."""
     model = build(Model(name=f"{__name__}:custom", arguments={"width": 8}), 16)
     assert isinstance(model, GPT)
     assert model.positions.weight.shape == (16, 8)
+    assert isinstance(build(Model(name=f"{__name__}:of_anything", arguments={"depth": 2}), 16), nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("without_sequence", {"width": 3}, "(sequence=16, width=3), .* but it is without_sequence\\(width: "),
+        ("by_place", {}, "(sequence=16), .* but it is by_place\\(sequence: 'int', /\\)"),
+        ("custom", {"widht": 3}, "(sequence=16, widht=3), .* unexpected keyword argument 'widht'"),
+        ("custom", {"sequence": 3}, "model.arguments has 'sequence', which is the suite's own field"),
+    ],
+)
+def test_a_function_of_another_signature_is_refused(name: str, arguments: dict[str, int], words: str) -> None:
+    """In one line: how it is called, and what it takes."""
+    words = words.replace("(sequence", "\\(sequence", 1).replace("), .*", "\\), .*")
+    with pytest.raises(WorkloadError, match=words) as caught:
+        build(Model(name=f"{__name__}:{name}", arguments=arguments), 16)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +201,7 @@ def test_a_users_function_builds_the_model() -> None:
         (Model(name="no_such_module:f"), "cannot import 'no_such_module'"),
         (Model(name=f"{__name__}:nothing"), "no function 'nothing'"),
         (Model(name=f"{__name__}:not_a_model"), "not an nn.Module"),
-        (Model(name="os.path:join"), "no parameter 'sequence'"),
+        (Model(name="os.path:join"), "called as join.sequence=16.*unexpected|missing"),
         (Model(name="vit-tiny", arguments={"classes": 5}), "unknown argument 'classes'"),
     ],
 )
