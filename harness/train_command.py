@@ -15,7 +15,7 @@ from harness.flops import PRESETS, GPTShape
 from harness.plan import this_host
 from harness.rank import Progress, Refusal
 from impl.checkpoint_files import read_manifest, resolve
-from impl.deepspeed import Recipe, laid_out, load
+from impl.deepspeed import DeepSpeedError, Recipe, laid_out, load
 from impl.topology import Topology
 
 if TYPE_CHECKING:
@@ -134,7 +134,11 @@ def train(
         checkpoints=Checkpoints(load=resume, save=save, every=save_every, keep=keep),
     )
     try:
-        job, found = job_of({} if deepspeed_config is None else load(deepspeed_config), asked)
+        configuration = {} if deepspeed_config is None else load(deepspeed_config)
+    except DeepSpeedError as error:  # names the file
+        raise TrainError(str(error)) from None
+    try:
+        job, found = job_of(configuration, asked)
     except (Refusal, ValueError) as error:
         raise TrainError(f"{deepspeed_config or 'flags'}: {error}") from None
     speaks = not torchrun or os.environ.get("RANK", "0") == "0"

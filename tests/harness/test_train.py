@@ -347,6 +347,16 @@ def test_flags_that_cannot_be_are_refused(
 
 
 @pytest.mark.parametrize(
+    "text", ["[1, 2]", "{", '{"a": 1, "a": 2}', "\0", '{"zero_optimization": {"stage": 9}}']
+)
+def test_a_wrong_configuration_is_named_once(
+    text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it is no JSON, no table, or says what cannot be."""
+    assert refusal(capfd, "--deepspeed-config", config(tmp_path, text)).count("ds.config") == 1
+
+
+@pytest.mark.parametrize(
     ("table", "flags", "words"),
     [
         ({"zero_optimization": {"stage": 2}}, ["--zero-stage", "3"], "--zero-stage 3, but .* stage = 2"),
