@@ -45,6 +45,7 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from harness.flops import PRESETS as MODELS
 from harness.suite import PEERS, PolicyChanges, Trial, following_model, suggestion
 from impl.codec import Codec, Raw, parse
 from impl.deepspeed import DeepSpeedError
@@ -241,7 +242,7 @@ class _Expansion:
         try:
             return json.dumps(load_configuration(self.path.parent / value))
         except DeepSpeedError as error:
-            self._refuse(f"{_CONFIGURATION} = {_text(value)}: {error}")
+            self._refuse(f"{_CONFIGURATION}: {error}")  # which names the file
 
     def _axes(self) -> list[list[_Settings]]:
         """Each axis as the settings of its points; a zip is one axis."""
@@ -318,13 +319,25 @@ class _Expansion:
                 place = place.setdefault(part, {})
             place[leaf] = setting.value
         try:
-            return Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
+            trial = Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
         except ValidationError as error:
             errors = error.errors()
             path = _path_of(errors[0], settings)
             same = [e for e in errors if _path_of(e, settings) == path]
             setting = settings[path]
             self._refuse(f"{setting.table} {path} = {_text(setting.value)}: {_allowed(same)}")
+        self._check_model(settings, trial.model.name)
+        return trial
+
+    def _check_model(self, settings: _Settings, name: str) -> None:
+        """Refuse a model that has no name here; whether a function can be called, building it says."""
+        if name in MODELS or ":" in name:
+            return
+        table = settings["model.name"].table if "model.name" in settings else "[defaults]"
+        self._refuse(
+            f"{table} model.name = {_text(name)}: expected one of {', '.join(MODELS)} or "
+            f"'module:function'{suggestion(name, MODELS)}"
+        )
 
     def _fitting(self, settings: _Settings, trial: Trial, kept: dict[str, None]) -> _Settings:
         """A cell without what would make its strategy another, unless it was stated for the strategy."""

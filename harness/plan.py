@@ -19,7 +19,7 @@ from harness.memory import on_device, on_host, without_training
 from harness.suite import RECIPE, Model, Trial
 from impl import traffic
 from impl.deepspeed import Finding, laid_out
-from impl.geometry import GeometryError, UnitGeometry
+from impl.geometry import GeometryError, PaddingError, UnitGeometry
 from impl.hosts_traffic import predict_hosted
 from impl.policy import Policy, PolicyError
 from impl.topology import Topology
@@ -165,7 +165,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     try:
         units = plan_units(model, topology, policy)
     except (GeometryError, PolicyError, ZeroError) as error:
-        return Forecast(trial, parameters, problems=(*problems, str(error)))
+        return Forecast(trial, parameters, problems=(*problems, f"{error}{_of_others(trial, error)}"))
     inter, intra = per_node_bytes(policy, topology, units, trial)
     rate = trial.cluster.rate
     memory = traffic.memory(policy, topology, units, micro_batches=trial.accumulation)
@@ -200,7 +200,7 @@ def _hosted(
     try:
         units = hosted_units(trial.host, model, topology, policy)
     except (GeometryError, PolicyError, HostError) as error:
-        return Forecast(trial, parameters, problems=(*problems, str(error)))
+        return Forecast(trial, parameters, problems=(*problems, f"{error}{_of_others(trial, error)}"))
     sent: dict[str, int] = {"inter": 0, "intra": 0}
     for rank in range(topology.ranks_per_node):
         rows = predict_hosted(trial.host, policy, topology, units, rank=rank, events=_events(trial))
@@ -219,6 +219,19 @@ def _hosted(
         None if rate is None else sent["inter"] * 8 / (rate * 1e6),
         problems + _too_big(trial, host, memory),
         beyond_limit(trial, memory),
+    )
+
+
+def _of_others(trial: Trial, error: Exception) -> str:
+    """Why a trial is padded for blocks that its own policy does not have; empty if it has them."""
+    alone = trial.model_copy(
+        update={"policy": trial.policy.model_copy(update={"align": 1})}
+    ).resolved_policy()
+    if not isinstance(error, PaddingError) or alone is None or alone.grain % trial.policy.align == 0:
+        return ""
+    return (
+        f" (it is laid out for policy.align = {trial.policy.align}, the blocks of all policies of its suite; "
+        f"its own are of {alone.grain})"
     )
 
 

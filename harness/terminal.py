@@ -42,6 +42,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     other = (str(finding) for one in rows for finding in one.findings if finding.kind != "honoured")
     for line in (*suite.kept, *dict.fromkeys(other)):
         out.print(escape(line))
+    notes = _notes(rows)
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     offloading = ("on the host", "to and from it/step") if any(_host_bytes(one) for one in rows) else ()
     for name in varying or ["strategy"]:
@@ -62,15 +63,29 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             NONE if one.wire_seconds is None else f"{one.wire_seconds:.3f}",
             NONE if one.memory is None else gib(sum(on_device(one.memory).values())),
             *((gib(_host_bytes(one)), _size(one.copied)) if offloading else ()),
-            "no" if one.problems else "over its limit" if one.beyond_limit else "yes",
+            _runs(one, notes),
         )
     out.print(table)
-    problems: dict[str, int] = {}
-    for one in rows:
-        for problem in one.problems:
-            problems[problem] = problems.get(problem, 0) + 1
-    for problem, count in problems.items():
-        out.print(f"cannot run here ({count} of {len(rows)} cells): {escape(problem)}")
+    for number, why in enumerate(notes, 1):
+        count = sum(why in _reasons(one) for one in rows)
+        what = "over its limit" if any(one.beyond_limit == why for one in rows) else "cannot run here"
+        out.print(f"{number}: {what} ({count} of {len(rows)} cells): {escape(why)}", soft_wrap=True)
+
+
+def _reasons(one: Forecast) -> tuple[str, ...]:
+    """Why a cell cannot run here or, where it can, why it will be a failure on record."""
+    return one.problems or ((one.beyond_limit,) if one.beyond_limit else ())
+
+
+def _notes(rows: Sequence[Forecast]) -> list[str]:
+    """All reasons, each once, in the order of the rows: what the numbers in the last column mean."""
+    return list(dict.fromkeys(why for one in rows for why in _reasons(one)))
+
+
+def _runs(one: Forecast, notes: Sequence[str]) -> str:
+    """The last column: "yes", or why not, by number."""
+    numbers = ", ".join(str(notes.index(why) + 1) for why in _reasons(one))
+    return f"no: {numbers}" if one.problems else f"over its limit: {numbers}" if one.beyond_limit else "yes"
 
 
 def _host_bytes(one: Forecast) -> int:

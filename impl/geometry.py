@@ -207,8 +207,8 @@ def lay_out(
     if padding > max_padding * unit.numel:
         raise PaddingError(
             f"unit {name!r}: {padding} of {padded} elements would be padding "
-            f"({padding / max(unit.numel, 1):.1%} of {unit.numel}, allowed {max_padding:.1%}) for "
-            f"blocks of {grain} on {world} ranks; use smaller blocks or raise max_padding"
+            f"({padding / max(unit.numel, 1):.1%} of {unit.numel}, allowed {max_padding:.1%} by "
+            f"max_padding) for blocks of {grain} on {world} ranks; use smaller blocks or raise max_padding"
         )
     return unit
 

@@ -423,4 +423,6 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, fields: str,
     """In one line that names the suite's file."""
     (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
     strategy = "" if "strategy =" in fields else 'strategy = "recipe"\n'
-    assert words in refusal(tmp_path, f"[defaults]\n{strategy}{fields}\n")
+    line = refusal(tmp_path, f"[defaults]\n{strategy}{fields}\n")
+    assert words in line
+    assert line.count("none.json") == ("none.json" in fields)
