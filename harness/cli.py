@@ -10,6 +10,7 @@ from __future__ import annotations
 from harness.interrupt import INTERRUPTED
 
 # isort: split
+import inspect
 import re
 import signal
 import sys
@@ -29,7 +30,7 @@ from harness.once import saying
 from harness.plan import Forecast, PlanError, forecast, this_host
 from harness.record import Record, RecordError, path_of, read, read_all
 from harness.suite import Trial
-from impl.checkpoint_files import check_size, checkpoints, read_manifest, resolve
+from impl.checkpoint_files import check_size, checkpoints, read_manifest, resolve, verify
 from impl.disk import CheckpointError
 
 OK: Final = 0
@@ -41,6 +42,7 @@ app = typer.Typer(
     help="ZeRO-3 against ZeRO++: a suite file in, a report out.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut the names of options where lines are short
 )
 
 app.add_typer(bench.app, name="bench")
@@ -145,25 +147,42 @@ def doctor() -> None:
 @app.command("checkpoints")
 def list_checkpoints(
     folder: Annotated[Path, typer.Argument(help="A folder of checkpoints, or one.", metavar="FOLDER")],
+    *,
+    digests: Annotated[
+        bool, typer.Option("--verify", help="Read every file, and compare its SHA-256 with the manifest's.")
+    ] = False,
 ) -> None:
-    """List checkpoints, oldest first, and what is in them; status 2 if files are missing or cut short."""
-    found = checkpoints(folder) or [resolve(folder)]
-    manifests = [read_manifest(path) for path in found]
+    """List checkpoints, oldest first, and what is in them; status 2 if one is broken.
+
+    Manifests are checked by their own digests and files by their sizes, always; what files hold only with
+    --verify, which reads all of it.
+    """
     broken: list[CheckpointError] = []
-    for path, manifest in zip(found, manifests, strict=True):
-        optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
+    for path in checkpoints(folder) or [resolve(folder)]:
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            broken.append(error)
+            print(f"{path}: BROKEN: {error}")
+            continue
+        state = "sizes and digests checked" if digests else "sizes checked, contents not (--verify)"
         try:
             for file in manifest.files:
                 check_size(path, file)
+            if digests:
+                verify(path, manifest.files)
         except CheckpointError as error:
             broken.append(error)
+            state = f"BROKEN: {error}"
+        optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
         print(
             f"{path}: step {manifest.step}, {manifest.numel:,} elements in {len(manifest.parameters)} "
             f"parameters, optimizers {optimizers}, {manifest.nbytes:,} bytes in {len(manifest.files)} files, "
-            f"from {manifest.topology} ranks at stage {manifest.of.get('stage')}; {manifest.writer}"
+            f"from {manifest.topology} ranks at stage {manifest.of.get('stage')}; {manifest.writer}; {state}"
         )
     if broken:
-        raise broken[0]
+        more = f" (the first of {len(broken)} that are broken)" if len(broken) > 1 else ""
+        raise CheckpointError(f"{broken[0]}{more}")
 
 
 @app.command("export")
@@ -280,6 +299,19 @@ def _there(results: Path) -> str:
     """Names of the suites that have results."""
     there = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
     return ", ".join(there) or "no suites"
+
+
+def _say_whole(group: typer.Typer) -> None:
+    """Let a group's help give its commands' first lines whole: by itself it cuts them to the terminal."""
+    for command in group.registered_commands:
+        command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None  # noqa: S101  # each was added with one
+        inner.short_help = inner.typer_instance.info.help
+        _say_whole(inner.typer_instance)
+
+
+_say_whole(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,9 +17,8 @@ from harness import cli, machine
 from harness.record import SCHEMA_VERSION, Failure, LedgerRow, Memory, RankRecord, Record, Step, write
 from harness.suite import Trial
 
-HEAD = (
-    'name = "q"\nquestion = "?"\n[defaults]\nmodel.name = "gpt-tiny"\nsequence = 32\ntokens_per_rank = 64\n'
-)
+TOP = 'name = "q"\nquestion = "?"\n'
+HEAD = f'{TOP}[defaults]\nmodel.name = "gpt-tiny"\nsequence = 32\ntokens_per_rank = 64\n'
 SMALL = 'policy.weights = "int8:64"\npolicy.gradients = "int4:64"\n'
 
 
@@ -225,6 +224,40 @@ def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot run here" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("table", ["defaults", "matrix"])
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_an_unknown_model_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str, table: str
+) -> None:
+    """With the names there are, before a table of empty rows is printed."""
+    name = '"gpt-smal"' if table == "defaults" else '["gpt-tiny", "gpt-smal"]'
+    error = refused(folder, capsys, command, suite(folder, f"[{table}]\nmodel.name = {name}\n", TOP))
+    assert f'[{table}] model.name = "gpt-smal": expected one of gpt-tiny, gpt-small, ' in error
+    assert "vit-small or 'module:function'; did you mean 'gpt-small'?" in error
+
+
+def test_plan_says_which_limit_stops_each_cell(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a number in its row and a line with the limit's numbers, of memory limits too."""
+    padded = 'policy.weights = "int8:4096"\n[matrix]\nstrategy = ["zero3", "zeropp", "ddp"]\n'
+    suite(folder, padded + 'memory_limit = ["1 MiB", "1 GiB"]\n')
+    assert cli.main(["plan", "q.toml"]) == cli.SOME_FAILED
+    text = capsys.readouterr().out
+    lines = [line.rstrip() for line in text.splitlines()]
+    said = {line.partition(":")[0]: line for line in lines if line[:2] in ("1:", "2:", "3:")}
+    (limit,) = [
+        number for number, line in said.items() if "over its limit (1 of 6 cells): a rank holds " in line
+    ]
+    assert "memory_limit is 1,048,576" in said[limit]
+    ends = {name: {line[-9:] for line in lines if line.split()[:1] == [name]} for name in ("zero3", "zeropp")}
+    for name, own in (("zero3", True), ("zeropp", False)):
+        ((_, _, number),) = (end.rpartition("no: ") for end in ends[name])
+        assert "elements would be padding" in said[number]
+        assert "allowed 5.0% by max_padding) for blocks of 4096 on 4 ranks" in said[number]
+        assert ("for policy.align = 4096, the blocks of all policies of its suite" in said[number]) == own
+    found = sorted(line.rpartition("  ")[2] for line in lines if line.split()[:1] == ["ddp"])
+    assert found == [f"over its limit: {limit}", "yes"]
+
+
 def test_plan_tells_what_became_of_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it says of keys is of the model: ZeRO++ does nothing for a toy whose parameters persist."""
     table = "{ stage = 3, zero_quantized_weights = true, overlap_comm = true }"
@@ -326,6 +359,36 @@ def test_module_and_lazy_torch() -> None:
     )
     assert done.returncode == cli.REFUSED
     assert done.stderr.count("\n") == 1
+
+
+COMMANDS = [
+    (), ("plan",), ("run",), ("show",), ("report",), ("train",), ("doctor",), ("checkpoints",), ("export",),
+    ("bench",), *(("bench", name) for name in ("codecs", "collectives", "engine", "overlap")),
+    ("check",), ("check", "codecs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_cuts_nothing(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 80 columns every option's name and every command's line of help is whole."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    assert cli.main([*command, "--help"]) == cli.OK
+    text = capsys.readouterr().out
+    assert "\u2026" not in text
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
+    assert "--help" in text
+    for cut in (line for line in text.splitlines() if line.rstrip().endswith("...")):
+        assert cut.startswith("Usage: ")
+    if command == ("train",):
+        for name in (
+            "--deepspeed-activation-checkpointing",
+            "--pipeline-model-parallel-size",
+            "--save-interval",
+        ):
+            assert name in text
 
 
 def test_nothing_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,50 @@ def test_a_checkpoint_that_is_cut_short_is_told(tmp_path: Path, capsys: pytest.C
     assert re.search(r"rank-00001.safetensors: 100 bytes, the manifest says \d+\n$", told.err)
 
 
+def _altered(file: Path) -> None:
+    """One bit of the last byte is another."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_what_was_checked_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An altered file has its size: a listing says that contents were not checked, and --verify finds it."""
+    on_threads(Topology(2, 1), _saved, tmp_path, NET)
+    assert main(["checkpoints", str(tmp_path), "--verify"]) == 0
+    assert all(line.endswith("; sizes and digests checked") for line in capsys.readouterr().out.splitlines())
+    _altered(tmp_path / "checkpoint-000001" / "rank-00001.safetensors")
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.endswith("; sizes checked, contents not (--verify)") for line in lines)
+    assert main(["checkpoints", str(tmp_path), "--verify"]) == 2
+    told = capsys.readouterr()
+    first, second = told.out.splitlines()
+    words = "rank-00001.safetensors: altered since it was written: its digest is another"
+    assert re.search(rf"checkpoint-000001: step 0, .*; BROKEN: .*{words}$", first)
+    assert second.endswith("; sizes and digests checked")
+    assert told.err.endswith(f"{words}\n")
+    assert main(["export", str(tmp_path / "checkpoint-000001"), str(tmp_path / "out")]) == 2
+
+
+def test_a_broken_manifest_hides_no_other_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has a line; the error says how many are broken."""
+    on_threads(Topology(2, 1), _saved, tmp_path, NET)
+    manifest = tmp_path / "checkpoint-000001" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 0', '"step": 1'))
+    assert main(["checkpoints", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    first, second = told.out.splitlines()
+    assert "checkpoint-000001: BROKEN: " in first
+    assert "checkpoint-000002: step 0, " in second
+    assert "manifest.json: altered since it was written" in told.err
+    (tmp_path / "checkpoint-000002" / "rank-00000.safetensors").unlink()
+    assert main(["checkpoints", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith("(the first of 2 that are broken)\n")
+
+
 def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest of a folder, in the type asked for; the path is printed."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
