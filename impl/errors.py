@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Final
+
+_MOST_NAMED: Final = 4  # parameters of one message
+
 
 class ZeroError(RuntimeError):
     """The engine is used in a way that would train something else; the message says how."""
+
+
+class WrittenError(ZeroError):
+    """Parameters were written, or given other values, during a pass.
+
+    Attributes:
+        names: of all that are refused at once, in order, each once.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(dict.fromkeys(names))
+        count, shown = len(self.names), ", ".join(map(repr, self.names[:_MOST_NAMED]))
+        more = f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
+        was, it = ("parameter {} was", "it") if count == 1 else ("parameters {} were", "them")
+        super().__init__(
+            f"{was.format(shown + more)} written in place or through .data during a pass, which reaches no "
+            f"master: write {it} between passes, under GatheredParameters"
+        )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impl.errors import ZeroError
+from impl.errors import WrittenError, ZeroError
 from impl.masters import Masters
 from impl.module_buffers import ModuleBuffers
 from impl.nested import cast_tensors, memory_of, tensors_in
@@ -117,23 +117,30 @@ class Passes:
         return "forward" if torch.is_grad_enabled() else "evaluate"
 
     def _carry_out(self, actions: Iterable[Action], phase: Phase) -> None:
-        for action in actions:
-            unit = self._units[action.unit]
-            match action.kind:
-                case "gather":
-                    # Units gathered ahead that were then not used must not pile up.
-                    if not unit.in_use and len(self._under_way) <= MOST_AHEAD:
+        try:
+            for action in actions:
+                unit = self._units[action.unit]
+                match action.kind:
+                    case "gather":
+                        # Units gathered ahead that were then not used must not pile up.
+                        if not unit.in_use and len(self._under_way) <= MOST_AHEAD:
+                            unit.gather(phase)
+                    case "wait":
                         unit.gather(phase)
-                case "wait":
-                    unit.gather(phase)
-                    unit.wait()
-                    self._saved.gathered(unit)
-                case "release":
-                    if action.unit not in self._escaped:
-                        unit.release()
-                case "reduce":
-                    if not self.accumulating:
-                        self._reductions.ready(action.unit)
+                        unit.wait()
+                        self._saved.gathered(unit)
+                    case "release":
+                        if action.unit not in self._escaped:
+                            unit.release()
+                    case "reduce":
+                        if not self.accumulating:
+                            self._reductions.ready(action.unit)
+        except WrittenError as error:
+            raise self._with_all(error) from None
+
+    def _with_all(self, error: WrittenError) -> WrittenError:
+        """What it says, and of the units that are still gathered: who writes one often writes all."""
+        return WrittenError((*error.names, *(name for unit in self._units for name in unit.written())))
 
     # Forward
 
@@ -448,12 +455,19 @@ class Passes:
 
 
 def _release(units: Iterable[Unit]) -> None:
-    """Release all of them in order, whatever fails for one; the first error is raised at the end."""
+    """Release all of them in order, whatever fails for one; the first error is raised at the end.
+
+    Where parameters of several were written, one error names them all.
+    """
     failed: list[Exception] = []
     for unit in units:
         try:
             unit.release()
         except Exception as error:  # raised below
             failed.append(error)
-    if failed:
-        raise failed[0]
+    if not failed:
+        return
+    if isinstance(failed[0], WrittenError):
+        written = (error for error in failed if isinstance(error, WrittenError))
+        raise WrittenError(name for error in written for name in error.names)
+    raise failed[0]

@@ -7,6 +7,7 @@ without values (:mod:`impl.released`): touching one from outside asks the engine
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,14 +30,14 @@ from impl.collectives import (
     sending,
     whole_of,
 )
-from impl.errors import ZeroError
+from impl.errors import WrittenError, ZeroError
 from impl.geometry import UnitGeometry
 from impl.homes import Homes, Stay
 from impl.local_gradient import LocalGradient
 from impl.offload import MEMORY
 from impl.owned import Owned, Version, sliced
 from impl.reference import DTYPES
-from impl.released import Released, hide, keep, release, restore, unhide
+from impl.released import Released, hide, keep, keeper_of, release, restore, unhide
 from impl.secondary import Secondary
 from impl.shared import Shared
 from impl.tiers import ON_DEVICE, Tier
@@ -125,6 +126,20 @@ class _InUnit:
             raise ZeroError(f"parameter {self.name!r} of a sharded model whose engine is gone")
         unit.used_outside(self.name)
         return unit.members[self._number].parameter
+
+
+def check_plain(model: nn.Module) -> None:
+    """Refuse a model of which a part is sharded already.
+
+    Raises:
+        ZeroError: naming one of its parameters.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(keeper_of(parameter), _InUnit):
+            raise ZeroError(
+                f"parameter {name!r} of this model is sharded already: call shard() once, for a model as a "
+                "whole, and go on with the engine that it returned"
+            )
 
 
 class _Taken:
@@ -455,31 +470,34 @@ class Unit:
         Below stage 3 they stay until they change, unseen by modules.
 
         Raises:
-            ZeroError: if one was written, or given other values, since it was gathered, naming it.
+            WrittenError: if some were written, or given other values, since they were gathered, naming them
+                after those of another such error that is being handled.
         """
         self.wait()
         self._show(gathered=False)
         if not self._stays:
-            written = self._written() if self.gathered else None
-            if written is not None and self._flat is not None:
+            written = self.written()
+            if written and self._flat is not None:
                 self._lay(self._flat)  # whose memory somebody may have taken away
             self._let_go()
             self._detach()
-            if written is not None:
-                raise ZeroError(
-                    f"parameter {written!r} was written in place or through .data during a pass, which "
-                    "reaches no master: write it between passes, under GatheredParameters"
-                )
+            if written:
+                earlier = sys.exception()
+                raise WrittenError((*(earlier.names if isinstance(earlier, WrittenError) else ()), *written))
 
-    def _written(self) -> str | None:
-        """The first parameter that was written in place since it was gathered, or lies elsewhere now.
+    def written(self) -> Sequence[str]:
+        """The parameters that were written in place since they were gathered, or lie elsewhere now.
 
-        Not one that was written through a tensor that shares no version counter with it, as ``.data``.
+        Not those written through a tensor that shares no version counter with them, as ``.data``; none below
+        stage 3, where gathered weights stay.
         """
+        found: Sequence[str] = ()
+        if not self.gathered or self._stays:
+            return found
         for number, (member, mark) in enumerate(zip(self.members, self._marks, strict=True)):
             if number not in self.whole and _mark(member.parameter) != mark:
-                return self.geometry.slots[number].spec.name
-        return None
+                found = [*found, self.geometry.slots[number].spec.name]
+        return found
 
     def _let_go(self) -> None:
         """The gathered weights are not to be used any more."""

@@ -38,7 +38,7 @@ from impl.shared import Shared
 from impl.tiers import tiers_of
 from impl.topology import Axis
 from impl.traffic import kept_units
-from impl.unit import Unit
+from impl.unit import Unit, check_plain
 from impl.wire import Wire
 
 __all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
@@ -74,8 +74,9 @@ def shard(
     Raises:
         PolicyError: if the policy does not fit the topology.
         GeometryError: if a unit would be padded too much.
-        ZeroError: for what is no policy or mesh, lazy modules without shapes, blocks that overlap or are
-            not in the model, parameters that cannot be sharded, or values that differ between ranks.
+        ZeroError: for what is no policy or mesh, lazy modules without shapes, what is sharded already, blocks
+            that overlap or are not in the model, parameters that cannot be sharded, or values that differ
+            between ranks.
     """
     if not isinstance(policy, Policy):
         raise ZeroError(
@@ -85,6 +86,7 @@ def shard(
     if not isinstance(mesh, Mesh):
         raise ZeroError(f"mesh is a {type(mesh).__name__}: expected an impl.mesh.Mesh of the ranks")
     check_shapes(model)
+    check_plain(model)
     policy.check(mesh.topology)
     for device in {mesh.device, MEMORY} if policy.offload != Offload() else {mesh.device}:
         ops.prepare(device)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from impl.codec import BF16, FP32
+from impl.errors import WrittenError
 from impl.gathered import GatheredParameters
 from impl.homes import INNER_HOMES, Homes, Stay, homes_of
 from impl.mesh import Mesh
@@ -565,6 +566,46 @@ def test_a_pass_in_which_weights_were_written_has_ended(
         assert not any(unit.gathered for unit in zero.units)
         assert not zero._passes._saved.active
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+    on_threads(Topology(1, 2), body)
+
+
+class _ClampsAll(nn.Module):
+    """Blocks, and what writes all their weights once they have run, as an average of weights does."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            for block in self.blocks:
+                block.weight.mul_(0.5)
+        return x
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+@pytest.mark.parametrize(
+    ("blocks", "named"),
+    [
+        (1, "parameter 'blocks.0.weight' was written"),
+        (3, "parameters ('blocks.[012].weight'(, )?){3} were written"),
+        (6, "parameters ('blocks.[0-5].weight'(, )?){4} and 2 more were written"),
+    ],
+)
+def test_all_weights_that_were_written_are_named(blocks: int, named: str, transport: Any) -> None:
+    """Where several units are refused at once one error has all their names, up to four, and the count."""
+
+    def body(mesh: Mesh) -> None:
+        kept = replace(EXACT, memory=replace(EXACT.memory, max_reuse=10**9, max_live=10**9))
+        net = _ClampsAll(blocks)
+        zero = _engine(mesh, net, kept, transport=transport)
+        with pytest.raises(ZeroError, match=named) as caught:
+            _round(zero, net(batch(0, mesh.rank, 8)).sum())
+        assert isinstance(caught.value, WrittenError)
+        assert sorted(caught.value.names) == [f"blocks.{index}.weight" for index in range(blocks)]
 
     on_threads(Topology(1, 2), body)
 

@@ -23,7 +23,7 @@ from impl.topology import Topology
 from impl.traffic import Event, memory, predict
 from impl.wire import Transport, Wire
 from impl.zero import ZeroError, plan_units, shard
-from tests.impl.test_zero_models import Stack
+from tests.impl.test_zero_models import Stack, data
 from tests.models import Odd
 from tests.ranks import on_processes, on_threads
 from tests.strategies import ROOMY, policies, topologies
@@ -387,6 +387,23 @@ def test_what_is_no_policy_is_refused() -> None:
         shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
     with pytest.raises(ZeroError, match=r"mesh is a NoneType: expected an impl\.mesh\.Mesh"):
         shard(nn.Linear(1, 1), mesh=None, policy=preset("exact"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_is_sharded_already_is_refused(stage: int) -> None:
+    """The same model, a part of it, or one that holds it: the line says so, and the first engine goes on."""
+
+    def body(mesh: Mesh) -> None:
+        net = Stack()
+        policy = preset("exact", memory=ROOMY, stage=stage)
+        zero = shard(net, mesh=mesh, policy=policy)
+        for again in (net, net.blocks[0], nn.Sequential(nn.Linear(2, 2), net)):
+            with pytest.raises(ZeroError, match=r"^parameter '[\w.]+' of this model is sharded already:"):
+                shard(again, mesh=mesh, policy=policy)
+        net(data(0, mesh.rank)).sum().backward()
+        zero.finish_backward()
+
+    on_threads(Topology(1, 2), body)
 
 
 def test_other_types_than_the_policys_are_refused() -> None:
