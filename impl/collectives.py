@@ -111,7 +111,8 @@ def gather_frames(
         ring: the hop is the library's ring over the whole world.
         into: (world * nbytes,) uint8 where all frames may arrive at once, if there is one hop and the
             transport can do that.
-        stay: where all frames stay after the exchange, if there is one hop and its axis shares memory.
+        stay: where all frames stay after the exchange, if the axis of the last hop shares memory, and there
+            are one or two: the first hop's messages of two arrive there.
 
     Returns:
         The last exchange, received but not closed: :func:`gathered` gives its frames.
@@ -120,14 +121,13 @@ def gather_frames(
     hops = sending(axes)
     for axis in hops:
         one = len(hops) == 1
-        exchange = wire.all_gather(
-            axis, nbytes, tag, ring=ring, into=into if one else None, stay=stay if one else None
-        )
+        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into if one else None, stay=stay)
         if held is None:
             write(exchange.send)
-        else:
+        elif stay is None:
             received = held.wait()
             exchange.send.view(received.shape).copy_(received)
+        if held is not None:
             held.close()
         exchange.post()
         yield axis is hops[-1] and wire.mesh.topology.crosses(axis)

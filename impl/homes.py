@@ -18,6 +18,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -136,39 +137,63 @@ class Homes:
                 gone()
 
 
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """Rows at a home that come from other nodes: the ranks of a node fill them together.
+
+    Attributes:
+        rows: at the home, in all.
+        through: numbers of those that this rank fills, its own among them, by the node they come from.
+        finish: carries the gather on to its end.
+    """
+
+    rows: int
+    through: slice
+    finish: Callable[[], None]
+
+
 class Stay:
     """One gather's weights at their home, from before this rank writes its row until it lets go.
 
     Args:
         homes: where.
         home: number of the unit's home.
-        nbytes: of a rank's row.
+        nbytes: of a row.
+        passing: if there are more rows than ranks here.
     """
 
-    def __init__(self, homes: Homes, home: int, nbytes: int) -> None:
-        self._homes, self._home, self._nbytes = homes, home, nbytes
+    def __init__(self, homes: Homes, home: int, nbytes: int, passing: Passing | None = None) -> None:
+        self._homes, self._home, self._nbytes, self._passing = homes, home, nbytes, passing
         self._memory: Tensor | None = None  # (bytes,) of the home
-        self._rows: Tensor | None = None  # (ranks, nbytes) of it
-        self._arrive: Callable[[], object] | None = None  # until all rows are there
+        self._rows: Tensor | None = None  # (rows, nbytes) of it
+        self._arrive: Callable[[], object] | None = None  # until what is under way is there
         self._lasts = self._left = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has begun."""
+        return self._memory is not None
 
     def vacate(self) -> None:
         """Make the home free of this rank's last stay there, before :meth:`begin`."""
         self._homes.vacate(self._home)
 
-    def begin(self, arrive: Callable[[], object]) -> Tensor:
-        """(nbytes,) uint8 where this rank's row is written.
-
-        Args:
-            arrive: waits until all rows are there.
+    def begin(self) -> Tensor:
+        """(rows, nbytes) uint8, maybe strided: the rows that this rank fills.
 
         Raises:
             TimeoutError, ConnectionError: as :meth:`Homes.begin`.
         """
-        self._memory, ranks = self._homes.begin(self._home, self), self._homes.ranks
-        self._rows = self._memory[: ranks * self._nbytes].view(ranks, self._nbytes)
-        self._arrive, self._lasts = arrive, True
-        return self._rows[self._homes.index]
+        homes, passing = self._homes, self._passing
+        self._memory = homes.begin(self._home, self)
+        self._lasts = True
+        rows = homes.ranks if passing is None else passing.rows
+        self._rows = self._memory[: rows * self._nbytes].view(rows, self._nbytes)
+        return self._rows[slice(homes.index, homes.index + 1) if passing is None else passing.through]
+
+    def arriving(self, arrive: Callable[[], object]) -> None:
+        """A message under way is written here, until ``arrive`` returns."""
+        self._arrive = arrive
 
     def write(self, row: Hashable, write: Callable[[], None], *, anew: bool) -> None:
         """Let this rank's row be ``row``; see :meth:`Homes.write`."""
@@ -186,7 +211,7 @@ class Stay:
 
     @property
     def rows(self) -> Tensor:
-        """(ranks, nbytes) uint8: the rows of all ranks, packed."""
+        """(rows, nbytes) uint8: all rows, packed."""
         assert self._rows is not None  # noqa: S101  # it has begun
         return self._rows
 
@@ -208,7 +233,9 @@ class Stay:
             SharedMemoryError: if there is no memory for it.
         """
         if self._lasts:
-            if self._arrive is not None:
+            if self._arrive is not None and self._passing is not None:
+                self._passing.finish()
+            if self._arrive is not None:  # also of a gather that was interrupted: nobody may write here later
                 self._arrive()
             self._homes.part(self._home, self.rows.numel())
             self._left = True

@@ -32,7 +32,7 @@ from impl.collectives import (
 )
 from impl.errors import WrittenError, ZeroError
 from impl.geometry import UnitGeometry
-from impl.homes import Homes, Stay
+from impl.homes import Homes, Passing, Stay
 from impl.local_gradient import LocalGradient
 from impl.offload import MEMORY
 from impl.owned import Owned, Version, sliced
@@ -355,13 +355,11 @@ class Unit:
             held *= axis.size
         self.averaging.reserve()
 
-    def _plain_hop(self) -> Axis | None:
-        """The axis along which one hop brings the elements themselves, in rank order; else None."""
-        axis, *more = sending(self._axes)
-        if more or self._spared:
-            return None
+    def _plain_hops(self) -> Sequence[Axis]:
+        """The axes along which hops bring the elements themselves, of which none is kept; else ()."""
+        axes = sending(self._axes)
         plain = are_elements(self.policy.weights, DTYPES[self.policy.compute], self.geometry.shard)
-        return axis if plain and axis.size > 1 else None
+        return axes if plain and axes[0].size > 1 and not self._spared else ()
 
     def _arrive_in_place(self) -> bool:
         """Whether messages may arrive where the gathered weights lie, to be used as they are.
@@ -369,18 +367,20 @@ class Unit:
         So they may where the wire lets go of their memory: a reference of its own would look like somebody's
         view (:meth:`_detach`).
         """
-        axis = self._plain_hop()
-        return axis is not None and self.wire.lets_go(axis)
+        axes = self._plain_hops()
+        return len(axes) == 1 and self.wire.lets_go(axes[0])
 
     def shared_axis(self) -> Axis | None:
         """The axis whose ranks share the memory where gathered weights may stay as they arrive; else None.
 
         Weights that cross to the host, or stay gathered, would keep others from their home.
         """
-        axis = self._plain_hop()
-        if axis is None or self._stays or self.owned.tier.crosses or not self.geometry.padded:
+        axes = self._plain_hops()
+        if not axes or self._stays or self.owned.tier.crosses or not self.geometry.padded:
             return None
-        return axis if self.wire.shares_memory(axis) else None
+        *before, axis = axes
+        in_place = not before or (len(before) == 1 and self.wire.lets_go(before[0]))
+        return axis if in_place and self.wire.shares_memory(axis) else None
 
     def live_at(self, homes: Homes, home: int) -> None:
         """From here on gathered weights stay in shared memory, at ``home``; see :meth:`shared_axis`."""
@@ -524,7 +524,7 @@ class Unit:
         into = as_frames(codec, self._attach(), self.geometry.shard) if self._lands else None
         stay = None
         if self._home is not None:
-            stay = Stay(*self._home, nbytes)
+            stay = Stay(*self._home, nbytes, self._passing())
             write = partial(self._write_to, stay, phase)
         exchange = yield from gather_frames(
             self.wire, axes, write, nbytes, tag, ring=ring, into=into, stay=stay
@@ -537,6 +537,21 @@ class Unit:
         if stay is not None:
             del exchange  # its views would look like somebody's
             self._attach_to(stay)
+
+    def _passing(self) -> Passing | None:
+        """Which rows at its home this rank fills with what other nodes send; None if they send nothing."""
+        first, *more = sending(self._axes)
+        if not more:
+            return None
+        (last,) = more
+        here = last.digit(self.wire.mesh.rank) * last.stride
+        through = slice(here, here + first.size * first.stride, first.stride)
+        return Passing(first.size * last.size, through, self._finish_gather)
+
+    def _finish_gather(self) -> None:
+        """Carry a gather under way to its end, unless it failed."""
+        if self._gather is not None and not self._gather.failed:
+            self._gather.wait()
 
     def _tag(self, phase: Phase, purpose: Purpose) -> Tag:
         """The same one each time."""

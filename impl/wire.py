@@ -237,7 +237,8 @@ class Wire:
             into: (ranks * nbytes,) uint8 where the messages may arrive, if the transport can do that:
                 then it is what :meth:`Exchange.wait` returns.
             stay: where the messages stay after :meth:`Exchange.close`, in memory that :meth:`homes` made
-                for this axis.
+                for this axis; or for the axis of the next hop, to which what arrives here need not be copied
+                then (:class:`impl.homes.Passing`; where :meth:`lets_go` says so).
         """
         return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring, place=into, stay=stay)
 
@@ -367,15 +368,32 @@ class Wire:
             collective = _all_gather if kind == "all_gather" else dist.all_to_all_single
             return [collective(received, send, group=group.process_group, async_op=True)]
 
+        if stay is not None:
+            place = self._begin(stay, entry)
         into, source = (place, None) if kind == "all_gather" else (None, place)
         buffers = _Buffers(self, into, nbytes * group.size, source, row)
         if direct and kind == "all_gather":
             # What is sent to all is written where this rank itself receives it.
             buffers.send = buffers.received.view(group.size, -1)[group.index]
         self._trail.waiting = None
-        return _Backend(
+        exchange = _Backend(
             self, start, buffers, entry, route.limit, rows=group.size, inter_bytes=route.inter_bytes
         )
+        if stay is not None:
+            stay.arriving(exchange.wait)
+        return exchange
+
+    def _begin(self, stay: Stay, entry: Entry) -> Tensor:
+        """(rows, bytes) that this rank fills at a home, once all have ended the stay before."""
+        stay.vacate()
+        self._trail.waiting = entry  # not the last one's there, if it had yet to arrive
+        begin = time.perf_counter()
+        try:
+            rows = stay.begin()
+        except (TimeoutError, ConnectionError) as error:
+            raise self._stuck(entry, error) from error
+        self.exposed_seconds += time.perf_counter() - begin
+        return rows
 
     def _route(self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> _Route:
         """Work out, and note, how such messages travel; remembered."""
@@ -549,18 +567,22 @@ class _InMemory:
         self._wire, self._arena, self._entry = wire, arena, entry
         self._kind, self._nbytes, self._stay = kind, nbytes, stay
         self._rows: Tensor | None = None  # once all have posted theirs
-        if stay is not None:
-            stay.vacate()
-            wire._trail.waiting = entry  # noqa: SLF001  # not the last one's there, if it had yet to arrive
+        if stay is None:
+            rows = None
+        elif stay.begun:  # the hop before wrote there
+            rows = stay.rows[:0]
+        else:
+            rows = wire._begin(stay, entry)  # noqa: SLF001  # the wire's own part
         begin = time.perf_counter()
         try:
             self._number = arena.claim()
-            send = arena.row(self._number) if stay is None else stay.begin(self.whole)
         except (TimeoutError, ConnectionError) as error:
-            raise wire._stuck(entry, error) from error  # noqa: SLF001  # the wire's own part
+            raise wire._stuck(entry, error) from error  # noqa: SLF001
         wire._trail.waiting = None  # noqa: SLF001
         wire.exposed_seconds += time.perf_counter() - begin
-        self.send = send[:row]
+        self.send = arena.row(self._number)[:row] if rows is None else rows.view(-1)
+        if stay is not None:
+            stay.arriving(self.whole)
 
     def post(self) -> None:
         self._arena.post(self._number, self._entry[2])

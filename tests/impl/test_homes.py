@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -17,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from impl.codec import BF16, FP32
+from impl.codec import BF16, FP32, Raw
+from impl.collectives import Steps, Transfer, gather_frames
 from impl.errors import WrittenError
 from impl.gathered import GatheredParameters
-from impl.homes import INNER_HOMES, Homes, Stay, homes_of
+from impl.homes import INNER_HOMES, Homes, Passing, Stay, homes_of
 from impl.mesh import Mesh
 from impl.owned import Owned
 from impl.policy import Policy, preset
@@ -100,6 +103,67 @@ def test_ranks_may_end_their_stays_whenever_they_like(data: st.DataObject, ranks
     soon = st.lists(st.integers(0, 4), min_size=len(order), max_size=len(order))
     ends, lags = data.draw(st.lists(late, min_size=ranks, max_size=ranks)), data.draw(soon)
     on_threads(Topology(1, ranks), _lives, order, ends, lags)
+
+
+def _passes(
+    mesh: Mesh, order: list[int], ends: list[list[int]], lags: list[int], dropped: frozenset[int]
+) -> None:
+    """As :func:`_lives`, where rows come from other nodes; gathers that are ``dropped`` are not finished."""
+    wire, topology = Wire(mesh, transport="shm", timeout=30), mesh.topology
+    axes = topology.node_axis, topology.local_axis
+    homes = wire.homes(topology.local_axis, [topology.world * ROW + 7 * home for home in range(3)])
+    under_way: dict[int, tuple[Transfer, Stay]] = {}
+    lasting: dict[int, tuple[Stay, Tensor]] = {}
+
+    def right(number: int, rows: Tensor) -> bool:
+        wanted = torch.arange(topology.world, dtype=torch.uint8)[:, None] + number % 200
+        return bool((rows == wanted).all())
+
+    def gathering(number: int, stay: Stay) -> Steps[None]:
+        def write(frame: Tensor) -> None:
+            frame.fill_(mesh.rank + number % 200)
+
+        tag = Tag("forward", "weights", str(order[number]))
+        exchange = yield from gather_frames(wire, axes, write, ROW, tag, stay=stay)
+        exchange.close()
+
+    def finish(number: int) -> None:
+        if number in under_way:
+            under_way[number][0].wait()
+
+    for number, home in enumerate(order):
+        through = slice(mesh.local, topology.world, topology.ranks_per_node)
+        stay = Stay(homes, home, ROW, Passing(topology.world, through, partial(finish, number)))
+        transfer = Transfer(gathering(number, stay))
+        if number not in dropped:
+            under_way[number] = transfer, stay
+        for other in [n for n in under_way if n <= number - lags[n]]:
+            under_way[other][0].wait()
+            _, stay = under_way.pop(other)
+            assert right(other, stay.rows)
+            lasting[other] = stay, stay.rows
+        for other in [n for n in lasting if n <= number - ends[mesh.rank][n]]:
+            stay, rows = lasting.pop(other)
+            assert right(other, rows)
+            stay.end()
+        assert all(right(n, rows) for n, (_, rows) in lasting.items())
+    for number, (transfer, stay) in under_way.items():
+        transfer.wait()
+        stay.leave()
+        assert right(number, stay.rows)
+    for stay, _ in lasting.values():
+        stay.end()
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (3, 2)])
+def test_rows_from_other_nodes_arrive_at_their_home(nodes: int, ranks: int) -> None:
+    """Over gloo each rank fills rows of its node's home; late ranks, late waits and drops mix nothing up."""
+    draw = random.Random(nodes)
+    order = [draw.randrange(3) for _ in range(200)]
+    ends = [[draw.randrange(9) for _ in order] for _ in range(nodes * ranks)]
+    lags = [draw.randrange(5) for _ in order]
+    dropped = frozenset(draw.sample(range(200), 20))
+    on_processes(Topology(nodes, ranks), _passes, order, ends, lags, dropped)
 
 
 def test_homes_need_shared_memory() -> None:
@@ -239,7 +303,7 @@ def test_what_changed_since_forward_is_written_anew() -> None:
             raise ValueError("no memory")
 
         stay = Stay(homes, 0, ROW)
-        stay.begin(lambda: None)
+        stay.begin()
         for row, anew in (("a", False), ("a", False), ("a", True), ("b", False), ("a", False)):
             calls.append(False)
             stay.write(row, lambda: calls.__setitem__(-1, True), anew=anew)
@@ -276,8 +340,12 @@ def _mapped(mesh: Mesh) -> tuple[list[bool], list[float]]:
     return there, losses
 
 
-def test_parameters_lie_in_the_memory_of_the_node() -> None:
-    """On processes, each parameter is a view of shared memory while its module runs; losses are a copy's."""
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_parameters_lie_in_the_memory_of_the_node(nodes: int) -> None:
+    """On processes, each parameter is a view of shared memory while its module runs; losses are a copy's.
+
+    Also where gloo brings most of it from another node.
+    """
     base = model()
 
     def copied(mesh: Mesh) -> list[float]:
@@ -290,9 +358,24 @@ def test_parameters_lie_in_the_memory_of_the_node() -> None:
             _round(zero, loss)
         return losses
 
-    results = on_processes(Topology(1, 2), _mapped)
+    results = on_processes(Topology(nodes, 2), _mapped)
     assert all(there and all(there) for there, _ in results)
-    assert [losses for _, losses in results] == on_threads(Topology(1, 2), copied)
+    assert [losses for _, losses in results] == on_threads(Topology(nodes, 2), copied)
+
+
+@pytest.mark.parametrize("kind", ["net", "odd", "recompute"])
+@pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
+def test_training_over_two_hops_is_the_same_to_the_bit_and_the_byte(kind: str, weights: Raw) -> None:
+    """Weights that two hops bring to their home train as copies do: losses, state and ledger are equal."""
+    net = model(Odd) if kind == "odd" else model(Net, recompute=kind == "recompute")
+    compute: Any = "bf16" if weights == BF16 else "fp32"
+    policy, width = replace(EXACT, weights=weights, compute=compute), 7 if kind == "odd" else 16
+    stayed = on_processes(Topology(2, 2), _trained, net, policy, "shm", width)
+    copied = on_processes(Topology(2, 2), _trained, net, policy, "backend", width)
+    for ours, theirs in zip(stayed, copied, strict=True):
+        assert ours[0] == theirs[0]
+        assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
+        assert ours[2] == theirs[2]
 
 
 @pytest.mark.parametrize(
@@ -352,26 +435,43 @@ class _Keeps(nn.Module):
 
 def test_ranks_that_let_go_at_different_moments_neither_wait_nor_mix() -> None:
     """One rank looks at weights for ever, another never, over more blocks than homes: values stay right."""
+    base = _keeping()
+    copied = on_threads(Topology(1, 4), _letting_go, base, "backend")
+    assert on_threads(Topology(1, 4), _letting_go, base, "shm") == copied
+
+
+def test_ranks_on_two_nodes_let_go_at_different_moments() -> None:
+    """Likewise where homes are filled from another node."""
+    base = _keeping()
+    copied = on_threads(Topology(2, 2), _letting_go, base, "backend")
+    assert on_processes(Topology(2, 2), _letting_go, base, "shm") == copied
+
+
+def _keeping() -> nn.Sequential:
     torch.manual_seed(0)
-    base = nn.Sequential(*(_Keeps() for _ in range(2 * INNER_HOMES + 3)))
+    return nn.Sequential(*(_Keeps() for _ in range(2 * INNER_HOMES + 3)))
 
-    def body(mesh: Mesh, transport: Any) -> list[float]:
-        net = copy.deepcopy(base)
-        zero = _engine(mesh, net, transport=transport)
-        losses, kept = [], []
-        for step in range(3):
-            for number, block in enumerate(net):
-                block.asked = number % 3 == mesh.rank % 4
-            before = {name: value.clone() for name, value in zero.full_state_dict().items()}
-            loss = net(batch(step, mesh.rank, 8)).square().mean()
-            kept += [(b.seen, before[f"{i}.weight"]) for i, b in enumerate(net) if b.asked]
-            losses.append(loss.item())
-            _round(zero, loss)
-            if transport == "shm":  # elsewhere a view shows the weights of later passes
-                assert all(torch.equal(seen.t(), value) for seen, value in kept)
-        return losses
 
-    assert on_threads(Topology(1, 4), body, "shm") == on_threads(Topology(1, 4), body, "backend")
+def _letting_go(mesh: Mesh, base: nn.Sequential, transport: Any) -> list[float]:
+    net = copy.deepcopy(base)
+    zero = _engine(mesh, net, transport=transport)
+    losses, kept = [], []
+    for step in range(3):
+        for number, block in enumerate(net):
+            assert isinstance(block, _Keeps)
+            block.asked = number % 3 == mesh.rank % 4
+        before = {name: value.clone() for name, value in zero.full_state_dict().items()}
+        loss = net(batch(step, mesh.rank, 8)).square().mean()
+        for number, block in enumerate(net):
+            assert isinstance(block, _Keeps)
+            if block.asked:
+                assert block.seen is not None
+                kept.append((block.seen, before[f"{number}.weight"]))
+        losses.append(loss.item())
+        _round(zero, loss)
+        if transport == "shm":  # elsewhere a view shows the weights of later passes
+            assert all(torch.equal(seen.t(), value) for seen, value in kept)
+    return losses
 
 
 def test_a_copy_lives_no_longer_than_whoever_looks_at_it() -> None:
