@@ -13,6 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -220,34 +221,26 @@ class Passes:
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputed: kept until its backward
             return
         outputs = list(tensors_in(output))
-        try:  # all of it, though a weight that was written is an error
-            self._end_units(self._of_module.get(module, ()), outputs)
-        finally:
-            try:
-                if module is self._model:
-                    self._end_forward(outputs)
-            finally:
-                if module is self._called_alone:
-                    self._end_alone()
+        indices = self._of_module.get(module, ())
+        ends: list[Callable[[], None]] = [partial(self._end_unit, index, outputs) for index in indices]
+        if module is self._model:
+            ends.append(partial(self._end_forward, outputs))
+        if module is self._called_alone:
+            ends.append(self._end_alone)
+        _each(ends)
         if torch.is_grad_enabled() and self._of_module.get(module):
             arrive = self._arrival(module)
             for tensor in outputs:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
 
-    def _end_units(self, indices: Sequence[int], outputs: Sequence[Tensor]) -> None:
-        """The module of these units has run in a forward pass."""
-        if not indices:
-            return
-        index, *rest = indices
+    def _end_unit(self, index: int, outputs: Sequence[Tensor]) -> None:
+        """The module of this unit has run in a forward pass."""
         unit, training = self._units[index], torch.is_grad_enabled()
         address = unit.storage_address
         if unit.gathered and any(memory_of(tensor) == address for tensor in outputs):
             self._escaped.add(index)  # a returned parameter (Megatron's bias) is used outside
-        try:
-            self._carry_out(self._schedule.post_forward(index, training=training), self._phase())
-        finally:
-            self._end_units(rest, outputs)
+        self._carry_out(self._schedule.post_forward(index, training=training), self._phase())
 
     def _end_alone(self) -> None:
         """A block that was called by itself has run."""
@@ -455,19 +448,29 @@ class Passes:
 
 
 def _release(units: Iterable[Unit]) -> None:
-    """Release all of them in order, whatever fails for one; the first error is raised at the end.
+    """Release all of them in order, as :func:`_each`; an interrupt ends it, as each may wait for ranks."""
+    _each((unit.release for unit in units), Exception)
 
-    Where parameters of several were written, one error names them all.
+
+def _each(steps: Iterable[Callable[[], None]], whatever: type[BaseException] = BaseException) -> None:
+    """Take all steps in order, whatever fails in one; the first error is raised at the end.
+
+    Where parameters were written in several, one error names them all.
     """
-    failed: list[Exception] = []
-    for unit in units:
+    failed: list[BaseException] = []
+    for step in steps:
         try:
-            unit.release()
-        except Exception as error:  # raised below
+            step()
+        except whatever as error:  # raised below
             failed.append(error)
     if not failed:
         return
-    if isinstance(failed[0], WrittenError):
+    first = failed[0]
+    if isinstance(first, WrittenError):
         written = (error for error in failed if isinstance(error, WrittenError))
-        raise WrittenError(name for error in written for name in error.names)
-    raise failed[0]
+        first = WrittenError(name for error in written for name in error.names)
+    try:
+        raise first
+    finally:
+        failed.clear()  # an error holds the frames that it passed, and this one holds the error
+        del first

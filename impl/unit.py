@@ -7,7 +7,6 @@ without values (:mod:`impl.released`): touching one from outside asks the engine
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -470,8 +469,7 @@ class Unit:
         Below stage 3 they stay until they change, unseen by modules.
 
         Raises:
-            WrittenError: if some were written, or given other values, since they were gathered, naming them
-                after those of another such error that is being handled.
+            WrittenError: if some were written, or given other values, since they were gathered, naming them.
         """
         self.wait()
         self._show(gathered=False)
@@ -482,8 +480,7 @@ class Unit:
             self._let_go()
             self._detach()
             if written:
-                earlier = sys.exception()
-                raise WrittenError((*(earlier.names if isinstance(earlier, WrittenError) else ()), *written))
+                raise WrittenError(written)
 
     def written(self) -> Sequence[str]:
         """The parameters that were written in place since they were gathered, or lie elsewhere now.
@@ -549,9 +546,16 @@ class Unit:
         return Passing(first.size * last.size, through, self._finish_gather)
 
     def _finish_gather(self) -> None:
-        """Carry a gather under way to its end, unless it failed."""
-        if self._gather is not None and not self._gather.failed:
-            self._gather.wait()
+        """Carry a gather under way to its end; where its unit is next used, it has arrived."""
+        gather = self._gather
+        if gather is None:
+            return
+        try:
+            gather.wait()
+        except BaseException:  # as in :meth:`wait`: it brought nothing
+            self._gather = None
+            self._under_way.discard(self)
+            raise
 
     def _tag(self, phase: Phase, purpose: Purpose) -> Tag:
         """The same one each time."""

@@ -560,6 +560,61 @@ def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) 
     assert losses == pytest.approx([base(batch(0, rank)).item() for rank in range(2)])
 
 
+class _Walks(nn.Module):
+    """Blocks, of which a pass may leave some out."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Keeps() for _ in range(blocks))
+        self.left_out: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number not in self.left_out:
+                x = block(x)
+        return x
+
+
+def _interrupted_at_its_home(mesh: Mesh, base: nn.Module) -> tuple[int, float]:
+    """Interrupts of a gather that another unit of its home finished; the loss of the pass after."""
+    net, interrupts = copy.deepcopy(base), []
+    assert isinstance(net, _Walks)
+    zero = _engine(mesh, net, replace(EXACT, memory=replace(ROOMY, prefetch=10**9)))
+    with torch.no_grad():
+        net(batch(0, mesh.rank, 8))
+    wait, vacate = _Backend.wait, Homes.vacate
+
+    def interrupted(exchange: Any) -> Tensor:
+        interrupts.append(exchange)
+        raise KeyboardInterrupt
+
+    def vacating(homes: Homes, home: int) -> None:
+        with mock.patch.object(_Backend, "wait", wait if interrupts else interrupted):
+            vacate(homes, home)
+
+    net.left_out = (1,)  # gathered ahead; the block that comes to its home finds it under way
+    with (
+        mock.patch.object(Homes, "vacate", vacating),
+        pytest.raises(KeyboardInterrupt),
+        torch.no_grad(),
+    ):
+        net(batch(0, mesh.rank, 8))
+    zero.drop_gradients()
+    net.left_out = ()
+    with torch.no_grad():
+        return len(interrupts), net(batch(0, mesh.rank, 8)).square().mean().item()
+
+
+def test_a_gather_that_was_interrupted_at_its_home_is_not_there() -> None:
+    """KeyboardInterrupt while another unit waits for its home leaves nothing behind."""
+    torch.manual_seed(0)
+    base = _Walks(INNER_HOMES + 2)
+    results = on_processes(Topology(2, 2), _interrupted_at_its_home, base)
+    assert [count for count, _ in results] == 4 * [1]
+    wanted = [base(batch(0, rank, 8)).square().mean().item() for rank in range(4)]
+    assert [loss for _, loss in results] == pytest.approx(wanted)
+
+
 class _Half(nn.Module):
     """Of two weights, one that some ranks do not use: their unit is released when the pass is finished."""
 
@@ -708,6 +763,38 @@ def test_all_weights_that_were_written_are_named(blocks: int, named: str, transp
         assert sorted(caught.value.names) == [f"blocks.{index}.weight" for index in range(blocks)]
 
     on_threads(Topology(1, 2), body)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_an_error_names_nothing_of_an_earlier_one(alike: bool) -> None:
+    """Weights that another pass wrote, of this model or another, are not named while theirs is handled."""
+
+    class Writes(nn.Sequential):
+        written = "0"
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            with torch.no_grad():
+                self[int(self.written)].weight.mul_(0.5)
+            return x
+
+    def body(mesh: Mesh) -> None:
+        nets = [nn.Sequential(Writes(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)) for _ in range(2)]
+        for net in nets:
+            _engine(mesh, net, transport="backend")
+        first, second = nets[0], nets[0 if alike else 1]
+        with pytest.raises(WrittenError) as caught:
+            first(batch(0, mesh.rank, 8))
+        assert caught.value.names == ("0.0.weight",)
+        cast("Writes", second[0]).written = "1"
+        try:
+            raise caught.value
+        except WrittenError:
+            with pytest.raises(WrittenError) as other:
+                second(batch(0, mesh.rank, 8))
+        assert other.value.names == ("0.1.weight",)
+
+    on_threads(Topology(1, 1), body)
 
 
 @pytest.mark.parametrize("transport", ["backend", "shm"])
