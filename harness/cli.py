@@ -30,7 +30,7 @@ from harness.once import saying
 from harness.plan import Forecast, PlanError, forecast, this_host
 from harness.record import Record, RecordError, path_of, read, read_all
 from harness.suite import Trial
-from impl.checkpoint_files import check_size, checkpoints, read_manifest, resolve, verify
+from impl.checkpoint_files import check_size, named, read_manifest, resolve, verify
 from impl.disk import CheckpointError
 
 OK: Final = 0
@@ -158,7 +158,7 @@ def list_checkpoints(
     --verify, which reads all of it.
     """
     broken: list[CheckpointError] = []
-    for path in checkpoints(folder) or [resolve(folder)]:
+    for path in named(folder) or [resolve(folder)]:
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:

@@ -350,8 +350,16 @@ def check_names(own: Mapping[str, object], held: Mapping[str, object], what: str
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in ``folder``, oldest first; none if it is not there."""
+    return [path for path in named(folder) if (path / MANIFEST).is_file()]
+
+
+def named(folder: Path) -> list[Path]:
+    """What has a checkpoint's name in ``folder``, oldest first: broken, if it is not complete.
+
+    A save gives that name last, and removing one takes it first.
+    """
     found = {int(match[1]): path for path in _inside(folder) if (match := _NAME.fullmatch(path.name))}
-    return [found[number] for number in sorted(found) if (found[number] / MANIFEST).is_file()]
+    return [found[number] for number in sorted(found)]
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -101,6 +101,22 @@ def test_a_broken_manifest_hides_no_other_checkpoint(
     assert capsys.readouterr().err.endswith("(the first of 2 that are broken)\n")
 
 
+def test_a_checkpoint_without_its_manifest_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that has a checkpoint's name, which only whole ones get, is not passed over."""
+    on_threads(Topology(2, 1), _saved, tmp_path, NET)
+    (tmp_path / "checkpoint-000001" / "manifest.json").unlink()
+    assert main(["checkpoints", str(tmp_path), "--verify"]) == 2
+    told = capsys.readouterr()
+    first, second = told.out.splitlines()
+    assert re.search(r"checkpoint-000001: BROKEN: .*manifest.json: No such file or directory$", first)
+    assert second.endswith("; sizes and digests checked")
+    assert told.err.endswith(
+        "checkpoint-000001: not a checkpoint: manifest.json: No such file or directory\n"
+    )
+
+
 def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest of a folder, in the type asked for; the path is printed."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
