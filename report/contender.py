@@ -1,8 +1,9 @@
 """Who ran: strategies and policies by the names that figures print.
 
-A contender is a strategy with the policy fields in which a trial differs from the preset.  How a
-folder's policies all move their data (prefetch, gather, reduce, chunks) says nothing in a comparison and
-is left out of the names; codecs and hpZ groups are always told.
+A contender is a strategy with the policy fields in which a trial differs from the preset.  What all
+policies of a folder change alike of how they compute and move their data (types, prefetch, gather, ...)
+says nothing in a comparison and is left out of the names; what a technique is made of (stage, group,
+codecs, hpZ, feedback) is always told.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ NAMES: Final = {
 """Printed names, in the order in which figures and tables list strategies."""
 
 _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
-_MAY_BE_SHARED: Final = ("gather", "reduce", "chunks", "prefetch")
+_ALWAYS_TOLD: Final = frozenset({"stage", "group", "weights", "gradients", "secondary", "feedback", "frozen"})
 
 
 def order_of(strategy: str) -> int:
@@ -107,14 +108,14 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """How all policies of a folder move their data, where that differs from their presets."""
+    """How all policies of a folder compute and move their data, where that differs from their presets."""
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     if not of_policies:
         return {}
     return {
         name: value
         for name, value in of_policies[0].items()
-        if name in _MAY_BE_SHARED and all(other.get(name) == value for other in of_policies)
+        if name not in _ALWAYS_TOLD and all(other.get(name) == value for other in of_policies)
     }
 
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.data import Data
-from harness.flops import PATCHES, PRESETS, GPTShape, ViTShape, step_flops, tflops_per_rank
+from harness.flops import IMAGE_SIDE, PATCHES, PRESETS, GPTShape, ViTShape, step_flops, tflops_per_rank
 from harness.generation import decode
 from harness.suite import Model, Trial
 from harness.workload import GPT, WorkloadError, build, shape_of
@@ -46,6 +46,23 @@ def test_any_shape_starts_near_a_uniform_guess(
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert (model.head.weight is model.embedding.weight) == tied
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "vit-tiny"])
+def test_a_loss_is_formed_in_fp32(name: str) -> None:
+    """A model in bf16 gives the loss of its logits in fp32: 16 bits would round it to 1/32 near 5."""
+    net = build(Model(name=name), 16).to(torch.bfloat16)
+    seen: list[torch.Tensor] = []
+    net.head.register_forward_hook(lambda _, __, logits: seen.append(logits))
+    inputs, targets = batch(16)
+    if name.startswith("vit"):
+        inputs, targets = torch.rand(4, IMAGE_SIDE, IMAGE_SIDE), torch.arange(4)
+    loss = net(inputs, targets)
+    (logits,) = seen
+    assert logits.dtype == torch.bfloat16
+    wanted = torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, wanted)
 
 
 def test_the_seed_decides_the_weights() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from harness.record import RecordError, write
 from harness.suite import Cluster, PolicyChanges, Trial
+from report import metrics
 from report.frame import ReportError, frames_of, load
 from tests.report.records import SUITES, record_of, records_of, trials_of
 
@@ -70,6 +71,25 @@ def test_a_change_of_transport_that_all_policies_share_is_no_part_of_a_name() ->
     frames = frames_of([record_of(Trial(strategy=name, policy=changes)) for name in ("zero3", "zeropp")])
     assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++"]
     assert frames.shared == {"prefetch": "0"}
+
+
+def test_types_that_all_policies_share_leave_a_baseline() -> None:
+    """Where all compute in bf16, ZeRO-3 is still what ZeRO++ is held against; where one does, it is told."""
+    changes = PolicyChanges(compute="bf16")
+    both = [Trial(strategy=name, policy=changes) for name in ("zero3", "zeropp")]
+    frames = frames_of([record_of(trial) for trial in both])
+    assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++"]
+    assert frames.shared == {"compute": "bf16"}
+    assert list(metrics.pairs(metrics.trials(frames))["contender"]) == ["ZeRO-3", "ZeRO++"]
+    frames = frames_of([record_of(trial) for trial in (Trial(strategy="zero3"), both[1])])
+    assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++ (compute bf16)"]
+
+
+def test_a_codec_that_all_policies_share_is_told() -> None:
+    """What a technique is made of stands in its name, whoever else has it."""
+    changes = PolicyChanges(weights="int8:64")
+    frames = frames_of([record_of(Trial(strategy=name, policy=changes)) for name in ("zero3", "zeropp")])
+    assert list(frames.trials["contender"]) == ["ZeRO-3 (w int8:64)", "ZeRO++ (w int8:64)"]
 
 
 def test_two_pools_are_refused_naming_what_differs() -> None:
