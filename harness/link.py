@@ -337,6 +337,10 @@ def counters(interface: str, process: int | Literal["self"] = "self") -> Counter
     raise LinkError(f"process {process} sees no interface {interface!r}")
 
 
+# A POSIX record lock does not hold threads of one process apart, also not those of several pacers.
+_BOOKING: Final = threading.Lock()
+
+
 class Pacer:
     """A token bucket per node without a bucket: bytes are booked one after the other.
 
@@ -357,7 +361,6 @@ class Pacer:
         self._memory = mmap.mmap(self._file.fileno(), 0)
         self._offset = 8 * node
         self._seconds_per_byte = 8 / (rate_mbit * 1e6)
-        self._threads = threading.Lock()  # a POSIX record lock does not hold threads of one process apart
 
     @staticmethod
     def create(path: Path, nodes: int) -> Path:
@@ -367,7 +370,7 @@ class Pacer:
 
     def book(self, nbytes: int) -> float:
         """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` at which the last one has left."""
-        with self._threads:
+        with _BOOKING:
             fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)
             try:
                 (free_at,) = struct.unpack_from("d", self._memory, self._offset)

@@ -93,7 +93,7 @@ def _draw_error(data: pd.DataFrame) -> Figure | None:
 
 def _error_caption(data: pd.DataFrame) -> str:
     return (
-        "Error of integer codecs on tensors of the trials, from the frames that were sent: vNMSE = "
+        "Error of integer codecs, each tried on tensors of the trials, whichever they sent: vNMSE = "
         "sum((decoded - x)^2) / sum(x^2), and the largest |decoded - x| over the largest |x|. Markers: "
         f"median over {counted(data['unit'].nunique(), 'unit')} and repeats; dots: each. 'shard': one scale "
         "for a whole shard, the paper's non-blocked baseline."

@@ -104,11 +104,18 @@ def _with_group(name: str, ranks: int) -> str:
 
 
 def _memory_caption(data: pd.DataFrame) -> str:
+    measured = data[(data["source"] == "engine") & (data["bytes"] > 0)]
+    foreseen = data[data["source"] == "formula"]
+    bare = {*zip(measured["id"], measured["part"], strict=True)} - {
+        *zip(foreseen["id"], foreseen["part"], strict=True)
+    }
+    hatched = (
+        "; hatched: parts without a formula, left out of that total and told after a plus" if bare else ""
+    )
     return (
         "Bytes that the engine owns on the fullest rank, by part, at their worst moment (bars), against the "
-        "total of the formulas of impl.traffic.memory ( | ); hatched: parts without a formula, left out "
-        "of that "
-        "total and told after a plus. Ordered by the number of ranks that share one "
+        f"total of the formulas of impl.traffic.memory ( | ){hatched}. "
+        "Ordered by the number of ranks that share one "
         "hpZ copy of the weights: the smaller the group, the more memory, the fewer hops in backward. Median "
         f"over repeats. {common_to(data)}"
     )

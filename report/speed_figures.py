@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -50,12 +51,12 @@ def _of_size(data: pd.DataFrame, size: tuple[int, int, int]) -> pd.DataFrame:
 
 
 def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[drawing.Ending]:
-    """One line per contender through the medians over repeats, raw values as dots; the ends."""
+    """One line per contender through what each cell's repeats come to, raw values as dots; the ends."""
     endings = []
     looks = drawing.looks_of(contenders(data))
     for strategy, contender in contenders(data):
         mine = data[data["contender"] == contender]
-        middle = mine.groupby("cell")[["achieved_mbit", value]].median().sort_values("achieved_mbit")
+        middle = _middles(mine, value)
         colour = theme.colour(strategy)
         ax.plot(
             middle["achieved_mbit"], middle[value], looks[contender].line, color=colour,
@@ -65,6 +66,15 @@ def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[drawing.Ending]:
         last = middle.iloc[-1]
         endings.append(drawing.Ending(last["achieved_mbit"], last[value], contender, colour))
     return endings
+
+
+def _middles(data: pd.DataFrame, value: str) -> pd.DataFrame:
+    """Cells by rate, with their median of ``value``; of speed-ups the geometric mean, as in the Summary."""
+    cells = data.groupby("cell")
+    middle = cells[["achieved_mbit", value]].median()
+    if value == "speedup":
+        middle[value] = cells[value].agg(lambda ratios: math.exp(np.log(ratios).mean()))
+    return middle.sort_values("achieved_mbit")
 
 
 def _rate_axis(ax: Axes, data: pd.DataFrame) -> None:
@@ -266,7 +276,7 @@ def _pairs_as_dots(ax: Axes, speedups: pd.Series[float], place: int, colour: str
 
 def _speedup_caption(data: pd.DataFrame) -> str:
     shown = (
-        "markers: median over pairs, small dots: single pairs; intervals are in the Summary table"
+        "markers: geometric mean over pairs, small dots: single pairs; intervals are in the Summary table"
         if len(_several_rates(data))
         else f"geometric mean with its 95 % interval (line; {_student(data)}), dots are single pairs"
     )
@@ -336,7 +346,7 @@ def _draw_beside(data: pd.DataFrame) -> Figure | None:
     for place, (size, title) in enumerate(_sizes(data)):
         mine = _of_size(data, size)
         colour = theme.BATCHES[place % len(theme.BATCHES)]
-        middle = mine.groupby("cell")[["achieved_mbit", "speedup"]].median().sort_values("achieved_mbit")
+        middle = _middles(mine, "speedup")
         left.plot(middle["achieved_mbit"], middle["speedup"], "D-", color=colour, mec="white", mew=0.6)
         left.plot(mine["achieved_mbit"], mine["speedup"], ".", color=colour, ms=2.5, alpha=0.45)
         last = middle.iloc[-1]

@@ -18,7 +18,7 @@ from report.wording import NOTHING, counted, number
 
 _SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")
 _MEDIANS: Final = (
-    "tokens_per_second", "tflops", "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds",
+    "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds",
     "processor_seconds", "best_seconds", *_SHARES, "achieved_mbit", "validation_loss", "m_bytes",
 )  # fmt: skip
 _OF_TIME: Final = (
@@ -154,6 +154,11 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
     }
     for key in _MEDIANS:
         row[key] = mine[key].median()
+    for key in (
+        "tokens_per_second",
+        "tflops",
+    ):  # of the median step: a mean of two is not turned over
+        row[key] = (mine[key] * mine["step_seconds"]).median() / step.estimate
     for key in ("others_share", "steal_share", "taken_share"):
         row[key] = mine[key].max()
     for key in ("bytes_ratio", "interface_ratio"):

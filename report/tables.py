@@ -229,8 +229,8 @@ def break_even(derived: Derived) -> Table:
     )
     caption = (
         "Highest achieved rate at which the contender and ZeRO-3 are equally fast, on the straight line "
-        "between neighbouring measured rates (logarithmic). Empty: not crossed in the range that was "
-        "measured."
+        "between neighbouring measured rates (logarithmic). "
+        f"{NOTHING}: not crossed in the range that was measured."
     )
     return Table("break_even", "Break-even", caption, metrics.break_even(derived.pairs), columns)
 
@@ -287,11 +287,17 @@ def memory(derived: Derived) -> Table:
             if len(data) and data[f"{source}_step_mib"].notna().any()
         ),
     )
+    apart = "covered_mib" in data and data["covered_mib"].notna().any()
+    beyond = "of that, parts without and with a formula; the sum of the formulas, to compare with the latter"
+    copied = any(column.key.startswith("copied") for column in columns)
     caption = (
-        "MiB of the fullest rank: what the engine owns, by part and in sum; of that, parts without and "
-        "with a "
-        "formula; the sum of the formulas, to compare with the latter; and the process. Of what is "
-        "offloaded (host parts) also what is copied between host and device in a step."
+        "MiB of the fullest rank: what the engine owns, by part and in sum; "
+        f"{beyond if apart else 'the sum of the formulas'}; and the process."
+        + (
+            " Of what is offloaded (host parts) also what is copied between host and device in a step."
+            if copied
+            else ""
+        )
     )
     return placed("memory", "Memory per rank", caption, rows, *columns)
 

@@ -80,8 +80,17 @@ def test_a_pacer_serves_one_message_after_the_other(
         each.close()
 
 
-def test_threads_share_a_pacer(tmp_path: Path) -> None:
-    """Bytes booked by threads of one process at once add up."""
+@pytest.mark.parametrize("held_up", [False, True])
+def test_threads_share_a_pacer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_up: bool) -> None:
+    """Bytes booked by threads of one process at once add up, whoever is held up in between."""
+    now = time.monotonic
+
+    def late() -> float:
+        time.sleep(1e-5)
+        return now()
+
+    if held_up:
+        monkeypatch.setattr("harness.link.time.monotonic", late)
     path = Pacer.create(tmp_path / "file", 1)
     pacers = [Pacer(path, 0, 8.0) for _ in range(2)]  # 1 byte a microsecond
     ends: list[float] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import numpy as np
@@ -223,12 +224,43 @@ def test_contenders_without_any_formula_leave_the_legend_plain() -> None:
     assert hatched == ["no formula"]
 
 
+def _uneven(record: Record) -> Record:
+    """Of two repeats the second takes three times as long, of ZeRO++ five times."""
+    if not record.trial["repeat"]:
+        return record
+    longer = 5 if record.trial["strategy"] == "zeropp" else 3
+    return changed_steps(record, lambda step: {"total": longer * step.total})
+
+
+def test_markers_and_rows_give_one_speed() -> None:
+    """Of two repeats too markers are the Summary's speed-ups, and tokens/s are those of its step."""
+    records = [_uneven(record) for record in records_of("bandwidth", repeats=2)]
+    derived = derive(frames_of(records))
+    rows = tables.summary(derived).data
+    cells = derived.trials.drop_duplicates("where").set_index("where")
+    tokens = rows["where"].map(cells["tokens_per_rank"] * cells["nodes"] * cells["ranks_per_node"])
+    assert np.allclose(rows["tokens_per_second"] * rows["step_seconds"], tokens)
+    figure, _, _ = _drawn("speedup", derived)
+    marked = [
+        float(y)
+        for ax in figure.axes
+        for line in ax.lines
+        if line.get_marker() not in {"None", ".", "_"}
+        for y in np.atleast_1d(line.get_ydata())
+    ]
+    ours = rows[rows["contender"] == "ZeRO++"]["speedup"]
+    assert len(ours) > 3
+    assert all(any(math.isclose(value, y, rel_tol=1e-9) for y in marked) for value in ours)
+
+
 def test_equal_parts_have_no_hatch() -> None:
-    """Where every measured part has its formula, nothing is hatched and no column is added."""
+    """Where every measured part has its formula, nothing is hatched, no column is added, no caption tells."""
     derived = derive(frames_of([record_of(Trial(strategy=name)) for name in ("zero3", "zeropp")]))
-    figure, _, _ = _drawn("memory", derived)
+    figure, data, plot = _drawn("memory", derived)
     assert not [patch for patch in figure.axes[0].patches if patch.get_hatch()]
     assert "Without formula" not in [column.title for column in tables.memory(derived).columns]
+    assert "without" not in tables.memory(derived).caption
+    assert "hatched" not in plot.caption(data)
 
 
 def test_what_nobody_holds_is_not_in_the_legend() -> None:
