@@ -21,6 +21,7 @@ _MEDIANS: Final = (
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds",
     "processor_seconds", "best_seconds", *_SHARES, "achieved_mbit", "validation_loss", "m_bytes",
 )  # fmt: skip
+_PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the median step: with two, no median of their own
 _OF_TIME: Final = (
     "where", "contender", "trials", "trials_told", "step_seconds", "compute_seconds", "wire_seconds",
     "exposed_seconds", "schedule_seconds", "processor_seconds", "best_seconds", *_SHARES, "others_share",
@@ -154,10 +155,7 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
     }
     for key in _MEDIANS:
         row[key] = mine[key].median()
-    for key in (
-        "tokens_per_second",
-        "tflops",
-    ):  # of the median step: a mean of two is not turned over
+    for key in _PER_SECOND:
         row[key] = (mine[key] * mine["step_seconds"]).median() / step.estimate
     for key in ("others_share", "steal_share", "taken_share"):
         row[key] = mine[key].max()

@@ -57,6 +57,12 @@ def test_homes_are_shared_only_by_units_that_run_far_apart(outer: list[bool]) ->
 # Stays
 
 
+def _right(number: int, rows: Tensor) -> bool:
+    """Whether each of the (ranks, bytes) rows is what its rank writes in gather ``number``."""
+    wanted = torch.arange(len(rows), dtype=torch.uint8)[:, None] + number % 200
+    return bool((rows == wanted).all())
+
+
 def _lives(mesh: Mesh, order: list[int], ends: list[list[int]], lags: list[int]) -> None:
     """Gather at ``order``'s homes; each rank ends its stays at moments of its own."""
     wire = Wire(mesh, transport="shm", timeout=20)
@@ -64,10 +70,6 @@ def _lives(mesh: Mesh, order: list[int], ends: list[list[int]], lags: list[int])
     homes = wire.homes(axis, [axis.size * ROW + 7 * home for home in range(3)])
     under_way: dict[int, tuple[Any, Stay]] = {}
     lasting: dict[int, tuple[Stay, Tensor]] = {}
-
-    def right(number: int, rows: Tensor) -> bool:
-        wanted = torch.arange(axis.size, dtype=torch.uint8)[:, None] + number % 200
-        return bool((rows == wanted).all())
 
     for number, home in enumerate(order):
         stay = Stay(homes, home, ROW)
@@ -77,19 +79,19 @@ def _lives(mesh: Mesh, order: list[int], ends: list[list[int]], lags: list[int])
         under_way[number] = exchange, stay
         for other in [n for n in under_way if n <= number - lags[n]]:
             exchange, stay = under_way.pop(other)
-            assert right(other, exchange.wait())
+            assert _right(other, exchange.wait())
             exchange.close()
             lasting[other] = stay, stay.rows
         for other in [n for n in lasting if n <= number - ends[mesh.rank][n]]:
             stay, rows = lasting.pop(other)
-            assert right(other, rows)
+            assert _right(other, rows)
             stay.end()
-        assert all(right(n, rows) for n, (_, rows) in lasting.items())
+        assert all(_right(n, rows) for n, (_, rows) in lasting.items())
     for number, (exchange, stay) in under_way.items():
-        assert right(number, exchange.wait())
+        assert _right(number, exchange.wait())
         exchange.close()
         stay.leave()
-        assert right(number, stay.rows)
+        assert _right(number, stay.rows)
     for stay, _ in lasting.values():
         stay.end()
 
@@ -115,10 +117,6 @@ def _passes(
     under_way: dict[int, tuple[Transfer, Stay]] = {}
     lasting: dict[int, tuple[Stay, Tensor]] = {}
 
-    def right(number: int, rows: Tensor) -> bool:
-        wanted = torch.arange(topology.world, dtype=torch.uint8)[:, None] + number % 200
-        return bool((rows == wanted).all())
-
     def gathering(number: int, stay: Stay) -> Steps[None]:
         def write(frame: Tensor) -> None:
             frame.fill_(mesh.rank + number % 200)
@@ -140,17 +138,17 @@ def _passes(
         for other in [n for n in under_way if n <= number - lags[n]]:
             under_way[other][0].wait()
             _, stay = under_way.pop(other)
-            assert right(other, stay.rows)
+            assert _right(other, stay.rows)
             lasting[other] = stay, stay.rows
         for other in [n for n in lasting if n <= number - ends[mesh.rank][n]]:
             stay, rows = lasting.pop(other)
-            assert right(other, rows)
+            assert _right(other, rows)
             stay.end()
-        assert all(right(n, rows) for n, (_, rows) in lasting.items())
+        assert all(_right(n, rows) for n, (_, rows) in lasting.items())
     for number, (transfer, stay) in under_way.items():
         transfer.wait()
         stay.leave()
-        assert right(number, stay.rows)
+        assert _right(number, stay.rows)
     for stay, _ in lasting.values():
         stay.end()
 
