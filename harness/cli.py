@@ -28,7 +28,7 @@ from harness.expansion import SuiteError, load
 from harness.inputs import digests
 from harness.once import saying
 from harness.plan import Forecast, PlanError, forecast, this_host
-from harness.record import Record, RecordError, path_of, read, read_all
+from harness.record import RecordError, path_of, read, read_all
 from harness.suite import Trial
 from impl.checkpoint_files import check_size, named, read_manifest, resolve, verify
 from impl.disk import CheckpointError
@@ -119,9 +119,10 @@ def show(what: Question, results: ResultsFolder = RESULTS) -> None:
         found = read_all(folder)
         if not found:
             raise RefusalError(f"{folder}: no records in it; `zeropp run` writes them")
-        terminal.records(found, out)
+        terminal.records(found, out, folder)
     else:
-        terminal.record(_record(what, results), out)
+        path = _record(what, results)
+        terminal.record(read(path), out, path.parent)
 
 
 @app.command()
@@ -276,8 +277,8 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _record(trial_id: str, results: Path) -> Record:
-    """The record whose id starts with ``trial_id``."""
+def _record(trial_id: str, results: Path) -> Path:
+    """Where the record lies whose id starts with ``trial_id``."""
     if not re.fullmatch(r"[0-9a-f]{4,12}", trial_id):
         raise RefusalError(_unknown(trial_id, results))
     found = sorted(results.glob(f"*/{trial_id}*.json"))
@@ -285,7 +286,7 @@ def _record(trial_id: str, results: Path) -> Record:
         raise RefusalError(_unknown(trial_id, results))
     if len({path.stem for path in found}) > 1:
         raise RefusalError(f"id {trial_id!r} is not unique: {', '.join(path.stem for path in found)}")
-    return read(path_of(found[0].parent, found[0].stem))
+    return found[0]
 
 
 def _unknown(what: str, results: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, Self
 
 from rich.console import Console
@@ -20,11 +21,12 @@ _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluste
 
 
 class Display:
-    """Progress of a sweep over ``trials``, of which ``skipped`` have a record already."""
+    """Progress of a sweep over ``trials`` into ``results``, where ``skipped`` have a record already."""
 
-    def __init__(self, console: Console, trials: Sequence[Trial], skipped: int) -> None:
+    def __init__(self, console: Console, trials: Sequence[Trial], skipped: int, results: Path) -> None:
         self._console, self._trials, self._done = console, len(trials), skipped
         self._axes = [path for path in told([trial.canonical() for trial in trials]) if path not in _ALWAYS]
+        self._results = results
         self._durations: list[float] = []
         self._began = time.monotonic()
         self._trial: Trial | None = None
@@ -60,7 +62,7 @@ class Display:
         self._durations.append(seconds)
         place = f"[{self._done}/{self._trials}]"
         if record.failure is not None:
-            log = f"; log: {record.failure.log}" if record.failure.log else ""
+            log = f"; log: {self._results / record.failure.log}" if record.failure.log else ""
             end = f"{record.failure.kind}: {record.failure.message}{log}"
         else:
             timed = slowest_seconds(record)

@@ -97,7 +97,7 @@ def run_sweep(
             missing = _agree(missing)
         shown = console if sweep.leads else Console(quiet=True)
         skipped, interrupted = len(trials) - len(missing), False
-        display = stack.enter_context(Display(shown, trials, skipped))
+        display = stack.enter_context(Display(shown, trials, skipped, results))
         stack.enter_context(sweep)
         try:
             for position, (order, trial) in enumerate(missing):

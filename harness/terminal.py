@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from rich import box
@@ -93,15 +94,17 @@ def _host_bytes(one: Forecast) -> int:
     return sum(on_host(one.memory or {}).values())
 
 
-def records(found: Sequence[Record], out: Console) -> None:
-    """Print a results folder, one row a record."""
+def records(found: Sequence[Record], out: Console, folder: Path) -> None:
+    """Print the records of a results folder, one row each, then why trials failed."""
     trials = [record.trial for record in found]
     varying = [path for path in told(trials) if path != "strategy"]
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("id", "strategy", *varying, "repeat"):
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    # Whole in every terminal, since it is there to be copied; the others give way, and none is cut.
+    table.add_column("id", no_wrap=True, min_width=max(len(record.id) for record in found))
+    for name in ("strategy", *varying, "repeat"):
         table.add_column(name, overflow="fold")
     for name in ("s/step", "exposed s", "between nodes/step", "Mbit/s", "loss", "outcome"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for record in found:
         table.add_row(
             record.id,
@@ -114,8 +117,9 @@ def records(found: Sequence[Record], out: Console) -> None:
     out.print(table)
     for record in found:
         if record.failure is not None:
-            log = f"; log {record.failure.log}" if record.failure.log else ""
-            out.print(f"{record.id} {record.failure.kind}: {escape(record.failure.message)}{escape(log)}")
+            log = f"; log {folder / record.failure.log}" if record.failure.log else ""
+            line = f"{record.id} {record.failure.kind}: {record.failure.message}{log}"
+            out.print(escape(line), soft_wrap=True)
 
 
 def _held(one: Record) -> list[tuple[str, Any]]:
@@ -130,8 +134,8 @@ def _held(one: Record) -> list[tuple[str, Any]]:
     return lines
 
 
-def record(one: Record, out: Console) -> None:
-    """Print one record: what defines it, where it ran, what came out."""
+def record(one: Record, out: Console, folder: Path) -> None:
+    """Print one record of a results folder: what defines it, where it ran, what came out."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -140,7 +144,7 @@ def record(one: Record, out: Console) -> None:
         ("suite", one.suite),
         ("started", one.started),
         ("finished", one.finished),
-        *((path, value) for path, value in _leaves(one.trial)),
+        *((path, at(one.trial, path)) for path, _ in _leaves(one.trial)),
         *((f"machine {name}", value) for name, value in one.machine.items()),
         *((f"code {name}", value) for name, value in one.code.items()),
         ("pool", one.pool),
@@ -161,11 +165,12 @@ def record(one: Record, out: Console) -> None:
         ("validations", ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in one.validations)),
         ("ledger equals prediction", None if one.predicted is None else one.predicted.equal),
         ("outcome", "ok" if one.failure is None else f"{one.failure.kind}: {one.failure.message}"),
-        ("log", None if one.failure is None else one.failure.log),
     ]
     for name, value in lines:
         table.add_row(name, escape(_value(value)))
     out.print(table)
+    if one.failure is not None and one.failure.log:
+        out.print(escape(f"log: {folder / one.failure.log}"), soft_wrap=True)
 
 
 def findings(found: Iterable[Finding], out: Console) -> None:
@@ -186,6 +191,8 @@ def told(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 def at(trial: Mapping[str, Any], path: str) -> str:
     """The value at a dotted path of a canonical trial, as a suite would write it."""
     value = look_up(trial, path)
+    if path == "memory_limit" and value is not None:
+        return _limit(value)
     return _rate(value) if path == "cluster.rate" else _value(value)
 
 
@@ -280,6 +287,11 @@ def _size(size: float | None) -> str:
             return f"{size:.4g} {unit}"
         size /= 1000
     return f"{size:,.4g} TB"
+
+
+def _limit(size: int) -> str:
+    """A limit on memory as a suite writes it, whole: GiB, below one MiB."""
+    return f"{size / 2**30:.12g} GiB" if size >= 2**30 else f"{size / 2**20:.12g} MiB"
 
 
 def _rate(mbit: float | None) -> str:

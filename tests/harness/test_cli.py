@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from harness import cli, machine
+from harness import cli, machine, terminal
 from harness.record import SCHEMA_VERSION, Failure, LedgerRow, Memory, RankRecord, Record, Step, write
-from harness.suite import Trial
+from harness.suite import Cluster, Model, PolicyChanges, Trial
 
 TOP = 'name = "q"\nquestion = "?"\n'
 HEAD = f'{TOP}[defaults]\nmodel.name = "gpt-tiny"\nsequence = 32\ntokens_per_rank = 64\n'
@@ -178,7 +180,9 @@ def test_show_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         text = capsys.readouterr().out
         assert good.id in text
         assert "2 MB" in text
-        assert f"{bad.id} crashed: it [broke]; log logs/x.log" in text
+        assert f"{bad.id} crashed: it [broke]; log results/q/logs/x.log\n" in text
+    assert cli.main(["show", bad.id]) == cli.OK
+    assert "\nlog: results/q/logs/x.log\n" in capsys.readouterr().out
 
 
 def test_show_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +194,36 @@ def test_show_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert made.id in text
         assert "5.5" in text
         assert "zero3" in text
+
+
+def test_show_says_units(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rate and a limit on memory are shown as a suite writes them."""
+    cluster = Cluster(rate="0.05 Gbit/s")  # type: ignore[arg-type]
+    made = record(Path("results"), cluster=cluster, memory_limit="1536 MiB")
+    assert cli.main(["show", made.id]) == cli.OK
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "cluster.rate 50 Mbit/s" in lines
+    assert "memory_limit 1.5 GiB" in lines
+
+
+def test_ids_are_whole_in_narrow_terminals(folder: Path) -> None:
+    """An id is there to be copied: it is never broken over lines, nor is a log's path."""
+    changes = {
+        "policy": PolicyChanges(weights="int8:2048", gradients="int4:256"),
+        "model": Model(name="gpt-tiny", arguments={"width": 1024}),
+        "cluster": Cluster(nodes=4, rate="100 Mbit/s"),  # type: ignore[arg-type]
+        "sequence": 64,
+    }
+    failure = Failure(kind="crashed", message="rank 0: " + "many words " * 9, log="logs/0123456789ab.log")
+    found = [record(Path("results")), record(Path("results"), repeat=1, failure=failure, **changes)]
+    for width in (40, 80, 100):
+        shown = io.StringIO()
+        terminal.records(found, Console(file=shown, width=width), Path("results/a-suite-of-some-name"))
+        text = shown.getvalue()
+        for one in found:
+            assert any(one.id in line.split() for line in text.splitlines())
+        assert "results/a-suite-of-some-name/logs/0123456789ab.log" in text
+        assert "\u2026" not in text
 
 
 def test_show_means_over_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

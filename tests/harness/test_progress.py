@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,13 +13,13 @@ from harness.record import Failure, Record
 from harness.suite import Cluster, PolicyChanges, Trial
 
 
-def line(trials: list[Trial]) -> str:
+def line(trials: list[Trial], log: str | None = None) -> str:
     """What is printed when the first of ``trials`` is over."""
     shown = io.StringIO()
-    with Display(Console(file=shown, width=400), trials, 0) as display:
+    with Display(Console(file=shown, width=400), trials, 0, Path("results/q")) as display:
         display.began(trials[0])
         fields: dict[str, Any] = {"machine": {}, "code": {}}
-        failure = Failure(kind="refused", message="no", log=None)
+        failure = Failure(kind="refused", message="no", log=log)
         trial = trials[0].canonical()
         display.finished(
             Record(
@@ -46,3 +47,8 @@ def test_what_varies_is_said() -> None:
     assert "align" not in text
     assert "max_padding" not in text
     assert "tokens" not in text
+
+
+def test_a_log_is_named_by_a_path_that_can_be_opened() -> None:
+    """From where the user stands, not from the results folder."""
+    assert "; log: results/q/logs/x.log (" in line([Trial()], "logs/x.log")
