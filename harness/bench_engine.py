@@ -37,9 +37,9 @@ LEARNING_RATE: Final = 1e-3
 DEEPSPEED: Final = ("deepspeed", "deepspeed-kept")
 
 OURS: Final[dict[str, tuple[str, Transport]]] = {
-    "exact": ("exact", "shm"),
+    "exact": ("exact", "tcp"),
     "exact-backend": ("exact", "backend"),
-    "zeropp": ("zeropp", "shm"),
+    "zeropp": ("zeropp", "tcp"),
 }
 """Preset and transport by the name of the run."""
 

@@ -31,7 +31,7 @@ from impl.traffic import ADAM_BYTES, Event, LedgerKey, Sent, memory, predict, pr
 from impl.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.zero import Zero, find_blocks, shard
 
-TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "nccl": "backend"}
+TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "tcp": "tcp", "gloo": "backend", "nccl": "backend"}
 
 
 class Strategy(Protocol):

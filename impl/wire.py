@@ -6,7 +6,8 @@ topology, each an :class:`Exchange` in three steps: write to ``send``, :meth:`~E
 
 Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm``
 lets the ranks of a node read each other's memory (:mod:`impl.shared_memory`) and uses the backend
-between nodes.  A group of one rank sends nothing, whatever the transport.
+between nodes; ``tcp`` uses connections of our own there (:mod:`impl.connections`).  A group of one rank
+sends nothing, whatever the transport, and a flat gather is always the backend's own ring.
 
 No wait is for ever: an exchange that a rank does not join ends in a :class:`WireError`, which says
 where every rank stands (:mod:`impl.roll_call`), and :meth:`Wire.check_order` finds ranks that part
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from impl.connections import Connections, PartedError, Passage
 from impl.homes import Homes, Stay
 from impl.mesh import Group, Mesh
 from impl.order import ORDER_BYTES, Entry, Step, Trail, ranks_in_words, unpacked
@@ -40,7 +42,7 @@ from impl.traffic import LedgerKey, Link, Phase, Purpose, Sent, destinations
 TIMEOUT_SECONDS: Final = 120.0
 _TAGS: Final = 1 << 30  # of gloo's messages
 _IMPOSSIBLE: Final = 1 << 40  # exchanges that a rank opened: what came was not a count
-Transport = Literal["backend", "shm"]
+Transport = Literal["backend", "shm", "tcp"]
 
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -121,7 +123,8 @@ class _Route:
     Attributes:
         group: the axis's.
         shared: whether its ranks read each other's memory.
-        direct: whether gloo sends them point to point.
+        direct: whether each rank sends to each by itself.
+        connections: of our own that carry them, if any.
         limit: what works' ``wait`` is given.
         booked: rows of the ledger with what an exchange adds to each: bytes, messages.
         inter_bytes: of them to other nodes.
@@ -130,6 +133,7 @@ class _Route:
     group: Group
     shared: bool
     direct: bool
+    connections: Connections | None
     limit: tuple[timedelta, ...]
     booked: tuple[tuple[LedgerKey, int, int], ...]
     inter_bytes: int
@@ -140,7 +144,7 @@ class Wire:
 
     Args:
         mesh: this rank's groups.
-        transport: what carries messages inside a node.
+        transport: what carries messages, inside a node and between nodes.
         pacer: models the link between nodes, where none is shaped.
         timeout: seconds after which a missing rank is an error.
 
@@ -159,8 +163,8 @@ class Wire:
         pacer: Pacer | None = None,
         timeout: float = TIMEOUT_SECONDS,
     ) -> None:
-        if transport == "shm" and mesh.device.type != "cpu":
-            raise WireError(f"transport 'shm' exchanges CPU memory, the mesh is on {mesh.device}")
+        if transport != "backend" and mesh.device.type != "cpu":
+            raise WireError(f"transport {transport!r} exchanges CPU memory, the mesh is on {mesh.device}")
         self.mesh = mesh
         self.transport = transport
         self.ledger = Ledger()
@@ -169,6 +173,7 @@ class Wire:
         self._pacer = pacer
         self._timeout, self._limit = timeout, timedelta(seconds=timeout)
         self._arenas: dict[Axis, Arena] = {}
+        self._connected: dict[Axis, Connections] = {}
         self._buffers: dict[int, list[Tensor]] = defaultdict(list)
         self._used: dict[str, set[str]] = {}
         self._routes: dict[tuple[Axis, int, Tag, bool], _Route] = {}  # by axis, bytes, tag and whether a ring
@@ -179,10 +184,20 @@ class Wire:
         """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""
         group = self.mesh.group(axis)
         if not self._shares_memory(group):
+            self._connections(axis)
             return
         if axis not in self._arenas or self._arenas[axis].row_bytes < nbytes:
             with self._making(axis):
                 self._arenas[axis] = Arena(nbytes, self._waiting(group))
+
+    def _connections(self, axis: Axis) -> Connections | None:
+        """This rank's own along ``axis``, if the transport has them; all ranks of the axis must call it."""
+        if self.transport != "tcp":
+            return None
+        if axis not in self._connected:
+            with self._making(axis, "connections"):
+                self._connected[axis] = Connections(self._waiting(self.mesh.group(axis)))
+        return self._connected[axis]
 
     def homes(self, axis: Axis, lengths: Sequence[int]) -> Homes:
         """Memory in which gathers along ``axis`` may stay; all ranks of it must call this.
@@ -204,16 +219,16 @@ class Wire:
         return Waiting(group, self._timeout, exited)
 
     @contextlib.contextmanager
-    def _making(self, axis: Axis) -> Iterator[None]:
-        """While shared memory along ``axis`` is made, outside inference mode: it outlives a pass."""
-        before, self._trail.waiting = self._trail.waiting, f"shared memory along {axis.name} to be made"
+    def _making(self, axis: Axis, made: str = "shared memory") -> Iterator[None]:
+        """While what carries messages along ``axis`` is made, outside inference mode: it outlives a pass."""
+        before, self._trail.waiting = self._trail.waiting, f"{made} along {axis.name} to be made"
         try:
             with torch.inference_mode(mode=False):
                 yield
         except SharedMemoryError:
             raise
-        except RuntimeError as error:
-            what = f"could not make shared memory along {axis.name}"
+        except (RuntimeError, ConnectionError, TimeoutError) as error:
+            what = f"could not make {made} along {axis.name}"
             raise self._explained(what, error) from error
         self._trail.waiting = before
 
@@ -266,8 +281,11 @@ class Wire:
         before, after = (group.index - 1) % group.size, (group.index + 1) % group.size
         backend = dist.get_backend(group.process_group)
         mark = entry[2] % _TAGS  # of ranks that part no message fits another
+        connections = self._connections(axis)
 
-        def start(received: Tensor, send: Tensor) -> list[dist.Work]:
+        def start(received: Tensor, send: Tensor) -> _Works:
+            if connections is not None:
+                return [connections.post(entry[2], [(after, send)], [(before, received)])]
             if backend == "gloo":  # as in _post_direct: its own all-to-all lets a slow link idle
                 ends, handle = group.ranks, group.process_group
                 works = [dist.irecv(received, src=ends[before], group=handle, tag=mark)]
@@ -279,9 +297,10 @@ class Wire:
             ]
 
         inter = self._book_step(axis, nbytes, tag)
-        self._note(axis, tag, f"{backend} point to point" if backend == "gloo" else backend)
+        carrier = f"{backend} point to point" if backend == "gloo" else backend
+        self._note(axis, tag, carrier if connections is None else "tcp")
         self._trail.waiting = None
-        limit = patience(backend, self._limit)
+        limit = patience(backend, self._limit) if connections is None else (self._limit,)
         buffers = _Buffers(self, None, nbytes, None, nbytes)
         return _Backend(self, start, buffers, entry, limit, rows=1, inter_bytes=inter)
 
@@ -316,6 +335,10 @@ class Wire:
         """Let go of shared memory and buffers, and answer no more roll calls."""
         if self._roll_call is not None:
             self._roll_call.end()
+        for connections in self._connected.values():
+            connections.close()
+        self._connected.clear()
+        self._routes.clear()
         self._arenas.clear()
         self._buffers.clear()
 
@@ -329,10 +352,11 @@ class Wire:
         gloo's works go when they were waited for; NCCL's and those of thread ranks may outlive that.
         """
         group = self.mesh.group(axis)
-        return not self._shares_memory(group) and dist.get_backend(group.process_group) == "gloo"
+        lets_go = self.transport == "tcp" or dist.get_backend(group.process_group) == "gloo"
+        return lets_go and not self._shares_memory(group)
 
     def _shares_memory(self, group: Group) -> bool:
-        return self.transport == "shm" and group.same_node and group.size > 1
+        return self.transport in ("shm", "tcp") and group.same_node and group.size > 1
 
     def _exchange(
         self,
@@ -359,12 +383,19 @@ class Wire:
                 arena = self._arenas[axis]
             return _InMemory(self, arena, entry, kind, nbytes=nbytes, row=row, stay=stay)
 
-        group, direct = route.group, route.direct
+        group, direct, connections = route.group, route.direct, route.connections
         mark = entry[2] % _TAGS  # of ranks that part no message fits another
 
-        def start(received: Tensor, send: Tensor) -> list[dist.Work]:
+        def start(received: Tensor, send: Tensor) -> _Works:
             if direct:
-                return _post_direct(group, kind, received, send, mark)
+                messages = _to_each(group, kind, received, send)
+                if connections is not None:
+                    works: _Works = [connections.post(entry[2], *messages)]
+                else:
+                    works = _post_direct(group, *messages, mark)
+                if kind == "all_to_all":
+                    received.view(group.size, -1)[group.index].copy_(send.view(group.size, -1)[group.index])
+                return works
             collective = _all_gather if kind == "all_gather" else dist.all_to_all_single
             return [collective(received, send, group=group.process_group, async_op=True)]
 
@@ -399,14 +430,17 @@ class Wire:
         """Work out, and note, how such messages travel; remembered."""
         group = self.mesh.group(axis)
         backend, shared = dist.get_backend(group.process_group), self._shares_memory(group)
-        direct = backend == "gloo" and not ring
-        self._note(axis, tag, "shm" if shared else f"{backend} point to point" if direct else backend)
+        connections = None if shared or ring else self._connections(axis)
+        direct = connections is not None or (backend == "gloo" and not ring)
+        carrier = "tcp" if connections is not None else f"{backend} point to point" if direct else backend
+        self._note(axis, tag, "shm" if shared else carrier)
         counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring)
         self._routes[axis, nbytes, tag, ring] = route = _Route(
             group=group,
             shared=shared,
             direct=direct,
-            limit=patience(backend, self._limit),
+            connections=connections,
+            limit=patience(backend, self._limit) if connections is None else (self._limit,),
             booked=tuple(
                 (LedgerKey(tag.phase, tag.purpose, tag.unit, axis.name, link), count * nbytes, count)
                 for link, count in counts.items()
@@ -427,10 +461,10 @@ class Wire:
         weakref.finalize(self, listed.end, join=False).atexit = False
         return listed
 
-    def _follow(self, entry: Entry, works: Sequence[dist.Work]) -> None:
+    def _follow(self, entry: Entry, works: _Works) -> None:
         """On a device the stream waits, not the host: what is overdue there can only be told in the log."""
         if self.mesh.device.type != "cpu" and self._roll_call is not None:
-            self._roll_call.follow(entry, works)
+            self._roll_call.follow(entry, [work for work in works if isinstance(work, dist.Work)])
 
     def _open(self, kind: str, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> Entry:
         """Enter the next exchange in the trail; the rank waits in it until it is ready to be written."""
@@ -502,29 +536,31 @@ def _nobody(_: Sequence[int]) -> Sequence[int]:
 
 
 _Collective = Literal["all_gather", "all_to_all"]
-_Start = Callable[[Tensor, Tensor], list[dist.Work]]
+_Works = Sequence[dist.Work | Passage]
+_Messages = Sequence[tuple[int, Tensor]]  # by index of a rank in the group
+_Start = Callable[[Tensor, Tensor], _Works]
 
 
-def _post_direct(
-    group: Group, kind: _Collective, received: Tensor, send: Tensor, tag: int
-) -> list[dist.Work]:
+def _to_each(group: Group, kind: _Collective, received: Tensor, send: Tensor) -> tuple[_Messages, _Messages]:
+    """What this rank sends to each other rank of the group, and receives from it."""
+    rows = received.view(group.size, -1).unbind()
+    mine = send.view(group.size, -1).unbind() if kind == "all_to_all" else [send] * group.size
+    # Start with the next rank, so that not all ranks send to the first one first.
+    others = [(group.index + step) % group.size for step in range(1, group.size)]
+    return [(i, mine[i]) for i in others], [(i, rows[i]) for i in reversed(others)]
+
+
+def _post_direct(group: Group, sends: _Messages, receives: _Messages, tag: int) -> list[dist.Work]:
     """Send to and receive from each rank of the group by itself.
 
     gloo's own all-to-all announces a receive only when it gets to it; behind a slow link the
     announcement queues after our data and the link idles (24 to 30 of 50 Mbit/s measured between
     two nodes, 48 this way).  So all receives are announced before anything is sent.
     """
-    rows = received.view(group.size, -1).unbind()
-    mine = send.view(group.size, -1).unbind() if kind == "all_to_all" else [send] * group.size
-    # Start with the next rank, so that not all ranks send to the first one first.
-    others = [(group.index + step) % group.size for step in range(1, group.size)]
     # What isend() and irecv() call, without their checks: six calls are 60 us a unit and hop.
     handle = group.process_group
-    works = [handle.recv([rows[i]], i, tag) for i in reversed(others)]
-    works += [handle.send([mine[i]], i, tag) for i in others]
-    if kind == "all_to_all":
-        rows[group.index].copy_(mine[group.index])
-    return works
+    works = [handle.recv([row], i, tag) for i, row in receives]
+    return works + [handle.send([row], i, tag) for i, row in sends]
 
 
 class _Alone:
@@ -683,7 +719,7 @@ class _Backend:
         self._wire, self._start, self._rows, self._inter_bytes = wire, start, rows, inter_bytes
         self._buffers = buffers
         self.send = buffers.send
-        self._works: list[dist.Work] = []
+        self._works: _Works = []
         self._carried = 0.0
 
     def post(self) -> None:
@@ -692,7 +728,7 @@ class _Backend:
             self._carried = pacer.book(self._inter_bytes)
         try:
             self._works = self._start(self._buffers.received, self.send)
-        except RuntimeError as error:  # gloo says here already that a rank is lost
+        except (RuntimeError, ConnectionError) as error:  # gloo says here already that a rank is lost
             raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
         self._wire._follow(self._entry, self._works)  # noqa: SLF001
 
@@ -704,7 +740,9 @@ class _Backend:
             try:
                 for work in self._works:
                     work.wait(*self._limit)
-            except RuntimeError as error:
+            except PartedError as error:
+                raise self._wire._parted(self._entry) from error  # noqa: SLF001
+            except (RuntimeError, ConnectionError, TimeoutError) as error:
                 raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
             self._works = []
             trail.waiting, trail.finished = None, self._entry

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from harness.bench_record import Bench
 from harness.statistics import Interval
 from report import bench_dots, drawing
+from report.bench_dots import COLOURS, TRANSPORTS
 from report.frame import groups, rate_text
 from report.plot import Drawing
 from report.table import Column, Table
@@ -21,8 +22,6 @@ _IDENTITY: Final = [
     "sent_inter", "sent_intra", "reference_sent",
 ]  # fmt: skip
 OPERATIONS: Final = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
-TRANSPORTS: Final = {"shm": "shared memory", "backend": "gloo alone"}
-COLOURS: Final = {"shm": "#0072b2", "backend": "#e69f00"}
 NAMES_OF_FIGURES: Final = ("times-all_gather", "times-reduce_scatter")
 
 

@@ -17,6 +17,13 @@ from harness.statistics import Interval, median_interval
 from report import drawing, theme
 from report.wording import number, text
 
+TRANSPORTS: Final = {
+    "tcp": "shared memory, TCP between nodes",
+    "shm": "shared memory",
+    "backend": "gloo alone",
+    "none": "nothing",
+}
+COLOURS: Final = {"tcp": "#009e73", "shm": "#0072b2", "backend": "#e69f00", "none": "#000000"}
 _WIDE: Final = 300.0  # an axis whose ends have a larger ratio is labelled at decades only
 
 

@@ -12,6 +12,7 @@ from harness import engine_goals
 from harness.bench_record import Bench
 from harness.statistics import Interval
 from report import bench_dots, drawing
+from report.bench_dots import COLOURS, TRANSPORTS
 from report.frame import groups, rate_text
 from report.plot import Drawing
 from report.table import Column, Table
@@ -28,8 +29,6 @@ CONTENDERS: Final = {
     "exact": "ours, fp32",
     "zeropp": "ours, ZeRO++",
 }
-TRANSPORTS: Final = {"shm": "shared memory", "backend": "gloo alone", "none": "nothing"}
-COLOURS: Final = {"shm": "#0072b2", "backend": "#e69f00", "none": "#000000"}
 NAMES_OF_FIGURES: Final = ("engine",)
 
 
@@ -101,7 +100,7 @@ def table(data: pd.DataFrame) -> Table:
         columns=(
             Column("place", "where"),
             Column("contender_told", "contender"),
-            Column("transport_told", "inside nodes by"),
+            Column("transport_told", "carried by"),
             Column("speed_told", "tokens/s", bench_dots.right),
             Column("share_told", "of compute alone", bench_dots.right),
             Column("milliseconds", "ms a step", number(3)),
@@ -170,8 +169,7 @@ def _caption(data: pd.DataFrame) -> str:
     return (
         "Tokens per second of each contender over those of the same model stepping by itself on every rank, "
         f"in the same round: medians over up to {counted(int(found['rounds'].max()), 'round')} with 95 % "
-        "intervals. At the dashed line communication would cost nothing. Colours: what carried messages "
-        "inside nodes."
+        "intervals. At the dashed line communication would cost nothing. Colours: what carried messages."
     )
 
 

@@ -363,12 +363,15 @@ def test_parameters_lie_in_the_memory_of_the_node(nodes: int) -> None:
 
 @pytest.mark.parametrize("kind", ["net", "odd", "recompute"])
 @pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
-def test_training_over_two_hops_is_the_same_to_the_bit_and_the_byte(kind: str, weights: Raw) -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_training_over_two_hops_is_the_same_to_the_bit_and_the_byte(
+    kind: str, weights: Raw, transport: Any
+) -> None:
     """Weights that two hops bring to their home train as copies do: losses, state and ledger are equal."""
     net = model(Odd) if kind == "odd" else model(Net, recompute=kind == "recompute")
     compute: Any = "bf16" if weights == BF16 else "fp32"
     policy, width = replace(EXACT, weights=weights, compute=compute), 7 if kind == "odd" else 16
-    stayed = on_processes(Topology(2, 2), _trained, net, policy, "shm", width)
+    stayed = on_processes(Topology(2, 2), _trained, net, policy, transport, width)
     copied = on_processes(Topology(2, 2), _trained, net, policy, "backend", width)
     for ours, theirs in zip(stayed, copied, strict=True):
         assert ours[0] == theirs[0]
@@ -443,6 +446,7 @@ def test_ranks_on_two_nodes_let_go_at_different_moments() -> None:
     base = _keeping()
     copied = on_threads(Topology(2, 2), _letting_go, base, "backend")
     assert on_processes(Topology(2, 2), _letting_go, base, "shm") == copied
+    assert on_processes(Topology(2, 2), _letting_go, base, "tcp") == copied
 
 
 def _keeping() -> nn.Sequential:

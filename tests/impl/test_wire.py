@@ -10,7 +10,7 @@ import torch
 from impl.mesh import Mesh, MeshError
 from impl.shared_memory import SLOTS
 from impl.topology import Topology
-from impl.wire import Tag, Wire, WireError
+from impl.wire import Tag, Transport, Wire, WireError
 from tests.ranks import on_processes, on_threads
 
 TAG = Tag("forward", "weights", "u")
@@ -19,30 +19,32 @@ TAG = Tag("forward", "weights", "u")
 def _rounds(mesh: Mesh, transport: str, rounds: int) -> bool:
     """Exchange changing messages of changing size many times; True if all arrived intact."""
     wire = Wire(mesh, transport=transport)
-    axis = mesh.topology.local_axis
+    axis = mesh.topology.local_axis if mesh.topology.nodes == 1 else mesh.topology.node_axis
+    place = mesh.local + mesh.node
     intact = True
     for number in range(rounds):
         size = 16 * (1 + number % 5)
         gather = wire.all_gather(axis, size, TAG)
-        gather.send.fill_((7 * number + mesh.local) % 251)
+        gather.send.fill_((7 * number + place) % 251)
         gather.post()
         scatter = wire.all_to_all(axis, size, TAG)
         for target in range(axis.size):
-            scatter.send.view(axis.size, size)[target] = (number + 16 * mesh.local + target) % 251
+            scatter.send.view(axis.size, size)[target] = (number + 16 * place + target) % 251
         scatter.post()
         for source, row in enumerate(gather.wait()):
             intact &= bool((row == (7 * number + source) % 251).all()) and row.numel() == size
         for source, row in enumerate(scatter.wait()):
-            intact &= bool((row == (number + 16 * source + mesh.local) % 251).all())
+            intact &= bool((row == (number + 16 * source + place) % 251).all())
         gather.close()
         scatter.close()
     return intact
 
 
-@pytest.mark.parametrize("transport", ["backend", "shm"])
+@pytest.mark.parametrize("transport", ["backend", "shm", "tcp"])
 def test_many_exchanges_arrive_intact(transport: str) -> None:
     """Hundreds of interleaved exchanges of changing sizes arrive unmixed, slots reused many times."""
-    assert all(on_processes(Topology(1, 3), _rounds, transport, 40 * SLOTS))
+    topology = Topology(3, 1) if transport == "tcp" else Topology(1, 3)
+    assert all(on_processes(topology, _rounds, transport, 40 * SLOTS))
 
 
 def _late(mesh: Mesh) -> str:
@@ -126,11 +128,12 @@ def test_a_topology_of_another_size_is_refused() -> None:
     )
 
 
-def test_shared_memory_is_for_cpus() -> None:
-    """Transport shm is refused for a mesh on another device."""
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_our_own_transports_are_for_cpus(transport: Transport) -> None:
+    """Transports shm and tcp are refused for a mesh on another device."""
     mesh = Mesh(Topology(1, 1), 0, torch.device("cuda"))
-    with pytest.raises(WireError, match="exchanges CPU memory"):
-        Wire(mesh, transport="shm")
+    with pytest.raises(WireError, match=f"transport '{transport}' exchanges CPU memory"):
+        Wire(mesh, transport=transport)
 
 
 def _described(mesh: Mesh) -> dict[str, str]:

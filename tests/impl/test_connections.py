@@ -1,0 +1,319 @@
+"""Messages over TCP connections arrive whole and in their places; what cannot arrive is told."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Self
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impl import connections
+from impl.connections import Connections, PartedError, Passage
+from impl.mesh import Mesh
+from impl.shared_memory import Waiting
+from impl.topology import Topology
+from impl.wire import Tag, Wire, WireError
+from tests.ranks import on_processes, on_threads
+
+LIMIT = timedelta(seconds=20)
+LARGE = 3 << 20  # more than two kernels take of a connection whose buffers are small
+Plan = list[tuple[str, int, bool]]  # kind and bytes of an exchange, and whether one is waited for after it
+
+
+@pytest.fixture(autouse=True)
+def _on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of few KiB, so that all but small messages need the thread."""
+    monkeypatch.setattr(connections, "BUFFER_BYTES", 8192)
+    monkeypatch.setattr(connections, "_UNFORCED_BYTES", 2048)
+    monkeypatch.setattr(connections, "_LINGER_SECONDS", 0.05)
+
+
+def _connections(mesh: Mesh, seconds: float = 20.0) -> Connections:
+    return Connections(Waiting(mesh.group(mesh.topology.world_axis), seconds, lambda _: ()))
+
+
+def _message(source: int, target: int, number: int, nbytes: int) -> Tensor:
+    """(bytes,) uint8 that no other message equals, but for empty ones."""
+    return ((torch.arange(nbytes) * 7 + 31 * source + 17 * target + 5 * number) % 251).to(torch.uint8)
+
+
+def _planned(mesh: Mesh, plan: Plan, order: int) -> bool:
+    """Carry out a plan, waiting in some order; True if every byte arrived in its place."""
+    made, me, world = _connections(mesh), mesh.rank, mesh.topology.world
+    under_way: list[tuple[Passage, list[tuple[int, int, Tensor]]]] = []
+    intact = True
+
+    def wait() -> None:
+        nonlocal intact
+        passage, expected = under_way.pop(order % len(under_way))
+        passage.wait(LIMIT)
+        for source, number, received in expected:
+            intact &= torch.equal(received, _message(source, me, number, received.numel()))
+
+    for number, (kind, nbytes, waits) in enumerate(plan):
+        others = [(me + step) % world for step in range(1, world)]
+        to, of = ([others[0]], [others[-1]]) if kind == "shift" else (others, others)
+        received = [(source, torch.full((nbytes,), 255, dtype=torch.uint8)) for source in of]
+        sent = [(target, _message(me, target, number, nbytes)) for target in to]
+        under_way.append((made.post(number, sent, received), [(i, number, row) for i, row in received]))
+        if waits:
+            wait()
+    while under_way:
+        wait()
+    made.close()
+    return intact
+
+
+PLANS = st.lists(
+    st.tuples(
+        st.sampled_from(["all", "shift"]),
+        st.one_of(st.integers(0, 64), st.integers(2000, 300_000)),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.mark.usefixtures("narrow")
+@settings(max_examples=25)
+@given(plan=PLANS, world=st.integers(2, 4), order=st.integers(0, 5))
+@example(plan=[("all", LARGE, False), ("all", 3, True), ("shift", LARGE, False)], world=3, order=1)
+@example(plan=[("shift", 0, False), ("all", 0, False)], world=2, order=0)
+def test_messages_of_any_size_arrive_whole_in_any_order_of_waits(plan: Plan, world: int, order: int) -> None:
+    """Whatever is posted, and in whichever order it is waited for, each byte arrives in its place."""
+    assert all(on_threads(Topology(world, 1), _planned, plan, order))
+
+
+def _while_computing(mesh: Mesh) -> bool:
+    """Post a large message, look away, and see all but a buffer of it arrive before anybody waits."""
+    made, other = _connections(mesh), 1 - mesh.rank
+    received, expected = torch.zeros(LARGE, dtype=torch.uint8), _message(other, mesh.rank, 0, LARGE)
+    passage = made.post(7, [(other, _message(mesh.rank, other, 0, LARGE))], [(other, received)])
+    most, deadline = LARGE - connections._UNFORCED_BYTES, time.monotonic() + 20
+    while not torch.equal(received[:most], expected[:most]) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a rank that computes
+    there = torch.equal(received[:most], expected[:most])
+    passage.wait(LIMIT)
+    made.close()
+    return there and torch.equal(received, expected)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_what_is_larger_than_the_buffers_travels_while_ranks_compute() -> None:
+    """What no kernel takes at once arrives before anybody waits for it; then the thread ends."""
+    assert on_threads(Topology(2, 1), _while_computing) == [True, True]
+    deadline = time.monotonic() + 20
+    while any(thread.name == "zeropp-connections" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _by_the_kernel(mesh: Mesh) -> tuple[bool, bool]:
+    """Whether a message that fits the buffers arrived, and whether it needed a thread."""
+    made, other = _connections(mesh), 1 - mesh.rank
+    received = torch.zeros(1 << 20, dtype=torch.uint8)
+    passage = made.post(7, [(other, _message(mesh.rank, other, 0, 1 << 20))], [(other, received)])
+    threads = {thread.name for thread in threading.enumerate()}
+    passage.wait(LIMIT)
+    made.close()
+    whole = torch.equal(received, _message(other, mesh.rank, 0, 1 << 20))
+    return whole, "zeropp-connections" in threads
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only CAP_NET_ADMIN may ask for large buffers")
+def test_what_fits_the_buffers_needs_no_thread() -> None:
+    """Where the kernel may be asked for room, a message of 1 MiB is its alone."""
+    assert on_processes(Topology(2, 1), _by_the_kernel) == [(True, False)] * 2
+
+
+def _parting(mesh: Mesh, marks: tuple[int, int], sizes: tuple[int, int]) -> str:
+    made, other = _connections(mesh), 1 - mesh.rank
+    nbytes = sizes[mesh.rank]
+    received = torch.zeros(nbytes, dtype=torch.uint8)
+    passage = made.post(marks[mesh.rank], [(other, received.clone())], [(other, received)])
+    with pytest.raises(PartedError) as caught:
+        passage.wait(LIMIT)
+    with pytest.raises(PartedError):  # and nothing else is read from there
+        made.post(1, [], [(other, received)]).wait(LIMIT)
+    made.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("marks", "sizes"), [((1, 2), (8, 8)), ((1, 1), (8, 24)), ((1, 1), (24, 8)), ((1, 2), (LARGE, LARGE))]
+)
+def test_a_message_of_another_exchange_is_told(marks: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """Another mark or another length ends the connection at once, naming the rank and what it sent."""
+    first, second = on_threads(Topology(2, 1), _parting, marks, sizes)
+    assert first == f"rank 1 sent another message, of {sizes[1]} B"
+    assert second == f"rank 0 sent another message, of {sizes[0]} B"
+
+
+def _orders(mesh: Mesh) -> str:
+    wire = Wire(mesh, transport="tcp", timeout=20)
+    exchange = wire.all_gather(mesh.topology.node_axis, 8, Tag("forward", "weights", f"u{mesh.rank}"))
+    exchange.send.zero_()
+    exchange.post()
+    with pytest.raises(WireError) as caught:
+        exchange.wait()
+    return str(caught.value)
+
+
+def test_ranks_that_part_are_told_at_once() -> None:
+    """The wire says which exchange a rank is in when it meets another rank's."""
+    (text, _) = on_processes(Topology(2, 1), _orders)
+    assert text.startswith(
+        "rank 0 found that the ranks' exchanges differ: it is in exchange 1, all_gather of 8 B"
+    )
+
+
+def _late(mesh: Mesh, sends: bool) -> str:
+    made = _connections(mesh)
+    if mesh.rank == 1:
+        time.sleep(1)
+        made.close()
+        return ""
+    row = torch.zeros(8, dtype=torch.uint8)
+    sent, received = ([(1, torch.zeros(LARGE, dtype=torch.uint8))], []) if sends else ([], [(1, row)])
+    with pytest.raises(TimeoutError) as caught:
+        made.post(1, sent, received).wait(timedelta(seconds=0.3))
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(("sends", "told"), [(False, "did not send"), (True, "did not receive")])
+def test_a_wait_ends_at_its_limit(sends: bool, told: str) -> None:
+    """Who does not send, or take, is named after the limit."""
+    assert on_threads(Topology(2, 1), _late, sends)[0] == f"waited 0.3 s: rank 1 {told}"
+
+
+def _gone(mesh: Mesh) -> str:
+    made = _connections(mesh)
+    if mesh.rank == 1:
+        made.close()
+        return ""
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match=r"rank 1 (has ended its connection|is lost)") as caught:
+        made.post(1, [], [(1, torch.zeros(8, dtype=torch.uint8))]).wait(LIMIT)
+    assert time.monotonic() - begin < LIMIT.total_seconds()
+    return str(caught.value)
+
+
+def test_a_rank_that_is_gone_is_told_before_the_limit() -> None:
+    """A connection that ended is an error that names the rank."""
+    assert "rank 1" in on_threads(Topology(2, 1), _gone)[0]
+
+
+def test_an_interface_that_is_not_there_is_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that cannot listen says so to all: none waits for it."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+
+    def body(mesh: Mesh) -> str:
+        with pytest.raises(ConnectionError) as caught:
+            _connections(mesh)
+        return str(caught.value)
+
+    told = on_threads(Topology(2, 1), body)
+    assert told == ["rank 0 cannot listen for other ranks (No such device)"] * 2
+
+
+def test_where_nobody_listens_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that cannot be reached is named with its address; the other is told who did not call."""
+    listener = connections._listener
+
+    def deaf(address: str, most: int) -> socket.socket:
+        told = listener(address, most)
+        return mute(told)
+
+    def mute(told: socket.socket) -> Any:
+        class Deaf:
+            """Tells where it listened, and listens no more."""
+
+            name = told.getsockname()
+            timeout = 0.0
+
+            def getsockname(self) -> Any:
+                return self.name
+
+            def settimeout(self, seconds: float) -> None:
+                self.timeout = seconds
+
+            def accept(self) -> Any:
+                time.sleep(self.timeout)
+                raise TimeoutError
+
+            def __enter__(self) -> Self:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+        told.close()
+        return Deaf()
+
+    monkeypatch.setattr(connections, "_listener", deaf)
+
+    def body(mesh: Mesh) -> str:
+        with pytest.raises((ConnectionError, TimeoutError)) as caught:
+            _connections(mesh, 0.5)
+        return str(caught.value)
+
+    first, second = on_threads(Topology(2, 1), body)
+    assert first == "waited 0.5 s: rank 1 did not call"
+    assert second.startswith("rank 1 cannot reach rank 0 at 127.0.0.1 port ")
+    assert second.endswith("(Connection refused)")
+
+
+def test_strangers_are_not_taken_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who calls without the token, with a wrong one, or as a rank that was not expected, is sent away."""
+    monkeypatch.setattr(connections, "_CALL_SECONDS", 0.2)
+    listener, strangers = connections._listener, []
+
+    def beset(address: str, most: int) -> socket.socket:
+        told = listener(address, most)
+        for said in (b"", b"x" * 20, b"GET / HTTP/1.0\r\n\r\n"):
+            stranger = socket.create_connection(told.getsockname())
+            stranger.sendall(said)
+            strangers.append(stranger)
+        return told
+
+    monkeypatch.setattr(connections, "_listener", beset)
+    assert all(on_threads(Topology(3, 1), _planned, [("all", 100, True)], 0))
+    for stranger in strangers:
+        stranger.close()
+
+
+def _unused() -> Callable[[], int]:
+    return lambda: len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def test_nothing_stays_open() -> None:
+    """Connections that were closed, or forgotten, leave no handle behind."""
+
+    def forgotten(mesh: Mesh) -> None:
+        _connections(mesh)
+
+    count = _unused()
+    on_threads(Topology(2, 1), _planned, [("all", 100, True)], 0)
+    gc.collect()
+    before = count()
+    for body in (lambda mesh: _planned(mesh, [("all", 100, True)], 0), forgotten):
+        on_threads(Topology(3, 1), body)
+        gc.collect()
+    assert count() <= before
