@@ -177,9 +177,10 @@ def list_checkpoints(
             state = f"BROKEN: {error}"
         optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
         print(
-            f"{path}: step {manifest.step}, {manifest.numel:,} elements in {len(manifest.parameters)} "
-            f"parameters, optimizers {optimizers}, {manifest.nbytes:,} bytes in {len(manifest.files)} files, "
-            f"from {manifest.topology} ranks at stage {manifest.of.get('stage')}; {manifest.writer}; {state}"
+            f"{path}: {train_command.told_steps(manifest)}, {manifest.numel:,} elements in "
+            f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {manifest.nbytes:,} bytes in "
+            f"{len(manifest.files)} files, from {manifest.topology} ranks at stage "
+            f"{manifest.of.get('stage')}; {manifest.writer}; {state}"
         )
     if broken:
         more = f" (the first of {len(broken)} that are broken)" if len(broken) > 1 else ""

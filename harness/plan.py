@@ -165,12 +165,12 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     try:
         units = plan_units(model, topology, policy)
     except (GeometryError, PolicyError, ZeroError) as error:
-        return Forecast(trial, parameters, problems=(*problems, f"{error}{_of_others(trial, error)}"))
+        return Forecast(trial, parameters, problems=(*problems, _unfit(trial, error)))
     inter, intra = per_node_bytes(policy, topology, units, trial)
     rate = trial.cluster.rate
     memory = traffic.memory(policy, topology, units, micro_batches=trial.accumulation)
     if isinstance(optimizer, int):
-        from harness.strategies import predicted_memory
+        from harness.optimizers import predicted_memory
 
         memory = predicted_memory(policy, topology, units, trial.optimizer, micro_batches=trial.accumulation)
     memory = _held(trial, memory)
@@ -200,7 +200,7 @@ def _hosted(
     try:
         units = hosted_units(trial.host, model, topology, policy)
     except (GeometryError, PolicyError, HostError) as error:
-        return Forecast(trial, parameters, problems=(*problems, f"{error}{_of_others(trial, error)}"))
+        return Forecast(trial, parameters, problems=(*problems, _unfit(trial, error)))
     sent: dict[str, int] = {"inter": 0, "intra": 0}
     for rank in range(topology.ranks_per_node):
         rows = predict_hosted(trial.host, policy, topology, units, rank=rank, events=_events(trial))
@@ -222,16 +222,19 @@ def _hosted(
     )
 
 
-def _of_others(trial: Trial, error: Exception) -> str:
-    """Why a trial is padded for blocks that its own policy does not have; empty if it has them."""
+def _unfit(trial: Trial, error: Exception) -> str:
+    """Why a trial's units cannot be laid out; of padding also which key allows it, and for whose blocks."""
+    if not isinstance(error, PaddingError):
+        return str(error)
+    said = f"{error}: policy.max_padding of the suite"
     alone = trial.model_copy(
         update={"policy": trial.policy.model_copy(update={"align": 1})}
     ).resolved_policy()
-    if not isinstance(error, PaddingError) or alone is None or alone.grain % trial.policy.align == 0:
-        return ""
+    if alone is None or alone.grain % trial.policy.align == 0:
+        return said
     return (
-        f" (it is laid out for policy.align = {trial.policy.align}, the blocks of all policies of its suite; "
-        f"its own are of {alone.grain})"
+        f"{said} (it is laid out for policy.align = {trial.policy.align}, the blocks of all policies of its "
+        f"suite; its own are of {alone.grain})"
     )
 
 
@@ -311,12 +314,11 @@ def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]
     """The model on the meta device, or why it cannot be built."""
     key = f"{model.model_dump_json()}/{sequence}"
     if key not in models:
-        import torch
-
         from harness import workload
+        from harness.unfilled import unfilled
 
         try:
-            with torch.device("meta"):
+            with unfilled():
                 models[key] = workload.build(model, sequence)
         except workload.WorkloadError as error:
             models[key] = PlanError(str(error))
@@ -442,8 +444,8 @@ def _check_launcher(trial: Trial) -> str | None:
 
 def _check_optimizer(trial: Trial) -> str | int:
     """Bytes of state an element of an optimizer that works on 1-D shards; else why it does not."""
+    from harness.optimizers import state_bytes_per_element
     from harness.rank import Refusal
-    from harness.strategies import state_bytes_per_element
     from impl.watch import NOT_ELEMENTWISE
 
     name = trial.optimizer.name

@@ -55,6 +55,8 @@ _MORE: Final = {
     "optimizer.arguments": "table: its arguments; `lr` below 1000",
     "corpus": "`stdlib`, a file or a folder; `glyphs` with a model that reads images, and there the default",
     "sequence": "tokens; of an image, patches: 1, 4, 16, 64, 256 or 1024, and there 64 is the default",
+    "validate_every": "steps between validations; 0: one, after the last step; none: no validation",
+    "validation_batches": "batches of each rank in a validation",
     "memory_limit": "text with MiB or GiB",
 }
 

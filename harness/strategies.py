@@ -11,12 +11,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.optimizers import built, local_part, predicted_memory, state_bytes
 from harness.rank import Rank, Refusal
 from harness.suite import Optimizer, Trial
 from impl.geometry import UnitGeometry
@@ -26,8 +27,7 @@ from impl.mesh import Mesh
 from impl.policy import Policy
 from impl.scaling import Stepped
 from impl.tiers import CopyKey
-from impl.topology import Topology
-from impl.traffic import ADAM_BYTES, Event, LedgerKey, Sent, memory, predict, predict_copies
+from impl.traffic import Event, LedgerKey, Sent, predict, predict_copies
 from impl.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.zero import Zero, find_blocks, shard
 
@@ -166,9 +166,9 @@ class Peer:
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Weights, gradients and optimizer state that stay on this rank."""
-        parameters = [_local(parameter) for parameter in self.model.parameters()]
+        parameters = [local_part(parameter) for parameter in self.model.parameters()]
         held = sum(parameter.nbytes for parameter in parameters)
-        return {"masters": held, "gradients": held, "optimizer": _state_bytes(optimizer, optimizer.state)}
+        return {"masters": held, "gradients": held, "optimizer": state_bytes(optimizer, optimizer.state)}
 
     def copied(self) -> dict[CopyKey, int]:
         """Empty: nothing is offloaded."""
@@ -303,8 +303,8 @@ class Sharded:
         masters = [(unit.owned.tier.shard, m) for unit in self.engine.units for _, m in unit.owned.masters]
         device, host = ([m for there, m in masters if there is where] for where in (False, True))
         states = {
-            "optimizer": _state_bytes(optimizer, device),
-            "host_optimizer": _state_bytes(optimizer, host),
+            "optimizer": state_bytes(optimizer, device),
+            "host_optimizer": state_bytes(optimizer, host),
         }
         return {**self.engine.memory(), **states}
 
@@ -410,70 +410,10 @@ def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
     return Hosted(wrapped, {}, join_ddp(wrapped, wire, policy))
 
 
-def predicted_memory(
-    policy: Policy,
-    topology: Topology,
-    units: Sequence[UnitGeometry],
-    optimizer: Optimizer,
-    *,
-    micro_batches: int,
-) -> dict[str, int]:
-    """What ``impl.traffic`` says one rank holds, by part, with the state of the trial's optimizer."""
-    parts = memory(policy, topology, units, micro_batches=micro_batches)
-    size = state_bytes_per_element(optimizer)
-    states = {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
-    return {**parts, **states}
-
-
-def state_bytes_per_element(optimizer: Optimizer) -> int:
-    """Bytes of state that an optimizer keeps for each fp32 element, measured on a step of a few.
-
-    Raises:
-        Refusal: for an optimizer that cannot be built or cannot step.
-    """
-    few = nn.Parameter(torch.zeros(64))
-    few.grad = torch.zeros_like(few)
-    built = _built(optimizer, [few])
-    try:
-        built.step()
-    except Exception as error:
-        raise _refusal(optimizer, error) from error
-    return _state_bytes(built, [few]) // few.numel()
-
-
 def build_optimizer(optimizer: Optimizer, strategy: Strategy) -> torch.optim.Optimizer:
     """The optimizer that the trial names, over what the strategy lets it change.
 
     Raises:
         Refusal: if torch has none of that name, or its arguments do not fit.
     """
-    return _built(optimizer, strategy.parameters())
-
-
-def _built(optimizer: Optimizer, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    kind = getattr(torch.optim, optimizer.name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise Refusal(f"optimizer.name = {optimizer.name!r}: torch.optim has no such optimizer")
-    try:
-        return kind(parameters, **cast("dict[str, Any]", optimizer.arguments))
-    except Exception as error:  # each checks its arguments in its own way
-        raise _refusal(optimizer, error) from error
-
-
-def _refusal(optimizer: Optimizer, error: Exception) -> Refusal:
-    words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return Refusal(f"optimizer.arguments of {optimizer.name}: {words}")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return cast("Tensor", tensor.to_local()) if hasattr(tensor, "to_local") else tensor
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
-    """Bytes of the optimizer's per-element state of ``parameters``; its step counters are not counted."""
-    return sum(
-        _local(value).nbytes
-        for parameter in parameters
-        for value in optimizer.state.get(parameter, {}).values()
-        if isinstance(value, Tensor) and value.dim() > 0
-    )
+    return built(optimizer, strategy.parameters())

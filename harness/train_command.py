@@ -14,7 +14,7 @@ from harness import machine
 from harness.flops import PRESETS, GPTShape
 from harness.plan import this_host
 from harness.rank import Progress, Refusal
-from impl.checkpoint_files import read_manifest, resolve
+from impl.checkpoint_files import Manifest, read_manifest, resolve
 from impl.deepspeed import DeepSpeedError, Recipe, laid_out, load
 from impl.topology import Topology
 
@@ -148,6 +148,21 @@ def train(
         _run(job, asked)
 
 
+def told_steps(manifest: Manifest) -> str:
+    """How far a checkpoint's run was, counted as its log counts: a step that an overflow skipped is one.
+
+    The loss scale counts them only while its setting stays; `zeropp train` saves what its log said.
+    """
+    scale, extra = manifest.loss_scale, manifest.extra
+    done = manifest.step + (0 if scale is None else scale.skipped)
+    if isinstance(extra, dict) and extra.keys() == {"seed", "corpus", "sequence", "steps"}:
+        done = int(extra["steps"])
+    skipped = done - manifest.step
+    if not skipped:
+        return f"step {done}"
+    return f"step {done}, of which {skipped} {'was' if skipped == 1 else 'were'} skipped for an overflow"
+
+
 def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, bool]:
     """Where ranks stand, and whether torchrun has started them.
 
@@ -225,16 +240,15 @@ def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | N
     Raises:
         TrainError: if the model cannot be laid out.
     """
-    import torch
-
     from harness import workload
     from harness.train_memory import GB, activation_bytes, needs, table, too_large
+    from harness.unfilled import unfilled
     from impl.blocks import plan_units
     from impl.errors import ZeroError
     from impl.geometry import PaddingError
 
     trial, policy = job.trial, recipe.policy
-    with torch.device("meta"):
+    with unfilled():
         model = workload.GPT(job.shape, trial.sequence)
     held = activation_bytes(
         job.shape, policy, sequences=trial.tokens_per_rank // trial.sequence, length=trial.sequence,
@@ -246,7 +260,7 @@ def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | N
     except (ValueError, ZeroError) as error:
         if speaks:
             _print(recipe)
-        option = ", here with --max-padding SHARE" if isinstance(error, PaddingError) else ""
+        option = ": --max-padding SHARE" if isinstance(error, PaddingError) else ""
         raise TrainError(f"{error}{option}") from None
     if speaks:
         _print(recipe)

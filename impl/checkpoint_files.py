@@ -377,6 +377,10 @@ def resolve(folder: Path) -> Path:
     Raises:
         CheckpointError: if it is none and holds none.
     """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: is a file; expected a folder of checkpoints, or one, a folder with a {MANIFEST}"
+        )
     if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name):
         return folder
     newest = latest(folder)

@@ -413,28 +413,35 @@ def parse(text: str) -> Codec:
     """
     if not isinstance(text, str):
         raise CodecError(f"codec {text!r} is a {type(text).__name__}: {_ALLOWED}")
+    try:
+        return _parsed(text)
+    except CodecError as error:
+        raise CodecError(f"codec {text!r}: {error}") from None
+
+
+def _parsed(text: str) -> Codec:
     head, *rest = text.strip().split(":")
     if head in ITEM_BYTES:
         if rest:
-            raise CodecError(f"codec {text!r}: {head} takes no options; {_ALLOWED}")
+            raise CodecError(f"{head} takes no options; {_ALLOWED}")
         return Raw(head)  # type: ignore[arg-type]  # checked against ITEM_BYTES
     if head in _MX:
-        asymmetric, hadamard, stochastic = _parse_options(text, rest, asymmetric=False)
+        asymmetric, hadamard, stochastic = _parse_options(rest, asymmetric=False)
         return FloatCodec(_MX[head], MX_BLOCK, "e8m0", hadamard, stochastic)
     is_int = head.startswith("int") and head[3:].isdecimal() and head[3:].isascii()
     if not ((is_int or head in _FP8) and rest):
-        raise CodecError(f"codec {text!r}: {_ALLOWED}")
+        raise CodecError(_ALLOWED)
     block_text, *options = rest
     if block_text != "shard" and not (block_text.isdecimal() and block_text.isascii()):
-        raise CodecError(f"codec {text!r}: block {block_text!r} is not a number; {_ALLOWED}")
+        raise CodecError(f"block {block_text!r} is not a number; {_ALLOWED}")
     block: Block = "shard" if block_text == "shard" else int(block_text)
-    asymmetric, hadamard, stochastic = _parse_options(text, options, asymmetric=is_int)
+    asymmetric, hadamard, stochastic = _parse_options(options, asymmetric=is_int)
     if is_int:
         return IntCodec(int(head[3:]), block, asymmetric, hadamard, stochastic)
     return FloatCodec(_FP8[head], block, "fp32", hadamard, stochastic)
 
 
-def _parse_options(text: str, options: list[str], *, asymmetric: bool) -> tuple[bool, int, bool]:
+def _parse_options(options: list[str], *, asymmetric: bool) -> tuple[bool, int, bool]:
     """(asymmetric, hadamard, stochastic), each at most once and in this order."""
     left = list(options)
     offset = asymmetric and left[:1] == ["asym"]
@@ -443,11 +450,11 @@ def _parse_options(text: str, options: list[str], *, asymmetric: bool) -> tuple[
     if left and left[0].startswith("hadamard") and left[0][8:].isdecimal() and left[0].isascii():
         hadamard = int(left.pop(0)[8:])
         if hadamard == 0:
-            raise CodecError(f"codec {text!r}: hadamard0 rotates nothing; leave it out")
+            raise CodecError("hadamard0 rotates nothing; leave it out")
     stochastic = left[:1] == ["stochastic"]
     left = left[1:] if stochastic else left
     if left:
-        raise CodecError(f"codec {text!r}: unknown option {':'.join(left)!r}; {_ALLOWED}")
+        raise CodecError(f"unknown option {':'.join(left)!r}; {_ALLOWED}")
     return offset, hadamard, stochastic
 
 

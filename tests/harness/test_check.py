@@ -193,7 +193,7 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--codec", "int9:64"), "int9: integer codecs have 2 to 8 bits"),
+        (("--codec", "int9:64"), "codec 'int9:64': int9: integer codecs have 2 to 8 bits"),
         (("--codec", "int8:x"), "block 'x' is not a number"),
         (("--codec", "nonsense"), "codec 'nonsense': expected fp32"),
         (("--codec", "no_such_module:thing"), "cannot import 'no_such_module'"),
@@ -210,7 +210,7 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
         (("--codec", "users:Unbounded"), "has no method 'error_bound'"),
         (("--codec", "users:Unblocked"), "block None: expected a number of elements from 1, or 'shard'"),
         (("--codec", "users:Certain"), "promises unbiased, and is not stochastic"),
-        (("--codec", "users:Odd"), "users:Odd: int9: integer codecs"),
+        (("--codec", "users:Odd"), "users:Odd: codec 'int9:4': int9: integer codecs"),
         (("--codec", "users:Wide"), "kinds ['fp64']: expected a list with some of fp32, bf16, fp16"),
         (("--codec", "users:Counted"), "users:Counted: kinds 3: expected a list"),
         (("--codec", "users:Numbered"), "has neither 'codec' nor a list 'laws' with some of bound, zero"),

@@ -83,13 +83,16 @@ BAD_SUITES = {
     "misspelt policy": ('strategy = "zerop"\n', "did you mean 'zeropp'?"),
     "syntax error": ("steps = = 3\n", "line 7"),
     "block size 0": ('policy.weights = "int8:0"\n', "int8:0"),
-    "bits 9": ('policy.weights = "int9:64"\n', "2 to 8 bits"),
+    "bits 9": ('policy.weights = "int9:64"\n', "codec 'int9:64': int9: integer codecs have 2 to 8 bits"),
     "hpZ group": ("policy.secondary = 3\n", "an hpZ group of 3 ranks does not fit 2 nodes x 2 ranks"),
     "rate without unit": ("cluster.rate = 50\n", "a number above 0 with a unit"),
     "too big": (SMALL + 'model.name = "gpt-100b"\n', "too big for memory"),
     "too many ranks": (SMALL + "cluster.nodes = 4096\n", "more than this machine can hold"),
     "missing corpus": (SMALL + 'corpus = "no/such/corpus"\n', "no/such/corpus"),
-    "padding": ('policy.weights = "int8:65536"\n', "would be padding"),
+    "padding": (
+        'policy.weights = "int8:65536"\n',
+        "use smaller blocks or raise max_padding: policy.max_padding of the suite",
+    ),
 }
 
 
@@ -393,6 +396,24 @@ def test_module_and_lazy_torch() -> None:
     )
     assert done.returncode == cli.REFUSED
     assert done.stderr.count("\n") == 1
+
+
+def test_plan_waits_for_no_compiler(folder: Path) -> None:
+    """Neither torch's compiler nor FSDP is imported to predict a policy and a peer: seconds each."""
+    suite(folder, SMALL + '[matrix]\nstrategy = ["zeropp", "ddp"]\n')
+    code = (
+        "import sys; from harness.cli import main; status = main(['plan', 'q.toml']); "
+        "heavy = {'torch._dynamo', 'torch.distributed.fsdp', 'sympy'} & sys.modules.keys(); "
+        "assert not heavy, heavy; sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(machine.ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 COMMANDS = [

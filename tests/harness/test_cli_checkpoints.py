@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ import torch
 from harness.cli import main
 from impl.checkpoint import save
 from impl.mesh import Mesh
-from impl.policy import preset
+from impl.policy import parse_loss_scale, preset
 from impl.safetensors_file import Reader
 from impl.topology import Topology
 from impl.zero import shard
 from tests.models import Odd
 from tests.ranks import on_threads
 from tests.strategies import ROOMY
-from tests.training import model
+from tests.training import batch, model
 
 NET, ODD = model(), model(Odd)
 
@@ -117,6 +118,31 @@ def test_a_checkpoint_without_its_manifest_is_told(
     )
 
 
+def _overflowing(mesh: Mesh, folder: Path, net: torch.nn.Module, extra: dict[str, Any]) -> None:
+    """Three steps, of which the second overflows, then a checkpoint."""
+    policy = preset("zero3", memory=ROOMY, loss_scale=parse_loss_scale("dynamic:from4"))
+    zero = shard(copy.deepcopy(net), mesh=mesh, policy=policy)
+    optimizer = torch.optim.AdamW(zero.param_groups())
+    for step in range(3):
+        loss = zero.model(batch(step, mesh.rank)).sum()
+        zero.scaler.scaled(loss * (math.inf if step == 1 else 1.0)).backward()
+        zero.finish_backward()
+        assert zero.step(optimizer).done == (step != 1)
+        optimizer.zero_grad()
+    save(folder, zero, [optimizer], extra=extra)
+
+
+@pytest.mark.parametrize("extra", [{}, {"seed": 0, "corpus": "c", "sequence": 8, "steps": 3}])
+def test_steps_are_counted_as_the_log_of_a_run_counts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: dict[str, Any]
+) -> None:
+    """A step that an overflow skipped is one, and is told apart."""
+    on_threads(Topology(1, 2), _overflowing, tmp_path, NET, extra)
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    words = "checkpoint-000001: step 3, of which 1 was skipped for an overflow, "
+    assert words in capsys.readouterr().out
+
+
 def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest of a folder, in the type asked for; the path is printed."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
@@ -134,6 +160,11 @@ def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["checkpoints", "FOLDER/nowhere"], "nowhere: no such folder"),
         (["checkpoints", "FOLDER"], "no checkpoint in it"),
+        (
+            ["checkpoints", "docs/frame.md"],
+            "docs/frame.md: is a file; expected a folder of checkpoints, or one, ",
+        ),
+        (["export", "docs/frame.md", "FOLDER/out"], "docs/frame.md: is a file; expected a folder of "),
         (["export", "FOLDER", "FOLDER/out"], "no checkpoint in it"),
         (
             ["export", "FOLDER", "FOLDER/out", "--dtype", "int8"],

@@ -198,7 +198,7 @@ def test_padding_is_refused_with_the_option_that_allows_it(
     flags = [*small, "--deepspeed-config", config(tmp_path, json.dumps({"zero_optimization": keys}))]
     said = refusal(capfd, *flags)
     assert "19.8% of 20512, allowed 5.0%" in said
-    assert said.endswith("raise max_padding, here with --max-padding SHARE\n")
+    assert said.endswith("raise max_padding: --max-padding SHARE\n")
     assert "allowed 19.0%" in refusal(capfd, *flags, "--max-padding", "0.19")
     assert "'--max-padding'" in refusal(capfd, *flags, "--max-padding", "nan")
     assert main(["train", *flags, "--max-padding", "0.7"]) == 0

@@ -1,0 +1,42 @@
+"""Models without values, for their shapes alone: built on the meta device, and filled with nothing.
+
+torch fills tensors of the meta device at random through operations in Python, which import its compiler:
+4 s, for values that are not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_FILLS: Final = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+
+class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Leaves tensors of the meta device as they are."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what torch wraps for its compiler imports it
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _FILLS and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def unfilled() -> Iterator[None]:
+    """What is built inside lies on the meta device."""
+    with torch.device("meta"), _Unfilled():  # type: ignore[no-untyped-call]
+        yield
