@@ -214,13 +214,14 @@ def _build_report(folder: Path) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a results folder that cannot be written, or whose records this run's cannot join."""
+    """Refuse a results folder that cannot be written, or whose measurements this run's cannot join."""
     pool = machine.pool_key(machine.facts(), machine.code())
-    strange = [record for record in read_all(folder) if record.pool != pool] if folder.is_dir() else []
+    there = read_all(folder) if folder.is_dir() else []
+    strange = [record for record in there if record.measured and record.pool != pool]
     if strange:
         raise RefusalError(
             f"{folder}: holds {len(strange)} records of another machine or code (pool {strange[0].pool}, "
-            f"here {pool}), which are not put together; move the folder aside or choose other --results"
+            f"here {pool}), which are not put together; {_aside(folder)}"
         )
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
@@ -235,7 +236,7 @@ def _check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
     for trial in trials:
         path = path_of(folder, trial.id)
         record = read(path) if path.exists() else None
-        if record is None or not record.settled:
+        if record is None or not record.settled or not record.measured:
             continue
         then, now = record.inputs, digests(trial)
         for name in sorted(then.keys() | now.keys()):
@@ -243,9 +244,16 @@ def _check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
             if then.get(name) != now.get(name):
                 source = trial.corpus if name == "corpus" else trial.model.name
                 raise RefusalError(
-                    f"{path}: was made of another {name} {source!r} (SHA-256 {before}, now {after}); move "
-                    "the folder aside or choose other --results"
+                    f"{path}: was made of another {name} {source!r} (SHA-256 {before}, now {after}), "
+                    f"and results of both are not put together; {_aside(folder)}"
                 )
+
+
+def _aside(folder: Path) -> str:
+    """What to do with a folder that a run cannot go on with."""
+    return (
+        f"keep it under another name (mv {folder} {folder}-before), or choose another folder with --results"
+    )
 
 
 def _check_feasible(file: Path, found: Sequence[Forecast]) -> None:

@@ -294,6 +294,11 @@ class Record(_Part):
         return self.failure is None or self.failure.kind not in ("interrupted", "refused")
 
     @property
+    def measured(self) -> bool:
+        """Whether it holds anything that was measured; most failures do not."""
+        return self.failure is None or bool(self.ranks)
+
+    @property
     def answers(self) -> bool:
         """Whether it says what its suite asks: a result, or that its memory limit allows none."""
         if self.failure is None:

@@ -89,7 +89,9 @@ def run_sweep(
     with contextlib.ExitStack() as stack:
         if sweep.leads:
             stack.enter_context(alone(results))
-        missing = [(order, trial) for order, trial in enumerate(trials) if not finished(results, trial)]
+        missing = [
+            (order, trial) for order, trial in enumerate(trials) if not finished(results, trial, sweep.pool)
+        ]
         ran = {trial.id for _, trial in missing}
         before = [read(path_of(results, trial.id)) for trial in trials if trial.id not in ran]
         counts["failed"] += sum(not record.answers for record in before)
@@ -113,14 +115,21 @@ def run_sweep(
     return SweepOutcome(counts["ok"], counts["failed"], skipped, interrupted, sweep.leads)
 
 
-def finished(results: Path, trial: Trial) -> bool:
-    """Whether a trial has a record that another run would only repeat.
+def finished(results: Path, trial: Trial, pool: str) -> bool:
+    """Whether a trial has a record that another run in ``pool`` would only repeat.
+
+    A failure would be repeated only by the same code on the same inputs.
 
     Raises:
         RecordError: if there is a file that is not a record.
     """
     path = path_of(results, trial.id)
-    return path.exists() and read(path).settled
+    if not path.exists():
+        return False
+    record = read(path)
+    if record.measured:
+        return record.settled
+    return record.settled and record.pool == pool and record.inputs == digests(trial)
 
 
 @contextlib.contextmanager
@@ -193,6 +202,11 @@ class _Sweep:
     _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
+
+    @property
+    def pool(self) -> str:
+        """Of its records."""
+        return machine.pool_key(self._machine, self._code)
 
     def __enter__(self) -> None:
         start_server()
@@ -350,7 +364,7 @@ class _Sweep:
             machine=self._machine,
             code=self._code,
             inputs=digests(trial),
-            pool=machine.pool_key(self._machine, self._code),
+            pool=self.pool,
             findings=list(findings(trial)),
             **fields,
         )

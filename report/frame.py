@@ -72,6 +72,7 @@ class Frames:
         suite: name of the suite, or names joined by a comma.
         questions: what the suites ask, where records hold it.
         pools: what ran on equal machines and code, by hash.
+        left_out: failures of another pool, of which nothing was measured.
         trials: one row per finished trial that trained; ``processors`` are those that all its ranks share
             and compute on, None on GPUs and where ranks may stand on several machines; ``others_share`` and
             ``steal_share`` are the parts of their time that other programs and the machine's host had.
@@ -99,6 +100,7 @@ class Frames:
     suite: str
     questions: tuple[str, ...]
     pools: tuple[str, ...]
+    left_out: int
     trials: pd.DataFrame
     generators: pd.DataFrame
     steps: pd.DataFrame
@@ -138,7 +140,9 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 
 def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
     """Tables of ``records``; see :func:`load`."""
+    found = len(records)
     if not across_pools:
+        records = _without_old_failures(records)
         _check_one_pool(records)
     trials = {record.id: _trial(record) for record in records}
     shared = shared_changes(list(trials.values()))
@@ -150,6 +154,7 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         suite=", ".join(sorted({record.suite for record in records})),
         questions=tuple(sorted({question for record in records if (question := _question(record))})),
         pools=tuple(sorted({record.pool for record in records})),
+        left_out=found - len(records),
         trials=_frame([_trial_row(r, trials[r.id], naming) for r in finished], TRIALS),
         generators=_frame([_trial_row(r, trials[r.id], naming) for r in generated], TRIALS),
         steps=_frame([row for r in finished for row in _step_rows(r)], STEPS),
@@ -481,6 +486,16 @@ def _facts_frame(records: list[Record]) -> pd.DataFrame:
         for (pool, fact, value), n in counts.items()
     ]
     return _frame(rows, FACTS).sort_values(["pool", "fact", "value"], ignore_index=True)
+
+
+def _without_old_failures(records: list[Record]) -> list[Record]:
+    """The records without failures of another pool than what was measured or, where nothing was, the latest.
+
+    A run goes on beside them, and runs those again that are still its suite's.
+    """
+    measured = {record.pool for record in records if record.measured}
+    kept = measured or {max(records, key=lambda record: record.started).pool}
+    return [record for record in records if record.pool in kept]
 
 
 def _check_one_pool(records: list[Record]) -> None:

@@ -301,6 +301,11 @@ def warnings(derived: Derived) -> list[str]:
     found = []
     if len(frames.pools) > 1:
         found.append(f"Records of {len(frames.pools)} pools (other machine or code) stand side by side.")
+    if frames.left_out:
+        found.append(
+            f"Left out: {counted(frames.left_out, 'failure')} of another machine or code, "
+            "of which nothing was measured."
+        )
     unequal = ran[ran["predicted_equal"].eq(other=False)]
     if len(unequal):
         found.append(

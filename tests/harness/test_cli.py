@@ -172,6 +172,15 @@ def test_other_pool(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"holds 1 records of another machine or code (pool {made.pool}" in error
 
 
+def test_failures_of_another_pool(
+    folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]
+) -> None:
+    """What failed on other code, with nothing measured, stops no run."""
+    record(Path("results"), failure=Failure(kind="crashed", message="it broke", log=None))
+    assert cli.main(["run", suite(folder)]) == cli.OK
+    assert machinery == [("sweep", "q", 1, Path("results/q")), ("report", Path("results/q"))]
+
+
 def test_show_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A results folder is shown as a table, failures with their message and log."""
     good = record(Path("results"))

@@ -9,8 +9,9 @@ import pytest
 
 from harness import cli, inputs, machine
 from harness.inputs import digests
-from harness.record import Record, write
+from harness.record import Failure, Record, write
 from harness.suite import Model, Trial
+from harness.sweep import finished
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +43,14 @@ def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
     assert digests(Trial(corpus="none", model=Model(name="leaving.part:f"))) == {}
 
 
+@pytest.mark.parametrize("failed", [False, True])
 @pytest.mark.parametrize("changed", ["corpus", "model"])
-def test_another_input_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, changed: str
+def test_another_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: str, *, failed: bool
 ) -> None:
-    """A record of another corpus or model source is not skipped over silently: run refuses, naming it."""
+    """A result of another corpus or model source is not skipped over silently: run refuses, naming it and
+    what to do.  A failure of which nothing was measured stops no run, and its trial is run again.
+    """
     (tmp_path / "text").write_text("some text " * 1000)
     (tmp_path / "mine_b.py").write_text("from tests.harness.test_plan import tiny as build\n")
     (tmp_path / "q.toml").write_text(
@@ -57,18 +61,27 @@ def test_another_input_is_refused(
 
     (trial,) = load(tmp_path / "q.toml").trials
     facts, code = machine.facts(), machine.code()
+    pool = machine.pool_key(facts, code)
     write(
         tmp_path / "results" / "q",
         Record(
             id=trial.id, suite="q", trial=trial.canonical(), started="1", finished="2", order=0,
-            machine=facts, code=code, inputs=digests(trial), pool=machine.pool_key(facts, code), failure=None,
+            machine=facts, code=code, inputs=digests(trial), pool=pool,
+            failure=Failure(kind="crashed", message="it broke", log=None) if failed else None,
         ),
     )  # fmt: skip
     cli._check_inputs(tmp_path / "results" / "q", [trial])
+    assert finished(tmp_path / "results" / "q", trial, pool)
+    assert finished(tmp_path / "results" / "q", trial, "another") == (not failed)
     (tmp_path / {"corpus": "text", "model": "mine_b.py"}[changed]).write_text("# another\n" * 100)
     inputs._corpus_digest.cache_clear()
     inputs._module_digest.cache_clear()
+    if failed:
+        cli._check_inputs(tmp_path / "results" / "q", [trial])
+        assert not finished(tmp_path / "results" / "q", trial, pool)
+        return
     assert cli.main(["run", "q.toml"]) == cli.REFUSED
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"{trial.id}.json: was made of another {changed}" in error
+    assert "keep it under another name (mv results/q results/q-before), or choose another folder" in error

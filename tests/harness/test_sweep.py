@@ -18,11 +18,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from harness import link, plan
+from harness import inputs, link, plan
 from harness.link import LinkError
 from harness.record import RecordError, read, read_all
 from harness.suite import Trial
-from harness.sweep import LOCK, SCRATCH, SweepOutcome, alone, run_sweep
+from harness.sweep import LOCK, SCRATCH, SweepOutcome, alone, finished, run_sweep
 from tests.harness.test_launch import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,6 +188,27 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
     assert again == SweepOutcome(ok=0, failed=5, skipped=4)
 
 
+def test_what_failed_runs_again_once_its_model_is_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of one's own model is skipped while nothing has changed, and run again after an edit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    good = "from harness.workload import GPT, GPTShape\ndef build(sequence):\n    {}\n"
+    model = tmp_path / "edited_model.py"
+    model.write_text(good.format("raise ValueError('not yet')"))
+    one = trial("single", model={"name": "edited_model:build"})
+    outcome, shown = sweep([one], tmp_path / "results")
+    assert (outcome.ok, outcome.failed, outcome.skipped) == (0, 1, 0)
+    assert "not yet" in shown
+    outcome, _ = sweep([one], tmp_path / "results")
+    assert (outcome.ok, outcome.failed, outcome.skipped) == (0, 1, 1)
+    model.write_text(good.format("return GPT(GPTShape(1, 16, 1), sequence)"))
+    inputs._module_digest.cache_clear()
+    outcome, _ = sweep([one], tmp_path / "results")
+    assert (outcome.ok, outcome.failed, outcome.skipped) == (1, 0, 0)
+
+
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     """A second sweep into a folder is refused in one line and touches nothing of the first."""
     with alone(tmp_path):
@@ -309,12 +330,10 @@ if __name__ == "__main__":
             assert not (tmp_path / "results" / SCRATCH).exists()
         return
     assert "the same command goes on" in shown
-    failure = read(tmp_path / "results" / f"{one.id}.json").failure
-    assert failure is not None
-    assert failure.kind == "interrupted"
-    from harness.sweep import finished
-
-    assert not finished(tmp_path / "results", one)
+    record = read(tmp_path / "results" / f"{one.id}.json")
+    assert record.failure is not None
+    assert record.failure.kind == "interrupted"
+    assert not finished(tmp_path / "results", one, record.pool)
 
 
 def namespaces_of(processes: Iterable[psutil.Process]) -> set[str]:

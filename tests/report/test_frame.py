@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.record import RecordError, write
+from harness.record import Failure, RecordError, write
 from harness.suite import Cluster, PolicyChanges, Trial
 from report import metrics
 from report.frame import ReportError, frames_of, load
@@ -106,6 +106,19 @@ def test_two_pools_are_refused_naming_what_differs() -> None:
         assert named in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(frames_of(records, across_pools=True).pools) == 2
+
+
+def test_failures_of_another_pool_are_left_out() -> None:
+    """Nothing of them was measured: they hinder no report of what was, and none of later failures."""
+    records = records_of("quickstart", repeats=1)
+    failure = Failure(kind="crashed", message="it broke", log=None)
+    old = {"failure": failure, "ranks": [], "pool": "other", "started": "1"}
+    mixed = [records[0].model_copy(update=old), *records[1:]]
+    frames = frames_of(mixed)
+    assert (frames.left_out, len(frames.failures), frames.pools) == (1, 0, (records[1].pool,))
+    frames = frames_of([mixed[0], records[1].model_copy(update={"failure": failure, "ranks": []})])
+    assert (frames.left_out, len(frames.failures), frames.pools) == (1, 1, (records[1].pool,))
+    assert frames_of(mixed, across_pools=True).left_out == 0
 
 
 def test_an_empty_folder_gives_one_clear_error(tmp_path: Path) -> None:
