@@ -60,7 +60,7 @@ class TableOnPage:
     title: str
     caption: str
     heads: list[tuple[str, bool]]  # title, numeric
-    rows: list[list[str]]
+    groups: list[tuple[str, list[list[str]]]]  # a place, or none, and its rows
     links: list[Link]
 
 
@@ -89,7 +89,7 @@ def render(content: Content) -> str:
     """The page as HTML."""
     frames = content.derived.frames
     tables = [table_on_page(table, files, content.folder) for table, files in content.tables]
-    first = [table for table in tables if table.name == "summary" and len(table.rows) <= _SHORT]
+    first = [table for table in tables if table.name == "summary" and _length(table) <= _SHORT]
     failures = table_on_page(*content.failures, content.folder) if content.failures else None
     subject = heading(content.derived)
     return fill(
@@ -142,8 +142,14 @@ def figure_on_page(drawn: Drawn, folder: Path, disturbed: AbstractSet[str] = fro
 
 def table_on_page(table: Table, files: dict[str, Path], folder: Path) -> TableOnPage:
     """A table with links relative to ``folder``."""
-    heads = [(column.title, column.numeric) for column in table.columns]
-    return TableOnPage(table.name, table.title, table.caption, heads, table.rows(), _links(files, folder))
+    columns, rows = table.by_place()
+    heads = [(column.title, column.numeric) for column in columns]
+    return TableOnPage(table.name, table.title, table.caption, heads, rows, _links(files, folder))
+
+
+def _length(table: TableOnPage) -> int:
+    """Rows of a table, its places apart."""
+    return sum(len(rows) for _, rows in table.groups)
 
 
 def heading(derived: Derived) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,11 +35,13 @@ class Column:
         key: of the data.
         title: printed.
         format: a value as text; numbers are set flush right.
+        place: whether it says where the row ran, which the rows below may share.
     """
 
     key: str
     title: str
     format: Callable[[Any], str] = text
+    place: bool = False
 
     @property
     def numeric(self) -> bool:
@@ -70,6 +73,24 @@ class Table:
             [column.format(value) for column, value in zip(self.columns, row, strict=True)]
             for row in self.data[[column.key for column in self.columns]].astype(object).to_numpy()
         ]
+
+    def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
+        """Printed cells with each place told once, for where a column of places is too wide.
+
+        Returns:
+            Columns, and rows under the place that they share; as they are, under no place, where no two rows
+            that follow each other share one.
+        """
+        places = [number for number, column in enumerate(self.columns) if column.place]
+        others = [number for number, column in enumerate(self.columns) if not column.place]
+        rows = self.rows()
+        found = [
+            (told, [[row[number] for number in others] for row in mine])
+            for told, mine in groupby(rows, lambda row: ", ".join(row[number] for number in places))
+        ]
+        if not places or len(found) == len(rows):
+            return self.columns, [("", rows)]
+        return tuple(self.columns[number] for number in others), found
 
     def csv(self) -> str:
         """Raw values."""
@@ -139,6 +160,6 @@ def placed(name: str, title: str, caption: str, rows: list[dict[str, Any]], *col
     for place in told.columns:
         if len(told[place].unique()) > 1:
             data[f"where_{place}_told"] = told[place]
-            places.append(Column(f"where_{place}_told", "Where" if not places else ""))
+            places.append(Column(f"where_{place}_told", "Where" if not places else "", place=True))
     shown = [column for column in columns if column.key not in data or data[column.key].notna().any()]
     return Table(name, title, caption, data, (*places, *shown))

@@ -183,6 +183,39 @@ def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) ->
     assert "processors taken by others: not on record" in page["unknown"]
 
 
+def test_what_rows_share_stands_above_them_on_the_page(tmp_path: Path) -> None:
+    """The Summary of several rates and batches is no wider on the page than that of one: each place is told
+    once, over the whole width, above its rows; files keep it in columns.
+    """
+    rates, sizes = ("50 Mbit/s", "200 Mbit/s"), (256, 512)
+    places = [(rate, tokens) for rate in rates for tokens in sizes]
+    for rate, tokens in places:
+        for strategy in ("zero3", "zeropp"):
+            cluster = Cluster(rate=rate)
+            trial = Trial(strategy=strategy, tokens_per_rank=tokens, cluster=cluster, validate_every=0)
+            write(tmp_path, record_of(trial))
+    text = build(tmp_path).read_text()
+    section = text.split('<section id="table-summary">')[1].split("</section>")[0]
+    heads = re.findall(r"<th scope=\"col\"[^>]*>([^<]*)</th>", section)
+    assert heads[0] == "Contender"
+    assert "Validation loss" in heads
+    told = re.findall(r"<th scope=\"rowgroup\" colspan=\"(\d+)\">([^<]*)</th>", section)
+    expected = sorted(f"{rate}, {size} tokens/rank" for rate, size in places)
+    assert sorted(place for _, place in told) == expected
+    assert {int(columns) for columns, _ in told} == {len(heads)}
+    assert section.count("<tbody>") == len(places)
+    assert "| Where |" in (tmp_path / "tables" / "summary.md").read_text()
+
+
+def test_places_of_one_row_each_stay_in_columns(tmp_path: Path) -> None:
+    """Where no two rows share a place, the page has no lines of places."""
+    for rate in ("50 Mbit/s", "200 Mbit/s"):
+        write(tmp_path, record_of(Trial(strategy="zeropp", cluster=Cluster(rate=rate))))
+    text = build(tmp_path).read_text()
+    assert ">Where</th>" in text
+    assert "rowgroup" not in text
+
+
 def test_missing_figures_name_the_suite_to_run(quickstart: Path) -> None:
     """What this folder cannot draw is listed with the command that gives it."""
     text = _Page((quickstart / "report.html").read_text()).text
