@@ -8,10 +8,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from report import drawing, holdings, published, theme
 from report.metrics import Derived
-from report.plot import Plot, contenders, peers_note
+from report.plot import Plot, contenders, peers_note, unpublished_note
 from report.wording import listed, plain
 
 _PLACE: Final = ["nodes", "ranks_per_node", "model", "accumulation"]
@@ -50,9 +51,8 @@ def _draw_volume(data: pd.DataFrame) -> Figure | None:
     figure, grid = drawing.panels(
         2, len(groups), height=0.75 + 0.55 * len(groups) + 0.32 * rows, sharey="row", height_ratios=heights
     )
-    printed = published.volume().set_index("method")
     for (left, right), group, names in zip(grid, groups, shown, strict=True):
-        _volume_bars(left, group, names, printed)
+        _volume_bars(left, group, names)
         _spared_bars(right, group, names)
         if len(groups) > 1:
             left.set_title(", ".join(_told(group)))
@@ -75,7 +75,7 @@ def _wide(group: pd.DataFrame, kind: str, names: list[str], parts: list[str]) ->
     return table.reindex(index=names, columns=[part for part in parts if part in table.columns])
 
 
-def _volume_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]], printed: pd.DataFrame) -> None:
+def _volume_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) -> None:
     names = [contender for _, contender in shown]
     values = _wide(group, "ledger", names, list(holdings.VOLUME_PARTS))
     drawing.Stack(names, values, theme.VOLUME, {}).draw(ax)
@@ -87,20 +87,13 @@ def _volume_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]], pr
     marks = {"predicted": ("|", theme.INK, 13), "interface": ("o", theme.INK, 4)}
     for kind, (marker, colour, size) in marks.items():
         ax.plot(totals[kind], places, marker, color=colour, ms=size, mfc="none", mew=1.2, label=kind)
-    theirs = [
-        float(str(printed["total_m"].get(strategy, np.nan))) if _plain(strategy, contender) else np.nan
-        for strategy, contender in shown
-    ]
+    theirs = [published.total(*found) for found in shown]
     if not np.isnan(theirs).all():
         ax.plot(theirs, places, "x", color=theme.RULE, ms=6, mew=1.5, label="published rule")
     for place, total in enumerate(values.sum(axis=1)):
         most = np.nanmax([total, *(series.iloc[place] for series in totals.values()), theirs[place]])
         drawing.beside(ax, float(most), place, f"{total or most:.3f}", points=7)
     ax.set_xlim(0, np.nanmax([values.sum(axis=1).max(), *totals["interface"], *theirs]) * 1.2)
-
-
-def _plain(strategy: str, contender: str) -> bool:
-    return "(" not in contender and strategy not in ("ddp", "fsdp2", "single")
 
 
 def _spared_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) -> None:
@@ -117,13 +110,21 @@ def _volume_caption(data: pd.DataFrame) -> str:
     return (
         "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
         f"padded elements x (nodes - 1), here {first['m_bytes'] / 1e6:.2f} MB. Left: the ledger by purpose "
-        "(bars and numbers), what impl.traffic predicts ( | ), what the network interfaces counted, headers "
-        "included ( o ), and the rule printed in the ZeRO++ blog, 3M for ZeRO-3 and 0.75M for ZeRO++, "
-        "applied to each technique ( x; only the two totals were printed there); the rule leaves out scales "
-        "and control. Right: computed from the same units, what is spared against flat (ring) collectives in "
-        "16 bits, first by hopping by node, then by hpZ's copy, then by quantising (32-bit contenders have "
-        f"no such split). {peers_note(data)}Median over repeats. {'; '.join(places)}."
+        f"(bars and numbers{_unledgered(data)}), what impl.traffic predicts ( | ), what the network "
+        "interfaces counted, headers included ( o ), and the rule printed in the ZeRO++ blog, 3M for ZeRO-3 "
+        "and 0.75M for ZeRO++, applied to each technique ( x; only the two totals were printed there); the "
+        f"rule leaves out scales and control. {unpublished_note(data)}Right: computed from the same units, "
+        "what is spared against flat (ring) collectives in 16 bits, first by hopping by node, then by hpZ's "
+        "copy, then by quantising (32-bit contenders have no such split). "
+        f"{peers_note(data)}Median over repeats. {'; '.join(places)}."
     )
+
+
+def _unledgered(data: pd.DataFrame) -> str:
+    """What the numbers are beside contenders that have no ledger, where there are any."""
+    counted = {kind: set(mine["contender"]) for kind, mine in data.groupby("kind")}
+    without = counted.get("interface", set()) - counted.get("ledger", set())
+    return "; the interfaces' where there is no ledger" if without else ""
 
 
 def _volume_alt(data: pd.DataFrame) -> str:
@@ -152,6 +153,9 @@ def _draw_link(data: pd.DataFrame) -> Figure | None:
         drawing.log_ticks(ax, sorted(requested.unique()))
         ax.set_xlabel("requested rate, Mbit/s")
     else:
+        last = int(data["order"].max()) + 1
+        ticks = MaxNLocator(integer=True).tick_values(1, last)
+        ax.set_xticks([tick for tick in ticks if 1 <= tick <= last and tick == int(tick)])
         ax.set_xlabel(f"trial, in order of running (requested: {requested.iloc[0]:g} Mbit/s)")
     beside = max(1.08, (requested.max() / requested.min()) ** 0.02)  # on a log axis
     looks = {"calibrated": ("o", 1 / beside), "probed": ("D", beside)}
@@ -162,7 +166,7 @@ def _draw_link(data: pd.DataFrame) -> Figure | None:
         else:  # a calibration stands before the first trial that it served
             turn = mine.groupby("id").cumcount()
             within = 0.3 + 0.4 * turn / max(1, int(turn.max()) if len(turn) else 1)
-            at = mine["order"] - (within if when == "calibrated" else 0)
+            at = mine["order"] + 1 - (within if when == "calibrated" else 0)
         ax.plot(
             at, 100 * mine["share"], marker, color=theme.MEASURED[when], ms=4.5, alpha=0.8, mec="white",
             mew=0.4, label=when,
@@ -182,8 +186,16 @@ def _link_caption(data: pd.DataFrame) -> str:
     return (
         "The link between nodes: rate achieved by messages of at least "
         f"{data['message_bytes'].min() / 1e6:.3g} MB before the sweep (calibrated) and right after each "
-        f"trial (probed), as a share of the rate asked for. Kind of link: {told}."
+        f"trial (probed), as a share of the rate asked for{_calibrations_in_words(data)}. "
+        f"Kind of link: {told}."
     )
+
+
+def _calibrations_in_words(data: pd.DataFrame) -> str:
+    """Where a calibration stands, which is of no trial, on an axis of trials."""
+    if len(data["requested_mbit"].unique()) > 1 or not data["when"].eq("calibrated").any():
+        return ""
+    return "; a calibration stands before the first trial that it served"
 
 
 def _link_alt(data: pd.DataFrame) -> str:

@@ -143,7 +143,7 @@ def _draw_final(data: pd.DataFrame) -> Figure | None:
 def _final_caption(data: pd.DataFrame) -> str:
     return (
         f"Loss of the last validation, {_after_steps(data)} (warm-ups included): each run (dots), their mean "
-        f"(marker and number) and spread.{_said_once(data)} "
+        f"(marker and number), and from the lowest to the highest (line).{_said_once(data)} "
         f"{counted(data['seed'].nunique(), 'seed')}, {counted(data['repeat'].nunique(), 'repeat')}. The axis "
         f"does not start at 0. {common_to(data)}"
     )

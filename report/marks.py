@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import pandas as pd
 
 from report.metrics import OTHERS_WITHIN, RATES_AGREE_WITHIN, Derived
@@ -12,7 +14,7 @@ TAKEN = "‡"
 ABOVE = "§"
 
 RATES_IN_WORDS = (
-    f"{RATES}: the links of this setting's contenders achieved rates that differ by more than "
+    f"{RATES}: the links of one setting's contenders achieved rates that differ by more than "
     f"{RATES_AGREE_WITHIN:.0%}."
 )
 TAKEN_IN_WORDS = (
@@ -38,11 +40,12 @@ def above(value: float) -> str:
     return f" {ABOVE}" if round(value, 2) > 1 else ""
 
 
-def above_in_words(shares: pd.DataFrame) -> str:
+def above_in_words(shares: pd.DataFrame, *, marked: bool = True) -> str:
     """What a caption says of shares above 1, ending with a space; nothing where there are none.
 
     Args:
         shares: of trials, with columns ``schedule_share``, ``ideal_share`` and ``processors_busy``.
+        marked: whether the mark stands beside them.
     """
     beyond = {name for name in shares.columns if shares[name].round(2).gt(1).any()}
     why = []
@@ -57,13 +60,26 @@ def above_in_words(shares: pd.DataFrame) -> str:
         why.append("ranks do not begin a step together, so that part of what they computed is another step's")
     if not why:
         return ""
-    return f"{ABOVE}: above 1, so what is said to be allowed is too long: {'; and '.join(why)}. "
+    where = f"{ABOVE}: above 1, so" if marked else "Where the share is above 1,"
+    return f"{where} what is said to be allowed is too long: {'; and '.join(why)}. "
 
 
 def trials(mine: pd.DataFrame) -> str:
     """Number of trials, and of those during which others took processors."""
     taken = int(mine["taken_share"].gt(OTHERS_WITHIN).sum())
     return f"{len(mine)}" + (f" ({taken} {TAKEN})" if taken else "")
+
+
+def rates(mine: pd.DataFrame, differing: Collection[str]) -> str:
+    """The mark of trials in settings whose links had different rates; nothing for others."""
+    return f" {RATES}" if mine["cell"].isin(list(differing)).any() else ""
+
+
+def in_words(cells: Iterable[str]) -> str:
+    """What a caption says of the marks of rates and of trials that stand in these cells, after a space."""
+    found = "".join(cells)
+    words = {RATES: RATES_IN_WORDS, TAKEN: TAKEN_IN_WORDS}
+    return "".join(f" {told}" for mark, told in words.items() if mark in found)
 
 
 def taken_warning(derived: Derived) -> str | None:

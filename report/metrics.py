@@ -237,6 +237,24 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
     return {str(cell): float(value) for cell, value in spread.items() if value > RATES_AGREE_WITHIN}
 
 
+def several_rates(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of sizes and topologies that ran at two or more rates."""
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
+    rates = table.assign(told=table["rate_mbit"].fillna(-1.0)).groupby(keys)["told"].transform("nunique")
+    return table[(rates >= 2) & table["achieved_mbit"].notna()]
+
+
+def beside_published(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Pairs that have a counterpart in the throughput that the ZeRO++ blog prints: the preset ZeRO++ over
+    ZeRO-3 at two or more rates.  Without any, neither the figure nor the table of it is on the page.
+
+    Args:
+        pairs: from :func:`pairs`.
+    """
+    found = several_rates(pairs)
+    return found[found["contender"] == NAMES[PROPOSED]]
+
+
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """The rate at which a contender and ZeRO-3 are equally fast, per size of cluster and batch.
 
@@ -249,7 +267,8 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     Returns:
         One row per size and contender that ran at two or more rates: ``break_even_mbit`` (the
         highest crossing), ``low_mbit`` and ``high_mbit`` (the range measured), ``low_speedup``
-        and ``high_speedup`` at its ends.
+        and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's, with
+        spaces between them.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
     rows: list[dict[str, object]] = []
@@ -269,8 +288,9 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
         row: dict[str, object] = dict(zip(keys, key, strict=True))
         row |= {"low_mbit": points[0][0], "high_mbit": points[-1][0]}
         row |= {"low_speedup": points[0][1], "high_speedup": points[-1][1]}
+        row |= {"records": " ".join(sorted({*group["id"], *group["baseline"]}))}
         rows.append(row | {"break_even_mbit": max(crossings, default=math.nan)})
-    names = ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "break_even_mbit"]
+    names = ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "break_even_mbit", "records"]
     return pd.DataFrame(rows, columns=[*keys, *names])
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import pandas as pd
 from matplotlib.figure import Figure
 
+from report import published
 from report.contender import NAMES
 from report.metrics import Derived
 from report.wording import listed
+
+_MOST_NAMES: Final = 4  # in a sentence of a caption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,27 @@ def peers_note(data: pd.DataFrame) -> str:
     if NAMES["fsdp2"] in peers:
         told += "; on gloo, FSDP2's reduce-scatter sends the bytes of an all-reduce"
     return f"{told}. "
+
+
+def unpublished_note(data: pd.DataFrame) -> str:
+    """Of which contenders the published rule of bytes says nothing, and why; ends with a space."""
+    methods = set(published.volume()["method"])
+    without = [found for found in contenders(data) if math.isnan(published.total(*found))]
+    changed = [name for method, name in without if method in methods]
+    others = [name for method, name in without if method not in methods]
+    told = ""
+    if changed:
+        many = len(changed) > _MOST_NAMES
+        names = f"the {len(changed)} contenders with changes in parentheses" if many else listed(changed)
+        told += (
+            f"It has no number for {names}: it counts the presets, whose blocks and bits are the paper's, "
+            "not what stands in parentheses. "
+        )
+    if others:
+        names = f"{len(others)} other strategies" if len(others) > _MOST_NAMES else listed(others)
+        told += f"Nor for {names}" if changed else f"It has no number for {names}"
+        told += ": it is of ZeRO-3 and of ZeRO++'s techniques alone. "
+    return told
 
 
 def contenders(data: pd.DataFrame) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final
 
@@ -48,6 +49,17 @@ def volume() -> pd.DataFrame:
     Rows whose ``published`` is no follow from the rule of the blog and were not printed there.
     """
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
+
+
+def total(strategy: str, contender: str) -> float:
+    """Bytes between nodes per step in units of M by the rule; NaN where it says nothing.
+
+    Args:
+        strategy: one of its methods, or any other.
+        contender: as printed; with changes in parentheses it is none of the presets, which the rule counts.
+    """
+    found = volume().set_index("method")["total_m"]
+    return float(found.get(strategy, math.nan)) if "(" not in contender else math.nan
 
 
 def generation() -> pd.DataFrame:

@@ -14,20 +14,13 @@ from report import drawing, marks, metrics, published, theme
 from report.contender import BASELINE, COMBINATIONS, NAMES, PROPOSED, TECHNIQUES
 from report.metrics import Derived
 from report.plot import Plot, common_to, contenders, peers_note, titles_of
-from report.wording import counted, listed, number
+from report.wording import listed, number
 
 _PANEL_INCHES: Final = 2.35
 _KEPT: Final = [
     "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "nodes",
     "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit",
 ]  # fmt: skip
-
-
-def _several_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of sizes and topologies that ran at two or more rates."""
-    keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
-    rates = table.assign(told=table["rate_mbit"].fillna(-1.0)).groupby(keys)["told"].transform("nunique")
-    return table[(rates >= 2) & table["achieved_mbit"].notna()]
 
 
 def _sizes(data: pd.DataFrame) -> list[tuple[tuple[int, int, int], str]]:
@@ -100,7 +93,7 @@ def _differing_in_words(data: pd.DataFrame) -> str:
 
 
 def _throughput_data(derived: Derived) -> pd.DataFrame:
-    rows = _with_differing(_several_rates(derived.trials), derived)
+    rows = _with_differing(metrics.several_rates(derived.trials), derived)
     return rows[[*_KEPT, "step_seconds", "tokens_per_second", "rates_differ"]]
 
 
@@ -174,7 +167,7 @@ def _speedup_data(derived: Derived) -> pd.DataFrame:
 def _draw_speedup(data: pd.DataFrame) -> Figure | None:
     if data.empty:
         return None
-    over_rates = _several_rates(data)
+    over_rates = metrics.several_rates(data)
     return _speedup_lines(over_rates) if len(over_rates) else _speedup_dots(data)
 
 
@@ -277,8 +270,8 @@ def _pairs_as_dots(ax: Axes, speedups: pd.Series[float], place: int, colour: str
 def _speedup_caption(data: pd.DataFrame) -> str:
     shown = (
         "markers: geometric mean over pairs, small dots: single pairs; intervals are in the Summary table"
-        if len(_several_rates(data))
-        else f"geometric mean with its 95 % interval (line; {_student(data)}), dots are single pairs"
+        if len(metrics.several_rates(data))
+        else f"geometric mean {_interval_in_words(data)}, dots are single pairs"
     )
     return (
         "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; "
@@ -295,7 +288,8 @@ def _above_in_words(data: pd.DataFrame) -> str:
     drawn = data.groupby(["cell", "contender"])["share"].median()
     if not drawn.round(2).gt(1).any():
         return ""
-    return marks.above_in_words(data[["schedule_share", "ideal_share", "processors_busy"]])
+    shares = data[["schedule_share", "ideal_share", "processors_busy"]]
+    return marks.above_in_words(shares, marked=not len(metrics.several_rates(data)))  # lines have no marks
 
 
 def _knows_processors(data: pd.DataFrame) -> bool:
@@ -313,13 +307,13 @@ def _processors_in_words(data: pd.DataFrame) -> str:
     )
 
 
-def _student(data: pd.DataFrame) -> str:
-    """Whose interval it is, and from how few pairs."""
+def _interval_in_words(data: pd.DataFrame) -> str:
+    """The interval that is drawn, whose it is, and from how few pairs; of single pairs there is none."""
     pairs = data.groupby(["cell", "contender"]).size()
-    told = (
-        f"{pairs.min()} to {pairs.max()} pairs" if pairs.min() < pairs.max() else counted(pairs.max(), "pair")
-    )
-    return f"Student's t from {told}, wide for few"
+    if pairs.max() == 1:
+        return "of one pair, so without an interval"
+    told = f"{pairs.min()} to {pairs.max()}" if pairs.min() < pairs.max() else str(pairs.max())
+    return f"with its 95 % interval (line; Student's t from {told} pairs, wide for few)"
 
 
 def _speedup_alt(data: pd.DataFrame) -> str:
@@ -331,9 +325,7 @@ def _speedup_alt(data: pd.DataFrame) -> str:
 
 
 def _beside_data(derived: Derived) -> pd.DataFrame:
-    rows = _several_rates(derived.pairs)
-    rows = rows[rows["contender"] == NAMES[PROPOSED]]
-    return rows[[*_KEPT, "baseline", "speedup"]]
+    return metrics.beside_published(derived.pairs)[[*_KEPT, "baseline", "speedup"]]
 
 
 def _draw_beside(data: pd.DataFrame) -> Figure | None:
@@ -501,10 +493,10 @@ def _ablation_caption(data: pd.DataFrame) -> str:
         told.append(f"{product:.2f} against {found[PROPOSED]:.2f}{where}")
     return (
         "All eight combinations of quantised weight gathers (qwZ), the weight copy inside a node (hpZ) and "
-        "quantised two-hop gradient reductions (qgZ). Speed-up: geometric mean over repeats with its 95 % "
-        f"interval (line; {_student(data)}), dots are single pairs; bytes: ledger, all ranks. Product of "
-        "the three single speed-ups against all three "
-        f"measured together: {'; '.join(told)}. {common_to(data)}{_differing_in_words(data)}"
+        "quantised two-hop gradient reductions (qgZ). Speed-up: geometric mean over repeats "
+        f"{_interval_in_words(data)}, dots are single pairs; bytes: ledger, all ranks. Product of the three "
+        f"single speed-ups against all three measured together: {'; '.join(told)}. "
+        f"{common_to(data)}{_differing_in_words(data)}"
     )
 
 

@@ -95,15 +95,12 @@ def _unknown_in_words(derived: Derived) -> str:
 
 def _marks_in_words(derived: Derived, rows: list[dict[str, Any]], *keys: str) -> str:
     """What the marks say that stand in these columns of the rows, and beside their numbers of trials."""
-    data, told = pd.DataFrame(rows), [""]
-    if derived.differing and "speedup_told" in keys:
-        told.append(marks.RATES_IN_WORDS)
-    if derived.disturbed & set(derived.trials["id"]):
-        told.append(marks.TAKEN_IN_WORDS)
+    data = pd.DataFrame(rows)
+    told = marks.in_words(str(row[key]) for row in rows for key in ("trials_told", *keys))
     shares = [key for key in keys if key in _SHARES]
     if len(data) and data[shares].astype(float).round(2).gt(1).to_numpy().any():
-        told.append(marks.above_in_words(derived.trials[list(_SHARES[1:])]))
-    return " ".join(told).rstrip()
+        told += f" {marks.above_in_words(derived.trials[list(_SHARES[1:])])}"
+    return told.rstrip()
 
 
 def _loss_in_words(derived: Derived) -> str:
@@ -126,8 +123,7 @@ def _rows(derived: Derived) -> list[dict[str, Any]]:
                 (derived.pairs["cell"] == cell) & (derived.pairs["contender"] == contender)
             ]
             row = _row(mine, paired)
-            if cell in derived.differing:
-                row["speedup_told"] += f" {marks.RATES}"
+            row["speedup_told"] += marks.rates(mine, derived.differing)
             rows.append(row)
     return rows
 

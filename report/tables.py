@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
 from harness.statistics import Interval, median_interval
-from report import generations, holdings, metrics, published
+from report import generations, holdings, marks, metrics, published, theme
 from report.contender import NAMES
 from report.frame import groups
 from report.metrics import Derived
-from report.plot import contenders
+from report.plot import contenders, unpublished_note
 from report.setting import setting as settings
 from report.summary import summary, time
 from report.table import Column, Table, placed
@@ -31,7 +31,7 @@ def generation(derived: Derived) -> Table:
     """Tokens per second and bytes between nodes of each contender, and the published rates."""
     columns = (
         Column("contender", "Contender"),
-        Column("generations", "n", str),
+        Column("generations_told", "n", str),
         Column("speed_told", "Tokens/s per rank", str),
         Column("later_tokens_per_second", "without the first token", number(3)),
         Column("speedup_told", "over ZeRO-3's", str),
@@ -41,9 +41,9 @@ def generation(derived: Derived) -> Table:
     )
     caption = (
         "Medians over generations and repeats with their 95 % interval; the ratio is the geometric mean over "
-        "generations of the same number, seed and repeat. A rank decodes several sequences at once; a token "
-        "takes as long as on the slowest rank. Bytes: by the ledger, all ranks. Published: the ZeRO++ blog's "
-        "RLHF figure, tokens/s per GPU, whose batches and models are others."
+        "generations of the same number, seed and repeat. n: generations. A rank decodes several sequences "
+        "at once; a token takes as long as on the slowest rank. Bytes: by the ledger, all ranks. Published: "
+        "the ZeRO++ blog's RLHF figure, tokens/s per GPU, whose batches and models are others."
     )
     table = derived.generations
     if table.empty:
@@ -55,10 +55,11 @@ def generation(derived: Derived) -> Table:
     for one in published.generation().to_dict("records"):
         for name in ("zero3", "zeropp"):
             told = f"published: {NAMES[name]}, {one['model']} on {one['gpus']} GPUs"
-            row = {"where": rows[0]["where"], "contender": told, "generations": NOTHING}
+            row = {"where": rows[0]["where"], "contender": told, "generations_told": NOTHING}
             row |= {"tokens_per_second": one[name], "speed_told": number(3)(one[name])}
             ratio = one["speedup"] if name == "zeropp" else 1.0
             rows.append(row | {"speedup": ratio, "speedup_told": f"{ratio:.2f}"})
+    caption += marks.in_words(row["generations_told"] for row in rows)
     return placed("generation", "Generation", caption, rows, *columns)
 
 
@@ -68,6 +69,7 @@ def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
         "where": mine["where"].iloc[0],
         "contender": mine["contender"].iloc[0],
         "generations": len(mine),
+        "generations_told": marks.trials(mine.assign(taken_share=metrics.taken_share(mine))),
         "tokens_per_second": speed.estimate,
         "tokens_per_second_low": speed.low,
         "tokens_per_second_high": speed.high,
@@ -92,7 +94,6 @@ def _with_interval(found: Interval, told: Callable[[float], str]) -> str:
 def volume(derived: Derived) -> Table:
     """Bytes between nodes in units of M, and whether prediction, ledger and interface agree."""
     parts = holdings.volume(derived.frames, derived.trials)
-    printed = published.volume().set_index("method")
     rows: list[dict[str, Any]] = []
     between = derived.trials[derived.trials["nodes"] > 1]
     keys = ["nodes", "ranks_per_node", "model", "accumulation"]
@@ -112,7 +113,7 @@ def volume(derived: Derived) -> Table:
                 "predicted": (mine["predicted_bytes"] / mine["m_bytes"]).median(),
                 "ledger": (mine["sent_bytes"] / mine["m_bytes"]).median(),
                 "interface": (mine["interface_bytes"] / mine["m_bytes"]).median(),
-                "published": printed["total_m"].get(strategy, math.nan) if "(" not in contender else math.nan,
+                "published": published.total(strategy, contender),
                 "m_bytes": mine["m_bytes"].median(),
             }
             rows.append(row)
@@ -128,8 +129,9 @@ def volume(derived: Derived) -> Table:
     )
     caption = (
         "Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model. Interfaces "
-        "count headers too; the published rule counts no scales."
-    )
+        "count headers too; the published rule counts no scales. "
+        f"{unpublished_note(between)}"
+    ).rstrip()
     return placed("volume", "Volume between nodes", caption, rows, *columns)
 
 
@@ -183,10 +185,13 @@ def parity(derived: Derived) -> Table:
             "zeropp": group["tokens_per_second"].median(),
             "zero3": group["tokens_per_second_baseline"].median(),
             "unit": "tokens/s",
-            "parity": float(np.exp(np.log(group["parity"]).mean())),
+            "parity": (ratio := float(np.exp(np.log(group["parity"]).mean()))),
+            "parity_told": number(3)(ratio) + marks.rates(behind, derived.differing),
             "pairs": len(group),
+            **_trials(behind),
         }
         for key, group in groups(ours, keys)
+        for behind in [_behind(derived, {*group["id"], *group["baseline"]})]
     ]
     rows += [
         {
@@ -197,20 +202,26 @@ def parity(derived: Derived) -> Table:
             "zero3": float(row["zero3"]),
             "unit": "TFLOPs/GPU",
             "parity": row["parity"],
+            "parity_told": number(3)(row["parity"]),
             "pairs": 1,
+            "trials_told": NOTHING,
         }
         for row in published.parity().to_dict("records")
     ]
     columns = (
         Column("setting", "Setting"),
+        Column("trials_told", "n", str),
         Column("low", "ZeRO++ at"),
         Column("high", "ZeRO-3 at"),
         Column("zeropp", "ZeRO++", number(3)),
         Column("zero3", "ZeRO-3", number(3)),
         Column("unit", "Unit"),
-        Column("parity", "Parity", number(3)),
+        Column("parity_told", "Parity", str),
     )
-    caption = "Throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate."
+    caption = (
+        "Throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate. n: trials of both."
+        f"{_marks_in_words(rows, 'parity_told')}"
+    )
     return Table("parity", "Parity", caption, pd.DataFrame(rows), columns)
 
 
@@ -221,18 +232,45 @@ def break_even(derived: Derived) -> Table:
         Column("ranks_per_node", "Ranks a node", str),
         Column("tokens_per_rank", "Tokens/rank", str),
         Column("contender", "Contender"),
-        Column("break_even_mbit", "Break-even, Mbit/s", number(3)),
-        Column("low_mbit", "Measured from", number(3)),
-        Column("high_mbit", "to, Mbit/s", number(3)),
-        Column("low_speedup", "Speed-up there", number(3)),
-        Column("high_speedup", "and there", number(3)),
+        Column("trials_told", "n", str),
+        Column("break_even_told", "Break-even, Mbit/s", str),
+        Column("low_mbit", "Lowest rate, Mbit/s", number(3)),
+        Column("high_mbit", "Highest", number(3)),
+        Column("low_speedup", "Speed-up at the lowest", number(3)),
+        Column("high_speedup", "at the highest", number(3)),
     )
+    rows: list[dict[str, Any]] = []
+    for row in metrics.break_even(derived.pairs).to_dict("records"):
+        behind = _behind(derived, str(row["records"]).split())
+        told = number(3)(row["break_even_mbit"]) + marks.rates(behind, derived.differing)
+        rows.append({str(key): value for key, value in row.items()} | _trials(behind))
+        rows[-1]["break_even_told"] = told
     caption = (
         "Highest achieved rate at which the contender and ZeRO-3 are equally fast, on the straight line "
-        "between neighbouring measured rates (logarithmic). "
-        f"{NOTHING}: not crossed in the range that was measured."
+        "between neighbouring measured rates (logarithmic), of which the lowest and the highest stand beside "
+        f"it. {NOTHING}: not crossed between these. n: trials at all rates, ZeRO-3's among them."
+        f"{_marks_in_words(rows, 'break_even_told')}"
     )
-    return Table("break_even", "Break-even", caption, metrics.break_even(derived.pairs), columns)
+    return Table("break_even", "Break-even", caption, pd.DataFrame(rows), columns)
+
+
+def _behind(derived: Derived, records: Iterable[object]) -> pd.DataFrame:
+    """Trials with these ids."""
+    return derived.trials[derived.trials["id"].isin(list(records))]
+
+
+def _trials(behind: pd.DataFrame) -> dict[str, Any]:
+    """How many trials, and how much of the processors others took in them, for a row and its marks."""
+    return {
+        "trials": len(behind),
+        "trials_told": marks.trials(behind),
+        "taken_share": behind["taken_share"].max(),
+    }
+
+
+def _marks_in_words(rows: list[dict[str, Any]], marked: str) -> str:
+    """What the marks say in this column of the rows, and beside their numbers of trials."""
+    return marks.in_words(str(row[key]) for row in rows for key in ("trials_told", marked))
 
 
 def memory(derived: Derived) -> Table:
@@ -270,6 +308,8 @@ def memory(derived: Derived) -> Table:
         for name in data.columns
         if name.startswith("engine_") and name != "engine_mib" and data[name].gt(0).any()
     ]
+    usual = [f"engine_{part}_mib" for part in theme.MEMORY]  # as in the figure; others after them
+    parts.sort(key=lambda name: usual.index(name) if name in usual else len(usual))
     columns = (
         Column("contender", "Contender"),
         *(
@@ -378,8 +418,8 @@ def links(derived: Derived) -> Table:
     return Table("links", "Links", caption, pd.DataFrame(rows), columns)
 
 
-def published_throughput(_: Derived) -> Table:
-    """The blog's throughput table."""
+def published_throughput(derived: Derived) -> Table:
+    """The blog's throughput table, on pages where ours stands beside it: :func:`metrics.beside_published`."""
     columns = (
         Column("model", "Model"),
         Column("inter_node_gbps", "Gbit/s a node", number(3)),
@@ -389,8 +429,13 @@ def published_throughput(_: Derived) -> Table:
         Column("speedup", "Speed-up", number(3)),
         Column("source", "Source"),
     )
-    caption = "TFLOPs per GPU on 24 nodes of 16 V100, as printed (rounded) on the bars of the ZeRO++ blog."
-    return Table("published_throughput", "Published throughput", caption, published.throughput(), columns)
+    caption = (
+        "TFLOPs per GPU on 24 nodes of 16 V100, as printed (rounded) on the bars of the ZeRO++ blog; its "
+        "speed-ups are drawn in the figure 'Speed-up beside the published'."
+    )
+    ours = metrics.beside_published(derived.pairs)
+    data = published.throughput() if len(ours) else pd.DataFrame()
+    return Table("published_throughput", "Published throughput", caption, data, columns)
 
 
 def failures(derived: Derived) -> Table:
@@ -423,7 +468,7 @@ def setting(derived: Derived) -> Table:
 
 def environment(derived: Derived) -> Table:
     """Machine, code and what ran; a fact with several values has a row for each."""
-    facts = derived.frames.facts
+    facts = derived.frames.facts.replace({"value": {"null": "none", "[]": "none"}})
     columns = [Column("fact", "Fact"), Column("value", "Value"), Column("records", "Records", str)]
     if len(derived.frames.pools) > 1:
         columns.insert(0, Column("pool", "Pool"))

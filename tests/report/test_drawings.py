@@ -166,6 +166,59 @@ def test_pairs_are_told_beside_their_interval() -> None:
         assert set(ours) <= set(shown)
 
 
+def test_one_pair_has_no_interval() -> None:
+    """Of a single pair the captions say that there is none, and name no law of one."""
+    for name, suite in (("speedup", "quickstart"), ("ablation", "ablation")):
+        data = PLOTS[name].data(derive(frames_of(records_of(suite, repeats=1))))
+        assert "of one pair, so without an interval" in PLOTS[name].caption(data)
+        assert "Student" not in PLOTS[name].caption(data)
+
+
+def test_contenders_without_a_published_rule_are_named_with_the_reason() -> None:
+    """Changed blocks or bits, and strategies that the blog does not count, have no cross: the caption and the
+    table say which these are and why, and say nothing where all have one.
+    """
+    policy = PolicyChanges(weights="int8:64", gradients="int4:64", align=64)
+    trials = [Trial(strategy=name) for name in ("zero3", "zeropp", "fsdp2")]
+    derived = derive(
+        frames_of([record_of(trial) for trial in (*trials, Trial(strategy="zeropp", policy=policy))])
+    )
+    figure, data, plot = _drawn("volume", derived)
+    (crosses,) = [line for line in figure.axes[0].get_lines() if line.get_label() == "published rule"]
+    assert np.isnan(np.asarray(crosses.get_xdata(), dtype=float)).tolist() == [True, False, False, True]
+    for caption in (plot.caption(data), tables.volume(derived).caption):
+        assert "It has no number for ZeRO++ (w int8:64, g int4:64): it counts the presets" in caption
+        assert "Nor for FSDP2: it is of ZeRO-3 and of ZeRO++'s techniques alone." in caption
+    assert "the interfaces' where there is no ledger" in plot.caption(data)
+    derived = derive(frames_of(records_of("quickstart", repeats=1)))
+    _, data, plot = _drawn("volume", derived)
+    for caption in (plot.caption(data), tables.volume(derived).caption):
+        assert "has no number for" not in caption
+    assert "where there is no ledger" not in plot.caption(data)
+
+
+def test_many_contenders_without_a_published_rule_are_counted() -> None:
+    """Eleven codecs are not listed one by one."""
+    _, data, plot = _drawn("volume", derive(frames_of(records_of("bits", repeats=1))))
+    assert "It has no number for the 11 contenders with changes in parentheses" in plot.caption(data)
+
+
+def test_trials_are_counted_from_one() -> None:
+    """The axis of the link's rates has whole trials from 1 on, and the caption places calibrations."""
+    figure, data, plot = _drawn("link", derive(frames_of(records_of("ablation", repeats=1)[:3])))
+    assert list(figure.axes[0].get_xticks()) == [1, 2, 3]
+    (probed,) = [line for line in figure.axes[0].get_lines() if line.get_label() == "probed"]
+    assert list(np.asarray(probed.get_xdata(), dtype=float)) == [1, 2, 3]
+    assert "a calibration stands before the first trial that it served" in plot.caption(data)
+
+
+def test_a_mark_that_is_not_drawn_is_not_explained() -> None:
+    """Over rates, shares above 1 are lines without marks: the caption gives the reason without one."""
+    data = PLOTS["speedup"].data(derive(frames_of(records_of("bandwidth", repeats=1))))
+    assert "Where the share is above 1, what is said" in PLOTS["speedup"].caption(data)
+    assert "§" not in PLOTS["speedup"].caption(data)
+
+
 def test_captions_say_how_peers_travel() -> None:
     """Where DDP or FSDP2 stand beside policies, captions say that they send fp32, and what gloo does."""
     derived = derive(frames_of(records_of("bandwidth", repeats=1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from harness.record import Record
+from harness.record import ProcessorUse, Record
 from harness.suite import Cluster, Trial
-from report import table, tables, wording
+from report import marks, table, tables, theme, wording
 from report.frame import frames_of
-from report.metrics import derive
+from report.metrics import Derived, derive
 from report.table import Column, Table
 from report.wording import number
 from tests.report.records import changed_steps, record_of, records_of, taken_by_others
@@ -247,6 +248,83 @@ def test_trials_of_which_others_had_processors_are_counted_and_marked() -> None:
     assert rows["hpZ"]["Taken by others"] == "40.0%"
     assert (rows["ZeRO-3"]["n"], rows["ZeRO-3"]["Taken by others"]) == ("3", "1.0%")
     assert "more than 5% of the processors" in tables.summary(derived).caption
+
+
+def _at_two_rates_and_batches() -> list[Record]:
+    """ZeRO-3 and ZeRO++ at a rate and at a quarter of it, with two batches.  With 512 tokens others had
+    processors in a trial of ZeRO-3, and ZeRO++'s link was slower; with 2048 nothing is to be marked.
+    """
+    records = [
+        record_of(Trial(strategy=name, tokens_per_rank=tokens, cluster=Cluster(rate=rate), steps=4, warmup=1))
+        for name in ("zero3", "zeropp")
+        for tokens in (512, 2048)
+        for rate in ("12.5 Mbit/s", "50 Mbit/s")
+    ]
+    taken, slow = records[1], records[4]  # ZeRO-3 at 50, ZeRO++ at 12.5 Mbit/s
+    assert slow.link is not None
+    changed = {
+        slow.id: slow.model_copy(update={"link": slow.link.model_copy(update={"probed_mbit": [9.0]})}),
+        taken.id: taken_by_others(taken, 0.3),
+    }
+    return [changed.get(record.id, record) for record in records]
+
+
+@pytest.mark.parametrize(
+    ("maker", "column"), [(tables.break_even, "Break-even, Mbit/s"), (tables.parity, "Parity")]
+)
+def test_tables_over_rates_bear_the_marks_of_the_summary(
+    maker: Callable[[Derived], Table], column: str
+) -> None:
+    """A row made of trials during which others had processors, or of links whose rates differ, bears both
+    marks, another none; the caption explains them in the Summary's words, and only where they stand.
+    """
+    derived = derive(frames_of(_at_two_rates_and_batches()))
+    made = maker(derived)
+    titles = [told.title for told in made.columns]
+    cells = [dict(zip(titles, row, strict=True)) for row in made.rows()]
+    marked, plain, *published = cells
+    trials = {"Break-even": 4, "Parity": 2}[made.title]
+    assert (marked["n"], plain["n"]) == (f"{trials} (1 ‡)", str(trials))
+    assert marked[column].endswith(" †")
+    assert not [row for row in (plain, *published) if "†" in row[column]]
+    for words in (marks.RATES_IN_WORDS, marks.TAKEN_IN_WORDS):
+        assert words in made.caption
+        assert words in tables.summary(derived).caption
+    assert not {"†", "‡"} & set(maker(derive(frames_of(records_of("bandwidth", repeats=1)))).caption)
+
+
+def test_generations_while_others_had_processors_are_marked() -> None:
+    """Of a contender's timed generations, those of a trial that others disturbed are counted and marked."""
+    records = records_of("generation", repeats=2)
+    place = next(place for place, record in enumerate(records) if record.trial["strategy"] == "hpz")
+    use = ProcessorUse(seconds=1.0, processors=2, ranks=1.0, user=1.4, system=0.0, interrupts=0.0, steal=0.0)
+    records[place] = records[place].model_copy(update={"processor_use": use})
+    table = tables.generation(derive(frames_of(records)))
+    rows = _printed(table)
+    assert (rows["hpZ"]["n"], rows["ZeRO-3"]["n"]) == ("4 (2 ‡)", "4")
+    assert marks.TAKEN_IN_WORDS in table.caption
+
+
+def test_published_throughput_stands_beside_what_compares_with_it() -> None:
+    """Only where ZeRO++ and ZeRO-3 ran together at several rates is the blog's throughput on the page."""
+    for suite, there in (("bandwidth", True), ("quickstart", False), ("nodes", False)):
+        made = tables.all_tables(derive(frames_of(records_of(suite, repeats=1))))
+        assert ("published_throughput" in [table.name for table in made]) is there
+
+
+def test_the_table_of_memory_has_the_figures_order() -> None:
+    """Parts stand in the order of the figure's bars."""
+    titles = [column.title for column in tables.memory(derive(frames_of(records_of("quickstart")))).columns]
+    parts = [part.replace("_", " ") for part in theme.MEMORY]
+    assert [title for title in titles if title in parts] == [part for part in parts if part in titles]
+
+
+def test_what_a_machine_lacks_is_none() -> None:
+    """A fact without a value is told as none, not in JSON's words."""
+    record = record_of(Trial(strategy="zero3"))
+    record = record.model_copy(update={"machine": {**record.machine, "gpus": [], "driver": None}})
+    facts = tables.environment(derive(frames_of([record]))).data.set_index("fact")["value"]
+    assert (facts["machine.gpus"], facts["machine.driver"]) == ("none", "none")
 
 
 def test_where_nobody_knows_who_had_the_processors_the_caption_says_so() -> None:
