@@ -121,14 +121,20 @@ def test_the_loop_trains_as_shown() -> None:
     assert on_threads(Topology(2, 2), _loop, code) == [(2, "bf16")] * 4
 
 
-def _standalone(mesh: Mesh, code: str) -> tuple[torch.Size, torch.Size]:
-    made = {"shard": torch.randn(100, 3), "gradient": torch.randn(4 * 50, 2)}
+def _standalone(mesh: Mesh, code: str) -> dict[str, tuple[tuple[int, ...], torch.dtype, object]]:
+    made = {"shard": torch.randn(100, 3), "gradient": torch.randn(4 * 50, 2), "ranks": 4}
     exec(compile(code, "README.md", "exec"), made)  # noqa: S102  # our own text
-    return made["weights"].shape, made["mean"].shape
+    said = dict(re.findall(r"`(weights|mean)` is `([^`]+)`", README))
+    return {
+        name: (tuple(made[name].shape), made[name].dtype, eval(told, made))  # noqa: S307  # likewise
+        for name, told in said.items()
+    }
 
 
 def test_the_collectives_stand_alone_as_shown() -> None:
-    """The README's two lines gather weights and reduce a gradient on any mesh."""
+    """The README's two lines gather weights and reduce a gradient on any mesh, to the stated shapes."""
     code = _python("quantized_all_gather")
     code = code.replace("Topology(nodes=2, ranks_per_node=4)", "Topology(nodes=2, ranks_per_node=2)")
-    assert on_threads(Topology(2, 2), _standalone, code) == [((4, 100, 3), (50, 2))] * 4
+    weights, mean = (4, 100, 3), (50, 2)
+    expected = {"weights": (weights, torch.float32, weights), "mean": (mean, torch.float32, mean)}
+    assert on_threads(Topology(2, 2), _standalone, code) == [expected] * 4
