@@ -105,18 +105,22 @@ def _spared_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) ->
 
 
 def _volume_caption(data: pd.DataFrame) -> str:
-    first = data.iloc[0]
-    places = [", ".join(_told(group)) for _, group in data.groupby(_PLACE, sort=True)]
+    places = [group for _, group in data.groupby(_PLACE, sort=True)]
+    m = [group["m_bytes"].iloc[0] / group["accumulation"].iloc[0] / 1e6 for group in places]
+    sizes = "; ".join(
+        f"{', '.join(_told(group))}: {size:.2f} MB" for group, size in zip(places, m, strict=True)
+    )
+    several = "Of several micro-batches: the mean of one. " if data["accumulation"].gt(1).any() else ""
     return (
         "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
-        f"padded elements x (nodes - 1), here {first['m_bytes'] / 1e6:.2f} MB. Left: the ledger by purpose "
+        f"padded elements x (nodes - 1) ({sizes}). Left: the ledger by purpose "
         f"(bars and numbers{_unledgered(data)}), what impl.traffic predicts ( | ), what the network "
         "interfaces counted, headers included ( o ), and the rule printed in the ZeRO++ blog, 3M for ZeRO-3 "
         "and 0.75M for ZeRO++, applied to each technique ( x; only the two totals were printed there); the "
         f"rule leaves out scales and control. {unpublished_note(data)}Right: computed from the same units, "
         "what is spared against flat (ring) collectives in 16 bits, first by hopping by node, then by hpZ's "
         "copy, then by quantising (32-bit contenders have no such split). "
-        f"{peers_note(data)}Median over repeats. {'; '.join(places)}."
+        f"{peers_note(data)}{several}Median over repeats."
     )
 
 

@@ -228,9 +228,6 @@ def parity(derived: Derived) -> Table:
 def break_even(derived: Derived) -> Table:
     """The rate at which a contender stops being faster than ZeRO-3."""
     columns = (
-        Column("nodes", "Nodes", str),
-        Column("ranks_per_node", "Ranks a node", str),
-        Column("tokens_per_rank", "Tokens/rank", str),
         Column("contender", "Contender"),
         Column("trials_told", "n", str),
         Column("break_even_told", "Break-even, Mbit/s", str),
@@ -242,16 +239,18 @@ def break_even(derived: Derived) -> Table:
     rows: list[dict[str, Any]] = []
     for row in metrics.break_even(derived.pairs).to_dict("records"):
         behind = _behind(derived, str(row["records"]).split())
-        told = number(3)(row["break_even_mbit"]) + marks.rates(behind, derived.differing)
-        rows.append({str(key): value for key, value in row.items()} | _trials(behind))
-        rows[-1]["break_even_told"] = told
+        told = {
+            "where": f"{row['nodes']}x{row['ranks_per_node']} ranks, {row['tokens_per_rank']} tokens/rank",
+            "break_even_told": number(3)(row["break_even_mbit"]) + marks.rates(behind, derived.differing),
+        }
+        rows.append({str(key): value for key, value in row.items()} | told | _trials(behind))
     caption = (
         "Highest achieved rate at which the contender and ZeRO-3 are equally fast, on the straight line "
         "between neighbouring measured rates (logarithmic), of which the lowest and the highest stand beside "
         f"it. {NOTHING}: not crossed between these. n: trials at all rates, ZeRO-3's among them."
         f"{_marks_in_words(rows, 'break_even_told')}"
     )
-    return Table("break_even", "Break-even", caption, pd.DataFrame(rows), columns)
+    return placed("break_even", "Break-even", caption, rows, *columns)
 
 
 def _behind(derived: Derived, records: Iterable[object]) -> pd.DataFrame:

@@ -197,6 +197,22 @@ def test_contenders_without_a_published_rule_are_named_with_the_reason() -> None
     assert "where there is no ledger" not in plot.caption(data)
 
 
+def test_the_size_of_m_is_told_of_every_place() -> None:
+    """M is that of one gather, of each number of nodes and whatever the micro-batches of a step."""
+    trials = [
+        Trial(strategy="zero3", cluster=Cluster(nodes=nodes), accumulation=accumulation)
+        for nodes, accumulation in ((2, 1), (2, 2), (4, 1))
+    ]
+    derived = derive(frames_of([record_of(trial) for trial in trials]))
+    _, data, plot = _drawn("volume", derived)
+    padded = derived.trials.drop_duplicates("nodes").set_index("nodes")["padded"]
+    two, four = (f"{2 * padded[nodes] * (nodes - 1) / 1e6:.2f} MB" for nodes in (2, 4))
+    assert two != four
+    for told in (f"gpt-small: {two}", f"gpt-small, 2 micro-batches: {two}", f"gpt-small: {four}"):
+        assert told in plot.caption(data)
+    assert "Of several micro-batches: the mean of one." in plot.caption(data)
+
+
 def test_many_contenders_without_a_published_rule_are_counted() -> None:
     """Eleven codecs are not listed one by one."""
     _, data, plot = _drawn("volume", derive(frames_of(records_of("bits", repeats=1))))
