@@ -16,6 +16,7 @@ from report.plot import Plot, contenders, peers_note, unpublished_note
 from report.wording import listed, plain
 
 _PLACE: Final = ["nodes", "ranks_per_node", "model", "accumulation"]
+_LEAST: Final = -1e-9  # M; what is spared is not below it but for rounding
 _SPARED: Final = {
     "sent": "sent",
     "quantising": "spared by quantising",
@@ -99,9 +100,17 @@ def _volume_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) ->
 def _spared_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) -> None:
     names = [contender for _, contender in shown]
     values = _wide(group, "split", names, list(_SPARED))
-    values = values.mask((values < -1e-9).any(axis=1))  # more than 16 bits: nothing is spared
+    values = values.mask((values < _LEAST).any(axis=1))  # more than 16 bits: nothing is spared
     drawing.Stack(names, values, theme.SPARED, _SPARED).draw(ax)
     drawing.same_rows(ax)
+
+
+def _unsplit_in_words(data: pd.DataFrame) -> str:
+    """Which contenders have no bar on the right, and why, where there are any."""
+    split = data[data["kind"] == "split"]
+    drawn = set(split["contender"]) - set(split[split["m"] < _LEAST]["contender"])
+    without = [contender for _, contender in contenders(data) if contender not in drawn]
+    return f" (of our engine's policies of at most 16 bits: not of {listed(without)})" if without else ""
 
 
 def _volume_caption(data: pd.DataFrame) -> str:
@@ -119,7 +128,7 @@ def _volume_caption(data: pd.DataFrame) -> str:
         "and 0.75M for ZeRO++, applied to each technique ( x; only the two totals were printed there); the "
         f"rule leaves out scales and control. {unpublished_note(data)}Right: computed from the same units, "
         "what is spared against flat (ring) collectives in 16 bits, first by hopping by node, then by hpZ's "
-        "copy, then by quantising (32-bit contenders have no such split). "
+        f"copy, then by quantising{_unsplit_in_words(data)}. "
         f"{peers_note(data)}{several}Median over repeats."
     )
 

@@ -549,9 +549,18 @@ def _split_caption(data: pd.DataFrame) -> str:
     return (
         "Where a step's time goes, on the slowest rank of each step, mean over timed steps and repeats "
         "(means, so that parts add up; elsewhere steps are summarised by their median). Pale parts are "
-        "exposed communication: time in which the rank only waited. Peers that are not wired through the "
-        f"ledger do not report it: theirs is inside forward and backward. {peers_note(data)}{common_to(data)}"
+        f"exposed communication: time in which the rank only waited. {_unexposed_in_words(data)}"
+        f"{peers_note(data)}{common_to(data)}"
     )
+
+
+def _unexposed_in_words(data: pd.DataFrame) -> str:
+    """Of whom exposed communication is not known, ending with a space, where there are such contenders."""
+    known = set(data[data["part"].str.startswith("exposed")]["contender"])
+    without = [contender for _, contender in contenders(data) if contender not in known]
+    if not without:
+        return ""
+    return f"It is not known of {listed(without)}: theirs is inside forward and backward. "
 
 
 def _split_alt(data: pd.DataFrame) -> str:

@@ -197,6 +197,27 @@ def test_contenders_without_a_published_rule_are_named_with_the_reason() -> None
     assert "where there is no ledger" not in plot.caption(data)
 
 
+def test_captions_name_those_of_whom_a_part_is_not_drawn() -> None:
+    """Peers have no exposed communication, and like policies of 32 bits no split of what is spared; where
+    everybody has both, the captions say nothing of it.
+    """
+    derived = {
+        names: derive(frames_of([record_of(Trial(strategy=name)) for name in names]))
+        for names in (("ddp", "exact", "zero3"), ("zero3", "zeropp"))
+    }
+    for names, some in ((("ddp", "exact", "zero3"), True), (("zero3", "zeropp"), False)):
+        _, data, plot = _drawn("step_split", derived[names])
+        told = "It is not known of DDP: theirs is inside forward and backward."
+        assert (told in plot.caption(data)) is some
+        assert ("not known of" in plot.caption(data)) is some
+        _, data, plot = _drawn("volume", derived[names])
+        told = (
+            "then by quantising (of our engine's policies of at most 16 bits: not of DDP and exact (fp32))."
+        )
+        assert (told in plot.caption(data)) is some
+        assert ("then by quantising. " in plot.caption(data)) is not some
+
+
 def test_the_size_of_m_is_told_of_every_place() -> None:
     """M is that of one gather, of each number of nodes and whatever the micro-batches of a step."""
     trials = [
