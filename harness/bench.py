@@ -23,6 +23,7 @@ from rich.table import Table
 
 from harness import bench_record, engine_goals, machine, overlap_goals, terminal
 from harness.bench_record import Bench, BenchError, Kind, Subject
+from harness.leaving import at_once
 
 app = typer.Typer(
     help="Measure codecs beside a copy, collectives beside gloo's own, engines beside peers and compute.",
@@ -79,7 +80,8 @@ def codecs(  # noqa: PLR0917  # typer passes by name
     folder, pool = _folder("codecs", results)
     kinds = _chosen(kind or ["fp32"], KINDS, "type of elements")
 
-    from harness import bench_codecs, bench_peers
+    with at_once():
+        from harness import bench_codecs, bench_peers
     from impl.codec import CodecError, parse
 
     try:
@@ -132,7 +134,8 @@ def collectives(  # noqa: PLR0917  # typer passes by name
         if each[0] * each[1] > MOST_RANKS:
             raise BenchError(f"{each[0]} nodes x {each[1]} ranks: at most {MOST_RANKS} start on one machine")
 
-    from harness import bench_collectives
+    with at_once():
+        from harness import bench_collectives
 
     setting = bench_collectives.Setting(sizes, mbit, seconds)
     told = {
@@ -172,7 +175,8 @@ def engine(  # noqa: PLR0917  # typer passes by name
     folder, pool = _folder("engine", results)
     places = _places(nodes, ranks, rate)
 
-    from harness import bench_engine, deepspeed_peer
+    with at_once():
+        from harness import bench_engine, deepspeed_peer
     from harness.flops import PRESETS, GPTShape
 
     gpts = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))
@@ -223,7 +227,8 @@ def overlap(  # noqa: PLR0917  # typer passes by name
     """Steps on a slow link beside compute alone, and hops in chunks; status 1 below the goals."""
     folder, pool = _folder("overlap", results)
 
-    from harness import bench_overlap
+    with at_once():
+        from harness import bench_overlap
     from harness.flops import PRESETS, GPTShape
 
     gpts = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))

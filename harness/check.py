@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness import terminal
+from harness.leaving import at_once
 from impl.codec import Codec, Law, padded_bytes, parse
 
 if TYPE_CHECKING:
@@ -146,8 +147,9 @@ def _more(count: int) -> str:
 
 def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], list[str]]:
     """Whom to try; a line for each backend that is not here, or has no kernels for some of the codecs."""
-    from harness import subject
-    from harness.laws import Subject
+    with at_once():
+        from harness import subject
+        from harness.laws import Subject
 
     try:
         named = [subject.read(text) for text in texts] or [parse(text) for text in subject.REPRESENTATIVE]

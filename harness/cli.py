@@ -7,7 +7,7 @@ the commands that need it.
 
 from __future__ import annotations
 
-from harness.interrupt import INTERRUPTED
+import harness.interrupt  # noqa: F401
 
 # isort: split
 import inspect
@@ -26,6 +26,7 @@ import typer
 from harness import bench, bench_record, check, machine, terminal, train_command
 from harness.expansion import SuiteError, load
 from harness.inputs import digests
+from harness.leaving import INTERRUPTED, at_once, take_over
 from harness.once import saying
 from harness.plan import Forecast, PlanError, forecast, this_host
 from harness.record import RecordError, path_of, read, read_all
@@ -79,7 +80,9 @@ def _entry(
 def plan(file: SuiteFile) -> None:
     """Predict every trial's bytes and memory; status 1, after the reasons, if some cannot run here."""
     suite = load(file)
-    found, out = forecast(suite.trials, this_host()), terminal.console()
+    with at_once():
+        found = forecast(suite.trials, this_host())
+    out = terminal.console()
     terminal.forecasts(suite, found, out)
     if impossible := sum(bool(one.problems) for one in found):
         out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
@@ -92,13 +95,15 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
     suite = load(file)
     folder = results / suite.name
     _check_folder(folder)
-    _check_inputs(folder, suite.trials)
-    _check_feasible(file, forecast(suite.trials, this_host()))
+    with at_once():
+        _check_inputs(folder, suite.trials)
+        _check_feasible(file, forecast(suite.trials, this_host()))
+
+        from harness.sweep import run_sweep
+
     progress = terminal.console(stderr=True)
     progress.print(f"{suite.name}: {suite.question}", markup=False)
     progress.print(f"{len(suite.trials)} trials into {folder}. Stated time: {suite.time}.", markup=False)
-
-    from harness.sweep import run_sweep
 
     outcome = run_sweep(suite.name, list(suite.trials), folder, progress, question=suite.question)
     if outcome.interrupted:
@@ -194,8 +199,9 @@ def export_checkpoint(
     dtype: Annotated[str, typer.Option(help="Type of the parameters: fp32, bf16 or fp16.")] = "fp32",
 ) -> None:
     """Write a checkpoint's model as one safetensors file; on one process, without the model."""
-    from impl.consolidated import export
-    from impl.reference import DTYPES
+    with at_once():
+        from impl.consolidated import export
+        from impl.reference import DTYPES
 
     named = {str(name): one for name, one in DTYPES.items()}
     if dtype not in named:
@@ -334,6 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if trials failed or, planned, cannot run here, 2 for what cannot be done, 130
         after Ctrl-C.
     """
+    if arguments is None:
+        take_over()
     try:
         return _main(arguments)
     finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from harness import machine
+from harness.leaving import at_once
 from harness.plan import PROCESS_BYTES, gib
 
 ENOUGH_CORES: Final = 2
@@ -54,7 +55,8 @@ def _torch() -> Finding:
 def _cuda() -> Finding:
     adds = "trials with cluster.device = 'cuda'; without one everything runs on the CPU"
     try:
-        import torch
+        with at_once():
+            import torch
     except (ImportError, OSError) as error:
         return Finding("CUDA device", False, f"torch does not import: {error}", adds)
     if not torch.cuda.is_available():

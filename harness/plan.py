@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from harness import machine, samples
 from harness.corpus import CorpusError
+from harness.leaving import cleaning_up
 from harness.memory import on_device, on_host, without_training
 from harness.suite import RECIPE, Model, Trial
 from impl import traffic
@@ -318,7 +320,8 @@ def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]
         from harness.unfilled import unfilled
 
         try:
-            with unfilled():
+            # A user's own function may begin what it cleans up.
+            with cleaning_up() if ":" in model.name else nullcontext(), unfilled():
                 models[key] = workload.build(model, sequence)
         except workload.WorkloadError as error:
             models[key] = PlanError(str(error))
@@ -462,7 +465,7 @@ def _namespaces() -> str | None:
     from harness.link import LinkError, Setting, open_link
 
     try:
-        with open_link(Setting("namespaces", 2, 100.0), f"{os.getpid():x}"[-6:]):
+        with cleaning_up(), open_link(Setting("namespaces", 2, 100.0), f"{os.getpid():x}"[-6:]):
             return None
     except LinkError as error:
         return str(error)

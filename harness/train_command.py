@@ -12,6 +12,7 @@ import typer
 
 from harness import machine
 from harness.flops import PRESETS, GPTShape
+from harness.leaving import at_once
 from harness.plan import this_host
 from harness.rank import Progress, Refusal
 from impl.checkpoint_files import Manifest, read_manifest, resolve
@@ -96,7 +97,8 @@ def train(
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory at each stage, and stop.")] = False,
 ) -> None:
     """Train a GPT by a DeepSpeed configuration, with the flags of its tutorials; print a line a step."""
-    from harness.train import Asked, Checkpoints, job_of
+    with at_once():
+        from harness.train import Asked, Checkpoints, job_of
 
     for flag, size in (
         ("--model-parallel-size", model_parallel_size),
@@ -142,7 +144,9 @@ def train(
     except (Refusal, ValueError) as error:
         raise TrainError(f"{deepspeed_config or 'flags'}: {error}") from None
     speaks = not torchrun or os.environ.get("RANK", "0") == "0"
-    if (problem := _refused(job, found, asked, speaks=speaks)) and not plan:
+    with at_once():
+        problem = _refused(job, found, asked, speaks=speaks)
+    if problem and not plan:
         raise TrainError(f"too big for memory: {problem}; the table says what other stages need")
     if not plan:
         _run(job, asked)

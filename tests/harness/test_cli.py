@@ -12,12 +12,14 @@ import types
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
 from harness import cli, machine, terminal
 from harness.record import SCHEMA_VERSION, Failure, LedgerRow, Memory, RankRecord, Record, Step, write
 from harness.suite import Cluster, Model, PolicyChanges, Trial
+from tests.harness.test_launch import until
 
 TOP = 'name = "q"\nquestion = "?"\n'
 HEAD = f'{TOP}[defaults]\nmodel.name = "gpt-tiny"\nsequence = 32\ntokens_per_rank = 64\n'
@@ -483,9 +485,80 @@ def test_interrupt_while_importing(raised: str) -> None:
     assert (done.returncode, done.stderr) == (cli.INTERRUPTED, "zeropp: interrupted\n")
 
 
+LOST = """
+import ctypes, os, signal, sys, time
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            ctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGINT) or time.sleep(1))()
+sys.meta_path.insert(0, Finder())
+from harness import cli
+sys.argv = ["zeropp", *sys.argv[1:]]
+status = cli.main()
+print("went on")
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "q.toml"),
+        ("run", "q.toml"),
+        ("train",),
+        ("check", "codecs"),
+        ("bench", "codecs"),
+        ("export", "a", "b"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_interrupt_where_no_exception_passes(folder: Path, arguments: tuple[str, ...]) -> None:
+    """Ctrl-C inside an import that swallows exceptions, as a function that C calls does: nothing goes on, and
+    nothing is left.
+    """
+    suite(folder)
+    before = tree(folder)
+    done = subprocess.run(
+        [sys.executable, "-c", LOST, *arguments],
+        env={**os.environ, "PYTHONPATH": str(machine.ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (cli.INTERRUPTED, "", "zeropp: interrupted\n")
+    assert tree(folder) == before
+
+
+def test_interrupt_of_what_must_be_taken_apart() -> None:
+    """Where a process has been started, Ctrl-C is an exception again, and ends at once after it."""
+    code = """
+import os, signal
+from harness.leaving import at_once, cleaning_up, take_over
+take_over()
+with at_once():
+    try:
+        with cleaning_up():
+            os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("taken apart", flush=True)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        print("not said")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=machine.ROOT
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (
+        cli.INTERRUPTED, "taken apart\n", "zeropp: interrupted\n",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("seconds", [0.7, 1.4, 2.1, 3.0])
 def test_interrupt_at_any_moment(folder: Path, seconds: float) -> None:
-    """Whenever a terminal's Ctrl-C comes, nobody prints a traceback and the exit status is 130."""
+    """Whenever a terminal's Ctrl-C comes, nobody prints a traceback and the exit status is 130; no process
+    and no half-written file is left.
+    """
     suite(folder, 'strategy = "single"\nsteps = 1000000\ntimeout_seconds = 60\n')
     with subprocess.Popen(
         [sys.executable, "-c", "import sys; from harness.cli import main; sys.exit(main())", "run", "q.toml"],
@@ -502,6 +575,17 @@ def test_interrupt_at_any_moment(folder: Path, seconds: float) -> None:
     assert process.returncode == cli.INTERRUPTED, error
     assert "Traceback" not in error
     assert error.endswith("zeropp: interrupted\n")
+    until(lambda: not any(_session(one) == process.pid for one in psutil.pids()))
+    left = {name for name in tree(folder) if not name.endswith(".json")}
+    assert left <= {"q.toml", "results", "results/q", "results/q/.lock"}
+
+
+def _session(process: int) -> int | None:
+    """The session of a process; None if it has ended."""
+    try:
+        return os.getsid(process)
+    except ProcessLookupError:
+        return None
 
 
 def test_interrupt(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
