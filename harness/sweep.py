@@ -107,6 +107,8 @@ def run_sweep(
                 record = sweep.run(trial, order, display)
                 if sweep.leads:
                     write(results, record)
+                    if record.failure is None or record.failure.log is None:  # what an earlier run left
+                        (results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
                 counts["ok" if record.answers else "failed"] += 1
                 display.finished(record)
         except KeyboardInterrupt:

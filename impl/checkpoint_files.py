@@ -379,7 +379,8 @@ def resolve(folder: Path) -> Path:
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(
-            f"{folder}: is a file; expected a folder of checkpoints, or one, a folder with a {MANIFEST}"
+            f"{folder}: is a file; expected a folder of checkpoints, or a checkpoint: "
+            f"a folder with a {MANIFEST}"
         )
     if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name):
         return folder

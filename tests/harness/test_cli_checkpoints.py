@@ -162,7 +162,7 @@ def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["checkpoints", "FOLDER"], "no checkpoint in it"),
         (
             ["checkpoints", "docs/frame.md"],
-            "docs/frame.md: is a file; expected a folder of checkpoints, or one, ",
+            "docs/frame.md: is a file; expected a folder of checkpoints, or a ",
         ),
         (["export", "docs/frame.md", "FOLDER/out"], "docs/frame.md: is a file; expected a folder of "),
         (["export", "FOLDER", "FOLDER/out"], "no checkpoint in it"),

@@ -191,7 +191,9 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
 def test_what_failed_runs_again_once_its_model_is_edited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash of one's own model is skipped while nothing has changed, and run again after an edit."""
+    """A crash of one's own model is skipped while nothing has changed, and run again after an edit; then its
+    log is gone, as its record is.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     good = "from harness.workload import GPT, GPTShape\ndef build(sequence):\n    {}\n"
@@ -201,12 +203,15 @@ def test_what_failed_runs_again_once_its_model_is_edited(
     outcome, shown = sweep([one], tmp_path / "results")
     assert (outcome.ok, outcome.failed, outcome.skipped) == (0, 1, 0)
     assert "not yet" in shown
+    log = tmp_path / "results" / "logs" / f"{one.id}.log"
+    assert log.exists()
     outcome, _ = sweep([one], tmp_path / "results")
     assert (outcome.ok, outcome.failed, outcome.skipped) == (0, 1, 1)
     model.write_text(good.format("return GPT(GPTShape(1, 16, 1), sequence)"))
     inputs._module_digest.cache_clear()
     outcome, _ = sweep([one], tmp_path / "results")
     assert (outcome.ok, outcome.failed, outcome.skipped) == (1, 0, 0)
+    assert not log.exists()
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
