@@ -16,7 +16,6 @@ is one for all ranks; the first that is another than expected ends the connectio
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import os
 import secrets
@@ -32,6 +31,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,10 +43,11 @@ BUFFER_BYTES: Final = 32 * 2**20  # asked of the kernel, for each direction of a
 _UNFORCED_BYTES: Final = 64 * 2**10  # that arrive unread in a buffer which the kernel sizes by itself
 _HEADER: Final = struct.Struct("<QQ")  # mark, bytes
 _TOKEN: Final = struct.Struct("<16sI")  # of the rank that listens, index of the rank that calls
-_HELLO: Final = struct.Struct("<16sH46s")  # token, port, address; or port 0 and why not
+_WORDS: Final = 110  # bytes of an address, or of a reason
+_HELLO: Final = struct.Struct(f"<16sH{_WORDS}s")  # token, port, address; or port 0 and why not
 _CALL_SECONDS: Final = 5.0  # for a caller to say who it is
 _LINGER_SECONDS: Final = 1.0  # of a thread with nothing to hand on
-_SNDBUFFORCE, _RCVBUFFORCE, _SIOCGIFADDR = 32, 33, 0x8915  # of Linux; the module socket lacks them
+_SNDBUFFORCE, _RCVBUFFORCE = 32, 33  # of Linux; the module socket lacks them
 
 
 class PartedError(RuntimeError):
@@ -347,9 +348,9 @@ def _connected(waiting: Waiting) -> dict[int, _Peer]:
     try:
         listener = _listener(_own_address(), group.size)
         told = listener.getsockname()[:2]
-    except OSError as error:
-        told = (f"{error.strerror or error}"[:46], 0)
-    mine = _HELLO.pack(token, told[1], told[0].encode()[:46])
+    except (OSError, UnicodeError) as error:  # a name that is none is a UnicodeError
+        told = (str(error), 0)
+    mine = _HELLO.pack(token, told[1], told[0].encode()[:_WORDS])
     hellos = [_HELLO.unpack(hello) for hello in _exchanged(mine, waiting, limit)]
     for rank, (_, port, why) in zip(group.ranks, hellos, strict=True):
         if not port:
@@ -408,18 +409,37 @@ def _own_address() -> str:
     """Where other ranks reach this one: on gloo's interface, else where packets to the first rank leave.
 
     Raises:
-        OSError: if there is no such interface, or no way to the first rank.
+        OSError: if there is no such interface, or no way to the first rank, naming it.
+        UnicodeError: if the first rank's name cannot be one.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",", maxsplit=1)[0]
     if named:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", named.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    first = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    family, kind, _, _, where = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)[0]
+        return _of_interface(named)
+    first = os.environ.get("MASTER_ADDR")
+    try:
+        found = socket.getaddrinfo(first or socket.gethostname(), 9, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        if not first:  # this machine's own name leads nowhere: then gloo, too, stays inside it
+            return "127.0.0.1"
+        raise OSError(f"MASTER_ADDR {first}: {error.strerror or error}") from error
+    family, kind, _, _, where = found[0]
     with socket.socket(family, kind) as asked:
-        asked.connect(where)  # sends nothing
+        try:
+            asked.connect(where)  # sends nothing
+        except OSError as error:
+            raise OSError(f"no way to {where[0]}: {error.strerror or error}") from error
         return str(asked.getsockname()[0])
+
+
+def _of_interface(name: str) -> str:
+    """Its IPv4 address, else its IPv6 one, as gloo takes it."""
+    addresses = psutil.net_if_addrs().get(name, [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for address in addresses:
+            if address.family == family:
+                return str(address.address)
+    what = "has no address" if addresses else "is no interface here"
+    raise OSError(f"GLOO_SOCKET_IFNAME {name} {what}")
 
 
 def _listener(address: str, most: int) -> socket.socket:
@@ -429,9 +449,9 @@ def _listener(address: str, most: int) -> socket.socket:
         _enlarge(listener)  # before it listens: what a connection may have in flight is settled as it is made
         listener.bind((address, 0))
         listener.listen(2 * most)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(f"{address}: {error.strerror or error}") from error
     return listener
 
 

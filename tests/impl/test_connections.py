@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self
 
+import psutil
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -230,7 +231,51 @@ def test_an_interface_that_is_not_there_is_told_on_all_ranks(monkeypatch: pytest
         return str(caught.value)
 
     told = on_threads(Topology(2, 1), body)
-    assert told == ["rank 0 cannot listen for other ranks (No such device)"] * 2
+    assert (
+        told
+        == ["rank 0 cannot listen for other ranks (GLOO_SOCKET_IFNAME nowhere0 is no interface here)"] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        ("nowhere.invalid", r"MASTER_ADDR nowhere\.invalid: "),
+        ("a..b", "label"),
+        ("255.255.255.255", r"no way to 255\.255\.255\.255: "),
+    ],
+)
+def test_a_first_rank_that_cannot_be_found_is_told_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, first: str, told: str
+) -> None:
+    """A MASTER_ADDR that leads nowhere is named, whatever is wrong with it."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("MASTER_ADDR", first)
+
+    def body(mesh: Mesh) -> None:
+        with pytest.raises(ConnectionError, match=f"^rank 0 cannot listen for other ranks .*{told}"):
+            _connections(mesh)
+
+    on_threads(Topology(2, 1), body)
+
+
+def test_a_machine_whose_own_name_leads_nowhere_has_its_own_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without MASTER_ADDR ranks of one machine find each other, as over gloo, whatever it is called."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    assert all(on_threads(Topology(2, 1), _planned, [("all", 100, True)], 0))
+
+
+def test_an_interface_of_ipv6_alone_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the named interface has no IPv4 address its IPv6 one is taken."""
+    if not any(one.address == "::1" for one in psutil.net_if_addrs().get("lo", [])):
+        pytest.skip("no IPv6 on this machine")
+    alone = [one for one in psutil.net_if_addrs()["lo"] if one.family == socket.AF_INET6]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": alone})
+    assert all(on_threads(Topology(2, 1), _planned, [("all", 100, True)], 0))
 
 
 def test_where_nobody_listens_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
