@@ -26,9 +26,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import itemgetter
 from typing import Final
 
 import psutil
@@ -47,6 +48,9 @@ _WORDS: Final = 110  # bytes of an address, or of a reason
 _HELLO: Final = struct.Struct(f"<16sH{_WORDS}s")  # token, port, address; or port 0 and why not
 _CALL_SECONDS: Final = 5.0  # for a caller to say who it is
 _LINGER_SECONDS: Final = 1.0  # of a thread with nothing to hand on
+_LOOK_SECONDS: Final = 1.0  # between two looks at what there is to wait for
+_STEPS: Final = 64  # of one message that are kept apart
+_FIRST: Final = itemgetter(0)
 _SNDBUFFORCE, _RCVBUFFORCE = 32, 33  # of Linux; the module socket lacks them
 
 
@@ -54,41 +58,62 @@ class PartedError(RuntimeError):
     """A rank sent a message of another exchange; the ranks' orders differ."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Part:
     """One message on its way over one connection, in one direction.
 
     Attributes:
-        passage: of which it is a part.
         mark: what the exchange is.
         header: of the message; on its way in, as it arrived.
         payload: where the message lies.
-        left: bytes that have yet to travel, header and payload.
+        moved: bytes of each step so far, header and payload.  Steps are entered by one call of C with the
+            system call that took them: an interrupt (Ctrl-C) comes before both or after both, and what
+            travelled is never taken for what did not.
     """
 
-    passage: Passage
     mark: int
     header: bytearray
     payload: memoryview
-    left: int
+    moved: list[int] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Bytes that have yet to travel, header and payload."""
+        return len(self.header) + len(self.payload) - sum(self.moved)
 
     def buffers(self) -> list[memoryview]:
         """What has yet to travel."""
-        start = len(self.header) + len(self.payload) - self.left
+        start = sum(self.moved)
+        if len(self.moved) >= _STEPS:
+            self.moved[:] = [start]
         inside = start - len(self.header)
         return [self.payload[inside:]] if inside >= 0 else [memoryview(self.header)[start:], self.payload]
 
+    @property
+    def foreign(self) -> bool:
+        """Whether its header is here and tells of another message."""
+        return self.left <= len(self.payload) and _HEADER.unpack(self.header) != (
+            self.mark,
+            len(self.payload),
+        )
 
-@dataclass(slots=True)
+    @property
+    def complete(self) -> bool:
+        """Whether it has travelled whole, and is what was expected."""
+        return not self.left and not self.foreign
+
+
+@dataclass(slots=True, eq=False)
 class _Peer:
     """The connection with one rank.
+
+    What is on its way follows from the parts alone, and so is true wherever an interrupt came.
 
     Attributes:
         rank: in the world.
         connection: non-blocking.
         room: bytes that may lie unread in its buffer.
         outgoing, incoming: parts on their way, in order.
-        unread: bytes of all incoming parts.
         lost: why nothing travels any more.
         least: bytes that must have arrived before a poll returns.
     """
@@ -98,73 +123,71 @@ class _Peer:
     room: int
     outgoing: deque[_Part] = field(default_factory=deque)
     incoming: deque[_Part] = field(default_factory=deque)
-    unread: int = 0
     lost: Exception | None = None
     least: int = 1
 
     @property
     def behind(self) -> bool:
         """Whether the kernels need somebody's help while this rank computes."""
-        return self.lost is None and (bool(self.outgoing) or self.unread > self.room)
+        unread = sum(part.left for part in self.incoming)
+        return self.lost is None and (bool(self.outgoing) or unread > self.room)
 
     def advance(self) -> None:
         """Send and receive what is possible now; a failure is kept in ``lost``."""
-        try:
-            while self.outgoing:
-                part = self.outgoing[0]
-                part.left -= self.connection.sendmsg(part.buffers())
-                if part.left:
-                    break
-                self._done(self.outgoing)
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.lose(ConnectionError(f"rank {self.rank} is lost ({error.strerror or error})"))
-        try:
-            while self.incoming:
-                self._receive(self.incoming[0])
-        except BlockingIOError:
-            pass
-        except (OSError, PartedError) as error:
-            self.lose(error)
+        for step in (self._send, self._receive):
+            if self.lost is None:
+                try:
+                    step()
+                except BlockingIOError:
+                    pass
+                except OSError as error:  # also that there is no way to it any more
+                    self.lose(ConnectionError(f"rank {self.rank} is lost ({error.strerror or error})"))
 
-    def _receive(self, part: _Part) -> None:
-        try:
-            got = self.connection.recvmsg_into(part.buffers())[0]
-        except ConnectionError as error:
-            raise ConnectionError(f"rank {self.rank} is lost ({error.strerror})") from error
-        if not got:
-            raise ConnectionError(f"rank {self.rank} has ended its connection")
-        part.left -= got
-        self.unread -= got
-        if part.left <= len(part.payload):
-            mark, nbytes = _HEADER.unpack(part.header)
-            if (mark, nbytes) != (part.mark, len(part.payload)):
-                raise PartedError(f"rank {self.rank} sent another message, of {nbytes} B")
-        if part.left:
-            raise BlockingIOError
-        self._done(self.incoming)
+    def _send(self) -> None:
+        while self.outgoing:
+            part = self.outgoing[0]
+            if part.left:
+                part.moved.extend(map(self.connection.sendmsg, (part.buffers(),)))
+            if part.left:
+                return
+            self.outgoing.popleft()
 
-    def _done(self, parts: deque[_Part]) -> None:
-        passage = parts.popleft().passage
-        passage.parts -= 1
+    def _receive(self) -> None:
+        while self.incoming:
+            part = self.incoming[0]
+            if part.left:
+                part.moved.extend(map(_FIRST, map(self.connection.recvmsg_into, (part.buffers(),))))
+                if not part.moved[-1]:
+                    self.lose(ConnectionError(f"rank {self.rank} has ended its connection"))
+                    return
+            if part.foreign:
+                nbytes = _HEADER.unpack(part.header)[1]
+                self.lose(PartedError(f"rank {self.rank} sent another message, of {nbytes} B"))
+                return
+            if part.left:
+                return
+            self.incoming.popleft()
 
     def lose(self, why: Exception) -> None:
         """Let the connection go; who waits for it is told."""
         self.lost = self.lost or why
         self.outgoing.clear()
         self.incoming.clear()
-        self.unread = 0
+
+    def refuse(self) -> None:
+        """Raise why nothing travels any more, if so: an error of its own for each who asks."""
+        if self.lost is not None:
+            raise type(self.lost)(*self.lost.args)
 
     def expect(self) -> int:
         """What to poll for; a poll returns when the first message is there, not at each packet of it."""
         events = select.POLLOUT if self.outgoing else 0
         if self.incoming:
             events |= select.POLLIN
-            least = min(self.incoming[0].left, self.room)
+            least = max(1, min(self.incoming[0].left, self.room))
             if least != self.least:
-                self.least = least
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+                self.least = least
         return events
 
 
@@ -172,14 +195,29 @@ class Passage:
     """One exchange's messages over the connections of a group.
 
     Attributes:
-        parts: that have yet to arrive, or to be handed to the kernel.
+        outgoing, incoming: messages on their way, each with its connection; none once all have arrived.
     """
 
-    __slots__ = ("_connections", "_peers", "parts")
+    __slots__ = ("_connections", "incoming", "outgoing")
 
-    def __init__(self, connections: Connections, peers: Sequence[_Peer]) -> None:
-        self._connections, self._peers = connections, peers
-        self.parts = 0
+    def __init__(
+        self,
+        connections: Connections,
+        outgoing: Sequence[tuple[_Peer, _Part]],
+        incoming: Sequence[tuple[_Peer, _Part]],
+    ) -> None:
+        self._connections, self.outgoing, self.incoming = connections, outgoing, incoming
+
+    @property
+    def unfinished(self) -> list[_Peer]:
+        """The connections over which some of it has yet to arrive, or to be handed to the kernel."""
+        return list(
+            dict.fromkeys(peer for peer, part in (*self.incoming, *self.outgoing) if not part.complete)
+        )
+
+    def post(self) -> None:
+        """Let the messages go; once more only what an interrupt kept from going."""
+        self._connections.start(self)
 
     def wait(self, limit: timedelta) -> None:
         """Until all has arrived, and what was sent may be overwritten.
@@ -189,7 +227,7 @@ class Passage:
             ConnectionError: if a rank is lost.
             TimeoutError: after ``limit``, naming who did not send.
         """
-        self._connections.finish(self, self._peers, limit)
+        self._connections.finish(self, limit)
 
 
 class Connections:
@@ -205,12 +243,36 @@ class Connections:
 
     def __init__(self, waiting: Waiting) -> None:
         self._peers = _connected(waiting)  # by index in the group, without this rank
+        _alive.add(self)
         weakref.finalize(self, _close, [peer.connection for peer in self._peers.values()])
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()  # by itself it is taken in one call of C, unlike a condition
+        self._wake = threading.Condition(self._lock)
         self._epoll = select.epoll()
         self._watched: dict[int, _Peer] = {}  # peers that are behind, by the handle of their connection
-        self._attended = 0  # waits under way, which do what the thread would
-        self._thread: threading.Thread | None = None
+        self._attending: set[int] = set()  # threads that wait here, and do what the helper would
+        self._helper: threading.Thread | None = None
+
+    def prepare(
+        self,
+        mark: int,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+    ) -> Passage:
+        """Messages to some ranks of the group, and others expected from some, before :meth:`Passage.post`.
+
+        Args:
+            mark: 64 bits of what this rank believes the exchange to be.
+            sends: index of a rank and (bytes,) uint8 for it, which stay until :meth:`Passage.wait`.
+            receives: index of a rank and (bytes,) uint8 where its message is to arrive.
+        """
+        outgoing = [
+            (self._peers[index], _part(mark, bytearray(_HEADER.pack(mark, message.numel())), message))
+            for index, message in sends
+        ]
+        incoming = [
+            (self._peers[index], _part(mark, bytearray(_HEADER.size), message)) for index, message in receives
+        ]
+        return Passage(self, outgoing, incoming)
 
     def post(
         self,
@@ -218,107 +280,102 @@ class Connections:
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
     ) -> Passage:
-        """Send messages to some ranks of the group, and expect others from some.
-
-        Args:
-            mark: 64 bits of what this rank believes the exchange to be.
-            sends: index of a rank and (bytes,) uint8 for it, which stay until :meth:`Passage.wait`.
-            receives: index of a rank and (bytes,) uint8 where its message is to arrive.
-        """
-        peers = [self._peers[index] for index in dict.fromkeys(i for i, _ in (*receives, *sends))]
-        passage = Passage(self, peers)
-        with self._lock:
-            for index, message in receives:
-                part = _part(passage, mark, bytearray(_HEADER.size), message)
-                self._peers[index].incoming.append(part)
-                self._peers[index].unread += part.left
-            for index, message in sends:
-                header = bytearray(_HEADER.pack(mark, message.numel()))
-                self._peers[index].outgoing.append(_part(passage, mark, header, message))
-            passage.parts = len(receives) + len(sends)
-            for peer in peers:
-                if peer.lost is None:
-                    peer.advance()
-            self._watch(peers)
+        """:meth:`prepare` and :meth:`Passage.post`."""
+        passage = self.prepare(mark, sends, receives)
+        passage.post()
         return passage
 
-    def finish(self, passage: Passage, peers: Sequence[_Peer], limit: timedelta) -> None:
+    def start(self, passage: Passage) -> None:
+        """See :meth:`Passage.post`."""
+        with self._lock:
+            for peer, part in passage.incoming:
+                if peer.lost is None and part.left and part not in peer.incoming:
+                    peer.incoming.append(part)
+            for peer, part in passage.outgoing:
+                if peer.lost is None and part.left and part not in peer.outgoing:
+                    peer.outgoing.append(part)
+            peers = passage.unfinished
+            for peer in peers:
+                peer.advance()
+            self._watch(peers)
+
+    def finish(self, passage: Passage, limit: timedelta) -> None:
         """See :meth:`Passage.wait`."""
-        with self._attending():
-            deadline = time.monotonic() + limit.total_seconds()
+        deadline = time.monotonic() + limit.total_seconds()
+        try:
+            with self._lock:
+                self._attending.add(threading.get_ident())
+            self.start(passage)
             while True:
                 with self._lock:
-                    for peer in (*peers, *self._watched.values()):
-                        if peer.lost is None:
-                            peer.advance()
-                    if not passage.parts:
+                    for peer in dict.fromkeys((*passage.unfinished, *self._watched.values())):
+                        peer.advance()
+                    peers = passage.unfinished
+                    if not peers:
+                        passage.incoming = passage.outgoing = ()  # whose memory is free again
                         return
-                    poll = self._poll(passage, peers)
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    late = [peer.rank for peer in peers if any(p.passage is passage for p in peer.incoming)]
-                    what = "did not send" if late else "did not receive"
-                    late = late or [peer.rank for peer in peers if peer.outgoing]
-                    raise TimeoutError(f"waited {limit.total_seconds():g} s: {ranks_in_words(late)} {what}")
-                poll.poll(1000 * left)
-
-    def _poll(self, passage: Passage, peers: Sequence[_Peer]) -> select.poll:
-        """For whatever ``passage`` lacks, and for all that the thread would see to."""
-        poll = select.poll()
-        for peer in peers:
-            if peer.lost is not None:
-                raise peer.lost
-            if any(part.passage is passage for part in (*peer.incoming, *peer.outgoing)):
-                poll.register(peer.connection, peer.expect())
-        for peer in self._watched.values():
-            if peer.behind:
-                poll.register(peer.connection, peer.expect())
-        return poll
-
-    @contextlib.contextmanager
-    def _attending(self) -> Iterator[None]:
-        """While somebody waits here, who does what the thread would."""
-        with self._lock:
-            self._attended += 1
-        try:
-            yield
+                    for peer in peers:
+                        peer.refuse()
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise _late(passage, limit)
+                    # For what it lacks, and for all that the helper would see to.
+                    poll = select.poll()
+                    for peer in (*peers, *(peer for peer in self._watched.values() if peer.behind)):
+                        poll.register(peer.connection, peer.expect())
+                # Another thread may change meanwhile what there is to wait for.
+                poll.poll(1000 * min(left, _LOOK_SECONDS))
         finally:
             with self._lock:
-                self._attended -= 1
+                self._attending.discard(threading.get_ident())
                 self._watch(tuple(self._watched.values()))
-                self._lock.notify()
+                self._wake.notify()
 
     def _watch(self, peers: Sequence[_Peer]) -> None:
-        """Leave to the thread those of ``peers`` that are behind, and no others."""
+        """Leave to the helper those of ``peers`` that are behind, and no others."""
         for peer in peers:
             handle = peer.connection.fileno()
             if peer.behind and handle >= 0:
-                change = self._epoll.modify if handle in self._watched else self._epoll.register
-                change(handle, peer.expect())
+                events = peer.expect()
+                try:
+                    self._epoll.register(handle, events)
+                except FileExistsError:
+                    self._epoll.modify(handle, events)
                 self._watched[handle] = peer
-            elif self._watched.pop(handle, None) is not None:
-                self._epoll.unregister(handle)
-        if self._watched and self._thread is None:
-            self._thread = threading.Thread(target=self._hand_on, name="zeropp-connections", daemon=True)
-            self._thread.start()
+            elif handle in self._watched:
+                with contextlib.suppress(FileNotFoundError):
+                    self._epoll.unregister(handle)
+                del self._watched[handle]
+        if self._watched and self._helper is None:
+            arguments = weakref.ref(self), self._wake, self._epoll
+            helper = threading.Thread(target=_help, args=arguments, name="zeropp-connections", daemon=True)
+            helper.start()
+            self._helper = helper
         elif self._watched:
-            self._lock.notify()
+            self._wake.notify()
 
-    def _hand_on(self) -> None:
-        """What the thread does, until nothing has been behind for a while."""
-        while True:
-            with self._lock:
-                while self._attended or not self._watched:
-                    if not self._lock.wait(_LINGER_SECONDS) and not self._watched:
-                        self._thread = None
-                        return
-            self._epoll.poll(_LINGER_SECONDS)
-            with self._lock:
-                if not self._attended:
-                    watched = tuple(self._watched.values())
-                    for peer in watched:
-                        peer.advance()
-                    self._watch(watched)
+    @property
+    def resting(self) -> bool:
+        """Whether the helper has nothing to do now."""
+        return bool(self._attending) or not self._watched
+
+    def dismiss(self) -> bool:
+        """Let the helper end, if nothing is behind."""
+        if not self._watched:
+            self._helper = None
+        return not self._watched
+
+    def help(self) -> None:
+        """What the helper does when a connection that is behind has become ready."""
+        if not self._attending:
+            watched = tuple(self._watched.values())
+            for peer in watched:
+                peer.advance()
+            self._watch(watched)
+
+    def disown(self) -> None:
+        """Let go of the connections in a process that this rank has forked; they stay the rank's."""
+        _close(peer.connection for peer in self._peers.values())
 
     def close(self) -> None:
         """End all connections."""
@@ -329,9 +386,53 @@ class Connections:
                 peer.connection.close()
 
 
-def _part(passage: Passage, mark: int, header: bytearray, message: Tensor) -> _Part:
+_alive: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A fork has its parent's connections open: a rank that ends would not look as if it had."""
+    for connections in list(_alive):
+        connections.disown()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _help(whose: weakref.ref[Connections], wake: threading.Condition, epoll: select.epoll) -> None:
+    """What the helper's thread does, until nothing has been behind for a while, or they are forgotten."""
+    while True:
+        with wake:
+            while (made := whose()) is not None and made.resting:
+                del made
+                told = wake.wait(_LINGER_SECONDS)
+                made = whose()
+                if made is None or (not told and made.dismiss()):
+                    return
+            if made is None:
+                return
+        del made
+        epoll.poll(_LINGER_SECONDS)
+        with wake:
+            made = whose()
+            if made is not None:
+                made.help()
+            del made
+
+
+def _late(passage: Passage, limit: timedelta) -> TimeoutError:
+    """Who keeps ``passage`` from its end."""
+    receiving = [(peer, part) for peer, part in passage.incoming if part.left]
+    here = sum(sum(part.moved) for _, part in receiving)
+    what = f"did not send all ({here} of {here + sum(part.left for _, part in receiving)} B arrived)"
+    what = (what if here else "did not send") if receiving else "did not receive"
+    late = receiving or [(peer, part) for peer, part in passage.outgoing if part.left]
+    who = ranks_in_words(sorted(peer.rank for peer, _ in late))
+    return TimeoutError(f"waited {limit.total_seconds():g} s: {who} {what}")
+
+
+def _part(mark: int, header: bytearray, message: Tensor) -> _Part:
     payload = memoryview(message.numpy())  # type: ignore[arg-type]  # numpy tells from Python 3.12 on
-    return _Part(passage, mark, header, payload, len(header) + len(payload))
+    return _Part(mark, header, payload)
 
 
 def _connected(waiting: Waiting) -> dict[int, _Peer]:

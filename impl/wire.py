@@ -230,6 +230,9 @@ class Wire:
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             what = f"could not make {made} along {axis.name}"
             raise self._explained(what, error) from error
+        except BaseException:  # an interrupt: what comes next waits for other things
+            self._trail.waiting = before
+            raise
         self._trail.waiting = before
 
     def all_gather(
@@ -283,18 +286,19 @@ class Wire:
         mark = entry[2] % _TAGS  # of ranks that part no message fits another
         connections = self._connections(axis)
 
-        def start(received: Tensor, send: Tensor) -> _Works:
+        def start(received: Tensor, send: Tensor, works: _Works) -> None:
             if connections is not None:
-                return [connections.post(entry[2], [(after, send)], [(before, received)])]
+                _go(connections.prepare(entry[2], [(after, send)], [(before, received)]), works)
+                return
             if backend == "gloo":  # as in _post_direct: its own all-to-all lets a slow link idle
                 ends, handle = group.ranks, group.process_group
-                works = [dist.irecv(received, src=ends[before], group=handle, tag=mark)]
-                works.append(dist.isend(send, dst=ends[after], group=handle, tag=mark))
-                return [work for work in works if work is not None]
+                both = [dist.irecv(received, src=ends[before], group=handle, tag=mark)]
+                both.append(dist.isend(send, dst=ends[after], group=handle, tag=mark))
+                works.extend(work for work in both if work is not None)
+                return
             come, go = ([nbytes if i == end else 0 for i in range(group.size)] for end in (before, after))
-            return [
-                dist.all_to_all_single(received, send, come, go, group=group.process_group, async_op=True)
-            ]
+            handle = group.process_group
+            works.append(dist.all_to_all_single(received, send, come, go, group=handle, async_op=True))
 
         inter = self._book_step(axis, nbytes, tag)
         carrier = f"{backend} point to point" if backend == "gloo" else backend
@@ -386,18 +390,18 @@ class Wire:
         group, direct, connections = route.group, route.direct, route.connections
         mark = entry[2] % _TAGS  # of ranks that part no message fits another
 
-        def start(received: Tensor, send: Tensor) -> _Works:
+        def start(received: Tensor, send: Tensor, works: _Works) -> None:
             if direct:
                 messages = _to_each(group, kind, received, send)
                 if connections is not None:
-                    works: _Works = [connections.post(entry[2], *messages)]
+                    _go(connections.prepare(entry[2], *messages), works)
                 else:
-                    works = _post_direct(group, *messages, mark)
+                    works.extend(_post_direct(group, *messages, mark))
                 if kind == "all_to_all":
                     received.view(group.size, -1)[group.index].copy_(send.view(group.size, -1)[group.index])
-                return works
+                return
             collective = _all_gather if kind == "all_gather" else dist.all_to_all_single
-            return [collective(received, send, group=group.process_group, async_op=True)]
+            works.append(collective(received, send, group=group.process_group, async_op=True))
 
         if stay is not None:
             place = self._begin(stay, entry)
@@ -461,7 +465,7 @@ class Wire:
         weakref.finalize(self, listed.end, join=False).atexit = False
         return listed
 
-    def _follow(self, entry: Entry, works: _Works) -> None:
+    def _follow(self, entry: Entry, works: Sequence[dist.Work | Passage]) -> None:
         """On a device the stream waits, not the host: what is overdue there can only be told in the log."""
         if self.mesh.device.type != "cpu" and self._roll_call is not None:
             self._roll_call.follow(entry, [work for work in works if isinstance(work, dist.Work)])
@@ -489,10 +493,11 @@ class Wire:
             return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({lost})")
         return WireError(f"{first}\n{report(found)}")
 
-    def _parted(self, entry: Entry) -> WireError:
+    def _parted(self, entry: Entry, error: Exception | None = None) -> WireError:
         """The error of a rank that finds another exchange in the place of its own."""
         self._trail.waiting = entry
-        return self._explained("found that the ranks' exchanges differ", f"it is in exchange {Step(*entry)}")
+        why = f"it is in exchange {Step(*entry)}" + (f", and {error}" if error is not None else "")
+        return self._explained("found that the ranks' exchanges differ", why)
 
     def _stuck(self, entry: Entry, error: Exception) -> WireError:
         self._trail.waiting = entry
@@ -536,9 +541,15 @@ def _nobody(_: Sequence[int]) -> Sequence[int]:
 
 
 _Collective = Literal["all_gather", "all_to_all"]
-_Works = Sequence[dist.Work | Passage]
+_Works = list[dist.Work | Passage]
 _Messages = Sequence[tuple[int, Tensor]]  # by index of a rank in the group
-_Start = Callable[[Tensor, Tensor], _Works]
+_Start = Callable[[Tensor, Tensor, _Works], None]
+
+
+def _go(passage: Passage, works: _Works) -> None:
+    """Post it, as one of ``works`` from before the first byte: an interrupt leaves what can be waited for."""
+    works.append(passage)
+    passage.post()
 
 
 def _to_each(group: Group, kind: _Collective, received: Tensor, send: Tensor) -> tuple[_Messages, _Messages]:
@@ -690,6 +701,11 @@ class _Buffers:
             self._wire._give_back(buffer)  # noqa: SLF001
         self._taken.clear()
 
+    def abandon(self) -> None:
+        """Let go of what was taken for good: a message may yet be written there, or be read."""
+        self._wire.buffer_bytes -= sum(buffer.numel() for buffer in self._taken)
+        self._taken.clear()
+
 
 class _Backend:
     """A collective of torch.distributed.
@@ -720,16 +736,21 @@ class _Backend:
         self._buffers = buffers
         self.send = buffers.send
         self._works: _Works = []
+        self._posted = self._under_way = False
         self._carried = 0.0
 
     def post(self) -> None:
+        if self._posted or self._works:  # by a pass that was interrupted; the wait sees to what is left
+            return
+        self._under_way = True
         pacer = self._wire._pacer  # noqa: SLF001
         if pacer is not None and self._inter_bytes:
             self._carried = pacer.book(self._inter_bytes)
         try:
-            self._works = self._start(self._buffers.received, self.send)
+            self._start(self._buffers.received, self.send, self._works)
         except (RuntimeError, ConnectionError) as error:  # gloo says here already that a rank is lost
             raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
+        self._posted = True
         self._wire._follow(self._entry, self._works)  # noqa: SLF001
 
     def wait(self) -> Tensor:
@@ -741,11 +762,12 @@ class _Backend:
                 for work in self._works:
                     work.wait(*self._limit)
             except PartedError as error:
-                raise self._wire._parted(self._entry) from error  # noqa: SLF001
+                raise self._wire._parted(self._entry, error) from error  # noqa: SLF001
             except (RuntimeError, ConnectionError, TimeoutError) as error:
                 raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
-            self._works = []
+            self._works.clear()
             trail.waiting, trail.finished = None, self._entry
+        self._under_way = False
         if (left := self._carried - time.monotonic()) > 0:
             time.sleep(left)
         self._wire.exposed_seconds += time.perf_counter() - begin
@@ -755,4 +777,7 @@ class _Backend:
         raise WireError("whole messages are seen only along an axis that shares memory")
 
     def close(self) -> None:
-        self._buffers.give_back()
+        if self._under_way:  # it was not waited for, or in vain
+            self._buffers.abandon()
+        else:
+            self._buffers.give_back()

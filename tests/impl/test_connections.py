@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
+import functools
 import gc
 import os
+import signal
 import socket
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self
@@ -14,6 +20,7 @@ from typing import Any, Self
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -362,3 +369,216 @@ def test_nothing_stays_open() -> None:
         on_threads(Topology(3, 1), body)
         gc.collect()
     assert count() <= before
+
+
+class _Ctrl(KeyboardInterrupt):
+    """Ctrl-C, as this test presses it."""
+
+
+@functools.cache
+def _looks(code: Any) -> frozenset[int]:
+    """Where the interpreter looks for signals in ``code``: after each call, and as it is entered."""
+    found, before = set(), ""
+    for one in dis.get_instructions(code):
+        if before in {"CALL", "CALL_FUNCTION_EX", "RESUME"}:
+            found.add(one.offset)
+        before = one.opname
+    return frozenset(found)
+
+
+class _Pressed:
+    """Presses Ctrl-C at the ``number``-th look for it in :mod:`impl.connections` on this thread."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    @property
+    def done(self) -> bool:
+        """Whether it was pressed."""
+        return self._left <= 0
+
+    def _called(self, frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != connections.__file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._traced
+
+    def _traced(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "opcode" and frame.f_lasti in _looks(frame.f_code):
+            self._left -= 1
+            if self._left == 0:
+                sys.settrace(None)
+                frame.f_trace = None
+                raise _Ctrl
+        return self._traced
+
+
+def _interrupted(mesh: Mesh, nbytes: int, numbers: range) -> list[int]:
+    """Interrupt one exchange after the other, each a little later, and go on; where one was not intact."""
+    made, other = _connections(mesh), 1 - mesh.rank
+    broken = []
+    for number in numbers:
+        before, between = torch.zeros(2, nbytes, dtype=torch.uint8).unbind()
+        gone = made.post(3 * number, [(other, _message(mesh.rank, other, number, nbytes))], [(other, before)])
+        passage = made.prepare(
+            3 * number + 1, [(other, _message(mesh.rank, other, number + 1, nbytes))], [(other, between)]
+        )
+        with contextlib.suppress(_Ctrl), _Pressed(number if mesh.rank == 0 else -1):
+            passage.post()
+            passage.wait(LIMIT)
+        passage.post()
+        for each in (passage, gone):
+            each.wait(LIMIT)
+        whole = torch.equal(before, _message(other, mesh.rank, number, nbytes))
+        if not (whole and torch.equal(between, _message(other, mesh.rank, number + 1, nbytes))):
+            broken.append(number)
+    made.close()
+    return broken
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("nbytes", [40, 30_000])
+def test_an_interrupt_at_any_call_loses_no_byte(nbytes: int) -> None:
+    """Wherever Ctrl-C comes in a post or a wait, both may be called again, and all arrives whole."""
+    assert on_threads(Topology(2, 1), _interrupted, nbytes, range(1, 160)) == [[], []]
+
+
+def _used_again(mesh: Mesh, waits: bool) -> bool:
+    """Close an exchange whose message is due, and see whether its memory is given to the next one."""
+    wire = Wire(mesh, transport="tcp", timeout=0.2)
+    axis = mesh.topology.node_axis
+    wire.reserve(axis, 0)
+    if mesh.rank == 1:
+        dist.barrier()
+        wire.close()
+        return False
+    late = wire.all_to_all(axis, 1024, Tag("backward", "gradients"))
+    late.post()
+    addresses = {late.send.data_ptr()}
+    if waits:
+        with pytest.raises(WireError, match="rank 1 did not send"):
+            late.wait()
+    late.close()
+    left = wire.buffer_bytes
+    fresh = wire.all_to_all(axis, 1024, Tag("backward", "gradients"))
+    dist.barrier()
+    wire.close()
+    return fresh.send.data_ptr() in addresses or left != 0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_of_a_message_that_is_due_is_not_used_again(waits: bool) -> None:
+    """An exchange that is closed before it arrived, or after it did not, keeps its buffers to itself."""
+    assert on_processes(Topology(2, 1), _used_again, waits) == [False, False]
+
+
+def _posted_twice(mesh: Mesh) -> list[int]:
+    wire = Wire(mesh, transport="tcp", timeout=20)
+    axis, found = mesh.topology.node_axis, []
+    for number in range(3):
+        exchange = wire.all_gather(axis, 4, Tag("forward", "weights"))
+        exchange.send.fill_(10 * mesh.rank + number)
+        exchange.post()
+        if mesh.rank == 0:
+            exchange.post()
+        found.append(int(exchange.wait()[1 - mesh.rank, 0]))
+        exchange.close()
+    wire.close()
+    return found
+
+
+def test_what_is_posted_again_is_sent_once() -> None:
+    """A pass that was interrupted as it posted may post again."""
+    assert on_processes(Topology(2, 1), _posted_twice) == [[10, 11, 12], [0, 1, 2]]
+
+
+def _orphaned(mesh: Mesh) -> float:
+    """Seconds until a rank is told that another one is gone, which has left a process behind."""
+    made = _connections(mesh)
+    if mesh.rank == 1:
+        if (left := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        made.close()
+        dist.barrier()
+        os.kill(left, signal.SIGKILL)
+        os.waitpid(left, 0)
+        return 0.0
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match="rank 1"):
+        made.post(1, [], [(1, torch.zeros(8, dtype=torch.uint8))]).wait(LIMIT)
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    return seconds
+
+
+def test_a_rank_that_is_gone_is_told_though_processes_of_its_own_go_on() -> None:
+    """What a rank has forked, as a loader of data is, holds none of its connections."""
+    assert on_processes(Topology(2, 1), _orphaned)[0] < LIMIT.total_seconds() / 2
+
+
+def _two_waits(mesh: Mesh) -> float:
+    """Seconds until a thread has what another thread's wait has read for it."""
+    made, other = _connections(mesh), 1 - mesh.rank
+    rows = torch.zeros(2, 100_000, dtype=torch.uint8)
+    passages = [made.post(i, [], [(other, row)]) for i, row in enumerate(rows)]
+    threads = [threading.Thread(target=passage.wait, args=(LIMIT,)) for passage in reversed(passages)]
+    begin = time.monotonic()
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    for i, row in enumerate(rows):
+        made.post(i, [(other, row.clone())], []).wait(LIMIT)
+    for thread in threads:
+        thread.join()
+    made.close()
+    return time.monotonic() - begin
+
+
+def test_two_threads_may_wait() -> None:
+    """What one thread reads for another does not leave that one asleep until its limit."""
+    assert max(on_threads(Topology(2, 1), _two_waits)) < LIMIT.total_seconds() / 2
+
+
+def _forgotten_behind(mesh: Mesh) -> None:
+    made = _connections(mesh)
+    made.post(1, [(1 - mesh.rank, torch.zeros(LARGE, dtype=torch.uint8))], [])
+
+
+@pytest.mark.usefixtures("narrow")
+def test_connections_that_are_forgotten_end_with_all_that_they_carried() -> None:
+    """The thread that hands on a message nobody takes does not keep its connections alive."""
+    on_threads(Topology(2, 1), _forgotten_behind)
+    deadline = time.monotonic() + 20
+    while any(thread.name == "zeropp-connections" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _lost_twice(mesh: Mesh) -> tuple[int, int]:
+    made = _connections(mesh)
+    if mesh.rank == 1:
+        made.close()
+        return 0, 0
+    kept, depths = [], []
+    for number in range(3):
+        row = torch.zeros(8, dtype=torch.uint8)
+        kept.append(weakref.ref(row))
+        with pytest.raises(ConnectionError) as caught:
+            made.post(number, [], [(1, row)]).wait(LIMIT)
+        depths.append(len(caught.traceback))
+        del row, caught
+    gc.collect()
+    return sum(row() is not None for row in kept), depths[2] - depths[1]
+
+
+def test_errors_of_a_lost_rank_keep_no_memory() -> None:
+    """Each wait on a connection that is lost raises its own error, and lets its message's memory go."""
+    assert on_threads(Topology(2, 1), _lost_twice)[0] == (0, 0)
