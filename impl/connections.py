@@ -16,9 +16,7 @@ is one for all ranks; the first that is another than expected ends the connectio
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
-import secrets
 import select
 import socket
 import struct
@@ -26,32 +24,24 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import itemgetter
 from typing import Final
 
-import psutil
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from impl import calling
 from impl.order import ranks_in_words
-from impl.shared_memory import Waiting, patience
+from impl.shared_memory import Waiting
 
-BUFFER_BYTES: Final = 32 * 2**20  # asked of the kernel, for each direction of a connection
 _UNFORCED_BYTES: Final = 64 * 2**10  # that arrive unread in a buffer which the kernel sizes by itself
 _HEADER: Final = struct.Struct("<QQ")  # mark, bytes
-_TOKEN: Final = struct.Struct("<16sI")  # of the rank that listens, index of the rank that calls
-_WORDS: Final = 110  # bytes of an address, or of a reason
-_HELLO: Final = struct.Struct(f"<16sH{_WORDS}s")  # token, port, address; or port 0 and why not
-_CALL_SECONDS: Final = 5.0  # for a caller to say who it is
 _LINGER_SECONDS: Final = 1.0  # of a thread with nothing to hand on
 _LOOK_SECONDS: Final = 1.0  # between two looks at what there is to wait for
 _STEPS: Final = 64  # of one message that are kept apart
 _FIRST: Final = itemgetter(0)
-_SNDBUFFORCE, _RCVBUFFORCE = 32, 33  # of Linux; the module socket lacks them
 
 
 class PartedError(RuntimeError):
@@ -242,9 +232,14 @@ class Connections:
     """
 
     def __init__(self, waiting: Waiting) -> None:
-        self._peers = _connected(waiting)  # by index in the group, without this rank
+        if not hasattr(select, "epoll"):
+            raise ConnectionError("transport 'tcp' needs Linux (epoll); use transport 'backend'")
+        self._peers = {
+            index: _peer(waiting.group.ranks[index], connection)
+            for index, connection in calling.connected(waiting).items()
+        }  # by index in the group, without this rank
         _alive.add(self)
-        weakref.finalize(self, _close, [peer.connection for peer in self._peers.values()])
+        weakref.finalize(self, calling.close, [peer.connection for peer in self._peers.values()])
         self._lock = threading.RLock()  # by itself it is taken in one call of C, unlike a condition
         self._wake = threading.Condition(self._lock)
         self._epoll = select.epoll()
@@ -375,7 +370,7 @@ class Connections:
 
     def disown(self) -> None:
         """Let go of the connections in a process that this rank has forked; they stay the rank's."""
-        _close(peer.connection for peer in self._peers.values())
+        calling.close(peer.connection for peer in self._peers.values())
 
     def close(self) -> None:
         """End all connections."""
@@ -435,161 +430,9 @@ def _part(mark: int, header: bytearray, message: Tensor) -> _Part:
     return _Part(mark, header, payload)
 
 
-def _connected(waiting: Waiting) -> dict[int, _Peer]:
-    """A connection with every other rank, by index in the group.
-
-    Every rank listens, tells the others where by the group's backend, calls those before it and is called by
-    those behind it.  A call begins with 16 random bytes that only a rank of the group knows.
-    """
-    if not hasattr(select, "epoll"):
-        raise ConnectionError("transport 'tcp' needs Linux (epoll); use transport 'backend'")
-    group, token = waiting.group, secrets.token_bytes(16)
-    limit = timedelta(seconds=waiting.timeout)
-    listener, told = None, ("", 0)
-    try:
-        listener = _listener(_own_address(), group.size)
-        told = listener.getsockname()[:2]
-    except (OSError, UnicodeError) as error:  # a name that is none is a UnicodeError
-        told = (str(error), 0)
-    mine = _HELLO.pack(token, told[1], told[0].encode()[:_WORDS])
-    hellos = [_HELLO.unpack(hello) for hello in _exchanged(mine, waiting, limit)]
-    for rank, (_, port, why) in zip(group.ranks, hellos, strict=True):
-        if not port:
-            reason = why.rstrip(b"\0").decode(errors="replace")
-            raise ConnectionError(f"rank {rank} cannot listen for other ranks ({reason})")
-    assert listener is not None  # noqa: S101  # else this rank's port is 0
-    found: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as failed, listener:
-        failed.callback(_close, found.values())
-        for index in range(group.index):
-            other, port, address = hellos[index]
-            where = address.rstrip(b"\0").decode(), port
-            try:
-                connection = _called(where, waiting.timeout)
-                connection.sendall(_TOKEN.pack(other, group.index))
-            except OSError as error:
-                raise ConnectionError(
-                    f"rank {group.ranks[group.index]} cannot reach rank {group.ranks[index]} at "
-                    f"{where[0]} port {port} ({error.strerror or error})"
-                ) from error
-            found[index] = connection
-        deadline = time.monotonic() + waiting.timeout
-        while len(found) < group.size - 1:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError as error:
-                late = [rank for i, rank in enumerate(group.ranks) if i > group.index and i not in found]
-                words = ranks_in_words(late)
-                raise TimeoutError(f"waited {waiting.timeout:g} s: {words} did not call") from error
-            index = _caller(connection, token)
-            if index in range(group.index + 1, group.size) and index not in found:
-                found[index] = connection
-            else:  # nobody of this group
-                connection.close()
-        failed.pop_all()
-    return {index: _peer(group.ranks[index], connection) for index, connection in found.items()}
-
-
-def _close(found: Iterable[socket.socket]) -> None:
-    for connection in found:
-        connection.close()
-
-
-def _exchanged(mine: bytes, waiting: Waiting, limit: timedelta) -> list[bytes]:
-    """All ranks' ``mine``, by index in the group."""
-    group = waiting.group
-    message = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    rows = [torch.empty_like(message) for _ in group.ranks]
-    work = dist.all_gather(rows, message, group=group.process_group, async_op=True)
-    work.wait(*patience(dist.get_backend(group.process_group), limit))
-    return [row.numpy().tobytes() for row in rows]
-
-
-def _own_address() -> str:
-    """Where other ranks reach this one: on gloo's interface, else where packets to the first rank leave.
-
-    Raises:
-        OSError: if there is no such interface, or no way to the first rank, naming it.
-        UnicodeError: if the first rank's name cannot be one.
-    """
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",", maxsplit=1)[0]
-    if named:
-        return _of_interface(named)
-    first = os.environ.get("MASTER_ADDR")
-    try:
-        found = socket.getaddrinfo(first or socket.gethostname(), 9, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        if not first:  # this machine's own name leads nowhere: then gloo, too, stays inside it
-            return "127.0.0.1"
-        raise OSError(f"MASTER_ADDR {first}: {error.strerror or error}") from error
-    family, kind, _, _, where = found[0]
-    with socket.socket(family, kind) as asked:
-        try:
-            asked.connect(where)  # sends nothing
-        except OSError as error:
-            raise OSError(f"no way to {where[0]}: {error.strerror or error}") from error
-        return str(asked.getsockname()[0])
-
-
-def _of_interface(name: str) -> str:
-    """Its IPv4 address, else its IPv6 one, as gloo takes it."""
-    addresses = psutil.net_if_addrs().get(name, [])
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for address in addresses:
-            if address.family == family:
-                return str(address.address)
-    what = "has no address" if addresses else "is no interface here"
-    raise OSError(f"GLOO_SOCKET_IFNAME {name} {what}")
-
-
-def _listener(address: str, most: int) -> socket.socket:
-    version = ipaddress.ip_address(address.partition("%")[0]).version
-    listener = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        _enlarge(listener)  # before it listens: what a connection may have in flight is settled as it is made
-        listener.bind((address, 0))
-        listener.listen(2 * most)
-    except OSError as error:
-        listener.close()
-        raise OSError(f"{address}: {error.strerror or error}") from error
-    return listener
-
-
-def _called(where: tuple[str, int], timeout: float) -> socket.socket:
-    version = ipaddress.ip_address(where[0].partition("%")[0]).version
-    connection = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        _enlarge(connection)
-        connection.settimeout(timeout)
-        connection.connect(where)
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _caller(connection: socket.socket, token: bytes) -> int:
-    """Index of the rank that calls, or -1 for somebody else."""
-    connection.settimeout(_CALL_SECONDS)
-    try:
-        told, index = _TOKEN.unpack(connection.recv(_TOKEN.size, socket.MSG_WAITALL))
-    except (OSError, struct.error):
-        return -1
-    return int(index) if secrets.compare_digest(told, token) else -1
-
-
-def _enlarge(connection: socket.socket) -> None:
-    """Give it room for whole messages, where this process may ask for that."""
-    for option in (_SNDBUFFORCE, _RCVBUFFORCE):
-        # Else the kernel sizes buffers as it sees fit, which is more than an ordinary process may ask for.
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
-
-
 def _peer(rank: int, connection: socket.socket) -> _Peer:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setblocking(False)
     # The kernel tells twice what was asked for, and counts its own records in it.
     room = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 4
-    return _Peer(rank, connection, room if room >= BUFFER_BYTES // 2 else _UNFORCED_BYTES)
+    return _Peer(rank, connection, room if room >= calling.BUFFER_BYTES // 2 else _UNFORCED_BYTES)

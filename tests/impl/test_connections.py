@@ -8,7 +8,6 @@ import functools
 import gc
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Self
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl import connections
+from impl import calling, connections
 from impl.connections import Connections, PartedError, Passage
 from impl.mesh import Mesh
 from impl.shared_memory import Waiting
@@ -46,7 +44,7 @@ def _on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of few KiB, so that all but small messages need the thread."""
-    monkeypatch.setattr(connections, "BUFFER_BYTES", 8192)
+    monkeypatch.setattr(calling, "BUFFER_BYTES", 8192)
     monkeypatch.setattr(connections, "_UNFORCED_BYTES", 2048)
     monkeypatch.setattr(connections, "_LINGER_SECONDS", 0.05)
 
@@ -226,129 +224,6 @@ def _gone(mesh: Mesh) -> str:
 def test_a_rank_that_is_gone_is_told_before_the_limit() -> None:
     """A connection that ended is an error that names the rank."""
     assert "rank 1" in on_threads(Topology(2, 1), _gone)[0]
-
-
-def test_an_interface_that_is_not_there_is_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that cannot listen says so to all: none waits for it."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-
-    def body(mesh: Mesh) -> str:
-        with pytest.raises(ConnectionError) as caught:
-            _connections(mesh)
-        return str(caught.value)
-
-    told = on_threads(Topology(2, 1), body)
-    assert (
-        told
-        == ["rank 0 cannot listen for other ranks (GLOO_SOCKET_IFNAME nowhere0 is no interface here)"] * 2
-    )
-
-
-@pytest.mark.parametrize(
-    ("first", "told"),
-    [
-        ("nowhere.invalid", r"MASTER_ADDR nowhere\.invalid: "),
-        ("a..b", "label"),
-        ("255.255.255.255", r"no way to 255\.255\.255\.255: "),
-    ],
-)
-def test_a_first_rank_that_cannot_be_found_is_told_on_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, first: str, told: str
-) -> None:
-    """A MASTER_ADDR that leads nowhere is named, whatever is wrong with it."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setenv("MASTER_ADDR", first)
-
-    def body(mesh: Mesh) -> None:
-        with pytest.raises(ConnectionError, match=f"^rank 0 cannot listen for other ranks .*{told}"):
-            _connections(mesh)
-
-    on_threads(Topology(2, 1), body)
-
-
-def test_a_machine_whose_own_name_leads_nowhere_has_its_own_connections(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without MASTER_ADDR ranks of one machine find each other, as over gloo, whatever it is called."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
-    assert all(on_threads(Topology(2, 1), _planned, [("all", 100, True)], 0))
-
-
-def test_an_interface_of_ipv6_alone_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the named interface has no IPv4 address its IPv6 one is taken."""
-    if not any(one.address == "::1" for one in psutil.net_if_addrs().get("lo", [])):
-        pytest.skip("no IPv6 on this machine")
-    alone = [one for one in psutil.net_if_addrs()["lo"] if one.family == socket.AF_INET6]
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": alone})
-    assert all(on_threads(Topology(2, 1), _planned, [("all", 100, True)], 0))
-
-
-def test_where_nobody_listens_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that cannot be reached is named with its address; the other is told who did not call."""
-    listener = connections._listener
-
-    def deaf(address: str, most: int) -> socket.socket:
-        told = listener(address, most)
-        return mute(told)
-
-    def mute(told: socket.socket) -> Any:
-        class Deaf:
-            """Tells where it listened, and listens no more."""
-
-            name = told.getsockname()
-            timeout = 0.0
-
-            def getsockname(self) -> Any:
-                return self.name
-
-            def settimeout(self, seconds: float) -> None:
-                self.timeout = seconds
-
-            def accept(self) -> Any:
-                time.sleep(self.timeout)
-                raise TimeoutError
-
-            def __enter__(self) -> Self:
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                pass
-
-        told.close()
-        return Deaf()
-
-    monkeypatch.setattr(connections, "_listener", deaf)
-
-    def body(mesh: Mesh) -> str:
-        with pytest.raises((ConnectionError, TimeoutError)) as caught:
-            _connections(mesh, 0.5)
-        return str(caught.value)
-
-    first, second = on_threads(Topology(2, 1), body)
-    assert first == "waited 0.5 s: rank 1 did not call"
-    assert second.startswith("rank 1 cannot reach rank 0 at 127.0.0.1 port ")
-    assert second.endswith("(Connection refused)")
-
-
-def test_strangers_are_not_taken_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who calls without the token, with a wrong one, or as a rank that was not expected, is sent away."""
-    monkeypatch.setattr(connections, "_CALL_SECONDS", 0.2)
-    listener, strangers = connections._listener, []
-
-    def beset(address: str, most: int) -> socket.socket:
-        told = listener(address, most)
-        for said in (b"", b"x" * 20, b"GET / HTTP/1.0\r\n\r\n"):
-            stranger = socket.create_connection(told.getsockname())
-            stranger.sendall(said)
-            strangers.append(stranger)
-        return told
-
-    monkeypatch.setattr(connections, "_listener", beset)
-    assert all(on_threads(Topology(3, 1), _planned, [("all", 100, True)], 0))
-    for stranger in strangers:
-        stranger.close()
 
 
 def _unused() -> Callable[[], int]:
