@@ -269,17 +269,6 @@ class Connections:
         ]
         return Passage(self, outgoing, incoming)
 
-    def post(
-        self,
-        mark: int,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
-    ) -> Passage:
-        """:meth:`prepare` and :meth:`Passage.post`."""
-        passage = self.prepare(mark, sends, receives)
-        passage.post()
-        return passage
-
     def start(self, passage: Passage) -> None:
         """See :meth:`Passage.post`."""
         with self._lock:

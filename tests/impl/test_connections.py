@@ -53,6 +53,12 @@ def _connections(mesh: Mesh, seconds: float = 20.0) -> Connections:
     return Connections(Waiting(mesh.group(mesh.topology.world_axis), seconds, lambda _: ()))
 
 
+def _posted(made: Connections, mark: int, sends: Any, receives: Any) -> Passage:
+    passage = made.prepare(mark, sends, receives)
+    passage.post()
+    return passage
+
+
 def _message(source: int, target: int, number: int, nbytes: int) -> Tensor:
     """(bytes,) uint8 that no other message equals, but for empty ones."""
     return ((torch.arange(nbytes) * 7 + 31 * source + 17 * target + 5 * number) % 251).to(torch.uint8)
@@ -76,7 +82,7 @@ def _planned(mesh: Mesh, plan: Plan, order: int) -> bool:
         to, of = ([others[0]], [others[-1]]) if kind == "shift" else (others, others)
         received = [(source, torch.full((nbytes,), 255, dtype=torch.uint8)) for source in of]
         sent = [(target, _message(me, target, number, nbytes)) for target in to]
-        under_way.append((made.post(number, sent, received), [(i, number, row) for i, row in received]))
+        under_way.append((_posted(made, number, sent, received), [(i, number, row) for i, row in received]))
         if waits:
             wait()
     while under_way:
@@ -110,7 +116,7 @@ def _while_computing(mesh: Mesh) -> bool:
     """Post a large message, look away, and see all but a buffer of it arrive before anybody waits."""
     made, other = _connections(mesh), 1 - mesh.rank
     received, expected = torch.zeros(LARGE, dtype=torch.uint8), _message(other, mesh.rank, 0, LARGE)
-    passage = made.post(7, [(other, _message(mesh.rank, other, 0, LARGE))], [(other, received)])
+    passage = _posted(made, 7, [(other, _message(mesh.rank, other, 0, LARGE))], [(other, received)])
     most, deadline = LARGE - connections._UNFORCED_BYTES, time.monotonic() + 20
     while not torch.equal(received[:most], expected[:most]) and time.monotonic() < deadline:
         time.sleep(0.01)  # a rank that computes
@@ -134,7 +140,7 @@ def _by_the_kernel(mesh: Mesh) -> tuple[bool, bool]:
     """Whether a message that fits the buffers arrived, and whether it needed a thread."""
     made, other = _connections(mesh), 1 - mesh.rank
     received = torch.zeros(1 << 20, dtype=torch.uint8)
-    passage = made.post(7, [(other, _message(mesh.rank, other, 0, 1 << 20))], [(other, received)])
+    passage = _posted(made, 7, [(other, _message(mesh.rank, other, 0, 1 << 20))], [(other, received)])
     threads = {thread.name for thread in threading.enumerate()}
     passage.wait(LIMIT)
     made.close()
@@ -152,11 +158,11 @@ def _parting(mesh: Mesh, marks: tuple[int, int], sizes: tuple[int, int]) -> str:
     made, other = _connections(mesh), 1 - mesh.rank
     nbytes = sizes[mesh.rank]
     received = torch.zeros(nbytes, dtype=torch.uint8)
-    passage = made.post(marks[mesh.rank], [(other, received.clone())], [(other, received)])
+    passage = _posted(made, marks[mesh.rank], [(other, received.clone())], [(other, received)])
     with pytest.raises(PartedError) as caught:
         passage.wait(LIMIT)
     with pytest.raises(PartedError):  # and nothing else is read from there
-        made.post(1, [], [(other, received)]).wait(LIMIT)
+        _posted(made, 1, [], [(other, received)]).wait(LIMIT)
     made.close()
     return str(caught.value)
 
@@ -198,7 +204,7 @@ def _late(mesh: Mesh, sends: bool) -> str:
     row = torch.zeros(8, dtype=torch.uint8)
     sent, received = ([(1, torch.zeros(LARGE, dtype=torch.uint8))], []) if sends else ([], [(1, row)])
     with pytest.raises(TimeoutError) as caught:
-        made.post(1, sent, received).wait(timedelta(seconds=0.3))
+        _posted(made, 1, sent, received).wait(timedelta(seconds=0.3))
     return str(caught.value)
 
 
@@ -216,7 +222,7 @@ def _gone(mesh: Mesh) -> str:
         return ""
     begin = time.monotonic()
     with pytest.raises(ConnectionError, match=r"rank 1 (has ended its connection|is lost)") as caught:
-        made.post(1, [], [(1, torch.zeros(8, dtype=torch.uint8))]).wait(LIMIT)
+        _posted(made, 1, [], [(1, torch.zeros(8, dtype=torch.uint8))]).wait(LIMIT)
     assert time.monotonic() - begin < LIMIT.total_seconds()
     return str(caught.value)
 
@@ -301,7 +307,9 @@ def _interrupted(mesh: Mesh, nbytes: int, numbers: range) -> list[int]:
     broken = []
     for number in numbers:
         before, between = torch.zeros(2, nbytes, dtype=torch.uint8).unbind()
-        gone = made.post(3 * number, [(other, _message(mesh.rank, other, number, nbytes))], [(other, before)])
+        gone = _posted(
+            made, 3 * number, [(other, _message(mesh.rank, other, number, nbytes))], [(other, before)]
+        )
         passage = made.prepare(
             3 * number + 1, [(other, _message(mesh.rank, other, number + 1, nbytes))], [(other, between)]
         )
@@ -388,7 +396,7 @@ def _orphaned(mesh: Mesh) -> float:
         return 0.0
     begin = time.monotonic()
     with pytest.raises(ConnectionError, match="rank 1"):
-        made.post(1, [], [(1, torch.zeros(8, dtype=torch.uint8))]).wait(LIMIT)
+        _posted(made, 1, [], [(1, torch.zeros(8, dtype=torch.uint8))]).wait(LIMIT)
     seconds = time.monotonic() - begin
     dist.barrier()
     return seconds
@@ -403,14 +411,14 @@ def _two_waits(mesh: Mesh) -> float:
     """Seconds until a thread has what another thread's wait has read for it."""
     made, other = _connections(mesh), 1 - mesh.rank
     rows = torch.zeros(2, 100_000, dtype=torch.uint8)
-    passages = [made.post(i, [], [(other, row)]) for i, row in enumerate(rows)]
+    passages = [_posted(made, i, [], [(other, row)]) for i, row in enumerate(rows)]
     threads = [threading.Thread(target=passage.wait, args=(LIMIT,)) for passage in reversed(passages)]
     begin = time.monotonic()
     for thread in threads:
         thread.start()
     time.sleep(0.3)
     for i, row in enumerate(rows):
-        made.post(i, [(other, row.clone())], []).wait(LIMIT)
+        _posted(made, i, [(other, row.clone())], []).wait(LIMIT)
     for thread in threads:
         thread.join()
     made.close()
@@ -424,7 +432,7 @@ def test_two_threads_may_wait() -> None:
 
 def _forgotten_behind(mesh: Mesh) -> None:
     made = _connections(mesh)
-    made.post(1, [(1 - mesh.rank, torch.zeros(LARGE, dtype=torch.uint8))], [])
+    _posted(made, 1, [(1 - mesh.rank, torch.zeros(LARGE, dtype=torch.uint8))], [])
 
 
 @pytest.mark.usefixtures("narrow")
@@ -447,7 +455,7 @@ def _lost_twice(mesh: Mesh) -> tuple[int, int]:
         row = torch.zeros(8, dtype=torch.uint8)
         kept.append(weakref.ref(row))
         with pytest.raises(ConnectionError) as caught:
-            made.post(number, [], [(1, row)]).wait(LIMIT)
+            _posted(made, number, [], [(1, row)]).wait(LIMIT)
         depths.append(len(caught.traceback))
         del row, caught
     gc.collect()
