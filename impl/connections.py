@@ -247,6 +247,12 @@ class Connections:
         self._attending: set[int] = set()  # threads that wait here, and do what the helper would
         self._helper: threading.Thread | None = None
 
+    @property
+    def told(self) -> str:
+        """What carries messages, for the record: also that the kernel refused the room for whole ones."""
+        roomy = all(peer.room > _UNFORCED_BYTES for peer in self._peers.values())
+        return "tcp" if roomy else "tcp in small buffers"
+
     def prepare(
         self,
         mark: int,

@@ -302,7 +302,7 @@ class Wire:
 
         inter = self._book_step(axis, nbytes, tag)
         carrier = f"{backend} point to point" if backend == "gloo" else backend
-        self._note(axis, tag, carrier if connections is None else "tcp")
+        self._note(axis, tag, carrier if connections is None else connections.told)
         self._trail.waiting = None
         limit = patience(backend, self._limit) if connections is None else (self._limit,)
         buffers = _Buffers(self, None, nbytes, None, nbytes)
@@ -436,7 +436,8 @@ class Wire:
         backend, shared = dist.get_backend(group.process_group), self._shares_memory(group)
         connections = None if shared or ring else self._connections(axis)
         direct = connections is not None or (backend == "gloo" and not ring)
-        carrier = "tcp" if connections is not None else f"{backend} point to point" if direct else backend
+        carrier = f"{backend} point to point" if direct else backend
+        carrier = carrier if connections is None else connections.told
         self._note(axis, tag, "shm" if shared else carrier)
         counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring)
         self._routes[axis, nbytes, tag, ring] = route = _Route(

@@ -148,10 +148,29 @@ def _by_the_kernel(mesh: Mesh) -> tuple[bool, bool]:
     return whole, "zeropp-connections" in threads
 
 
+def _described(mesh: Mesh) -> dict[str, str]:
+    wire = Wire(mesh, transport="tcp", timeout=20)
+    exchange = wire.all_gather(mesh.topology.node_axis, 8, Tag("forward", "weights", "u"))
+    exchange.send.zero_()
+    exchange.post()
+    exchange.wait()
+    exchange.close()
+    told = wire.describe()
+    wire.close()
+    return told
+
+
+def test_the_record_says_that_the_kernel_refused_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where buffers are of the size that the kernel chose, the record has another word than where of ours."""
+    monkeypatch.setattr(calling, "_enlarge", lambda _: None)
+    assert on_threads(Topology(2, 1), _described) == [{"node": "tcp in small buffers"}] * 2
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only CAP_NET_ADMIN may ask for large buffers")
 def test_what_fits_the_buffers_needs_no_thread() -> None:
-    """Where the kernel may be asked for room, a message of 1 MiB is its alone."""
+    """Where the kernel may be asked for room, a message of 1 MiB is its alone, and the record says so."""
     assert on_processes(Topology(2, 1), _by_the_kernel) == [(True, False)] * 2
+    assert on_threads(Topology(2, 1), _described) == [{"node": "tcp"}] * 2
 
 
 def _parting(mesh: Mesh, marks: tuple[int, int], sizes: tuple[int, int]) -> str:
