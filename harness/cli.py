@@ -7,7 +7,7 @@ the commands that need it.
 
 from __future__ import annotations
 
-import harness.interrupt  # noqa: F401
+import harness.cluster.interrupts  # noqa: F401
 
 # isort: split
 import inspect
@@ -23,16 +23,21 @@ from typing import Annotated, Final
 
 import typer
 
-from harness import bench, bench_record, check, machine, terminal, train_command
-from harness.expansion import SuiteError, load
-from harness.inputs import digests
-from harness.leaving import INTERRUPTED, at_once, take_over
-from harness.once import saying
-from harness.plan import Forecast, PlanError, forecast, this_host
-from harness.record import RecordError, path_of, read, read_all
-from harness.suite import Trial
-from impl.checkpoint_files import check_size, named, read_manifest, resolve, verify
-from impl.disk import CheckpointError
+from harness import terminal
+from harness.bench import command as bench
+from harness.cluster.leaving import INTERRUPTED, at_once, take_over
+from harness.cluster.print_once import saying
+from harness.laws import command as check
+from harness.measure import machine
+from harness.records import bench_record
+from harness.records.record import RecordError, path_of, read, read_all
+from harness.runs.forecast import Forecast, PlanError, forecast, this_host
+from harness.suites.expansion import SuiteError, load
+from harness.suites.trial import Trial
+from harness.train import command as train_command
+from harness.workloads.input_digests import digests
+from impl.checkpoint.atomic_files import CheckpointError
+from impl.checkpoint.manifest import check_size, named, read_manifest, resolve, verify
 
 OK: Final = 0
 SOME_FAILED: Final = 1
@@ -99,7 +104,7 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
         _check_inputs(folder, suite.trials)
         _check_feasible(file, forecast(suite.trials, this_host()))
 
-        from harness.sweep import run_sweep
+        from harness.runs.sweep import run_sweep
 
     progress = terminal.console(stderr=True)
     progress.print(f"{suite.name}: {suite.question}", markup=False)
@@ -200,8 +205,8 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint's model as one safetensors file; on one process, without the model."""
     with at_once():
-        from impl.consolidated import export
-        from impl.reference import DTYPES
+        from impl.checkpoint.full_state import export
+        from impl.codecs.reference import DTYPES
 
     named = {str(name): one for name, one in DTYPES.items()}
     if dtype not in named:
@@ -212,7 +217,7 @@ def export_checkpoint(
 
 def _build_report(folder: Path) -> None:
     if bench_record.holds(folder):
-        from report.bench_page import build
+        from report.bench.page import build
     else:
         from report.build import build
 

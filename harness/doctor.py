@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-from harness import machine
-from harness.leaving import at_once
-from harness.plan import PROCESS_BYTES, gib
+from harness.cluster.leaving import at_once
+from harness.measure import machine
+from harness.runs.forecast import PROCESS_BYTES, gib
 
 ENOUGH_CORES: Final = 2
 ENOUGH_MEMORY: Final = 4 << 30
@@ -99,7 +99,7 @@ def _tbf() -> Finding:
 
 def _tried_link(what: str, rate_mbit: float | None, adds: str) -> Finding:
     """Join two nodes, ask how, and take them apart."""
-    from harness.link import LinkError, Setting, open_link
+    from harness.cluster.link import LinkError, Setting, open_link
 
     try:
         with open_link(Setting("namespaces", 2, rate_mbit), f"{os.getpid():x}"[-6:]) as link:

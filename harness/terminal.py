@@ -14,10 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness.doctor import Finding
-from harness.expansion import Suite, differing, look_up
-from harness.memory import on_device, on_host
-from harness.plan import Forecast, gib
-from harness.record import Record
+from harness.measure.memory_parts import on_device, on_host
+from harness.records.record import Record
+from harness.runs.forecast import Forecast, gib
+from harness.suites.expansion import Suite, differing, look_up
 
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
 NONE: Final = "-"

@@ -1,7 +1,7 @@
 """Which kernels encode and decode: one place that chooses a backend, and says which.
 
 Every backend offers ``encode``, ``decode``, ``decode_sum`` and ``decode_sum_encode`` with the shapes of
-:mod:`impl.reference`, and equals it bit for bit, for the codecs that its ``supports`` names; the others
+:mod:`impl.codecs.reference`, and equals it bit for bit, for the codecs that its ``supports`` names; the others
 are the reference's.  CPU tensors use the C++ kernels, which the first use builds where no earlier one
 has; CUDA tensors the CUDA kernels, which CuPy compiles.  A machine that lacks what they need uses the
 reference: :func:`backend_of` says so, and :func:`warning_of` why.
@@ -18,17 +18,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from impl import reference
-from impl.codec import Codec, Raw
+from impl.codecs import reference
+from impl.codecs.codec import Codec, Raw
+from impl.codecs.reference import Carried
+from impl.codecs.rounding_noise import Noise
 from impl.cpu import build
 from impl.cpu.kernels import Kernels
 from impl.cuda import kernels
-from impl.noise import Noise
-from impl.reference import Carried
 
 
 class Operations(Protocol):
-    """What a backend does; shapes and arithmetic are those of :mod:`impl.reference`."""
+    """What a backend does; shapes and arithmetic are those of :mod:`impl.codecs.reference`."""
 
     def supports(self, codec: Codec) -> bool:
         """Whether it has kernels of its own for ``codec``."""
@@ -154,17 +154,17 @@ def _choose(device: str) -> _Backend:
 def encode(
     codec: Codec, x: Tensor, frames: Tensor, *, noise: Noise | None = None, carried: Carried | None = None
 ) -> None:
-    """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.reference.encode`."""
+    """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.codecs.reference.encode`."""
     _choose(x.device.type).operations.encode(codec, x, frames, noise=noise, carried=carried)
 
 
 def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
-    """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.reference.decode`."""
+    """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.codecs.reference.decode`."""
     _choose(out.device.type).operations.decode(codec, frames, out)
 
 
 def decode_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
-    """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.reference.decode_sum`."""
+    """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.codecs.reference.decode_sum`."""
     _choose(out.device.type).operations.decode_sum(codec, frames, out)
 
 
@@ -178,6 +178,6 @@ def decode_sum_encode(
     noise: Noise | None = None,
     carried: Carried | None = None,
 ) -> None:
-    """Write the frames (..., F') of that sum; see :func:`impl.reference.decode_sum_encode`."""
+    """Write the frames (..., F') of that sum; see :func:`impl.codecs.reference.decode_sum_encode`."""
     operations = _choose(out.device.type).operations
     operations.decode_sum_encode(first, second, frames, out, numel, noise=noise, carried=carried)

@@ -9,8 +9,8 @@ The training loop gains one line::
     zero.finish_backward()
     optimizer.step()
 
-What the loop calls is in :mod:`impl.engine`, what happens in forward and backward in :mod:`impl.passes`, what
-the optimizer steps in :mod:`impl.masters`.
+What the loop calls is in :mod:`impl.engine.engine`, what happens in forward and backward in :mod:`impl.engine.hooks`, what
+the optimizer steps in :mod:`impl.engine.masters`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from impl import ops
-from impl.blocks import GroupOf, check_shapes, drafts_of, find_blocks, geometry_of, plan_units
-from impl.construction import give_values
-from impl.cut import taken_over
-from impl.engine import Zero
+from impl.codecs.reference import DTYPES
+from impl.codecs.rounding_noise import Clock
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.engine.engine import Zero
+from impl.engine.initial_weights import check_same_start
+from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometry_of, plan_units
 from impl.errors import ZeroError
-from impl.external import external_to
-from impl.homes import homes_of
-from impl.mesh import Mesh
-from impl.noise import Clock
-from impl.offload import MEMORY, Host
-from impl.policy import Offload, Policy
-from impl.pool import Meter, Pool, Reserve
-from impl.reference import DTYPES
-from impl.same_start import check_same_start
-from impl.shared import Shared
-from impl.tiers import tiers_of
-from impl.topology import Axis
-from impl.traffic import kept_units
-from impl.unit import Unit, check_plain
-from impl.wire import Wire
+from impl.parameters.external import external_to
+from impl.parameters.init import give_values
+from impl.parameters.presharded import taken_over
+from impl.plan.offload_plan import tiers_of
+from impl.plan.policy import Offload, Policy
+from impl.plan.topology import Axis
+from impl.plan.traffic import kept_units
+from impl.transport.zero_copy import homes_of
+from impl.unit.context import Shared
+from impl.unit.host_memory import MEMORY, Host
+from impl.unit.memory_pool import Meter, Pool, Reserve
+from impl.unit.unit import Unit, check_plain
 
 __all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
 
@@ -58,8 +58,8 @@ def shard(
     """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
 
     Args:
-        model: with the same architecture and values on every rank (:mod:`impl.same_start` compares those that
-            are whole); each rank keeps its own slice of them.  What :class:`~impl.construction.Init` cut is
+        model: with the same architecture and values on every rank (:mod:`impl.engine.initial_weights` compares those that
+            are whole); each rank keeps its own slice of them.  What :class:`~impl.parameters.init.Init` cut is
             taken over as it is; a model on the meta device is given its values block by block.
         mesh: the ranks.
         policy: what is sent, held and computed.
@@ -80,11 +80,11 @@ def shard(
     """
     if not isinstance(policy, Policy):
         raise ZeroError(
-            f"policy is a {type(policy).__name__}: expected an impl.policy.Policy, as preset() gives it, or "
+            f"policy is a {type(policy).__name__}: expected an impl.plan.policy.Policy, as preset() gives it, or "
             "the .policy of a recipe"
         )
     if not isinstance(mesh, Mesh):
-        raise ZeroError(f"mesh is a {type(mesh).__name__}: expected an impl.mesh.Mesh of the ranks")
+        raise ZeroError(f"mesh is a {type(mesh).__name__}: expected an impl.comm.mesh.Mesh of the ranks")
     check_shapes(model)
     check_plain(model)
     policy.check(mesh.topology)

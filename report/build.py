@@ -12,14 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from report import figures, page, tables
-from report.frame import ReportError, load
-from report.metrics import Derived, derive
+from report import page
+from report.data.frames import ReportError, load
+from report.data.metrics import Derived, derive
+from report.figures import registry
+from report.tables import registry as tables
 
 PAGE: Final = "report.html"
 Folders = Mapping[str, tuple[Sequence[str], Sequence[str]]]
 _FOLDERS: Final[Folders] = {  # what a build may leave in each: names and forms
-    "figures": (tuple(plot.name for plot in figures.PLOTS), ("svg", "pdf", "png", "csv")),
+    "figures": (tuple(plot.name for plot in registry.PLOTS), ("svg", "pdf", "png", "csv")),
     "tables": (tables.NAMES_OF_FILES, ("csv", "md", "tex")),
 }
 
@@ -74,12 +76,12 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
 
 def _write(folder: Path, derived: Derived) -> None:
     """The whole report."""
-    found = {plot.name: figures.draw(plot, derived, folder / "figures") for plot in figures.PLOTS}
+    found = {plot.name: registry.draw(plot, derived, folder / "figures") for plot in registry.PLOTS}
     failed = tables.failures(derived)
     content = page.Content(
         derived=derived,
         drawn=[drawn for drawn in found.values() if drawn is not None],
-        missing=[plot for plot in figures.PLOTS if found[plot.name] is None],
+        missing=[plot for plot in registry.PLOTS if found[plot.name] is None],
         tables=[(table, table.write(folder / "tables")) for table in tables.all_tables(derived)],
         failures=None if failed.data.empty else (failed, failed.write(folder / "tables")),
         folder=folder,

@@ -12,15 +12,15 @@ from typing import Any, Final
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from report import generations, marks, metrics, published
-from report.contender import BASELINE, NAMES, PROPOSED, order_of
-from report.figures import Drawn
-from report.frame import groups
-from report.metrics import Derived
-from report.plot import Plot, records_behind
-from report.setting import essentials
-from report.table import Table
-from report.wording import NOTHING, counted, listed, number
+from report.data import decoding, footnotes, metrics, published
+from report.data.contender import BASELINE, NAMES, PROPOSED, order_of
+from report.data.frames import groups
+from report.data.metrics import Derived
+from report.data.text import NOTHING, counted, listed, number
+from report.draw.plot import Plot, records_behind
+from report.figures.registry import Drawn
+from report.tables.settings import essentials
+from report.tables.table import Table
 
 _HERE: Final = Path(__file__).parent
 _TEMPLATE: Final = "page.html"
@@ -136,7 +136,7 @@ def figure_on_page(drawn: Drawn, folder: Path, disturbed: AbstractSet[str] = fro
         caption=plot.caption(data),
         alt=plot.alt(data),
         links=_links(drawn.files, folder),
-        records=[(name, marks.TAKEN if name in disturbed else "") for name in records_behind(data)],
+        records=[(name, footnotes.TAKEN if name in disturbed else "") for name in records_behind(data)],
     )
 
 
@@ -206,7 +206,7 @@ def _generation_sentences(derived: Derived) -> list[str]:
     ours = table[(table["contender"] == NAMES[PROPOSED]) & table["baseline"].notna()]
     if ours.empty:
         return [f"{counted(table['id'].nunique(), 'finished trial')} of generation."]
-    found, told = generations.speedup(ours), number(3)
+    found, told = decoding.speedup(ours), number(3)
     theirs = listed([f"{value:.2f}" for value in published.generation()["speedup"]])
     interval = "" if math.isnan(found.low) else f" (95 % interval {found.low:.2f} to {found.high:.2f})"
     speed = (
@@ -287,7 +287,7 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
     }
     shown = [(told, known.get(fact)) for fact, told in names.items()]
     found += [(told, str(value)) for told, value in shown if value not in (None, "[]", "null")]
-    if (taken := marks.taken_fact(derived)) is not None:
+    if (taken := footnotes.taken_fact(derived)) is not None:
         found.append(("processors taken by others", taken))
     if "true" in str(known.get("code.dirty")):
         found.append(("checkout", "changed since its commit"))
@@ -327,9 +327,9 @@ def warnings(derived: Derived) -> list[str]:
     for cell, spread in derived.differing.items():
         found.append(
             f"{where[cell]}: the rates that the contenders' links achieved differ by {spread:.0%}; their "
-            f"comparison is marked ({marks.RATES})."
+            f"comparison is marked ({footnotes.RATES})."
         )
-    if (taken := marks.taken_warning(derived)) is not None:
+    if (taken := footnotes.taken_warning(derived)) is not None:
         found.append(taken)
     if len(frames.failures):
         found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")

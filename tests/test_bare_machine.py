@@ -1,6 +1,6 @@
 """What a GPU is lent with is torch, NumPy, CuPy and pytest: the engine and the GPU's tests need no more.
 
-A machine without a network cannot install what suites and reports need; docs/gpu.md says what is run there.
+A machine without a network cannot install what suites and reports need; docs/guide/gpu.md says what is run there.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ import importlib, pkgutil
 import torch
 import torch.distributed as dist
 import impl
-from impl.mesh import Mesh
-from impl.policy import MemoryLimits, preset
-from impl.topology import Topology
+from impl.comm.mesh import Mesh
+from impl.plan.policy import MemoryLimits, preset
+from impl.plan.topology import Topology
 from impl.zero import shard
 
 needing = []
@@ -63,8 +63,8 @@ print(needing, losses[1] < losses[0])
 """
 GPU_TESTS = (
     "tests/impl/cuda",
-    "tests/impl/test_offload.py",
-    "tests/harness/test_laws.py",
+    "tests/impl/unit/test_host_memory.py",
+    "tests/harness/laws/test_laws.py",
     "tests/bench/test_cuda_codecs.py",
 )
 
@@ -85,8 +85,8 @@ def without(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_engine_trains_on_a_bare_machine() -> None:
     """All of impl but the files of checkpoints is imported, and trains, without what the harness needs."""
     done = without(TRAINS)
-    needing = ("checkpoint", "checkpoint_files", "consolidated", "optimizer_state")
-    files = [(name, "pydantic") for name in needing]
+    needing = ("full_state", "manifest", "optimizer_state", "save_load")
+    files = [(f"checkpoint.{name}", "pydantic") for name in needing]
     assert done.stdout.splitlines()[-1:] == [f"{files} True"], done.stderr
 
 

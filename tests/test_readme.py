@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from harness.cli import app
-from harness.expansion import load
-from impl.codec import parse
-from impl.mesh import Mesh
-from impl.reference import encode
-from impl.topology import Topology
-from tests.models import Net
-from tests.ranks import on_threads
+from harness.suites.expansion import load
+from impl.codecs.codec import parse
+from impl.codecs.reference import encode
+from impl.comm.mesh import Mesh
+from impl.plan.topology import Topology
+from tests.support.models import Net
+from tests.support.ranks import on_threads
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -87,8 +87,8 @@ def test_ci_runs_the_tests_line() -> None:
 
 
 def test_frame_example() -> None:
-    """The frame of docs/frame.md is what the reference writes."""
-    text = (ROOT / "docs" / "frame.md").read_text(encoding="utf-8")
+    """The frame of docs/reference/wire_format.md is what the reference writes."""
+    text = (ROOT / "docs" / "reference" / "wire_format.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```text\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     stated = [byte for line in block.splitlines() for byte in line.split("   ")[0].split()]
     codec = parse("int4:4")

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from harness.cli import main
-from harness.flops import GPTShape
-from harness.workload import GPT
-from impl.deepspeed import QGZ, QWZ, recipe
-from impl.mesh import Mesh
-from impl.policy import Policy
-from impl.topology import Topology
+from harness.suites.model_sizes import GPTShape
+from harness.workloads.models import GPT
+from impl.comm.mesh import Mesh
+from impl.deepspeed.recipe import QGZ, QWZ, recipe
+from impl.plan.policy import Policy
+from impl.plan.topology import Topology
 from impl.zero import Zero, shard
-from tests.impl.test_deepspeed import SNIPPETS, ZERO
-from tests.ranks import on_threads
+from tests.impl.deepspeed.test_recipe import SNIPPETS, ZERO
+from tests.support.ranks import on_threads
 
-PAGES = Path(__file__).parent.parent / "docs" / "tutorials"
+PAGES = Path(__file__).parents[1] / "docs" / "guide"
 FILES = re.compile(r"^cat > (\S+) <<'JSON'\n(.*?)^JSON\n", re.DOTALL | re.MULTILINE)
 
 
@@ -100,7 +100,7 @@ def test_the_script_of_the_zero_tutorial_runs_under_torchrun(tmp_path: Path) -> 
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "own.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(PAGES.parent.parent)},
+        env={**os.environ, "PYTHONPATH": str(PAGES.parents[1])},
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""Codecs on CPU tensors in C++: bit-equal to :mod:`impl.reference`, on the calling thread.
+"""Codecs on CPU tensors in C++: bit-equal to :mod:`impl.codecs.reference`, on the calling thread.
 
 The library (:mod:`impl.cpu.build`) takes one structure, :class:`_Job`.  Rows may lie anywhere; elements
 that are not contiguous within a row are copied first.  Raw frames are copied, and summed in one pass;
@@ -15,10 +15,10 @@ from typing import Final, NamedTuple, Self, TypeGuard
 import torch
 from torch import Tensor
 
-from impl import reference
-from impl.codec import Blocked, Codec, FloatCodec, IntCodec, Raw, padded_bytes
-from impl.noise import Noise
-from impl.reference import Carried
+from impl.codecs import reference
+from impl.codecs.codec import Blocked, Codec, FloatCodec, IntCodec, Raw, padded_bytes
+from impl.codecs.reference import Carried
+from impl.codecs.rounding_noise import Noise
 
 MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of job.hpp
 _MOST_SEEN: Final = 4096  # jobs that are remembered; a unit has about six
@@ -105,7 +105,7 @@ def _key(what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tenso
 
 
 class Kernels:
-    """The operations of :mod:`impl.reference`, with its shapes and checks.
+    """The operations of :mod:`impl.codecs.reference`, with its shapes and checks.
 
     Every operation raises ValueError if its sizes, types, devices or strides are not possible.
 
@@ -141,7 +141,7 @@ class Kernels:
         noise: Noise | None = None,
         carried: Carried | None = None,
     ) -> None:
-        """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.reference.encode`."""
+        """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.codecs.reference.encode`."""
         plain = noise is None and carried is None
         key = _key("encode", (codec,), x, frames)
         if plain and self._repeat(key, x, frames):
@@ -163,7 +163,7 @@ class Kernels:
             self._remember(key, _Seen(self._library.encode, bytes(job), ("values", "frames"), (codec,)))
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.reference.decode`."""
+        """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.codecs.reference.decode`."""
         key = _key("decode", (codec,), out, frames)
         if self._repeat(key, out, frames):
             return
@@ -184,7 +184,7 @@ class Kernels:
             self._remember(key, _Seen(self._library.decode, bytes(job), ("values", "frames"), (codec,)))
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.reference.decode_sum`."""
+        """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.codecs.reference.decode_sum`."""
         key = _key("decode_sum", (codec,), out, frames)
         if self._repeat(key, out, frames):
             return
@@ -216,7 +216,7 @@ class Kernels:
         noise: Noise | None = None,
         carried: Carried | None = None,
     ) -> None:
-        """Write the frames of the sum; see :func:`impl.reference.decode_sum_encode`."""
+        """Write the frames of the sum; see :func:`impl.codecs.reference.decode_sum_encode`."""
         plain = noise is None and carried is None
         key = _key(numel, (first, second), frames, out)
         if plain and self._repeat(key, frames, out):

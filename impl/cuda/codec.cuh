@@ -1,6 +1,6 @@
 // The arithmetic of one value and one scale, once, for NVRTC, nvcc and the host compiler.
 //
-// impl/reference.py is the specification; every function here equals it bit for bit.  Rules that
+// impl/codecs/reference.py is the specification; every function here equals it bit for bit.  Rules that
 // make that possible: no fused multiply-add (--fmad=false, -ffp-contract=off), division by the
 // scale, denormals kept, nearest-even.  No header is included and no PTX is written: conversions
 // of bf16 and fp16 are integer arithmetic, so the host runs the very instructions' meaning.
@@ -223,7 +223,7 @@ CODEC_FN Stored stored_of(Floats<MANTISSA> scheme, Extent extent) {
 CODEC_FN u8 exponent_of(float scale) { return scale != scale ? u8(255) : u8(bits_of(scale) >> 23); }
 CODEC_FN float power_of(u8 exponent) { return float_of(exponent == 255 ? kNaN : u32(exponent) << 23); }
 
-// ---- random bits of stochastic rounding: Philox4x32-10 (impl/noise.py) --------------------------
+// ---- random bits of stochastic rounding: Philox4x32-10 (impl/codecs/rounding_noise.py) --------------------------
 
 // 128 bits: of a key, the upper half of the counter and Philox's key; of an octet, 16 for each element.
 struct Words {

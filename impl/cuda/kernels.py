@@ -1,4 +1,4 @@
-"""Codecs on CUDA: which kernel encodes and decodes what, bit-equal to :mod:`impl.reference`.
+"""Codecs on CUDA: which kernel encodes and decodes what, bit-equal to :mod:`impl.codecs.reference`.
 
 :class:`Kernels` turns an operation on tensors into launches, and hands them to whatever runs them: a
 device (:func:`impl.cuda.launch.on_device`), or a host that runs the same sources, in tests.  Every codec
@@ -34,11 +34,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impl import reference
-from impl.codec import FRAME_ALIGNMENT, Blocked, Codec, IntCodec, padded_bytes
+from impl.codecs import reference
+from impl.codecs.codec import FRAME_ALIGNMENT, Blocked, Codec, IntCodec, padded_bytes
+from impl.codecs.reference import Carried
+from impl.codecs.rounding_noise import OCTET, Noise
 from impl.cuda.launch import ARGUMENTS, Launch, on_device
-from impl.noise import OCTET, Noise
-from impl.reference import Carried
 
 THREADS: Final = 256
 HELD: Final = 8_192  # elements of a block in registers: 512 threads of two octets, or more
@@ -225,7 +225,7 @@ class _Call:
 
 
 class Kernels:
-    """The operations of :mod:`impl.reference`, with its shapes and checks, as launches.
+    """The operations of :mod:`impl.codecs.reference`, with its shapes and checks, as launches.
 
     Every operation raises ValueError if its sizes, types, devices or strides are not possible.
 
@@ -251,7 +251,7 @@ class Kernels:
         noise: Noise | None = None,
         carried: Carried | None = None,
     ) -> None:
-        """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.reference.encode`."""
+        """Write the frames (..., F) uint8 of ``x`` (..., S); see :func:`impl.codecs.reference.encode`."""
         if not _has_kernels(codec):
             reference.encode(codec, x, frames, noise=noise, carried=carried)
             return
@@ -273,7 +273,7 @@ class Kernels:
             self._run(launch, x.device)
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.reference.decode`."""
+        """Write the elements (..., S) of ``frames`` (..., F); see :func:`impl.codecs.reference.decode`."""
         if not _has_kernels(codec):
             reference.decode(codec, frames, out)
             return
@@ -292,7 +292,7 @@ class Kernels:
             self._run(call.octets("dequantize.cu", f"decode_general<{_any(codec)}>"), out.device)
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.reference.decode_sum`."""
+        """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.codecs.reference.decode_sum`."""
         if not _has_kernels(codec):
             reference.decode_sum(codec, frames, out)
             return
@@ -319,7 +319,7 @@ class Kernels:
         noise: Noise | None = None,
         carried: Carried | None = None,
     ) -> None:
-        """Write the frames of the sum; see :func:`impl.reference.decode_sum_encode`."""
+        """Write the frames of the sum; see :func:`impl.codecs.reference.decode_sum_encode`."""
         if (
             not (_has_kernels(first) and _has_kernels(second))
             or not _fuses(first, second, numel, carries=carried is not None)

@@ -15,9 +15,9 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from impl import ops
-from impl.codec import parse
-from impl.noise import Key
-from impl.reference import Carried
+from impl.codecs.codec import parse
+from impl.codecs.reference import Carried
+from impl.codecs.rounding_noise import Key
 
 pytestmark = pytest.mark.bench
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from harness.bench_collectives import Setting, measure, together
-from harness.rank import Rank
-from impl.mesh import Mesh
-from impl.topology import Topology
-from tests.ranks import on_processes
+from harness.bench.collectives import Setting, measure, together
+from harness.cluster.rank import Rank
+from impl.comm.mesh import Mesh
+from impl.plan.topology import Topology
+from tests.support.ranks import on_processes
 
 pytestmark = pytest.mark.bench
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from impl import reference
-from impl.codec import Codec, parse
+from impl.codecs import reference
+from impl.codecs.codec import Codec, parse
+from impl.codecs.reference import Carried
+from impl.codecs.rounding_noise import Key, Noise
 from impl.cuda import kernels
-from impl.noise import Key, Noise
-from impl.reference import Carried
 
 pytestmark = pytest.mark.gpu
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from harness import deepspeed_peer, engine_goals
-from harness.bench_engine import DEEPSPEED, NAMES, Setting, measure, together
-from harness.bench_record import EngineSample
-from harness.rank import Rank
-from impl.mesh import Mesh
-from impl.topology import Topology
-from tests.ranks import on_processes
+from harness.bench import deepspeed_peer
+from harness.bench.engine import DEEPSPEED, NAMES, Setting, measure, together
+from harness.cluster.rank import Rank
+from harness.records import engine_goals
+from harness.records.bench_record import EngineSample
+from impl.comm.mesh import Mesh
+from impl.plan.topology import Topology
+from tests.support.ranks import on_processes
 
 pytestmark = pytest.mark.bench
 

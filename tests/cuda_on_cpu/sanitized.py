@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from impl.codec import IntCodec, parse
+from impl.codecs.codec import IntCodec, parse
+from impl.codecs.reference import Carried
+from impl.codecs.rounding_noise import Key
 from impl.cuda.kernels import Kernels
 from impl.cuda.launch import Launch
-from impl.noise import Key
-from impl.reference import Carried
 from tests.cuda_on_cpu import host
 
 PLANTED = Path(__file__).parent / "planted.cu"

@@ -16,10 +16,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from harness import cli, machine, terminal
-from harness.record import SCHEMA_VERSION, Failure, LedgerRow, Memory, RankRecord, Record, Step, write
-from harness.suite import Cluster, Model, PolicyChanges, Trial
-from tests.harness.test_launch import until
+from harness import cli, terminal
+from harness.measure import machine
+from harness.records.record import SCHEMA_VERSION, Failure, LedgerRow, Memory, RankRecord, Record, Step, write
+from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
+from tests.harness.cluster.test_processes import until
 
 TOP = 'name = "q"\nquestion = "?"\n'
 HEAD = f'{TOP}[defaults]\nmodel.name = "gpt-tiny"\nsequence = 32\ntokens_per_rank = 64\n'
@@ -338,7 +339,7 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(("report", results))
         return results / "report.html"
 
-    for module, function in (("harness.sweep", run_sweep), ("report.build", build)):
+    for module, function in (("harness.runs.sweep", run_sweep), ("report.build", build)):
         fake = types.ModuleType(module)
         setattr(fake, function.__name__, function)
         monkeypatch.setitem(sys.modules, module, fake)
@@ -478,7 +479,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_interrupt_while_importing(raised: str) -> None:
     """Ctrl-C before the command line is there ends in the same line."""
-    code = f"import harness.interrupt; raise {raised}"
+    code = f"import harness.cluster.interrupts; raise {raised}"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=machine.ROOT
     )
@@ -533,7 +534,7 @@ def test_interrupt_of_what_must_be_taken_apart() -> None:
     """Where a process has been started, Ctrl-C is an exception again, and ends at once after it."""
     code = """
 import os, signal
-from harness.leaving import at_once, cleaning_up, take_over
+from harness.cluster.leaving import at_once, cleaning_up, take_over
 take_over()
 with at_once():
     try:

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from harness.cli import main
-from impl.checkpoint import save
-from impl.mesh import Mesh
-from impl.policy import parse_loss_scale, preset
-from impl.safetensors_file import Reader
-from impl.topology import Topology
+from impl.checkpoint.safetensors_file import Reader
+from impl.checkpoint.save_load import save
+from impl.comm.mesh import Mesh
+from impl.plan.policy import parse_loss_scale, preset
+from impl.plan.topology import Topology
 from impl.zero import shard
-from tests.models import Odd
-from tests.ranks import on_threads
-from tests.strategies import ROOMY
-from tests.training import batch, model
+from tests.support.models import Odd
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import batch, model
 
 NET, ODD = model(), model(Odd)
 
@@ -161,10 +161,13 @@ def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["checkpoints", "FOLDER/nowhere"], "nowhere: no such folder"),
         (["checkpoints", "FOLDER"], "no checkpoint in it"),
         (
-            ["checkpoints", "docs/frame.md"],
-            "docs/frame.md: is a file; expected a folder of checkpoints, or a ",
+            ["checkpoints", "docs/reference/wire_format.md"],
+            "docs/reference/wire_format.md: is a file; expected a folder of checkpoints, or a ",
         ),
-        (["export", "docs/frame.md", "FOLDER/out"], "docs/frame.md: is a file; expected a folder of "),
+        (
+            ["export", "docs/reference/wire_format.md", "FOLDER/out"],
+            "docs/reference/wire_format.md: is a file; expected a folder of ",
+        ),
         (["export", "FOLDER", "FOLDER/out"], "no checkpoint in it"),
         (
             ["export", "FOLDER", "FOLDER/out", "--dtype", "int8"],
@@ -183,9 +186,9 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 def test_the_documented_program_reads_a_checkpoint(tmp_path: Path) -> None:
-    """docs/checkpoints.md, "Reading one without this project", with the format's own library."""
+    """docs/guide/checkpoints.md, "Reading one without this project", with the format's own library."""
     pytest.importorskip("safetensors", reason="the format's own library is not installed")
-    text = Path("docs/checkpoints.md").read_text(encoding="utf-8").partition("Reading one without")[2]
+    text = Path("docs/guide/checkpoints.md").read_text(encoding="utf-8").partition("Reading one without")[2]
     (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     found: dict[str, Any] = {}
     exec(program, found)  # noqa: S102  # our own docs

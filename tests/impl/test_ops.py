@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from impl import ops, reference
-from impl.codec import parse
+from impl import ops
+from impl.codecs import reference
+from impl.codecs.codec import parse
 from impl.cpu import build
 
 CODEC = parse("int8:8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PURE = "codec topology geometry policy tiers traffic schedule checkpoint_files"
+PURE = "codecs.codec plan.topology plan.geometry plan.policy plan.offload_plan plan.traffic plan.schedule checkpoint.manifest"
 
 
 def test_pure_files_import_no_torch() -> None:

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impl import ops
-from impl.codec import Codec, IntCodec
-from impl.mesh import Mesh
-from impl.policy import PRESETS, Policy, preset
-from impl.topology import Topology
-from impl.traffic import Event, memory, predict
-from impl.wire import Transport, Wire
+from impl.codecs.codec import Codec, IntCodec
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Transport, Wire
+from impl.plan.policy import PRESETS, Policy, preset
+from impl.plan.topology import Topology
+from impl.plan.traffic import Event, memory, predict
 from impl.zero import ZeroError, plan_units, shard
 from tests.impl.test_zero_models import Stack, data
-from tests.models import Odd
-from tests.ranks import on_processes, on_threads
-from tests.strategies import ROOMY, policies, topologies
-from tests.training import batch, close, mean_losses, model, single, train
+from tests.support.models import Odd
+from tests.support.ranks import on_processes, on_threads
+from tests.support.strategies import ROOMY, policies, topologies
+from tests.support.training import batch, close, mean_losses, model, single, train
 
 EXACT = preset("exact", memory=ROOMY)
 

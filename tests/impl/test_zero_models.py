@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from impl.mesh import Mesh
-from impl.policy import MemoryLimits, Policy, preset
-from impl.topology import Topology
-from impl.wire import Wire
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.plan.policy import MemoryLimits, Policy, preset
+from impl.plan.topology import Topology
 from impl.zero import shard
-from tests.ranks import on_processes, on_threads
-from tests.strategies import ROOMY
+from tests.support.ranks import on_processes, on_threads
+from tests.support.strategies import ROOMY
 
 WIDTH = 8
 

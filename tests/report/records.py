@@ -1,6 +1,6 @@
 """Schema-valid records of suites that never ran: times from a simple model, noise from the id.
 
-Bytes and memory come from ``impl.traffic``, so predictions and ledgers agree; interfaces add 2 %
+Bytes and memory come from ``impl.plan.traffic``, so predictions and ledgers agree; interfaces add 2 %
 of headers.  A step takes max(compute, wire) plus a tenth of the smaller, times a noise of 2 %; all ranks
 together keep the machine's processors busy for nine tenths of compute, and others for a hundredth of the
 time.
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from harness.record import (
+from harness.records.record import (
     Failure,
     InterfaceCounters,
     LedgerRow,
@@ -29,13 +29,13 @@ from harness.record import (
     Token,
     Validation,
 )
-from harness.suite import Cluster, Generate, Model, PolicyChanges, Trial
-from impl.codec import IntCodec
-from impl.geometry import ParameterSpec, UnitGeometry, lay_out
-from impl.policy import Policy
-from impl.topology import Topology
-from impl.traffic import LedgerKey, Load, Sent, memory, predict
-from report.contender import COMBINATIONS
+from harness.suites.trial import Cluster, Generate, Model, PolicyChanges, Trial
+from impl.codecs.codec import IntCodec
+from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
+from impl.plan.policy import Policy
+from impl.plan.topology import Topology
+from impl.plan.traffic import LedgerKey, Load, Sent, memory, predict
+from report.data.contender import COMBINATIONS
 
 POOL: Final = "0123456789ab"
 MACHINE: Final = {

@@ -15,10 +15,10 @@ from urllib.parse import unquote
 
 import pytest
 
-from harness.record import Failure, RecordError, write
-from harness.suite import Cluster, PolicyChanges, Trial
+from harness.records.record import Failure, RecordError, write
+from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
-from report.frame import ReportError
+from report.data.frames import ReportError
 from tests.report.records import record_of, records_of, taken_by_others
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\input{x}$ |pipe| `tick` {{ 7 * 7 }}"

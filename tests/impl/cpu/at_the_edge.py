@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from impl.codec import Codec, parse
+from impl.codecs.codec import Codec, parse
+from impl.codecs.reference import Carried
+from impl.codecs.rounding_noise import Noise
 from impl.cpu.kernels import Kernels
-from impl.noise import Noise
-from impl.reference import Carried
 
 CODECS = (
     *[f"int{bits}:24" for bits in range(2, 9)],

@@ -10,7 +10,7 @@ import torch
 
 from impl.cpu import build
 from impl.cpu.kernels import Kernels
-from tests.impl.properties import Backend
+from tests.impl.codecs.properties import Backend
 
 
 @dataclass

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from impl import reference
-from impl.codec import IntCodec, parse
+from impl.codecs import reference
+from impl.codecs.codec import IntCodec, parse
 from impl.cpu import build
 from impl.cuda.kernels import Kernels as CudaKernels
-from tests.impl.properties import (
+from tests.impl.codecs.properties import (
     Backend,
     check,
     encoded,

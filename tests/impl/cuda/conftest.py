@@ -11,7 +11,7 @@ from impl.cuda.kernels import Kernels
 from impl.cuda.launch import Launch, on_device
 from tests.cuda_on_cpu.fixtures import libraries
 from tests.cuda_on_cpu.host import Host
-from tests.impl.properties import Backend
+from tests.impl.codecs.properties import Backend
 
 __all__ = ["backend", "libraries"]
 

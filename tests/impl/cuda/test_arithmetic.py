@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from impl.codec import FloatCodec, parse
+from impl.codecs.codec import FloatCodec, parse
+from impl.codecs.reference import DTYPES, _elements, _float_codes
+from impl.codecs.rounding_noise import Key, bits_of
 from impl.cuda.launch import ARGUMENTS, Launch
-from impl.noise import Key, bits_of
-from impl.reference import DTYPES, _elements, _float_codes
 from tests.cuda_on_cpu import host
 
 SOURCE = Path(host.__file__).parent / "arithmetic.cu"

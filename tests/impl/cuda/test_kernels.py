@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from impl import reference
-from impl.codec import Raw, parse
+from impl.codecs import reference
+from impl.codecs.codec import Raw, parse
+from impl.codecs.reference import Carried
+from impl.codecs.rounding_noise import Key
 from impl.cuda.kernels import VARIANTS, Kernels
 from impl.cuda.launch import Launch
-from impl.noise import Key
-from impl.reference import Carried
-from tests.impl.properties import (
+from tests.impl.codecs.properties import (
     Backend,
     garbage,
     noise_of,

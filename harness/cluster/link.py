@@ -1,0 +1,453 @@
+"""What joins the nodes of a trial: shaped namespaces, an in-process pacer, or nothing.
+
+``namespaces``: every node is a Linux network namespace and the kernel's ``tbf`` shapes both
+directions (``harness.cluster.namespaces``); peers outside our wire are held to the rate as well.  ``paced``:
+all ranks share the host's loopback, and our wire books its bytes in a token bucket per node; it
+cannot hold anything else to a rate, so peers are refused.  ``none``: joined unshaped.  ``real``: a
+network that exists.  What a link really achieves is calibrated, never assumed.
+
+No torch at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from harness.cluster import namespaces
+
+Kind = Literal["auto", "namespaces", "paced", "none", "real"]
+
+HEADER_BYTES: Final = 66  # a TCP packet's on the interface: Ethernet 14, IPv4 20, TCP 20 + 12 of timestamps
+QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks send at once
+REPETITIONS: Final = 5  # of a calibration
+PROBES: Final = 2  # of a probe after a trial
+_ROOT: Final = Path(__file__).resolve().parents[2]  # where harness is importable from
+_ANSWER_SECONDS: Final = 20.0
+_NAME_LENGTH: Final = 15  # of a Linux interface
+
+
+class LinkError(Exception):
+    """The nodes cannot be joined as asked; the message names why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A link as asked for.
+
+    Attributes:
+        kind: see the module's words; ``auto`` is namespaces where they work, else paced.
+        nodes: how many are joined.
+        rate_mbit: Mbit/s per node and direction; None is unshaped.
+    """
+
+    kind: Kind
+    nodes: int
+    rate_mbit: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A node's end of the link: where its ranks have to stand.
+
+    Attributes:
+        interface: name for gloo and for the byte counters; None leaves the choice to gloo.
+        address: its IPv4 address.
+        holder: process whose network namespace is the node's; None is the host's own.
+        user_namespace: whether the user namespace has to be entered first (rootless).
+    """
+
+    interface: str | None
+    address: str
+    holder: int | None = None
+    user_namespace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Bytes and packets that an interface has sent."""
+
+    tx_bytes: int
+    tx_packets: int
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(self.tx_bytes + other.tx_bytes, self.tx_packets + other.tx_packets)
+
+    def __sub__(self, other: Counters) -> Counters:
+        return Counters(self.tx_bytes - other.tx_bytes, self.tx_packets - other.tx_packets)
+
+
+def shape(rate_mbit: float) -> namespaces.Shape:
+    """Queue sizes for a rate.
+
+    The burst is worth about 4 ms of the rate (1 ms above 1 Gbit/s), so that messages of 50 ms
+    and more run at the rate and not on saved tokens; packets are kept at half a burst, so that
+    ``tbf`` does not cut them into MTU-sized ones, which costs 5 % in headers.
+    """
+    rate = max(1, round(rate_mbit * 1e6 / 8))
+    segment = int(min(max(rate * 0.002, 2 * namespaces.MTU), 65536))
+    burst = int(max(2 * (segment + HEADER_BYTES), rate * 0.001))
+    return namespaces.Shape(rate=rate, burst=burst, limit=int(burst + rate * QUEUE_SECONDS), segment=segment)
+
+
+def message_bytes(rate_mbit: float | None) -> int:
+    """Size of a calibration message: 0.2 s at the rate, and at least 20 bursts; unshaped 64 MiB."""
+    if rate_mbit is None:
+        return 64 * 2**20
+    form = shape(rate_mbit)
+    return max(form.rate // 5, 20 * form.burst)
+
+
+@dataclass(slots=True)
+class Link:
+    """Nodes that are joined; a context manager that takes them apart again.
+
+    Attributes:
+        setting: as asked for.
+        kind: what it is: namespaces, paced, none or real.
+        why: why this kind.
+        ports: one a node.
+        details: burst, queue, MTU and the like, for the record.
+        calibrated_mbit: filled in by the sweep, one value a repetition.
+    """
+
+    setting: Setting
+    kind: str
+    why: str
+    ports: tuple[Port, ...]
+    details: dict[str, Any] = field(default_factory=dict)
+    calibrated_mbit: list[float] = field(default_factory=list)
+    _keeper: subprocess.Popen[str] | None = None
+
+    @property
+    def paced_mbit(self) -> float | None:
+        """Rate that our wire has to hold itself to, or None."""
+        return self.setting.rate_mbit if self.kind == "paced" else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the nodes apart; the kernel removes the namespaces with their last process."""
+        if self._keeper is not None:
+            _end(self._keeper)
+            self._keeper = None
+
+
+def open_link(setting: Setting, run_id: str) -> Link:
+    """Join the nodes.
+
+    Args:
+        setting: what is asked for.
+        run_id: at most 6 characters; interface names bear it.
+
+    Raises:
+        LinkError: for what is not possible here, or not at all.
+    """
+    loopback = tuple(Port("lo", "127.0.0.1") for _ in range(setting.nodes))
+    if setting.kind == "real":
+        if setting.rate_mbit is not None:
+            raise LinkError(
+                f"link 'real' is a network that exists and cannot be shaped to {setting.rate_mbit:g} Mbit/s; "
+                "say rate = 'unshaped'"
+            )
+        ports = tuple(Port(None, "") for _ in range(setting.nodes))
+        return Link(setting, "real", "asked for", ports)
+    if setting.nodes == 1:
+        return Link(setting, "none", "one node has no link", loopback)
+    if setting.kind == "none":
+        if setting.rate_mbit is not None:
+            raise LinkError(
+                f"link 'none' cannot hold a rate of {setting.rate_mbit:g} Mbit/s; "
+                "use 'auto', 'namespaces' or 'paced', or rate = 'unshaped'"
+            )
+        return Link(setting, "none", "asked for", loopback)
+    if setting.kind in ("auto", "namespaces"):
+        try:
+            link = _open_namespaces(setting, run_id)
+        except LinkError as error:
+            if setting.kind == "namespaces":
+                raise
+            why = f"auto: no namespaces ({error})"
+        else:
+            if setting.kind == "auto":
+                link.why = "auto: namespaces work here"
+            return link
+    else:
+        why = "asked for"
+    if setting.rate_mbit is None:
+        return Link(setting, "none", why, loopback)
+    return Link(setting, "paced", why, loopback, {"header_bytes": 0})
+
+
+def _open_namespaces(setting: Setting, run_id: str) -> Link:
+    if not sys.platform.startswith("linux"):
+        raise LinkError(f"network namespaces exist on Linux only, this is {sys.platform}; use link = 'paced'")
+    prefix = f"zp{run_id}"
+    if len(namespaces.interface(prefix, setting.nodes - 1)) > _NAME_LENGTH:
+        raise LinkError(
+            f"{namespaces.interface(prefix, setting.nodes - 1)!r} is longer than an interface's name"
+        )
+    form = None if setting.rate_mbit is None else shape(setting.rate_mbit)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harness.cluster.namespaces"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        start_new_session=True,  # a Ctrl-C in the terminal is for the sweep alone
+    )
+    try:
+        answer = _answer(process, namespaces.encode(namespaces.Request(setting.nodes, prefix, form)))
+        rootless = answer["mode"] == "rootless"
+        ports = tuple(
+            Port(namespaces.interface(prefix, node), namespaces.address(node), holder, rootless)
+            for node, holder in enumerate(answer["holders"])
+        )
+        _try_to_join(ports[0])
+    except BaseException:
+        _end(process)
+        raise
+    details = {
+        "mode": answer["mode"],
+        "joint": "veth" if setting.nodes == 2 else "bridge",
+        "mtu": namespaces.MTU,
+        "congestion": namespaces.CONGESTION,
+        "header_bytes": HEADER_BYTES,
+    }
+    if form is not None:
+        details |= {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
+    return Link(setting, "namespaces", "asked for", ports, details, _keeper=process)
+
+
+def _answer(process: subprocess.Popen[str], request: str) -> dict[str, Any]:
+    """Send the request to the keeper and read its one line.
+
+    Raises:
+        LinkError: with the keeper's reason.
+    """
+    assert process.stdin is not None  # noqa: S101 - piped above
+    assert process.stdout is not None  # noqa: S101
+    watchdog = threading.Timer(_ANSWER_SECONDS, process.kill)
+    watchdog.start()
+    try:
+        process.stdin.write(request)
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+    finally:
+        watchdog.cancel()
+    if not line:
+        process.kill()
+        tail = process.communicate()[1].strip().splitlines()[-1:]
+        raise LinkError(f"the keeper of the namespaces died: {' '.join(tail) or 'no message'}")
+    answer: dict[str, Any] = json.loads(line)
+    if "error" in answer:
+        raise LinkError(f"no network namespaces here: {answer['error']}; {_advice()}")
+    return answer
+
+
+def _advice() -> str:
+    switches = ("user/max_user_namespaces", "kernel/apparmor_restrict_unprivileged_userns")
+    found = []
+    for switch in switches:
+        with contextlib.suppress(OSError):
+            found.append(f"{switch.replace('/', '.')}={Path('/proc/sys', switch).read_text().strip()}")
+    where = "root" if os.geteuid() == 0 else "an ordinary user"
+    return (
+        f"tried as {where} ({', '.join(found)}): run as root with CAP_SYS_ADMIN, allow unprivileged user "
+        "namespaces, or use link = 'paced'"
+    )
+
+
+def _try_to_join(port: Port) -> None:
+    """Whether a process beside the keeper may enter a node, in a child of its own.
+
+    Raises:
+        LinkError: if not.
+    """
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "harness.cluster.namespaces",
+            "enter",
+            str(port.holder),
+            str(int(port.user_namespace)),
+        ],
+        cwd=_ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_ANSWER_SECONDS,
+    )
+    if done.returncode != 0:
+        raise LinkError(
+            f"cannot enter a node's namespace: {done.stderr.strip().splitlines()[-1]}; {_advice()}"
+        )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+    try:
+        process.wait(timeout=2)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def join(port: Port) -> None:
+    """Move this process, which must still have one thread, into a node's namespaces.
+
+    Raises:
+        LinkError: if the kernel refuses.
+    """
+    if port.holder is None:
+        return
+    try:
+        namespaces.enter(port.holder, user_namespace=port.user_namespace)
+    except OSError as error:
+        raise LinkError(f"cannot enter the namespaces of process {port.holder}: {error}") from error
+
+
+def counters(interface: str, process: int | Literal["self"] = "self") -> Counters:
+    """What ``interface`` has sent, as the network namespace of ``process`` sees it.
+
+    Not ``/sys/class/net``, which shows the outer interfaces in a rootless namespace.
+
+    Raises:
+        LinkError: if there is no such interface.
+    """
+    for line in Path(f"/proc/{process}/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            columns = numbers.split()
+            return Counters(tx_bytes=int(columns[8]), tx_packets=int(columns[9]))
+    raise LinkError(f"process {process} sees no interface {interface!r}")
+
+
+# A POSIX record lock does not hold threads of one process apart, also not those of several pacers.
+_BOOKING: Final = threading.Lock()
+
+
+class Pacer:
+    """A token bucket per node without a bucket: bytes are booked one after the other.
+
+    The time at which a node's interface is next free lies in a small shared file, one fp64 a
+    node; ranks of a node book under a lock on their node's eight bytes, which the kernel releases
+    when a rank dies.
+    """
+
+    def __init__(self, path: Path, node: int, rate_mbit: float) -> None:
+        """Attach to ``path``, which :meth:`create` made.
+
+        Args:
+            path: the shared file.
+            node: whose interface is booked.
+            rate_mbit: Mbit/s of every node.
+        """
+        self._file = path.open("r+b", buffering=0)
+        self._memory = mmap.mmap(self._file.fileno(), 0)
+        self._offset = 8 * node
+        self._seconds_per_byte = 8 / (rate_mbit * 1e6)
+
+    @staticmethod
+    def create(path: Path, nodes: int) -> Path:
+        """Make the shared file for ``nodes`` nodes, all free."""
+        path.write_bytes(bytes(8 * nodes))
+        return path
+
+    def book(self, nbytes: int) -> float:
+        """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` at which the last one has left."""
+        with _BOOKING:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)
+            try:
+                (free_at,) = struct.unpack_from("d", self._memory, self._offset)
+                end: float = max(time.monotonic(), free_at) + nbytes * self._seconds_per_byte
+                struct.pack_into("d", self._memory, self._offset, end)
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 8, self._offset)
+        return end
+
+    def close(self) -> None:
+        """Detach."""
+        self._memory.close()
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Messages around the ring of nodes, by one rank a node, for calibration.
+
+    Attributes:
+        message_bytes: of each message.
+        repetitions: how many, one after the other.
+        speakers: the ranks that exchange, one a node; the others only wait.
+    """
+
+    message_bytes: int
+    repetitions: int
+    speakers: tuple[int, ...]
+
+    def run(self, pacer: Pacer | None, device: str = "cpu") -> list[float]:
+        """Exchange; every rank of the default group takes part.
+
+        Returns:
+            Mbit/s into this rank, one value a repetition; empty for ranks that only wait.
+        """
+        import torch
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        speaks = rank in self.speakers
+        if speaks:
+            place = self.speakers.index(rank)
+            to, origin = (self.speakers[(place + step) % len(self.speakers)] for step in (1, -1))
+            outgoing = torch.ones(self.message_bytes, dtype=torch.uint8, device=device)
+            incoming = torch.zeros_like(outgoing)  # written: a first touch would be timed as link
+        achieved = []
+        for repetition in range(-1, self.repetitions):  # the first, untimed, opens the connection
+            if speaks:
+                # Before the barrier and the data: gloo tells the sender that it may send over the same
+                # connection, and behind data of our own that takes as long as the data: half the rate.
+                receiving = dist.irecv(incoming, origin)
+            dist.barrier()
+            if speaks:
+                start = time.monotonic()
+                sending = dist.isend(outgoing, to)
+                booked = pacer.book(self.message_bytes) if pacer else start
+                receiving.wait()  # type: ignore[union-attr]  # None only outside the group
+                sending.wait()  # type: ignore[union-attr]
+                if device != "cpu":
+                    torch.cuda.synchronize()
+                time.sleep(max(0.0, booked - time.monotonic()))
+                if repetition >= 0:
+                    achieved.append(8e-6 * self.message_bytes / (time.monotonic() - start))
+        dist.barrier()
+        return achieved
+
+
+def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:
+    """Of each repetition the rate of the slowest node."""
+    return [min(rates) for rates in zip(*by_node, strict=True)] if by_node else []

@@ -1,0 +1,294 @@
+"""The process that keeps the nodes' network namespaces alive: ``python -m harness.cluster.namespaces``.
+
+Every node is an *anonymous* network namespace, held by a small child of this process; nothing is
+named under ``/run/netns`` and nothing is made in the namespace of the host.  Two nodes are joined
+by one veth pair, more by a bridge in the keeper's own namespace.  When the keeper goes, its
+children go (``PR_SET_PDEATHSIG``), and with the last process inside, the kernel removes
+namespaces and interfaces; the keeper goes when its standard input closes, so also after
+``kill -9`` of the parent.
+
+As root it makes the namespaces directly; otherwise inside a user namespace of its own.  It reads
+one JSON :class:`Request` line from standard input and answers with one JSON line.  No torch: a
+fresh interpreter starts in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+CLONE_NEWNET: Final = 0x40000000
+CLONE_NEWUSER: Final = 0x10000000
+_PR_SET_PDEATHSIG: Final = 1
+
+MTU: Final = 1500  # bytes
+NETWORK: Final = "10.77.0.0"
+PREFIX: Final = 16  # of NETWORK: 65,533 nodes
+# The host's default may be BBR, whose model of the path breaks when both directions are full: a
+# 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR and at 47.6 to 48.5 under Reno,
+# which every kernel has.  Set on the route, since /proc/sys may be read-only.
+CONGESTION: Final = "reno"
+
+
+class KeeperError(Exception):
+    """Namespaces cannot be made here; the message says which call failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A ``tbf`` queue: bytes per second, and sizes in bytes.
+
+    Attributes:
+        rate: bytes per second.
+        burst: bytes that may leave at once after a pause.
+        limit: bytes that wait before packets are dropped.
+        segment: largest packet handed to the queue (the interface's ``gso_max_size``).  A packet
+            above the burst would be cut into MTU-sized ones, each with its own headers.
+    """
+
+    rate: int
+    burst: int
+    limit: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to keep: ``nodes`` namespaces whose interface names start with ``prefix``."""
+
+    nodes: int
+    prefix: str
+    shape: Shape | None
+
+
+def address(node: int) -> str:
+    """The IPv4 address of a node."""
+    return f"10.77.{(node + 1) >> 8}.{(node + 1) & 255}"
+
+
+def interface(prefix: str, node: int) -> str:
+    """The name of a node's interface."""
+    return f"{prefix}n{node}"
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, call: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+
+
+def unshare(flags: int, call: str) -> None:
+    """Leave the namespaces named by ``flags`` for new ones.
+
+    Raises:
+        OSError: the kernel refuses; names ``call``.
+    """
+    _check(_LIBC.unshare(flags), call)
+
+
+def enter(process: int, *, user_namespace: bool) -> None:
+    """Move this process, which must still have one thread, into the namespaces of another.
+
+    Args:
+        process: who stands there.
+        user_namespace: enter its user namespace first.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    names = {"user": CLONE_NEWUSER, "net": CLONE_NEWNET}
+    if not user_namespace:
+        del names["user"]
+    opened: dict[str, int] = {}
+    try:
+        for name in names:  # all before the first move: afterwards /proc is seen with other rights
+            opened[name] = os.open(f"/proc/{process}/ns/{name}", os.O_RDONLY)
+        for name, descriptor in opened.items():
+            # os.setns is there from Python 3.12 only
+            _check(_LIBC.setns(descriptor, names[name]), f"setns({name})")
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the parent ends.  To be called *after* entering namespaces, which resets it."""
+    _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def _enter_own_namespace() -> str:
+    """Unshare the network, through a user namespace where that is needed; returns how."""
+    try:
+        unshare(CLONE_NEWNET, "unshare(NEWNET)")
+    except OSError as error:
+        if error.errno != errno.EPERM:
+            raise
+    else:
+        return "root"
+    user, group = os.getuid(), os.getgid()
+    unshare(CLONE_NEWUSER | CLONE_NEWNET, "unshare(NEWUSER|NEWNET)")
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    return "rootless"
+
+
+@contextlib.contextmanager
+def _netlink() -> Iterator[Any]:
+    # Inside the namespace only: a socket belongs to the namespace in which it was opened.
+    from pyroute2 import IPRoute
+
+    with IPRoute() as route:
+        yield route
+
+
+def _shape(route: Any, index: int, shape: Shape | None) -> None:
+    if shape is None:
+        return
+    route.link("set", index=index, gso_max_size=shape.segment)
+    route.tc("add", "tbf", index, rate=shape.rate, burst=shape.burst, limit=shape.limit)
+
+
+def _configure_node(request: Request, node: int) -> None:
+    with _netlink() as route:
+        route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
+        index = route.link_lookup(ifname=interface(request.prefix, node))[0]
+        route.addr("add", index=index, address=address(node), prefixlen=PREFIX)
+        _shape(route, index, request.shape)
+        route.link("set", index=index, state="up")
+        route.route(
+            "replace",
+            dst=f"{NETWORK}/{PREFIX}",
+            oif=index,
+            prefsrc=address(node),
+            proto="kernel",
+            scope="link",
+            metrics={"cc_algo": CONGESTION},
+        )
+
+
+@dataclass(slots=True)
+class _Holder:
+    """A child that stands in a node's namespace, and the pipes to and from it."""
+
+    pid: int
+    go: int
+    answers: int
+
+    def wait(self) -> None:
+        """Wait for its next answer.
+
+        Raises:
+            KeeperError: with what it reported.
+        """
+        answer = os.read(self.answers, 4096).decode()
+        if answer != "ok":
+            raise KeeperError(answer or "a node's holder died")
+
+
+def _hold(request: Request, node: int) -> _Holder:
+    """Fork the holder of one node."""
+    keeper = os.getpid()
+    go_read, go_write = os.pipe()
+    answers_read, answers_write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(go_read)
+        os.close(answers_write)
+        return _Holder(pid, go_write, answers_read)
+    os.close(0)  # else the parent's end of our standard input would have two readers
+    try:
+        unshare(CLONE_NEWNET, "unshare(NEWNET)")
+        die_with_parent(keeper)
+        os.write(answers_write, b"ok")
+        os.read(go_read, 1)
+        _configure_node(request, node)
+        os.write(answers_write, b"ok")
+        while True:
+            signal.pause()
+    except BaseException as error:  # the process boundary
+        os.write(answers_write, f"node {node}: {error}"[:4000].encode())
+    finally:
+        os._exit(1)
+
+
+def _join(request: Request, holders: list[_Holder]) -> None:
+    """Make the interfaces: one veth pair for two nodes, else a bridge here with a port a node."""
+    names = [interface(request.prefix, node) for node in range(request.nodes)]
+    with _netlink() as route:
+        if request.nodes == 2:
+            peer = {"ifname": names[1], "net_ns_pid": holders[1].pid}
+            route.link("add", ifname=names[0], kind="veth", peer=peer)
+            route.link("set", index=route.link_lookup(ifname=names[0])[0], net_ns_pid=holders[0].pid)
+            return
+        bridge = f"{request.prefix}br"
+        route.link("add", ifname=bridge, kind="bridge")
+        master = route.link_lookup(ifname=bridge)[0]
+        route.link("set", index=master, state="up")
+        for node, (name, holder) in enumerate(zip(names, holders, strict=True)):
+            port = f"{request.prefix}p{node}"
+            route.link("add", ifname=port, kind="veth", peer={"ifname": name, "net_ns_pid": holder.pid})
+            index = route.link_lookup(ifname=port)[0]
+            route.link("set", index=index, master=master)
+            _shape(route, index, request.shape)  # towards the node; the node's own end shapes the other way
+            route.link("set", index=index, state="up")
+
+
+def keep(request: Request) -> dict[str, Any]:
+    """Make the nodes and their link; the answer names how, and each node's holder.
+
+    Raises:
+        KeeperError, OSError: with the call that failed.
+    """
+    mode = _enter_own_namespace()
+    # Fork before the first netlink socket is open, so that the children share none.
+    holders = [_hold(request, node) for node in range(request.nodes)]
+    for holder in holders:
+        holder.wait()
+    _join(request, holders)
+    for holder in holders:
+        os.write(holder.go, b"g")
+    for holder in holders:
+        holder.wait()
+    return {"mode": mode, "holders": [holder.pid for holder in holders]}
+
+
+def main() -> None:
+    """Read the request, answer, stay until standard input closes; or ``enter PID USER`` and end."""
+    if sys.argv[1:2] == ["enter"]:
+        enter(int(sys.argv[2]), user_namespace=sys.argv[3] == "1")
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a Ctrl-C ends the link
+    data = json.loads(sys.stdin.readline())
+    shape = Shape(**data.pop("shape")) if data["shape"] else None
+    data.pop("shape", None)
+    try:
+        answer = keep(Request(shape=shape, **data))
+    except Exception as error:  # reported to the parent, whatever netlink raised
+        answer = {"error": str(error)}
+    print(json.dumps(answer), flush=True)
+    if "error" not in answer:
+        sys.stdin.read()
+
+
+def encode(request: Request) -> str:
+    """The request as the one line that :func:`main` reads."""
+    return json.dumps(asdict(request)) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,484 @@
+"""Starting ranks: fresh processes per trial, with torch already imported, watched until they end.
+
+A fork server that has imported torch once forks four ranks in a tenth of a second.  Every rank
+enters its node's namespaces while it still has one thread, sends its output to a log, and dies
+with the fork server, which dies with the sweep.  The first rank that fails ends the others; a
+trial that exceeds its time is asked for the stacks of all its threads and then killed.  The log
+is kept when something failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+from harness.cluster import namespaces
+from harness.cluster.link import LinkError, Pacer, Port, join
+from harness.cluster.rank import Progress, Rank, Refusal
+from harness.workloads.corpus import CorpusError
+from impl.codecs.codec import CodecError
+from impl.plan.geometry import GeometryError
+from impl.plan.policy import PolicyError
+from impl.plan.topology import Topology
+
+Kind = Literal["refused", "crashed", "timeout", "memory", "interrupted", "wrong"]
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+PRELOAD: Final = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "harness.cluster.processes",
+    "harness.runs.trial",
+)
+# Memory that was freed stays with the process, so that a step after the first ones has no page faults;
+# torch's huge pages, which lie in ever new places, would bring them back (docs/design/decisions.md).
+ALLOCATOR: Final = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "THP_MEM_ALLOC_ENABLE": "0",
+}
+REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
+_GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
+_CAUSE_SECONDS: Final = 10.0  # for the rank to end whose loss the others report
+_STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
+_LOG_BYTES: Final = 1_000_000  # kept of each rank's log
+# What a rank says when it lost a peer: an effect, not a cause.
+_LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket Timeout")
+
+
+class LaunchError(Exception):
+    """Ranks did not all end well.
+
+    Attributes:
+        kind: of :class:`harness.records.record.Failure`.
+        log: what all ranks wrote, kept; None if there is none.
+    """
+
+    def __init__(self, kind: Kind, message: str, log: Path | None) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+        self.log = log
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How ranks are started.
+
+    Attributes:
+        topology: where they stand.
+        ports: one a node.
+        paced_mbit: rate of the in-process pacer, or None.
+        threads: of torch in each rank.
+        timeout_seconds: for everything.
+        log: where the log goes if something fails.
+        backend: of the process group.
+        scratch: where ranks meet while they run; None for the system's temporary folder.
+    """
+
+    topology: Topology
+    ports: tuple[Port, ...]
+    paced_mbit: float | None
+    threads: int
+    timeout_seconds: float
+    log: Path
+    backend: str = "gloo"
+    scratch: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What a rank sends before it ends badly."""
+
+    kind: Kind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What a rank sends when its target returned."""
+
+    result: Any
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A rank process as its parent sees it; ``gone`` once its end of the pipe is closed."""
+
+    rank: int
+    process: Any
+    pipe: Connection
+    fault: _Fault | None = None
+    done: _Done | None = None
+    gone: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.fault is not None or (self.gone and self.done is None)
+
+    @property
+    def only_effect(self) -> bool:
+        """Whether it failed because another rank did."""
+        return self.fault is not None and any(text in self.fault.message for text in _LOST_PEER)
+
+    def describe(self) -> tuple[Kind, str]:
+        if self.fault is not None:
+            return self.fault.kind, f"rank {self.rank}: {self.fault.message}"
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return "crashed", f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
+        return "crashed", f"rank {self.rank} ended with status {code} and without a result"
+
+
+def run_ranks(
+    target: Callable[[Rank, Argument], Result],
+    argument: Argument,
+    launch: Launch,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> list[Result]:
+    """Run ``target(rank, argument)`` in one fresh process per rank.
+
+    Args:
+        target: a function of a module; it finds the default process group ready.
+        argument: pickled to every rank.
+        launch: how.
+        on_progress: called here with what rank 0 reports.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        LaunchError: the first failure; all ranks have ended, the log is kept.
+        KeyboardInterrupt: after all ranks have ended.
+    """
+    if launch.scratch is not None:
+        launch.scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix="zeropp-", dir=launch.scratch, ignore_cleanup_errors=True
+    ) as name:
+        scratch = Path(name).absolute()
+        if launch.paced_mbit is not None:
+            Pacer.create(scratch / "pacer", launch.topology.nodes)
+        killed_before = _out_of_memory_kills()
+        ranks: list[_Watched] = []
+        try:
+            with _uninterrupted():  # half-started ranks would be nobody's
+                ranks += _start(target, argument, launch, scratch)
+            failure = _watch(ranks, launch.timeout_seconds, on_progress)
+        finally:
+            for watched in ranks:
+                watched.process.kill()
+            for watched in ranks:
+                watched.process.join()
+                watched.pipe.close()
+        if failure is not None:
+            kind, message = failure
+            if kind == "crashed" and _out_of_memory_kills() > killed_before:
+                kind, message = "memory", f"{message}; the kernel was out of memory"
+            raise LaunchError(kind, message, _keep_logs(scratch, launch))
+        return [watched.done.result for watched in ranks if watched.done is not None]
+
+
+def run_in_place(
+    target: Callable[[Rank, Argument], Result],
+    argument: Argument,
+    launch: Launch,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> list[Result] | None:
+    """Run ``target`` in this process, as one rank of the group that ``torchrun`` started.
+
+    All its ranks must call it.  What fails on one rank ends the job, as torchrun does.
+
+    Args:
+        target: see :func:`run_ranks`.
+        argument: this rank's own.
+        launch: topology, threads and backend; ports are the network that exists.
+        on_progress: called on rank 0, with what it reports.
+
+    Returns:
+        What each rank returned, on rank 0; None on the others.
+
+    Raises:
+        Refusal: without torchrun, or with another number of ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_torchelastic_launched():
+        topology = launch.topology
+        raise Refusal(
+            "cluster.launcher = 'torchrun' needs to be started by it: torchrun "
+            f"--nnodes={topology.nodes} --nproc-per-node={topology.ranks_per_node} --no-python zeropp run ..."
+        )
+    if not dist.is_initialized():
+        dist.init_process_group(launch.backend, timeout=timedelta(seconds=launch.timeout_seconds))
+    world, number = dist.get_world_size(), dist.get_rank()
+    if world != launch.topology.world:
+        raise Refusal(f"torchrun started {world} ranks, the trial has {launch.topology}")
+    torch.set_num_threads(launch.threads)
+    port = launch.ports[launch.topology.node_of(number)]
+    report = on_progress if number == 0 else lambda _: None
+    result = target(Rank(number, launch.topology, port, None, report, launch.threads), argument)
+    results: list[Any] | None = [None] * world if number == 0 else None
+    dist.gather_object(result, results)
+    return results
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a Ctrl-C take effect only after the body."""
+    if threading.current_thread() is not threading.main_thread():  # then it is not ours anyway
+        yield
+        return
+    caught: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _allocator() -> Iterator[None]:
+    """The same :data:`ALLOCATOR` for every contender; glibc reads it once, in the fork server."""
+    before = {name: os.environ.get(name) for name in ALLOCATOR}
+    os.environ.update(ALLOCATOR)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def start_server() -> None:
+    """Start the fork server, or do nothing if it runs; the first rank would otherwise wait for it."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    # A Ctrl-C is for the sweep: the server would answer with a traceback while it imports torch.
+    resource_tracker.ensure_running()  # which unblocks it again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with _allocator():
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start(target: Any, argument: Any, launch: Launch, scratch: Path) -> list[_Watched]:
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    ranks: list[_Watched] = []
+    for rank in range(launch.topology.world):
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main,
+            args=(_Seat(rank, launch, scratch), target, argument, sending),
+            daemon=True,
+            name=f"rank {rank}",
+        )
+        process.start()
+        sending.close()
+        ranks.append(_Watched(rank, process, receiving))
+    return ranks
+
+
+def _watch(
+    ranks: list[_Watched], timeout_seconds: float, on_progress: Callable[[Progress], None]
+) -> tuple[Kind, str] | None:
+    """Read from all ranks until all are done (None) or one failed (why)."""
+    deadline = time.monotonic() + timeout_seconds
+    while any(watched.done is None for watched in ranks):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            _dump_stacks(ranks)
+            waiting = ", ".join(str(w.rank) for w in ranks if w.done is None)
+            return (
+                "timeout",
+                f"no result from rank {waiting} after {timeout_seconds:g} s; stacks are in the log",
+            )
+        _collect(ranks, left, on_progress)
+        if any(watched.failed for watched in ranks):
+            begun = time.monotonic()
+            while not all(watched.failed or watched.done for watched in ranks):
+                patience = _CAUSE_SECONDS if all(w.only_effect for w in ranks if w.failed) else _GRACE_SECONDS
+                left = begun + patience - time.monotonic()
+                if left <= 0:
+                    break
+                _collect(ranks, left, on_progress)
+            return _cause(ranks)
+    return None
+
+
+def _collect(ranks: list[_Watched], seconds: float, on_progress: Callable[[Progress], None]) -> None:
+    """Wait until some rank says something or ends, and take it in."""
+    speaking = {w.pipe: w for w in ranks if not (w.gone or w.done or w.fault)}
+    for ready in connection.wait(list(speaking), timeout=seconds):
+        watched = speaking[ready]  # type: ignore[index]  # only connections were waited for
+        try:
+            message = watched.pipe.recv()
+        except (EOFError, OSError):
+            watched.gone = True
+            watched.process.join(timeout=_GRACE_SECONDS)  # for its exit status
+            continue
+        if isinstance(message, Progress):
+            on_progress(message)
+        elif isinstance(message, _Done):
+            watched.done = message
+        else:
+            watched.fault = message
+
+
+def _cause(ranks: list[_Watched]) -> tuple[Kind, str]:
+    """Of all that failed, what most likely came first: ranks that lost a peer only saw an effect."""
+
+    def order(watched: _Watched) -> tuple[bool, bool]:
+        return watched.only_effect, watched.fault is not None and watched.fault.kind == "crashed"
+
+    return min((watched for watched in ranks if watched.failed), key=order).describe()
+
+
+def _dump_stacks(ranks: list[_Watched]) -> None:
+    for watched in ranks:
+        if watched.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(watched.process.pid, signal.SIGUSR1)
+    time.sleep(_STACKS_SECONDS)
+
+
+def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
+    """One file with the end of every rank's log; None if it cannot be written."""
+    try:
+        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with launch.log.open("wb") as whole:
+            for rank in range(launch.topology.world):
+                whole.write(f"== rank {rank} ==\n".encode())
+                log = _log_of(scratch, rank)
+                if log.exists():
+                    with log.open("rb") as part:
+                        part.seek(max(0, log.stat().st_size - _LOG_BYTES))
+                        shutil.copyfileobj(part, whole)
+    except OSError:
+        return None
+    return launch.log
+
+
+def _log_of(scratch: Path, rank: int) -> Path:
+    return scratch / f"rank{rank}.log"
+
+
+def _out_of_memory_kills() -> int:
+    """How many processes the kernel has killed for want of memory, on the machine or in our group."""
+    count = 0
+    for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
+        with contextlib.suppress(OSError):
+            for line in path.read_text(encoding="ascii").splitlines():
+                name, _, number = line.partition(" ")
+                count += int(number) if name == "oom_kill" else 0
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """Where a new process finds itself: pickled to it."""
+
+    rank: int
+    launch: Launch
+    scratch: Path
+
+
+def _rank_main(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> None:
+    """A rank process from its first line to its last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which ends us
+    log = os.open(_log_of(seat.scratch, seat.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.enable(file=log, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    try:
+        result = _run(seat, target, argument, pipe)
+    except BaseException as error:  # the process boundary: whatever it was goes on the record
+        traceback.print_exc()
+        named = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
+        pipe.send(_Fault(_kind_of(error), named))
+        sys.stderr.flush()
+        os._exit(1)  # without waiting for peers that no longer answer
+    pipe.send(_Done(result))
+
+
+def _run(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    launch = seat.launch
+    node = launch.topology.node_of(seat.rank)
+    port = launch.ports[node]
+    join(port)
+    _die_with_sweep()
+    if port.interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # gloo asks the environment, and nothing else
+    torch.set_num_threads(launch.threads)
+    dist.init_process_group(
+        launch.backend,
+        # A file: it needs no port, crosses namespaces, and sends nothing over the link.
+        store=dist.FileStore(str(seat.scratch / "store"), launch.topology.world),  # type: ignore[attr-defined]
+        rank=seat.rank,
+        world_size=launch.topology.world,
+        timeout=timedelta(seconds=launch.timeout_seconds),
+    )
+    pacer = None
+    if launch.paced_mbit is not None:
+        pacer = Pacer(seat.scratch / "pacer", node, launch.paced_mbit)
+
+    def report(progress: Progress) -> None:
+        if seat.rank == 0:
+            pipe.send(progress)
+
+    result = target(Rank(seat.rank, launch.topology, port, pacer, report, launch.threads), argument)
+    dist.destroy_process_group()
+    return result
+
+
+def _die_with_sweep() -> None:
+    """End when the fork server or the sweep does, however that ends; starts a thread.
+
+    The server alone is not enough: it lives as long as anyone, ranks included, holds its pipe.
+    """
+    namespaces.die_with_parent(os.getppid())
+    sweep = multiprocessing.parent_process()
+    if sweep is not None:
+        sentinel = sweep.sentinel
+        threading.Thread(target=lambda: (connection.wait([sentinel]), os._exit(1)), daemon=True).start()
+
+
+def _kind_of(error: BaseException) -> Kind:
+    if isinstance(error, REFUSALS):
+        return "refused"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "memory"
+    if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's CPU allocator
+        return "memory"
+    return "crashed"

@@ -1,0 +1,245 @@
+"""Rows that are hard on codecs, as Hypothesis strategies; the search for the smallest that breaks a law."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final, get_args
+
+import hypothesis
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.laws.laws import (
+    Case,
+    Claim,
+    Duty,
+    Subject,
+    Violation,
+    attempt,
+    block_slices,
+    place,
+    raised,
+    title,
+)
+from harness.laws.rounding_edges import edge_rows
+from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Block, Dtype, Law, Raw
+from impl.codecs.reference import DTYPES
+from impl.codecs.rounding_noise import OCTET, Noise
+
+LONGEST: Final = 5000  # elements of a row
+FEWER: Final = 10  # times fewer examples of UNBIASED, which encodes thousands of rows for each
+_LARGEST: Final = LARGEST["fp32"]
+_EDGES: Final = [
+    0.0, 1.0, -1.0, -0.0, 0.5, 2.0, 1.5, 2.5, 1e-20, SMALLEST_NORMAL, -SMALLEST_NORMAL,
+    2.0**-149, -(2.0**-149), 65504.0, 1e30, _LARGEST, -_LARGEST,
+]  # fmt: skip
+_SIMPLE: Final = [[0.0], [1.0], [-1.0], [1.0, 0.5], [1.0, -0.5], [1.0, -1.0]]
+FEW: Final = 64  # elements of a row of which each is tried alone
+_BROKEN: Final = [float("nan"), float("inf"), float("-inf")]
+
+_numbers = st.one_of(
+    st.sampled_from(_EDGES),
+    st.integers(-127, 127).map(float),
+    st.floats(-8.0, 8.0, width=32),
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+)
+noises = st.builds(
+    Noise,
+    st.tuples(*[st.integers(0, 2**32 - 1)] * 4),
+    st.integers(0, 2**40).map(lambda octet: octet * OCTET),
+)
+
+
+# Largest codes of integers with and without an offset; largest elements of floats and their mantissas.
+_LARGEST_CODES: Final = [1, 3, 7, 15, 31, 63, 127, 255]
+_LARGEST_ELEMENTS: Final = [(6.0, 1), (448.0, 3), (57344.0, 2)]
+
+
+@st.composite
+def _ties(draw: st.DrawFn) -> list[float]:
+    """A largest code, so that steps are 1, and numbers halfway between two codes: where rounding shows."""
+    if draw(st.booleans()):
+        top = draw(st.sampled_from(_LARGEST_CODES))
+        halves = st.integers(-top, top - 1).map(lambda code: code + 0.5)
+        return [float(top), *draw(st.lists(halves, min_size=1, max_size=6))]
+    largest, mantissa = draw(st.sampled_from(_LARGEST_ELEMENTS))
+    size = 1 << mantissa
+    middles = st.builds(
+        lambda step, exponent, sign: sign * (size + step + 0.5) * 2.0**exponent,
+        st.integers(0, size - 1),
+        st.integers(-4, 4),
+        st.sampled_from([1.0, -1.0]),
+    ).filter(lambda middle: abs(middle) < largest)
+    return [largest, *draw(st.lists(middles, min_size=1, max_size=6))]
+
+
+@st.composite
+def rows(draw: st.DrawFn, block: Block) -> Tensor:
+    """(S,) fp32: ties, equal, alternating, one spike, denormals, zeros, extremes; at times NaN, infinities.
+
+    A few numbers, all within some powers of two or anywhere, repeated to a length around the block's, of
+    ``LONGEST`` at most: a longer block is tried short.  Blocks may be on scales of their own.
+    """
+    few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _ties()))
+    size = 16 if block == "shard" else block
+    around = (len(few), 8, size - 1, size, size + 1, 2 * size + 7)
+    lengths = sorted({min(n, LONGEST) for n in around if n > 0})
+    numel = draw(st.one_of(st.just(len(few)), st.sampled_from(lengths)))
+    x = torch.tensor(few, dtype=torch.float32).repeat(-(-numel // len(few)))[:numel].contiguous()
+    power = draw(st.one_of(st.just(0), st.integers(-140, 120)))
+    x = torch.ldexp(x.double(), torch.tensor(power)).clamp(-_LARGEST, _LARGEST).float()
+    if block != "shard" and numel > block and draw(st.integers(0, 1)):
+        own = torch.tensor(draw(st.lists(st.integers(-6, 6), min_size=2, max_size=3)), dtype=torch.float32)
+        x = (
+            (x.double() * own.exp2()[torch.arange(numel) // block % len(own)])
+            .clamp(-_LARGEST, _LARGEST)
+            .float()
+        )
+    if draw(st.integers(0, 3)) == 1:
+        x[draw(st.integers(0, numel - 1))] = draw(_numbers)  # one that the others do not repeat
+    if draw(st.integers(0, 5)) == 1:
+        x[draw(st.integers(0, numel - 1))] = draw(st.sampled_from(_BROKEN))
+    return x
+
+
+@st.composite
+def cases(draw: st.DrawFn, block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype)) -> Case:
+    """What a law is tried on, for codecs with such blocks and types."""
+    return Case(
+        x=draw(rows(block)).to(DTYPES[draw(st.sampled_from(kinds))]),
+        out=draw(st.sampled_from(kinds)),
+        power=draw(st.integers(-30, 30)),
+        noise=draw(noises),
+    )
+
+
+def standing(subject: Subject, claim: Claim) -> list[Case]:
+    """What is tried always and first: all ties of each format, and blocks on three scales, the last short.
+
+    A largest element stands beside each tie, so that steps are 1 whatever the block.  Of a codec of ours
+    also the edges between its levels (:mod:`harness.laws.rounding_edges`): bits are compared there in each type of the
+    subject, and the laws are tried on the specification, of which equal bits inherit them.
+    """
+    found = [(float(top), torch.arange(-top, top) + 0.5) for top in _LARGEST_CODES]
+    for largest, mantissa in _LARGEST_ELEMENTS:
+        steps = torch.arange(1 << mantissa, 2 << mantissa) + 0.5
+        middles = (steps[:, None] * torch.tensor([0.25, 0.5, 1.0, 2.0])).flatten()
+        found.append((largest, torch.cat([middles, -middles])[torch.cat([middles, middles]) < largest]))
+    x = [torch.stack([torch.full_like(ties, top), ties], dim=1).flatten() for top, ties in found]
+    size = 16 if subject.block == "shard" else min(subject.block, LONGEST // 3)
+    blocks = torch.arange(2 * size + 7) // size
+    one = x[2].repeat(-(-len(blocks) // len(x[2])))[: len(blocks)]
+    x.append(one * torch.tensor([1.0, 8.0, 0.125])[blocks.clamp(max=2)])
+    kinds, codec, noise = subject.kinds, subject.codec, Noise((1, 2, 3, 4))
+    kind: Dtype = "fp32" if "fp32" in kinds else kinds[0]
+    cases = [Case(x=row[:LONGEST].to(DTYPES[kind]), out=kind, power=1, noise=noise) for row in x]
+    if codec is not None and not isinstance(codec, Raw):
+        tried = kinds if claim is Duty.BITS else (kind,) if subject.specification else ()
+        cases += [
+            Case(x=row, out=each, power=1, noise=noise)
+            for each in tried
+            for row in edge_rows(codec, each, noise)
+        ]
+    return cases
+
+
+def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Violation | None:
+    """Try a claim on ``examples`` rows; the violation of the smallest row that breaks it, or None.
+
+    What the subject raises is a violation too.  ``UNBIASED``, which encodes thousands of rows each time,
+    is tried on a tenth as many rows, and of the first that breaks it the first block is shown.
+    """
+    costly = claim is Law.UNBIASED
+    for case in [] if costly else standing(subject, claim):
+        if violation := violation_of(subject, claim, case):
+            if violation_of(subject, claim, case) is None:
+                return _once(claim, case)
+            small = _of_few(subject, claim, case) or _of_one_block(subject, claim, case)
+            return small or violation
+    failed: list[Case] = []  # the last is the smallest
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=max(2, examples // FEWER) if costly else examples,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=[Phase.generate] if costly else [Phase.generate, Phase.shrink],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
+    )
+    @hypothesis.given(cases(subject.block, subject.kinds))
+    def every(case: Case) -> None:
+        violation = violation_of(subject, claim, case)
+        if violation is not None:
+            failed.append(case)
+            raise violation
+
+    try:
+        every()
+    except Violation as violation:
+        if costly:
+            return _of_one_block(subject, claim, failed[-1]) or violation
+        few = failed[-1].x.numel() <= FEW and _of_few(subject, claim, failed[-1])
+        return few or _of_one_block(subject, claim, failed[-1]) or violation
+    except hypothesis.errors.Flaky:
+        return _once(claim, failed[-1])
+    return None
+
+
+def _once(claim: Claim, case: Case) -> Violation:
+    return Violation(f"{title(claim)} broke once, and not when the same row was tried again", case.x)
+
+
+def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None:
+    """How a claim is broken on one row, by wrong numbers or by what is raised; None if it holds.
+
+    Whatever is raised, a SystemExit too: that of somebody's code must not end the command with status 0.
+    """
+    try:
+        attempt(subject, claim, case)
+    except Violation as violation:
+        return violation
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        where = place(error)
+        return Violation(f"raised {raised(error)}{where and f', at {where}'}", case.x)
+    return None
+
+
+def _of_few(subject: Subject, claim: Claim, case: Case) -> Violation | None:
+    """The violation of a simple row, of one element, or of one beside the largest, or beside both ends, where
+    there is one; with random bits, which belong to places, of an octet where it stands.
+    """
+    for simple in _SIMPLE:
+        if violation := violation_of(
+            subject, claim, replace(case, x=torch.tensor(simple, dtype=case.x.dtype))
+        ):
+            return violation
+    largest, ends = case.x[case.x.abs().argmax()].view(1), torch.stack(case.x.aminmax())
+    for value in case.x.unique():  # type: ignore[no-untyped-call]  # torch's own
+        for beside in (largest[:0], largest, ends):
+            row = torch.cat([beside, value.view(1)])
+            if violation := violation_of(subject, claim, replace(case, x=row)):
+                return violation
+    for start in range(0, case.x.numel(), OCTET) if subject.promises.stochastic else ():
+        noise = replace(case.noise, start=case.noise.start + start)
+        octet = replace(case, x=case.x[start : start + OCTET].clone(), noise=noise)
+        if violation := violation_of(subject, claim, octet):
+            return violation
+    return None
+
+
+def _of_one_block(subject: Subject, claim: Claim, case: Case) -> Violation | None:
+    """The violation of a single block of a row, where one alone breaks the claim: shrinking element by
+    element moves the others across the bounds of blocks.
+    """
+    for where in block_slices(subject.block, case.x.numel()):
+        violation = violation_of(subject, claim, replace(case, x=case.x[where].clone()))
+        if violation is not None:
+            return violation
+    return None

@@ -1,0 +1,184 @@
+"""``zeropp check codecs``: the declared laws of codecs, ours or anyone's, on hostile rows.
+
+Prints which laws hold, and of each that does not the smallest row that was found to break it.  Statuses:
+0 where all hold, 1 where one does not, 2 for what cannot be tried.  torch and Hypothesis are imported
+only once the command runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from harness import terminal
+from harness.cluster.leaving import at_once
+from impl.codecs.codec import Codec, Law, padded_bytes, parse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from harness.laws.laws import Claim, Subject, Violation
+
+VIOLATED: Final = 1
+EXAMPLES: Final = 40
+_MOST_SHOWN: Final = 64  # elements or bytes of a violation
+
+app = typer.Typer(help="Try the laws that codecs declare.", no_args_is_help=True, rich_markup_mode=None)
+
+
+class CheckError(ValueError):
+    """What cannot be tried; one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one claim of one subject.
+
+    Attributes:
+        claim: of a codec.
+        violation: the smallest that was found; None where it holds.
+    """
+
+    claim: Claim
+    violation: Violation | None
+
+
+@app.callback()
+def _entry() -> None:
+    """Try the laws that codecs declare."""  # with it, ``codecs`` stays a word of the command line
+
+
+@app.command()
+def codecs(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", help="reference, cpu or cuda; several times; default: all found."),
+    ] = None,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--codec", help="Text form, or your own module:object (docs/reference/codecs.md); several times."
+        ),
+    ] = None,
+    examples: Annotated[int, typer.Option(min=1, help="Rows that each law is tried on.")] = EXAMPLES,
+    seed: Annotated[int, typer.Option(min=0, help="Of the rows: the same seed, the same rows.")] = 0,
+) -> None:
+    """Try every declared law on hostile rows; print the smallest row that breaks one."""
+    subjects, left_out = _subjects(tuple(codec or ()), tuple(backend or ()))
+    out = terminal.console()
+    found = {subject: verdicts(subject, examples, seed) for subject in subjects}
+    show(found, out)
+    for line in left_out:
+        out.print(escape(line), soft_wrap=True)
+    if any(verdict.violation for each in found.values() for verdict in each):
+        raise typer.Exit(VIOLATED)
+
+
+def verdicts(subject: Subject, examples: int, seed: int) -> list[Verdict]:
+    """All claims of a subject, tried."""
+    from harness.laws.adversarial_rows import search
+
+    return [Verdict(claim, search(subject, claim, examples=examples, seed=seed)) for claim in subject.claims]
+
+
+def show(found: Mapping[Subject, list[Verdict]], out: Console) -> None:
+    """Print the table of subjects and claims, then every violation."""
+    from harness.laws.laws import Duty, title
+
+    claims: list[Claim] = [*Duty, *Law]
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("codec", overflow="fold")
+    for claim in claims:
+        table.add_column(title(claim))
+    for subject, each in found.items():
+        words = {verdict.claim: "[bold red]FAILS[/]" if verdict.violation else "holds" for verdict in each}
+        table.add_row(escape(subject.name), *(words.get(claim, terminal.NONE) for claim in claims))
+    out.print(table)
+    for subject, each in found.items():
+        for verdict in each:
+            if verdict.violation is not None:
+                for line in told(subject, verdict.claim, verdict.violation):
+                    out.print(escape(line), soft_wrap=True)
+
+
+def told(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
+    """A violation in lines: what is broken and how far, the row, its bits, its frame and scales."""
+    from harness.laws.laws import title
+
+    x, size = violation.x, violation.x.element_size()
+    values = [f"{value:.9g}" for value in x[:_MOST_SHOWN].tolist()]
+    patterns = [
+        pattern[::-1].hex()
+        for pattern in (_bytes(x)[i : i + size] for i in range(0, len(values) * size, size))
+    ]
+    more, kind = _more(x.numel()), str(x.dtype).removeprefix("torch.")
+    lines = [
+        f"{subject.name} breaks {title(claim)}: {claim.value}",
+        f"  {violation}",
+        f"  smallest row found, {x.numel()} of {kind}: {' '.join(values)}{more}",
+        f"  in hex: {' '.join(patterns)}{more}",
+    ]
+    if violation.frame is None:
+        return lines
+    frame = _bytes(violation.frame)
+    lines.append(f"  frame, {len(frame)} bytes: {frame[:_MOST_SHOWN].hex(' ')}{_more(len(frame))}")
+    if subject.codec is not None and subject.codec.scale_bytes(x.numel()):
+        start = padded_bytes(subject.codec.code_bytes(x.numel()))
+        scales = frame[start : start + subject.codec.scale_bytes(x.numel())]
+        lines.append(f"  its scales, from byte {start}: {scales[:_MOST_SHOWN].hex(' ')}{_more(len(scales))}")
+    return lines
+
+
+def _bytes(x: Tensor) -> bytes:
+    """Of a contiguous tensor, little-endian."""
+    import torch
+
+    return bytes(x.contiguous().view(torch.uint8).tolist())
+
+
+def _more(count: int) -> str:
+    return f" ... ({count - _MOST_SHOWN} more)" if count > _MOST_SHOWN else ""
+
+
+def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], list[str]]:
+    """Whom to try; a line for each backend that is not here, or has no kernels for some of the codecs."""
+    with at_once():
+        from harness.laws import subject
+        from harness.laws.laws import Subject
+
+    try:
+        named = [subject.read(text) for text in texts] or [parse(text) for text in subject.REPRESENTATIVE]
+    except subject.SubjectError as error:
+        raise CheckError(str(error)) from error
+    own = [each for each in named if isinstance(each, Subject)]
+    ours: list[Codec] = [each for each in named if not isinstance(each, Subject)]
+    if backends and not ours:
+        raise CheckError(f"--backend {backends[0]}: {own[0].name} brings its own code; leave the option out")
+    for name in backends:
+        reason = subject.missing(name)
+        if reason is not None:
+            raise CheckError(reason)
+    subjects: list[Subject] = []
+    without: dict[str, list[str]] = {}
+    here, reasons = (backends, []) if backends or not ours else subject.found()
+    for name in here:
+        there = [each for each in ours if subject.served(each, name)]
+        subjects += [subject.of_codec(each, name) for each in there]
+        if len(there) < len(ours):
+            without[name] = [str(each) for each in ours if each not in there]
+    if not subjects and not own:
+        raise CheckError(
+            "; ".join(f"{name}: no kernels for {', '.join(each)}" for name, each in without.items())
+        )
+    lacking = (f"{name}: no kernels for {', '.join(each)}" for name, each in without.items())
+    return [*subjects, *own], [
+        *(f"not here: {reason}" for reason in reasons),
+        *(f"{line}; the reference serves them" for line in lacking),
+    ]

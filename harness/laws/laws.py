@@ -1,0 +1,472 @@
+"""The laws of codecs as functions: each tries one law on one row of elements, whoever encodes it.
+
+What is tried is a :class:`Subject`: a codec of ours on one backend, or somebody's own object.  The tests
+of this repository and ``zeropp check codecs`` run the same functions; each raises :class:`Violation` with
+the numbers, or returns.  Beside the laws that a codec declares (:class:`impl.codecs.codec.Law`), everyone has
+the duties of :class:`Duty`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from impl.codecs import reference
+from impl.codecs.codec import LARGEST, Block, Codec, Dtype, Law, Raw, padded_bytes
+from impl.codecs.reference import DTYPES, NAMES
+from impl.codecs.rounding_noise import OCTET, Noise
+
+FALSE_ALARM: Final = 1e-9  # largest probability that UNBIASED blames an unbiased codec, each time it is tried
+DRAWS: Final = 4096  # of the random bits of each element, for UNBIASED
+DRAWN: Final = 64  # elements of a row at most whose means UNBIASED takes
+_GUARD: Final = 32  # bytes or elements around a frame or its elements that nobody may touch
+_EXPONENTS: Final = 30  # POWER_OF_TWO keeps elements above 2^-30 of 1 and scales by at most 2^+-30
+_FP16_EXPONENTS: Final = 6  # the same for a cast to fp16, whose normal range is 2^-14 to 2^16
+_MODERATE: Final = 2.0**64  # a bound of a block of such magnitudes is finite in fp32 too
+_QUIET: Final = Noise((0, 0, 0, 0))
+_HERE: Final = Path(__file__).resolve().parents[1]
+_OURS: Final = (_HERE, _HERE.parent / "impl")
+_LIBRARIES: Final = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+
+
+class Duty(enum.Enum):
+    """What every codec owes, whatever its laws."""
+
+    FRAME = "a frame is written whole, nothing beyond it, and alone decides what it decodes to"
+    BITS = "frames and decoded elements equal the reference's, bit for bit"
+
+
+Claim = Law | Duty
+
+
+class Promises(Protocol):
+    """What a codec says of itself; :mod:`impl.codecs.codec` says what the words mean."""
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        """The laws that it declares."""
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether it takes random bits."""
+
+    def frame_bytes(self, numel: int, /) -> int:
+        """Bytes of the frame of ``numel`` elements."""
+
+    def error_bound(self, low: float, high: float, out: Dtype, /) -> float:
+        """Largest error of finite values in [low, high] of one block, decoded to ``out``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A codec as one implementation carries it out.
+
+    Attributes:
+        name: for messages.
+        promises: sizes, laws and error bound.
+        block: elements that share a scale.
+        encode: from x (..., S) and random bits into frames (..., F) uint8.
+        decode: from frames (..., F) into elements (..., S).
+        kinds: types of the elements that it takes and gives.
+        device: where its tensors lie.
+        codec: the codec of ours that it is, or None.
+        specification: whether it is the reference itself, which is not compared with itself.
+    """
+
+    name: str
+    promises: Promises
+    block: Block
+    encode: Callable[[Tensor, Tensor, Noise | None], None]
+    decode: Callable[[Tensor, Tensor], None]
+    kinds: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  # immutable
+    codec: Codec | None = None
+    specification: bool = False
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """All that it has to keep: duties first, then laws in the order of their declaration."""
+        compared = self.codec is not None and not self.specification
+        laws = [law for law in Law if law in self.promises.laws]
+        return (Duty.FRAME, *((Duty.BITS,) if compared else ()), *laws)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """What a law is tried on.
+
+    Attributes:
+        x: (S,) fp32, bf16 or fp16, on the CPU.
+        out: type to decode to.
+        power: exponent of POWER_OF_TWO's factor, from -30 to 30.
+        noise: random bits of the row, for a stochastic codec.
+    """
+
+    x: Tensor
+    out: Dtype = "fp32"
+    power: int = 1
+    noise: Noise = _QUIET
+
+
+class Violation(AssertionError):  # noqa: N818  # it is one, not an error of a program
+    """A claim does not hold.
+
+    Attributes:
+        x: the row that shows it.
+        frame: (F,) uint8 that was written, where one was.
+    """
+
+    def __init__(self, words: str, x: Tensor, frame: Tensor | None = None) -> None:
+        super().__init__(words)
+        self.x, self.frame = x.detach().cpu(), None if frame is None else frame.detach().cpu()
+
+
+def attempt(subject: Subject, claim: Claim, case: Case) -> None:
+    """Try one claim on one row.
+
+    Raises:
+        Violation: if it does not hold there.
+    """
+    _TRIALS[claim](subject, case)
+
+
+def title(claim: Claim) -> str:
+    """A claim's name, as tables and ``laws`` of other people's objects write it."""
+    return claim.name.lower()
+
+
+def raised(error: BaseException) -> str:
+    """An error in one line: its type, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def place(error: BaseException) -> str:
+    """Where an error was raised, as ``mine.py line 12, in encode: frame[at] = scale``; empty if nobody knows.
+
+    That is the innermost line of somebody's own, of ours where there is none; not of a library.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [frame for frame in frames if not _stands_in(frame.filename, _LIBRARIES)]
+    own = [frame for frame in found if not _stands_in(frame.filename, _OURS)]
+    ours = [frame for frame in found if not _stands_in(frame.filename, _OURS[:1])]
+    if not (own or ours):
+        return ""
+    frame = (own or ours)[-1]
+    file = Path(frame.filename)
+    name = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{name} line {frame.lineno}, in {frame.name}: {frame.line}".removesuffix(": ")
+
+
+def _stands_in(file: str, folders: tuple[Path, ...]) -> bool:
+    return file.startswith("<frozen ") or any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+def block_slices(block: Block, numel: int) -> Iterator[slice]:
+    """Where the blocks of a row of ``numel`` elements lie; the last may be short."""
+    size = numel if block == "shard" else block
+    return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
+
+
+def through(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> tuple[Tensor, Tensor]:
+    """The frames (..., F) of ``x`` (..., S), and the elements that they decode to; both on the CPU."""
+    size = subject.promises.frame_bytes(x.shape[-1])
+    frames = torch.full((*x.shape[:-1], size), 0xA5, dtype=torch.uint8, device=subject.device)
+    decoded = torch.full(x.shape, math.nan, dtype=DTYPES[out], device=subject.device)
+    given = x.to(subject.device, copy=True)
+    subject.encode(given, frames, noise if subject.promises.stochastic else None)
+    subject.decode(frames, decoded)
+    return frames.cpu(), decoded.cpu()
+
+
+def _quantised(subject: Subject, x: Tensor) -> Tensor:
+    """What the codec's scales are taken of: ``x`` itself, or its rotation."""
+    return x if subject.codec is None else reference.rotated(subject.codec, x)
+
+
+def _bound(subject: Subject, case: Case) -> None:
+    """Errors of finite blocks, away from where the output's type saturates."""
+    x = _representable(subject, case)
+    frame, decoded = through(subject, x, case.noise, case.out)
+    allowed = _bounds(subject, x, case.out)
+    error = (decoded.double() - x.double()).abs()
+    _refuse(
+        ~(error <= allowed) & allowed.isfinite(),
+        lambda i: f"{_went(x, decoded, i)}, error {error[i]:.9g} above the bound {allowed[i]:.9g}",
+        x,
+        frame,
+    )
+
+
+def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
+    """(S,) fp64: the declared bound of each element's block; infinite where the block is not finite.
+
+    Raises:
+        Violation: for a finite block with a bound of NaN, or an infinite one where no magnitude of the
+            block exceeds ``_MODERATE``: it would allow everything.  Near the largest numbers a bound
+            that is computed in fp32 may overflow.
+    """
+    seen = _quantised(subject, x).double()
+    bounds = torch.full(x.shape, math.inf, dtype=torch.float64)
+    for where in block_slices(subject.block, x.numel()):
+        low, high = seen[where].min().item(), seen[where].max().item()
+        if math.isfinite(low) and math.isfinite(high):
+            bound = float(subject.promises.error_bound(low, high, out))
+            if not (math.isfinite(bound) or (bound > 0 and max(-low, high) > _MODERATE)):
+                raise Violation(f"error_bound({low:.9g}, {high:.9g}, {out!r}) is {bound}", x)
+            bounds[where] = bound
+    return bounds
+
+
+def _zero(subject: Subject, case: Case) -> None:
+    """Blocks of zeros, of both signs, beside blocks that are none."""
+    x = case.x.clone()
+    blocks = list(block_slices(subject.block, x.numel()))
+    zeros = torch.zeros(x.shape, dtype=torch.bool)
+    for where in blocks[::2]:
+        zeros[where] = True
+    x[zeros] = torch.copysign(torch.zeros_like(x), x)[zeros]
+    frame, decoded = through(subject, x, case.noise)
+    _refuse(zeros & (decoded != 0), lambda i: f"{_went(x, decoded, i)}, in a block of zeros", x, frame)
+
+
+def _idempotent(subject: Subject, case: Case) -> None:
+    """A second trip, whose scales may differ from the first's by their last bit."""
+    frame, once = through(subject, case.x, case.noise)
+    _, twice = through(subject, once, case.noise)
+    close = _same(once, twice) | ((once - twice).abs() <= once.abs() * 2.0**-22)
+    _refuse(~close, lambda i: f"{_went(case.x, once, i)}, and that to {_text(twice[i])} again", case.x, frame)
+
+
+def _sign(subject: Subject, case: Case) -> None:
+    frame, decoded = through(subject, case.x, case.noise)
+    _, mirrored = through(subject, -case.x, case.noise)
+    _refuse(
+        ~_same(decoded, -mirrored),
+        lambda i: f"{_went(case.x, decoded, i)}, its negative to {_text(mirrored[i])}",
+        case.x,
+        frame,
+    )
+
+
+def _power_of_two(subject: Subject, case: Case) -> None:
+    """Elements are first brought to [2^-30, 1], so that no exponent leaves fp32's normal range."""
+    narrow = subject.codec == Raw("fp16")
+    exponents = _FP16_EXPONENTS if narrow else _EXPONENTS
+    power = max(-exponents, min(exponents, case.power))
+    x = case.x.float().nan_to_num(0.0, 0.0, 0.0)
+    x = torch.ldexp(x, -torch.frexp(x.abs().max()).exponent)
+    x = torch.where(x.abs() < 2.0**-exponents, 0.0, x)
+    factor = 2.0**power
+    frame, decoded = through(subject, x, case.noise)
+    _, scaled = through(subject, x * factor, case.noise)
+    _refuse(
+        ~_same(decoded * factor, scaled),
+        lambda i: f"{_went(x, decoded, i)}, 2^{power} times it to {_text(scaled[i])}",
+        x,
+        frame,
+    )
+
+
+def _nonfinite(subject: Subject, case: Case) -> None:
+    """Blocks with a NaN or an infinity, and their neighbours."""
+    frame, decoded = through(subject, case.x, case.noise, case.out)
+    x, got = case.x.float(), decoded.float()
+    kept = torch.where(x.isfinite(), ~got.isnan(), _same(x, got))
+    finite = torch.ones(x.shape, dtype=torch.bool)
+    for where in block_slices(subject.block, x.numel()):
+        finite[where] = bool(x[where].isfinite().all())
+        if not finite[where.start] and bool(got[where].isnan().all()):
+            kept[where] = True
+    words = {True: "though its block is finite", False: "in a block that holds a NaN or an infinity"}
+    _refuse(~kept, lambda i: f"{_went(x, decoded, i)}, {words[bool(finite[i])]}", case.x, frame)
+
+
+def _unbiased(subject: Subject, case: Case) -> None:
+    """The mean of ``DRAWS`` encodings with independent random bits, for each of the first ``DRAWN`` elements.
+
+    Decoded values lie within the error bound ``b`` of the element, so by the empirical Bernstein bound
+    (Maurer and Pontil 2009, theorem 4, both sides) the mean of N of them with sample variance V is within
+    ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))`` of its expectation, ``L = ln(4 S / FALSE_ALARM)`` for S
+    elements, but for a probability of ``FALSE_ALARM``.  Allowed on top are ``2^-12 b``, for the 16 random
+    bits and the roundings of a rotation, and ``2^-22`` of the block's largest magnitude, for the roundings
+    of an offset and of the output, which count where a block's range is a few of its units in the last
+    place.
+
+    Its power: with DRAWS = 4096 and S = 64 all that is 3 % of ``b``, about a step, for elements on a code,
+    and up to 9 % for those between two: a bias of 0.1 steps is found, of 0.02 is not, and in between it
+    depends on the elements.  That the mean is within 2^-16 of a step is proved for the reference, from all
+    65536 values of the random bits (``tests/impl/codecs/test_rounding_noise.py``); other backends equal it bit for bit.
+    """
+    x = _representable(subject, case)[:DRAWN]
+    numel = x.numel()
+    rows = x.expand(DRAWS, numel).contiguous()
+    noise = Noise(case.noise.words, case.noise.start, (-(-numel // OCTET) * OCTET,))
+    frames, decoded = through(subject, rows, noise)
+    errors = decoded.double() - x.double()
+    mean, variance = errors.mean(dim=0), errors.var(dim=0)
+    bound = _bounds(subject, x, "fp32")
+    alarm = math.log(4 * numel / FALSE_ALARM)
+    chance = (2 * variance * alarm / DRAWS).sqrt() + 14 * bound * alarm / (3 * (DRAWS - 1))
+    largest = torch.zeros_like(bound)
+    for where in block_slices(subject.block, numel):
+        largest[where] = x[where].double().abs().max()
+    allowed = chance + bound * 2.0**-12 + largest * 2.0**-22
+    _refuse(
+        ~(mean.abs() <= allowed) & bound.isfinite(),
+        lambda i: (
+            f"element {i}: {_text(x[i])} decodes to {x[i].double() + mean[i]:.9g} on average of {DRAWS}, "
+            f"off by more than {allowed[i]:.3g}, which chance does once in {1 / FALSE_ALARM:.0e} trials"
+        ),
+        x,
+        frames[0],
+    )
+
+
+def _frame(subject: Subject, case: Case) -> None:
+    """Two trips between guards, over different rubbish; then another row, and the first frame once more."""
+    x, numel = case.x, case.x.numel()
+    size = subject.promises.frame_bytes(numel)
+    noise = case.noise if subject.promises.stochastic else None
+    trips = []
+    for rubbish, number in ((0x00, 7.0), (0xFF, math.nan)):
+        around = torch.full((size + 2 * _GUARD,), rubbish, dtype=torch.uint8, device=subject.device)
+        wide = torch.full((numel + 2 * _GUARD,), number, dtype=DTYPES[case.out], device=subject.device)
+        frame, decoded = around[_GUARD : _GUARD + size], wide[_GUARD : _GUARD + numel]
+        given = x.to(subject.device, copy=True)
+        subject.encode(given, frame, noise)
+        written = frame.cpu().clone()
+        subject.decode(frame, decoded)
+        _untouched(x, given.cpu(), written, frame.cpu())
+        beyond = torch.cat([around[:_GUARD], around[_GUARD + size :]]) != rubbish
+        if bool(beyond.any()):
+            raise Violation(f"bytes beyond the frame's {size} were written", x, frame)
+        outside = torch.cat([wide[:_GUARD], wide[_GUARD + numel :]])
+        if not bool(_same(outside, torch.full_like(outside, number)).all()):
+            raise Violation(f"elements beyond the row's {numel} were written", x, frame)
+        trips.append((written, decoded.cpu().clone()))
+    (frame, decoded), (again, decoded_again) = trips
+    _refuse(
+        frame != again,
+        lambda i: f"byte {i} of {size} depends on what was there: {frame[i]:02x} or {again[i]:02x}",
+        x,
+        frame,
+    )
+    _refuse(
+        ~_same(decoded, decoded_again),
+        lambda i: f"element {i} depends on what was there: {_text(decoded[i])} or {_text(decoded_again[i])}",
+        x,
+        frame,
+    )
+    through(subject, _other(x), case.noise, case.out)
+    later = torch.full_like(decoded, 7.0, device=subject.device)
+    subject.decode(frame.to(subject.device, copy=True), later)
+    _refuse(
+        ~_same(decoded, later.cpu()),
+        lambda i: (
+            f"element {i} depends on more than its frame: {_text(decoded[i])}, and "
+            f"{_text(later[i])} once another row was encoded"
+        ),
+        x,
+        frame,
+    )
+
+
+def _untouched(x: Tensor, given: Tensor, written: Tensor, read: Tensor) -> None:
+    """Encoding leaves its elements as they are, and decoding its frame."""
+    _refuse(~_same(given, x), lambda i: f"encoding changed element {i} of what it was given", x)
+    size = written.numel()
+    _refuse(read != written, lambda i: f"decoding changed byte {i} of {size} that it read", x, written)
+
+
+def _other(x: Tensor) -> Tensor:
+    """A row of the same shape and type that differs from ``x`` in every element, in sign or by a lot."""
+    return torch.where(x > 0, -0.5, 3.0).to(x.dtype)
+
+
+def _bits(subject: Subject, case: Case) -> None:
+    """Frames byte by byte, elements bit by bit, any NaN alike."""
+    codec = subject.codec
+    assert codec is not None  # noqa: S101  # a claim of those alone that are a codec of ours
+    numel = case.x.numel()
+    ours = codec.frame_bytes(numel)
+    if subject.promises.frame_bytes(numel) != ours:
+        raise Violation(
+            f"a frame of {numel} elements has {subject.promises.frame_bytes(numel)} bytes, the reference's "
+            f"{ours}",
+            case.x,
+        )
+    frame, decoded = through(subject, case.x, case.noise, case.out)
+    wanted, elements = torch.empty_like(frame), torch.empty_like(decoded)
+    reference.encode(codec, case.x, wanted, noise=case.noise if codec.stochastic else None)
+    reference.decode(codec, wanted, elements)
+    scales_at = padded_bytes(codec.code_bytes(numel))
+    _refuse(
+        frame != wanted,
+        lambda i: (
+            f"byte {i} of the frame ({'codes' if i < scales_at else 'scales'}) is {frame[i]:02x}, the "
+            f"reference's {wanted[i]:02x}"
+        ),
+        case.x,
+        frame,
+    )
+    bits = {4: torch.int32, 2: torch.int16}[decoded.element_size()]
+    equal = (decoded.view(bits) == elements.view(bits)) | (decoded.isnan() & elements.isnan())
+    _refuse(
+        ~equal,
+        lambda i: f"{_went(case.x, decoded, i)}, in the reference to {_text(elements[i])}",
+        case.x,
+        frame,
+    )
+
+
+_TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
+    Law.BOUND: _bound,
+    Law.ZERO: _zero,
+    Law.IDEMPOTENT: _idempotent,
+    Law.SIGN: _sign,
+    Law.POWER_OF_TWO: _power_of_two,
+    Law.NONFINITE: _nonfinite,
+    Law.UNBIASED: _unbiased,
+    Duty.FRAME: _frame,
+    Duty.BITS: _bits,
+}
+
+
+def _representable(subject: Subject, case: Case) -> Tensor:
+    """The row, held to where none of its types saturates or overflows."""
+    types = {case.out, NAMES[case.x.dtype]} | (
+        {subject.codec.dtype} if isinstance(subject.codec, Raw) else set()
+    )
+    limit = min(LARGEST[kind] for kind in types)
+    if "bf16" in types and "fp16" in types:
+        limit = 255 * 2.0**8  # the largest number of bf16 below fp16's largest
+    return case.x.float().clamp(-limit, limit).to(case.x.dtype)
+
+
+def _refuse(broken: Tensor, words: Callable[[int], str], x: Tensor, frame: Tensor | None = None) -> None:
+    """Raise for the first element that is broken."""
+    if bool(broken.any()):
+        raise Violation(words(int(broken.int().argmax())), x, frame)
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    """Equal, or both NaN; zeros of either sign are equal."""
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def _went(x: Tensor, decoded: Tensor, i: int) -> str:
+    return f"element {i}: {_text(x[i])} decodes to {_text(decoded[i])}"
+
+
+def _text(value: Tensor) -> str:
+    return f"{value.item():.9g}"

@@ -1,0 +1,180 @@
+"""Rows where a codec's rounding turns: for every two adjacent levels their tie, and the floats beside it.
+
+A level is a quotient ``x / scale`` that a codec of ours has a code for.  Where scales are powers of two, ties
+stay ties however a quotient is computed; so the scales of these rows are those at which a product with the
+reciprocal, of the scale or of the block's largest element, becomes another code than the quotient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from impl.codecs import reference
+from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Blocked, Dtype, FloatCodec
+from impl.codecs.reference import DTYPES
+from impl.codecs.rounding_noise import Noise
+
+MOST_SCALES: Final = 63  # whole ones, and as many others, among which those of the rows are found
+_LEAST_DRAWN: Final = 60  # edges of a row with random bits
+_BITS: Final = {4: torch.int32, 2: torch.int16}
+_CPU: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Of blocks: their least element, their largest, and the scale that follows.
+
+    Attributes:
+        low: the offset of an asymmetric codec, 0 of others.
+        high: the largest magnitude, or the largest element.
+        scale: as the reference takes it.
+    """
+
+    low: float
+    high: float
+    scale: float
+
+
+def levels(codec: Blocked) -> Tensor:
+    """(levels,) fp64, ascending: the quotients that have a code of their own; zero has one."""
+    if not isinstance(codec, FloatCodec):
+        top = _top(codec)
+        return torch.arange(0.0 if codec.asymmetric else -top, top + 1, dtype=torch.float64)
+    size, least = 1 << codec.mantissa, codec.smallest_exponent
+    exponents = range(least, math.frexp(codec.largest)[1])
+    found = [step * 2.0 ** (least - codec.mantissa) for step in range(size)]
+    found += [(size + step) * 2.0 ** (each - codec.mantissa) for each in exponents for step in range(size)]
+    positive = torch.tensor(found, dtype=torch.float64)
+    positive = positive[positive <= codec.largest]
+    return torch.cat([-positive[1:].flip(0), positive])
+
+
+def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
+    """Rows (S,) of type ``kind``, S below 2400: between any two levels the tie, the float below, that above.
+
+    Beside each stand the elements that make the block's scale, so that any block that holds them has it.
+    With random bits a tie is where ``noise`` turns the rounding of its element.  What is rotated is where
+    it should be after the rotation, as far as sums in fp32 allow.
+    """
+    for span in spans(replace(codec, block=32, hadamard=0, stochastic=False), kind):
+        row = _row(codec, span, kind, noise)
+        if codec.hadamard:
+            row = (reference.rotated(codec, row) * codec.hadamard).to(row.dtype)
+        if bool(row.isfinite().all()):
+            yield row
+
+
+@cache
+def spans(codec: Blocked, kind: Dtype) -> tuple[Span, ...]:
+    """Scale 1; those that tell a product from a quotient, whole and not; the least scale, and the largest."""
+    top, largest = _top(codec), LARGEST[kind]
+    small = 2.0**-8 if top * MOST_SCALES > largest else 1.0
+    whole = torch.arange(1.0, MOST_SCALES + 1) * top * small
+    other = whole * 2.0 ** torch.frac(torch.arange(MOST_SCALES) * (math.sqrt(5.0) - 1) / 2)
+    found: list[Span] = []
+    for highs in (whole, other.clamp(max=largest)):
+        offsets = (0.0, -1.0, -0.53) if _asymmetric(codec) else (0.0,)
+        for part in offsets:
+            low = (highs * part).to(DTYPES[kind]).float()
+            high = (highs + low if part else highs).to(DTYPES[kind]).float()
+            if not found:
+                found += _of(codec, low[:1], high[:1])
+            wrong = _confused(codec, low, high, kind)  # (mistakes, spans)
+            best = wrong.argmax(dim=1)
+            found += _of(codec, low[best], high[best])
+    least = SMALLEST_NORMAL if kind != "fp16" else 2.0**-14
+    ends = torch.tensor([least * top, largest])
+    found += _of(codec, torch.zeros(2), ends.to(DTYPES[kind]).float())
+    return tuple(dict.fromkeys(found))
+
+
+def _of(codec: Blocked, low: Tensor, high: Tensor) -> list[Span]:
+    scale = _scale(codec, low, high)
+    return [Span(*each) for each in zip(low.tolist(), high.tolist(), scale.tolist(), strict=True)]
+
+
+def _confused(codec: Blocked, low: Tensor, high: Tensor, kind: Dtype) -> Tensor:
+    """(mistakes, spans) how many edges each mistake gives another code than the quotient, for each span."""
+    scale = _scale(codec, low, high)
+    x = _edges(codec, low, high, scale, kind).float()  # (spans, edges)
+    lows, scales, measures = low[:, None], scale[:, None], (high - low)[:, None]
+    right = _nearest(codec, (x * 0.5 - lows * 0.5) / (scales * 0.5))
+    top = torch.full_like(measures, _top(codec))
+    mistakes = ((x - lows) * (1.0 / scales), (x - lows) * (top / measures))
+    return torch.stack([(_nearest(codec, each) != right).sum(dim=1) for each in mistakes])
+
+
+def _edges(codec: Blocked, low: Tensor, high: Tensor, scale: Tensor, kind: Dtype) -> Tensor:
+    """(spans, 3 * ties) of type ``kind``: below, at and above each tie, held to the span."""
+    own = levels(codec)
+    ties = (own[1:] + own[:-1]) / 2
+    x = (low[:, None].double() + ties * scale[:, None].double()).to(DTYPES[kind])
+    least = low if _asymmetric(codec) else -high
+    edges = _with_neighbours(x).flatten(1).float().nan_to_num(0.0)
+    return edges.clamp(least[:, None], high[:, None]).to(DTYPES[kind])
+
+
+def _with_neighbours(x: Tensor) -> Tensor:
+    """(..., 3): of each of ``x`` the next number towards zero, itself, and the next away from zero."""
+    bits = x.view(_BITS[x.element_size()])
+    down = torch.where(x == 0, bits, bits - 1)
+    return torch.stack([each.view(x.dtype) for each in (down, bits, bits + 1)], dim=-1)
+
+
+def _nearest(codec: Blocked, quotients: Tensor) -> Tensor:
+    """Of each quotient the number of the nearest level, of two the one with an even code."""
+    own = levels(codec)
+    ties = (own[1:] + own[:-1]) / 2
+    wide = quotients.double().contiguous()
+    lower = torch.searchsorted(ties, wide)
+    tie = wide == ties[lower.clamp(max=len(ties) - 1)]
+    odd = (lower - int((own < 0).sum())) % 2 != 0
+    return lower + (tie & odd).long()
+
+
+def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
+    """The edges of one span, each behind the elements that make its scale."""
+    anchors = [span.low, span.high] if _asymmetric(codec) else [span.high]
+    own, period = levels(codec), len(anchors) + 1
+    gaps = (own[1:] - own[:-1]).repeat_interleave(3)
+    ties = ((own[1:] + own[:-1]) / 2).repeat_interleave(3)
+    if codec.stochastic:
+        often = -(-_LEAST_DRAWN // len(ties))  # few levels are tried with more random bits
+        gaps, ties = gaps.repeat(often), ties.repeat(often)
+        numel = period * len(ties)
+        bits = reference.random_bits(noise, torch.Size([]), numel, _CPU)[period - 1 :: period]
+        ties = ties - gaps * (bits.double() * 2.0**-16 - (0.5 - 2.0**-17))
+    x = (span.low + ties * span.scale).clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
+    beside = _with_neighbours(x)[torch.arange(len(x)), torch.arange(len(x)) % 3]
+    least = span.low if _asymmetric(codec) else -span.high
+    edges = beside.float().nan_to_num(0.0).clamp(least, span.high)
+    columns = [torch.full_like(edges, anchor) for anchor in anchors]
+    return torch.stack([*columns, edges], dim=1).flatten().to(DTYPES[kind])
+
+
+def _top(codec: Blocked) -> float:
+    """The level that a block's largest element, or its range, becomes."""
+    if isinstance(codec, FloatCodec):
+        return codec.largest
+    return float((1 << (codec.bits - (0 if codec.asymmetric else 1))) - 1)
+
+
+def _asymmetric(codec: Blocked) -> bool:
+    return not isinstance(codec, FloatCodec) and codec.asymmetric
+
+
+def _scale(codec: Blocked, low: Tensor, high: Tensor) -> Tensor:
+    """The scale of each span, in fp32, as :mod:`impl.codecs.reference` says."""
+    top = torch.full_like(high, _top(codec))
+    scale = (high / top - low / top).clamp(min=SMALLEST_NORMAL)
+    if isinstance(codec, FloatCodec) and codec.scale == "e8m0":
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    return scale

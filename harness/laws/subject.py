@@ -1,0 +1,267 @@
+"""Whom the laws are tried on: codecs of ours on a backend, and objects of others.
+
+An object of one's own is ``module:object``; a class stands for what it makes without arguments.
+It has
+
+- ``encode(x, frame)``: write the frame (F,) uint8 of x (S,); all of it, and nothing beyond it;
+- ``decode(frame, out)``: write the elements (S,) of a frame;
+
+and either ``codec``, the text form of a codec of ours, which it then claims to be, bit for bit; or
+
+- ``laws``: names of the laws that it promises, as ``["bound", "zero"]`` (:class:`impl.codecs.codec.Law`);
+- ``block``: elements that share a scale, or ``"shard"``;
+- ``frame_bytes(numel)``: bytes of a frame;
+- ``error_bound(low, high, out)``: largest error of finite values in [low, high] of one block, decoded to
+  ``out``: ``"fp32"``, ``"bf16"`` or ``"fp16"``; asked only where it promises ``bound`` or ``unbiased``.
+
+Where they differ from what is said here: ``stochastic`` (False; if True, ``encode(x, frame, noise)`` gets
+an :class:`impl.codecs.rounding_noise.Noise`), ``kinds`` (``["fp32"]``: types of x and out), ``device`` (``"cpu"``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+import torch
+from torch import Tensor
+
+from harness.laws.laws import Subject, raised
+from harness.workloads.input_digests import see_working_folder
+from impl import ops
+from impl.codecs import reference
+from impl.codecs.codec import Block, Codec, CodecError, Dtype, Law, Raw, parse
+from impl.codecs.rounding_noise import Noise
+
+BACKENDS: Final = ("reference", "cpu", "cuda")
+# One of every kind, width and option, in blocks of a size that hostile rows fill.
+REPRESENTATIVE: Final = (
+    "fp32", "bf16", "fp16",
+    "int8:64", "int7:8", "int6:24", "int5:13", "int4:32", "int3:64", "int2:5",
+    "int8:shard", "int4:1", "int8:2048",
+    "int8:64:asym", "int4:32:asym", "int3:7:asym",
+    "fp8e4m3:32", "fp8e5m2:32", "fp8e4m3:shard", "mxfp8", "mxfp8e5m2", "mxfp4",
+    "int8:64:hadamard16", "int4:64:hadamard32", "mxfp4:hadamard8",
+    "int8:64:stochastic", "int4:32:stochastic", "int4:32:asym:stochastic",
+    "fp8e4m3:32:stochastic", "mxfp4:stochastic", "int4:32:hadamard8:stochastic",
+)  # fmt: skip
+_CODEC_HEAD: Final = re.compile(r"fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*")
+_OBJECT: Final = re.compile(r"[\w.]+:[\w.]+")
+_KINDS: Final[tuple[Dtype, ...]] = get_args(Dtype)
+
+
+class SubjectError(ValueError):
+    """What was named cannot be tried here; one line says why."""
+
+
+def missing(backend: str) -> str | None:
+    """Why ``backend`` is not to be had on this machine; None if it is."""
+    if backend not in BACKENDS:
+        return f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}"
+    try:
+        ops.operations_of(backend)
+    except ValueError as error:
+        return str(error)
+    if backend == "cuda" and not torch.cuda.is_available():
+        return "backend 'cuda': torch finds no CUDA device"
+    return None
+
+
+def found() -> tuple[list[str], list[str]]:
+    """The backends of this machine, and why each of the others is not to be had."""
+    reasons = {backend: missing(backend) for backend in BACKENDS}
+    return (
+        [backend for backend, reason in reasons.items() if reason is None],
+        [reason for reason in reasons.values() if reason is not None],
+    )
+
+
+def served(codec: Codec, backend: str) -> bool:
+    """Whether ``backend`` has kernels of its own for ``codec``; a cast is torch's on every device."""
+    return isinstance(codec, Raw) or ops.operations_of(backend).supports(codec)
+
+
+def of_codec(codec: Codec, backend: str) -> Subject:
+    """A codec of ours on a backend.
+
+    Raises:
+        ValueError: if this machine lacks what the backend needs.
+    """
+    return of_operations(codec, ops.operations_of(backend), backend)
+
+
+def of_operations(codec: Codec, operations: ops.Operations, name: str, device: str | None = None) -> Subject:
+    """A codec of ours with the operations of a backend, on its device."""
+
+    def encode(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
+        operations.encode(codec, x, frames, noise=noise)
+
+    def decode(frames: Tensor, out: Tensor) -> None:
+        operations.decode(codec, frames, out)
+
+    return Subject(
+        name=f"{codec} on {name}",
+        promises=codec,
+        block=1 if isinstance(codec, Raw) else codec.block,
+        encode=encode,
+        decode=decode,
+        device=torch.device(device or ("cuda" if name == "cuda" else "cpu")),
+        codec=codec,
+        specification=operations is reference,
+    )
+
+
+def read(text: str) -> Codec | Subject:
+    """A codec of ours by its text form, or somebody's ``module:object``.
+
+    Raises:
+        SubjectError: if it is neither, naming what is wrong.
+    """
+    if _CODEC_HEAD.fullmatch(text.partition(":")[0]) or not _OBJECT.fullmatch(text):
+        try:
+            return parse(text)
+        except ValueError as error:  # CodecError, or a number of thousands of digits
+            raise SubjectError(str(error)) from error
+    return of_object(text, _import(text))
+
+
+def of_object(name: str, thing: Any) -> Subject:
+    """Somebody's own codec or kernel; the module's text says what it must have.
+
+    Raises:
+        SubjectError: naming what it lacks, or what it raised when it was asked.
+    """
+    try:
+        return _of_object(name, thing() if isinstance(thing, type) else thing)
+    except (SubjectError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # its constructor and properties may raise whatever they like
+        raise SubjectError(f"{name}: raised {raised(error)}") from error
+
+
+def _of_object(name: str, thing: Any) -> Subject:
+    for method in ("encode", "decode"):
+        if not callable(getattr(thing, method, None)):
+            raise SubjectError(f"{name}: has no method {method!r}")
+    declared = getattr(thing, "kinds", ("fp32",))
+    if not isinstance(declared, list | tuple) or not declared or any(k not in _KINDS for k in declared):
+        raise SubjectError(f"{name}: kinds {declared!r}: expected a list with some of {', '.join(_KINDS)}")
+    kinds: tuple[Dtype, ...] = tuple(declared)
+    device = _device(name, getattr(thing, "device", "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SubjectError(f"{name}: its device is {device}, and torch finds no CUDA device")
+    codec, promises = _promises(name, thing)
+    return Subject(
+        name=name,
+        promises=promises,
+        block=_block(name, thing, codec),
+        encode=_by_rows(thing.encode, stochastic=promises.stochastic),
+        decode=lambda frames, out: _each_row(thing.decode, frames, out),
+        kinds=kinds,
+        device=device,
+        codec=codec,
+    )
+
+
+def _device(name: str, text: Any) -> torch.device:
+    try:
+        device = torch.device(text)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise SubjectError(f"{name}: device {text!r}: expected cpu or cuda")
+    return device
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What an object that is no codec of ours says of itself."""
+
+    laws: frozenset[Law]
+    stochastic: bool
+    frame_bytes: Callable[[int], int]
+    error_bound: Callable[[float, float, Dtype], float]
+
+
+def _promises(name: str, thing: Any) -> tuple[Codec | None, Codec | _Own]:
+    text = getattr(thing, "codec", None)
+    if text is not None:
+        try:
+            codec = parse(str(text))
+        except CodecError as error:
+            raise SubjectError(f"{name}: {error}") from error
+        return codec, codec
+    by_name = {law.name.lower(): law for law in Law}
+    declared = getattr(thing, "laws", None)
+    if not isinstance(declared, list | tuple | set | frozenset):
+        raise SubjectError(f"{name}: has neither 'codec' nor a list 'laws' with some of {', '.join(by_name)}")
+    words = [law.name.lower() if isinstance(law, Law) else str(law) for law in declared]
+    unknown = [word for word in words if word not in by_name]
+    if unknown:
+        raise SubjectError(f"{name}: unknown law {unknown[0]!r}: expected some of {', '.join(by_name)}")
+    laws = frozenset(by_name[word] for word in words)
+    bound = getattr(thing, "error_bound", None)
+    if not callable(getattr(thing, "frame_bytes", None)):
+        raise SubjectError(f"{name}: has no method 'frame_bytes'")
+    if laws & {Law.BOUND, Law.UNBIASED} and not callable(bound):
+        raise SubjectError(f"{name}: promises bound or unbiased, and has no method 'error_bound'")
+    stochastic = bool(getattr(thing, "stochastic", False))
+    if Law.UNBIASED in laws and not stochastic:
+        raise SubjectError(f"{name}: promises unbiased, and is not stochastic")
+    return None, _Own(laws, stochastic, thing.frame_bytes, bound)  # type: ignore[arg-type]  # where None, unused
+
+
+def _block(name: str, thing: Any, codec: Codec | None) -> Block:
+    if codec is not None:
+        return 1 if isinstance(codec, Raw) else codec.block
+    block: Any = getattr(thing, "block", None)
+    if block == "shard" or (isinstance(block, int) and block >= 1):
+        return block  # type: ignore[no-any-return]  # just looked at
+    raise SubjectError(f"{name}: block {block!r}: expected a number of elements from 1, or 'shard'")
+
+
+def _by_rows(
+    encode: Callable[..., None], *, stochastic: bool
+) -> Callable[[Tensor, Tensor, Noise | None], None]:
+    """``encode`` of one row, for rows (..., S)."""
+
+    def all_rows(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
+        if noise is None or not stochastic:
+            _each_row(encode, x, frames)
+            return
+        for row in _rows(x):
+            start = noise.start + sum(i * stride for i, stride in zip(row, noise.strides, strict=True))
+            encode(x[row], frames[row], Noise(noise.words, start))
+
+    return all_rows
+
+
+def _each_row(function: Callable[..., None], source: Tensor, target: Tensor) -> None:
+    for row in _rows(source):
+        function(source[row], target[row])
+
+
+def _rows(x: Tensor) -> Sequence[tuple[int, ...]]:
+    return list(itertools.product(*map(range, x.shape[:-1])))
+
+
+def _import(text: str) -> Any:
+    module, _, path = text.partition(":")
+    see_working_folder()
+    try:
+        thing: Any = importlib.import_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may raise whatever it likes, SystemExit too
+        raise SubjectError(f"{text}: cannot import {module!r}: {raised(error)}") from error
+    try:
+        return operator.attrgetter(path)(thing)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise SubjectError(f"{text}: {module} has no {path!r}: {raised(error)}") from error

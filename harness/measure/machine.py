@@ -1,0 +1,168 @@
+"""Facts about where a trial ran, and which of them must agree before records are pooled.
+
+Everything here is read, never guessed: what cannot be read is None.  No host name and no path is
+recorded.  Versions come from package metadata, so nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PACKAGES: Final = (
+    "torch", "numpy", "scipy", "pydantic", "pyroute2", "psutil",
+    "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py",
+)  # fmt: skip
+MUST_AGREE: Final = ("cpu", "cores", "memory_gib", "kernel", "python", "gpus", "driver")
+SOURCES: Final = ("impl", "harness")  # what decides a measurement; a report may change freely
+SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".h"})
+
+
+def facts() -> dict[str, Any]:
+    """The machine, JSON-ready: processor, memory, kernel, Python, packages, GPUs."""
+    gpus, driver = _gpus()
+    return {
+        "cpu": _cpu_model(),
+        "cores": cores(),
+        "memory_gib": round(memory_bytes() / 2**30, 1),
+        "shared_memory_gib": round(shared_memory_bytes() / 2**30, 2),
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "gpus": gpus,
+        "driver": driver,
+    }
+
+
+def code() -> dict[str, Any]:
+    """Which code ran: version, commit, whether the checkout was changed, digest of the sources.
+
+    ``commit`` and ``dirty`` are None outside a git checkout; ``source`` is always there.
+    """
+    commit = _git("rev-parse", "HEAD")
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "version": _version("zeropp-bench"),
+        "commit": commit,
+        "dirty": None if status is None else bool(status),
+        "source": source_digest(),
+    }
+
+
+def source_digest(root: Path = ROOT) -> str:
+    """First 16 hex digits of the SHA-256 of all sources that decide a measurement."""
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in SOURCE_SUFFIXES and path.is_file():
+                digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+                digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def pool_key(machine: dict[str, Any], code: dict[str, Any]) -> str:
+    """Hash of what must agree before two records are pooled: hardware, kernel, torch, sources.
+
+    Args:
+        machine: what :func:`facts` returned.
+        code: what :func:`code` returned.
+    """
+    agree = {name: machine.get(name) for name in MUST_AGREE}
+    agree["torch"] = machine.get("packages", {}).get("torch")
+    agree["source"] = code.get("source")
+    text = json.dumps(agree, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or its control group's limit if lower."""
+    total = int(psutil.virtual_memory().total)
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            total = min(total, int(text))
+    return total
+
+
+def shared_memory_bytes() -> int:
+    """Size of /dev/shm, through which ranks of a node exchange; 0 where there is none."""
+    try:
+        return shutil.disk_usage("/dev/shm").total  # noqa: S108 - a size is read, no file is made
+    except OSError:
+        return 0
+
+
+def _cpu_model() -> str | None:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    """Standard output of git in the checkout; None if there is no git or no checkout."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _gpus() -> tuple[list[dict[str, Any]], str | None]:
+    """Name and memory of each GPU, and the driver's version; empty without NVML."""
+    try:
+        import pynvml
+    except ImportError:
+        return [], None
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        gpus = [
+            {
+                "name": str(pynvml.nvmlDeviceGetName(handle)),
+                "memory_gib": round(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30, 1),
+            }
+            for handle in handles
+        ]
+        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:  # no driver, or one that does not answer
+        return [], None
+    return gpus, driver

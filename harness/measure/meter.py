@@ -1,0 +1,145 @@
+"""Measuring: steps by part, memory, power.  What is measured is kept raw."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+import torch
+
+from harness.records.record import Step
+
+Part = Literal["forward", "backward", "optimizer"]
+_POWER_SECONDS: Final = 0.1  # NVML refreshes its reading about as often
+
+
+class StepClock:
+    """Times one step after the other by part, and what the process computed in it, all its threads' work.
+
+    Args:
+        exposed: seconds waited for communication so far, or None where that cannot be told.
+        device: waited for at the edges of every part, if it works on its own.
+    """
+
+    def __init__(self, exposed: Callable[[], float | None], device: torch.device) -> None:
+        self._exposed, self._device = exposed, device
+        self._seconds: dict[str, float] = {}
+        self._waited: dict[str, float] = {}
+        self._begun = self._computed = 0.0
+        self.steps: list[Step] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+        self._waited = {}
+        self._begun = self._now()
+        self._computed = time.process_time()  # read inside the wall clock's readings, not around them
+
+    @contextlib.contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        """Time the body as a part of the step; a part may come several times."""
+        waited, start = self._exposed(), self._now()
+        yield
+        self._seconds[name] += self._now() - start
+        after = self._exposed()
+        if waited is not None and after is not None:
+            self._waited[name] = self._waited.get(name, 0.0) + after - waited
+
+    def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
+        """The step is over; ``index`` counts from the first warm-up step."""
+        computed = time.process_time() - self._computed
+        self.steps.append(
+            Step(
+                index=index,
+                warmup=warmup,
+                total=self._now() - self._begun,
+                exposed_forward=self._waited.get("forward"),
+                exposed_backward=self._waited.get("backward"),
+                loss=loss,
+                gradient_norm=norm,
+                cpu_seconds=computed,
+                **self._seconds,
+            )
+        )
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let peaks of memory count from here on, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):  # then the peak is the whole process's, an upper bound
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss() -> int:
+    """Most memory that this process has had resident, in bytes."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+        if found:
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_device(device: torch.device) -> int | None:
+    """Most memory that torch has had allocated on a GPU; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+class PowerSampler:
+    """Reads a GPU's power in a thread; samples nothing on a CPU or without NVML.
+
+    Attributes:
+        samples: ``{"seconds": since start, "watts": drawn}`` each; None if nothing can be read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.samples: list[dict[str, float]] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        handle = _nvml_handle(device)
+        if handle is not None:
+            self.samples = []
+            self._thread = threading.Thread(target=self._sample, args=handle, daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _sample(self, nvml: Any, handle: Any) -> None:
+        start = time.monotonic()
+        while not self._stop.wait(_POWER_SECONDS):
+            watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+            if self.samples is not None:
+                self.samples.append({"seconds": time.monotonic() - start, "watts": watts})
+
+
+def _nvml_handle(device: torch.device) -> tuple[Any, Any] | None:
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except pynvml.NVMLError:
+        return None

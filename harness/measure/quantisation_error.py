@@ -1,0 +1,97 @@
+"""Quantisation error on the tensors of a trial: what codecs do to its weights and gradients.
+
+Every rank adds up squares over its own shards; the sums of all ranks make one figure per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from harness.records.record import QuantisationError
+from impl import ops
+from impl.codecs.codec import Block, Codec, IntCodec
+from impl.codecs.rounding_noise import Clock
+from impl.zero import Zero
+
+BITS: Final = (2, 3, 4, 5, 6, 7, 8)
+BLOCKS: Final[tuple[Block, ...]] = (64, 256, 1024, 2048, "shard")
+Key = tuple[str, str, str]  # purpose, unit, codec
+
+
+@dataclass(frozen=True, slots=True)
+class Squares:
+    """Sums over one rank's shard: squared errors and values, largest error and value."""
+
+    error: float
+    value: float
+    largest_error: float
+    largest_value: float
+
+
+def measure(zero: Zero) -> dict[Key, Squares]:
+    """Errors of the policy's codecs and of a grid of bits and block sizes.
+
+    Args:
+        zero: with gradients that no optimizer step has consumed.
+    """
+    policy = zero.policy
+    grid: list[Codec] = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
+    own = {"weights": (policy.weights,), "gradients": policy.gradients}
+    found: dict[Key, Squares] = {}
+    with torch.no_grad():
+        for unit in zero.units:
+            tensors = {"weights": unit.owned.master, "gradients": unit.owned.mean_gradient()}
+            for purpose, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                for codec in dict.fromkeys([*own[purpose], *grid]):
+                    found[purpose, unit.geometry.name, str(codec)] = squares(codec, tensor)
+    return found
+
+
+def squares(codec: Codec, x: Tensor) -> Squares:
+    """Sums of one codec on one tensor.
+
+    Args:
+        codec: what encodes.
+        x: (S,) fp32.
+    """
+    frames = torch.empty(codec.frame_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+    decoded = torch.empty_like(x)
+    # Any bits will do: what is summed does not depend on which.
+    noise = Clock().weights("").noise() if codec.stochastic else None
+    ops.encode(codec, x, frames, noise=noise)
+    ops.decode(codec, frames, decoded)
+    error, value = (decoded - x).double(), x.double()
+    return Squares(
+        error=float(error.square().sum()),
+        value=float(value.square().sum()),
+        largest_error=float(error.abs().max()),
+        largest_value=float(value.abs().max()),
+    )
+
+
+def errors_of(ranks: Sequence[Mapping[Key, Squares]]) -> list[QuantisationError]:
+    """The errors over all ranks' shards; a tensor of zeros has none and is left out."""
+    errors = []
+    for key in ranks[0] if ranks else ():
+        parts = [rank[key] for rank in ranks if key in rank]
+        value, largest = sum(part.value for part in parts), max(part.largest_value for part in parts)
+        if value == 0:
+            continue
+        purpose, unit, codec = key
+        errors.append(
+            QuantisationError(
+                purpose=purpose,
+                unit=unit,
+                codec=codec,
+                vnmse=sum(part.error for part in parts) / value,
+                largest=max(part.largest_error for part in parts) / largest,
+            )
+        )
+    return errors

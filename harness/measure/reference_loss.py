@@ -1,0 +1,178 @@
+"""The loss that a model must have before training, sharded or not: the check of every trial.
+
+A single process computes it twice on this rank's batches of the first step: with the fp32 weights,
+and with the weights that a gather brings, each encoded and decoded once by the policy's codec.  The
+sharded model has to agree with the second.  All three are taken in evaluation mode, so a model with
+dropout draws no random number.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from impl.adapters.traffic import GroupGeometry
+from impl.codecs import reference
+from impl.codecs.codec import Codec
+from impl.codecs.reference import DTYPES
+from impl.codecs.rounding_noise import Clock
+from impl.engine.pytree import cast_tensors
+from impl.plan.geometry import UnitGeometry
+from impl.plan.policy import Policy
+
+TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
+Batch = tuple[Tensor, Tensor]
+
+
+class WrongLossError(RuntimeError):
+    """A sharded model is not the model; the message names both losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLoss:
+    """Mean losses of one rank's batches of the first step, in evaluation mode.
+
+    Attributes:
+        reference: of a single process in fp32.
+        expected: of a single process with weights as a gather brings them.
+        found: of the model that is trained.
+    """
+
+    reference: float
+    expected: float
+    found: float
+
+    def check(self, rank: int) -> None:
+        """Compare what was found with what was expected.
+
+        Raises:
+            WrongLossError: if they differ by more than :data:`TOLERANCE`, or one is not a number.
+        """
+        allowed = TOLERANCE * max(1.0, abs(self.expected))
+        if not abs(self.found - self.expected) <= allowed:  # also if either is NaN
+            raise WrongLossError(
+                f"before training the loss of rank {rank} is {self.found:.6f}, of a single process on the "
+                f"same batches with equal weights {self.expected:.6f}: they differ by more than {allowed:g}"
+            )
+
+
+def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """Mean loss of ``model`` over ``batches`` in evaluation mode; its mode is restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            losses = [float(model(*batch)) for batch in batches]
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return math.fsum(losses) / len(losses)
+
+
+@contextmanager
+def as_gathered(
+    model: nn.Module, policy: Policy, units: Sequence[UnitGeometry], seed: int = 0
+) -> Iterator[None]:
+    """Let an unsharded model have the weights that the first gather brings; they are restored after.
+
+    Args:
+        model: its parameters are trained in fp32.
+        policy: how they are gathered.
+        units: their layout.
+        seed: of stochastic codecs.
+    """
+    with _restored(model) as parameters:
+        for unit in units:
+            own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+            _pass_unit(own.weights, unit, parameters, Clock(seed))
+        yield
+
+
+def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
+    """``model`` as the policy computes it: itself in fp32, else a copy whose parameters have that type.
+
+    Inputs of another floating-point type are cast, as the engine does.
+    """
+    dtype = DTYPES[policy.compute]
+    if dtype == torch.float32:
+        return model
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+    def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+
+    twin.register_forward_pre_hook(cast, with_kwargs=True)
+    return twin
+
+
+@contextmanager
+def as_gathered_by_fsdp2(model: nn.Module, codec: Codec, groups: Sequence[GroupGeometry]) -> Iterator[None]:
+    """The same for FSDP2 with our gather: each rank's message is its parts of a group's parameters.
+
+    Args:
+        model: its parameters are trained in fp32.
+        codec: of the policy's weights; not stochastic.
+        groups: FSDP2's parameter groups.
+    """
+    with _restored(model) as parameters:
+        for group in groups:
+            _pass_group(codec, group, parameters)
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """The parameters by name, to be changed; they are as they were afterwards."""
+    parameters = dict(model.named_parameters())
+    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        yield parameters
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(kept[name])
+
+
+@torch.no_grad()
+def _pass_group(codec: Codec, group: GroupGeometry, parameters: dict[str, nn.Parameter]) -> None:
+    """Encode and decode every rank's message of a group, by the reference."""
+    whole = torch.zeros(group.world, group.shard)
+    columns = [0, *itertools.accumulate(map(group.part, group.parameters))]
+    places = []  # (parameter, its elements in rank order with padding: a view of ``whole``)
+    for spec, (start, end) in zip(group.parameters, itertools.pairwise(columns), strict=True):
+        rows, part = parameters[spec.name], whole[:, start:end]  # (world, part)
+        padded = torch.zeros(part.numel())
+        padded[: rows.numel()] = rows.reshape(-1)
+        part.copy_(padded.view_as(part))
+        places.append((rows, part))
+    frames = torch.empty((group.world, codec.frame_bytes(group.shard)), dtype=torch.uint8)
+    reference.encode(codec, whole, frames)
+    reference.decode(codec, frames, whole)
+    for rows, part in places:
+        rows.copy_(part.reshape(-1)[: rows.numel()].view(rows.shape))
+
+
+@torch.no_grad()
+def _pass_unit(codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parameter], clock: Clock) -> None:
+    """Encode and decode every shard of a unit, by the reference whatever kernels the engine uses."""
+    slots = [(slot, parameters[slot.spec.name]) for slot in unit.slots]
+    whole = torch.zeros(unit.padded, device=slots[0][1].device)
+    for slot, parameter in slots:
+        whole[slot.offset : slot.end] = parameter.reshape(-1)
+    shards = whole.view(unit.shards, unit.shard)
+    frames = torch.empty((unit.shards, codec.frame_bytes(unit.shard)), dtype=torch.uint8, device=whole.device)
+    noise = clock.weights(unit.name).noise(0, (unit.shard,)) if codec.stochastic else None
+    reference.encode(codec, shards, frames, noise=noise)
+    reference.decode(codec, frames, shards)
+    for slot, parameter in slots:
+        parameter.copy_(whole[slot.offset : slot.end].view(parameter.shape))

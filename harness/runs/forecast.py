@@ -1,0 +1,477 @@
+"""What every trial should send and hold, said before anything runs; and what cannot run, and why.
+
+The model is built on the meta device, its units are laid out, and ``impl.plan.traffic`` counts: so
+models and clusters that do not fit here, such as 100 B parameters on 64x16, are planned in
+seconds.  By symmetry every node sends what node 0 sends.  Activations are not counted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+from harness.cluster.leaving import cleaning_up
+from harness.measure import machine
+from harness.measure.memory_parts import on_device, on_host, without_training
+from harness.suites.trial import RECIPE, Model, Trial
+from harness.workloads import samples
+from harness.workloads.corpus import CorpusError
+from impl.adapters.traffic import predict_hosted
+from impl.deepspeed.recipe import Finding, laid_out
+from impl.plan import traffic
+from impl.plan.geometry import GeometryError, PaddingError, UnitGeometry
+from impl.plan.policy import Policy, PolicyError
+from impl.plan.topology import Topology
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# What a rank's process holds before it has a model: the interpreter, torch and gloo's threads.
+PROCESS_BYTES: Final = 200 << 20
+FP32_BYTES: Final = 4
+
+
+class PlanError(ValueError):
+    """A trial cannot run; the message says why, with its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the machine that would run the trials has.
+
+    Attributes:
+        memory: bytes that processes may use.
+        gpus: bytes of each GPU.
+        namespaces: asks once whether nodes can be network namespaces: None if so, else why not.
+    """
+
+    memory: int
+    gpus: tuple[int, ...]
+    namespaces: Callable[[], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One trial's prediction.
+
+    Attributes:
+        trial: of which.
+        parameters: elements of the model, without padding.
+        padded: elements of its units, with padding; None for peers.
+        inter: bytes between nodes in one optimizer step, or one generation, all ranks together; None for
+            peers whose bytes do not go through our wire.
+        intra: the same inside nodes.
+        egress: bytes that one node sends to the others in one step.
+        memory: bytes of one rank, by part, without activations.
+        wire_seconds: time that ``egress`` takes at the link's rate; None without a rate.
+        problems: why it cannot run here; empty if it can.
+        beyond_limit: how it exceeds its own memory limit, for which it will not be run; None if it does not.
+        copied: bytes that one rank copies between host and device in one step, both ways; 0 where nothing
+            is offloaded.
+    """
+
+    trial: Trial
+    parameters: int | None = None
+    padded: int | None = None
+    inter: int | None = None
+    intra: int | None = None
+    egress: int | None = None
+    memory: dict[str, int] | None = None
+    wire_seconds: float | None = None
+    problems: tuple[str, ...] = ()
+    beyond_limit: str | None = None
+    copied: int = 0
+    findings: tuple[Finding, ...] = ()
+
+
+def this_host() -> Host:
+    """The machine that this process runs on."""
+    gpus = machine.facts()["gpus"]
+    return Host(
+        machine.memory_bytes(), tuple(int(gpu["memory_gib"] * 2**30) for gpu in gpus), cache(_namespaces)
+    )
+
+
+def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
+    """Predict every trial; repeats of a trial share their prediction.
+
+    Args:
+        trials: of a suite.
+        host: where they would run.
+    """
+    models: dict[str, nn.Module | PlanError] = {}
+    done: dict[str, Forecast] = {}
+    forecasts = []
+    for trial in trials:
+        first = trial.model_copy(update={"repeat": 0, "seed": 0})
+        if first.id not in done:
+            done[first.id] = replace(_forecast(first, host, models), findings=_findings(first, models))
+        forecasts.append(replace(done[first.id], trial=trial))
+    return forecasts
+
+
+def findings(trial: Trial) -> tuple[Finding, ...]:
+    """What becomes of each key of a trial's DeepSpeed configuration on its model; none without one."""
+    return _findings(trial, {})
+
+
+def _findings(trial: Trial, models: dict[str, nn.Module | PlanError]) -> tuple[Finding, ...]:
+    policy = trial.resolved_policy()
+    if trial.strategy != RECIPE or policy is None:
+        return ()
+    from impl.zero import ZeroError, plan_units
+
+    found = replace(trial.recipe(), policy=policy)
+    model = _model(trial.model, trial.sequence, models)
+    if isinstance(model, PlanError):
+        return found.findings
+    try:
+        return laid_out(found, plan_units(model, trial.topology(), policy)).findings
+    except (GeometryError, PolicyError, ZeroError):
+        return found.findings
+
+
+def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]) -> Forecast:
+    optimizer = _check_optimizer(trial)
+    found = [
+        _check_ranks(trial, host),
+        _check_corpus(trial),
+        _check_link(trial, host),
+        _check_launcher(trial),
+        optimizer if isinstance(optimizer, str) else None,
+    ]
+    problems = tuple(problem for problem in found if problem)
+    model = _model(trial.model, trial.sequence, models)
+    if isinstance(model, PlanError):
+        return Forecast(trial, problems=(*problems, str(model)))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    topology, policy = trial.topology(), trial.resolved_policy()
+    if policy is None:
+        state = optimizer if isinstance(optimizer, int) else 0
+        memory = _held(trial, _peer_memory(trial.strategy, parameters, topology, state))
+        return Forecast(
+            trial,
+            parameters,
+            memory=memory,
+            problems=problems + _too_big(trial, host, memory),
+            beyond_limit=beyond_limit(trial, memory),
+        )
+    if trial.host is not None:
+        state = optimizer if isinstance(optimizer, int) else 0
+        return _hosted(trial, host, policy, model, state=state, problems=problems)
+    from impl.zero import ZeroError, plan_units
+
+    try:
+        units = plan_units(model, topology, policy)
+    except (GeometryError, PolicyError, ZeroError) as error:
+        return Forecast(trial, parameters, problems=(*problems, _unfit(trial, error)))
+    inter, intra = per_node_bytes(policy, topology, units, trial)
+    rate = trial.cluster.rate
+    memory = traffic.memory(policy, topology, units, micro_batches=trial.accumulation)
+    if isinstance(optimizer, int):
+        from harness.runs.optimizers import predicted_memory
+
+        memory = predicted_memory(policy, topology, units, trial.optimizer, micro_batches=trial.accumulation)
+    memory = _held(trial, memory)
+    return Forecast(
+        trial,
+        parameters,
+        sum(unit.padded for unit in units),
+        inter * topology.nodes,
+        intra * topology.nodes,
+        inter,
+        memory,
+        None if rate is None else inter * 8 / (rate * 1e6),
+        problems + _too_big(trial, host, memory),
+        beyond_limit(trial, memory),
+        _copied(policy, topology, units, trial),
+    )
+
+
+def _hosted(
+    trial: Trial, host: Host, policy: Policy, model: nn.Module, *, state: int, problems: tuple[str, ...]
+) -> Forecast:
+    """The prediction of a policy inside a host, whose memory is a peer's."""
+    from impl.adapters.fsdp2_ddp import HostError, hosted_units
+
+    assert trial.host is not None  # noqa: S101  # the caller asked
+    topology, parameters = trial.topology(), sum(parameter.numel() for parameter in model.parameters())
+    try:
+        units = hosted_units(trial.host, model, topology, policy)
+    except (GeometryError, PolicyError, HostError) as error:
+        return Forecast(trial, parameters, problems=(*problems, _unfit(trial, error)))
+    sent: dict[str, int] = {"inter": 0, "intra": 0}
+    for rank in range(topology.ranks_per_node):
+        rows = predict_hosted(trial.host, policy, topology, units, rank=rank, events=_events(trial))
+        for key, one in rows.items():
+            sent[key.link] += one.bytes
+    memory = _held(trial, _peer_memory(trial.host, parameters, topology, state))
+    rate = trial.cluster.rate
+    return Forecast(
+        trial,
+        parameters,
+        sum(unit.padded for unit in units),
+        sent["inter"] * topology.nodes,
+        sent["intra"] * topology.nodes,
+        sent["inter"],
+        memory,
+        None if rate is None else sent["inter"] * 8 / (rate * 1e6),
+        problems + _too_big(trial, host, memory),
+        beyond_limit(trial, memory),
+    )
+
+
+def _unfit(trial: Trial, error: Exception) -> str:
+    """Why a trial's units cannot be laid out; of padding also which key allows it, and for whose blocks."""
+    if not isinstance(error, PaddingError):
+        return str(error)
+    said = f"{error}: policy.max_padding of the suite"
+    alone = trial.model_copy(
+        update={"policy": trial.policy.model_copy(update={"align": 1})}
+    ).resolved_policy()
+    if alone is None or alone.grain % trial.policy.align == 0:
+        return said
+    return (
+        f"{said} (it is laid out for policy.align = {trial.policy.align}, the blocks of all policies of its "
+        f"suite; its own are of {alone.grain})"
+    )
+
+
+def _events(trial: Trial) -> list[traffic.Event]:
+    """The passes of one step."""
+    if trial.workload == "generate":
+        return ["evaluate"] * trial.generate.tokens
+    norm: list[traffic.Event] = [] if trial.clip is None else ["norm"]
+    passes: list[traffic.Event] = ["forward", "backward"]
+    return [*passes * trial.accumulation, *norm, "step"]
+
+
+def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
+    """How ``memory``, a rank's bytes by part, exceeds the trial's limit; None if it keeps within it.
+
+    The limit is on the device's memory: what is offloaded to the host does not count.
+    """
+    memory = on_device(memory)
+    held, limit = sum(memory.values()), trial.memory_limit
+    if limit is None or held <= limit:
+        return None
+    parts = ", ".join(f"{part} {gib(size)}" for part, size in memory.items() if size)
+    return f"a rank holds {held:,} bytes ({parts}), memory_limit is {limit:,}"
+
+
+def _held(trial: Trial, memory: dict[str, int]) -> dict[str, int]:
+    """Of the parts that a rank holds in training, those that the trial's workload needs."""
+    return without_training(memory) if trial.workload == "generate" else memory
+
+
+def per_node_bytes(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial
+) -> tuple[int, int]:
+    """Bytes that the ranks of one node send in one step, to other nodes and inside it.
+
+    All nodes send the same, so the ranks of node 0 are enough.
+    """
+    loads, later = _loads(trial)
+    one, two = (_node_bytes(policy, topology, units, load) for load in loads)
+    return one[0] + later * (two[0] - one[0]), one[1] + later * (two[1] - one[1])
+
+
+def _loads(trial: Trial) -> tuple[tuple[traffic.Load, traffic.Load], int]:
+    """A step of one micro-batch, or token, and one of two; and how many a step has after the first.
+
+    Only the first finds no copy of the weights: all later ones send alike.
+    """
+    if trial.workload == "generate":
+        one, two = (traffic.Load(steps=0, evaluations=tokens) for tokens in (1, 2))
+        return (one, two), trial.generate.tokens - 1
+    norms = 0 if trial.clip is None else 1
+    one, two = (traffic.Load(micro_batches=n, norms=norms) for n in (1, 2))
+    return (one, two), trial.accumulation - 1
+
+
+def _copied(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
+    """Bytes that one rank copies between host and device in one step, both ways."""
+    loads, later = _loads(trial)
+    one, two = (sum(traffic.predict_copies(policy, topology, units, load).values()) for load in loads)
+    return one + later * (two - one)
+
+
+def _node_bytes(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], load: traffic.Load
+) -> tuple[int, int]:
+    inter = intra = 0
+    for rank in range(topology.ranks_per_node):
+        for key, sent in traffic.predict(policy, topology, units, rank, load).items():
+            if key.link == "inter":
+                inter += sent.bytes
+            else:
+                intra += sent.bytes
+    return inter, intra
+
+
+def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]) -> nn.Module | PlanError:
+    """The model on the meta device, or why it cannot be built."""
+    key = f"{model.model_dump_json()}/{sequence}"
+    if key not in models:
+        from harness.workloads import models as workload
+        from harness.workloads.meta_init import unfilled
+
+        try:
+            # A user's own function may begin what it cleans up.
+            with cleaning_up() if ":" in model.name else nullcontext(), unfilled():
+                models[key] = workload.build(model, sequence)
+        except workload.WorkloadError as error:
+            models[key] = PlanError(str(error))
+        except (Exception, SystemExit) as error:  # a user's own function may raise anything
+            words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            models[key] = PlanError(f"model {model.name!r} cannot be built: {words}")
+    return models[key]
+
+
+def _peer_memory(strategy: str, parameters: int, topology: Topology, state: int) -> dict[str, int]:
+    """Weights and gradients in fp32 and the optimizer's ``state`` bytes an element; FSDP2 holds a share."""
+    share = -(-parameters // topology.world) if strategy == "fsdp2" else parameters
+    return {
+        "masters": FP32_BYTES * share,
+        "gradients": FP32_BYTES * share,
+        "optimizer": state * share,
+    }
+
+
+def _ranks_here(trial: Trial) -> int:
+    """Ranks that one machine holds: all of them, unless a launcher spreads nodes over machines."""
+    if trial.strategy == "single":
+        return 1
+    cluster = trial.cluster
+    return cluster.ranks_per_node if cluster.launcher != "local" else trial.topology().world
+
+
+def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...]:
+    """Whether the ranks fit this machine's memory, or its GPUs'."""
+    ranks, each = _ranks_here(trial), sum(memory.values()) + _batch_bytes(trial)
+    if trial.cluster.device == "cuda":
+        each -= (offloaded := sum(on_host(memory).values()))
+        found = []
+        if host.gpus and each > min(host.gpus):
+            needs = f"a rank needs {gib(each)} without activations"
+            found.append(f"{needs}, a GPU here has {gib(min(host.gpus))}")
+        if offloaded and (need := ranks * (offloaded + PROCESS_BYTES)) > host.memory:
+            found.append(f"{ranks} ranks offload {gib(need)}, this machine has {gib(host.memory)}")
+        return tuple(f"too big for memory: {complaint}" for complaint in found)
+    need = ranks * (each + PROCESS_BYTES)
+    if need <= host.memory:
+        return ()
+    complaint = f"{ranks} ranks x {gib(each + PROCESS_BYTES)} = {gib(need)} without activations"
+    return (f"too big for memory: {complaint}, this machine has {gib(host.memory)}",)
+
+
+def _batch_bytes(trial: Trial) -> int:
+    """Data of a micro-batch and of all validation batches of one rank."""
+    batches = 1 + (trial.validation_batches if trial.validate_every is not None else 0)
+    parts = trial.topology().world if trial.strategy == "single" else 1
+    return samples.micro_batch_bytes(trial) * batches * parts
+
+
+def _check_ranks(trial: Trial, host: Host) -> str | None:
+    """More ranks than the machine can hold, whatever the model."""
+    ranks = _ranks_here(trial)
+    if trial.cluster.device == "cuda":
+        if trial.strategy != "single" and ranks > len(host.gpus):
+            return (
+                f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {len(host.gpus)}"
+            )
+        return None if host.gpus else "cluster.device = 'cuda': this machine has no GPU that NVML shows"
+    most = host.memory // PROCESS_BYTES
+    if ranks > most:
+        return (
+            f"{ranks} ranks are more than this machine can hold: {gib(PROCESS_BYTES)} each before any "
+            f"model, at most {most} in {gib(host.memory)}"
+        )
+    return None
+
+
+def _check_corpus(trial: Trial) -> str | None:
+    try:
+        samples.check(trial)
+    except CorpusError as error:
+        return str(error)
+    return None
+
+
+def _check_link(trial: Trial, host: Host) -> str | None:
+    """Links that cannot be made here, or that could not hold a peer to its rate."""
+    cluster, peer = trial.cluster, trial.strategy in ("ddp", "fsdp2")
+    if cluster.link == "real":
+        if cluster.launcher == "local" and cluster.nodes > 1:
+            return (
+                f"cluster.link = 'real': {cluster.nodes} nodes are {cluster.nodes} machines, and "
+                "cluster.launcher = 'local' starts all ranks on this one; expected 'torchrun'"
+            )
+        if cluster.rate is not None:
+            return (
+                f"cluster.rate = {cluster.rate:g} Mbit/s is for predictions only: a real link is as fast "
+                "as it is; expected 'unshaped' to run"
+            )
+        return None
+    if cluster.nodes == 1 or cluster.link == "none":
+        return None
+    if cluster.link == "namespaces" and (why := host.namespaces()):
+        return f"cluster.link = 'namespaces': {why}"
+    if peer and cluster.rate is not None:
+        paced = "link 'paced' shapes our own wire only" if cluster.link == "paced" else host.namespaces()
+        if paced:
+            return (
+                f"strategy = {trial.strategy!r} at {cluster.rate:g} Mbit/s needs network namespaces: {paced}"
+            )
+    return None
+
+
+def _check_launcher(trial: Trial) -> str | None:
+    cluster = trial.cluster
+    if cluster.launcher == "local":
+        return None
+    if cluster.launcher == "slurm":
+        return "cluster.launcher = 'slurm': not yet; expected 'torchrun', started through srun, or 'local'"
+    import torch.distributed as dist
+
+    if dist.is_torchelastic_launched():
+        return None
+    return (
+        "cluster.launcher = 'torchrun': this process was not started by it; start torchrun "
+        f"--nnodes={cluster.nodes} --nproc-per-node={cluster.ranks_per_node} --no-python zeropp run ..."
+    )
+
+
+def _check_optimizer(trial: Trial) -> str | int:
+    """Bytes of state an element of an optimizer that works on 1-D shards; else why it does not."""
+    from harness.cluster.rank import Refusal
+    from harness.runs.optimizers import state_bytes_per_element
+    from impl.engine.optimizer_hooks import NOT_ELEMENTWISE
+
+    name = trial.optimizer.name
+    if name in NOT_ELEMENTWISE and trial.resolved_policy() is not None and trial.host is None:
+        return f"optimizer.name = {name!r} is not elementwise and would be another algorithm on shards"
+    try:
+        return state_bytes_per_element(trial.optimizer)
+    except Refusal as error:
+        return str(error)
+
+
+def _namespaces() -> str | None:
+    """Why nodes cannot be network namespaces here; None if they can."""
+    from harness.cluster.link import LinkError, Setting, open_link
+
+    try:
+        with cleaning_up(), open_link(Setting("namespaces", 2, 100.0), f"{os.getpid():x}"[-6:]):
+            return None
+    except LinkError as error:
+        return str(error)
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB or, below a tenth, MiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

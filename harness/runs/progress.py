@@ -1,0 +1,111 @@
+"""What a sweep shows while it runs: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from harness.cluster.rank import Progress
+from harness.records.record import Record
+from harness.suites.trial import Trial
+from harness.terminal import NONE, at, slowest_seconds, told
+
+_ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluster.rate")
+
+
+class Display:
+    """Progress of a sweep over ``trials`` into ``results``, where ``skipped`` have a record already."""
+
+    def __init__(self, console: Console, trials: Sequence[Trial], skipped: int, results: Path) -> None:
+        self._console, self._trials, self._done = console, len(trials), skipped
+        self._axes = [path for path in told([trial.canonical() for trial in trials]) if path not in _ALWAYS]
+        self._results = results
+        self._durations: list[float] = []
+        self._began = time.monotonic()
+        self._trial: Trial | None = None
+        self._progress = Progress("set-up")
+        self._live: Live | None = None
+        if skipped:
+            console.print(f"{skipped} of {len(trials)} trials have a record and are skipped", markup=False)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(
+                console=self._console, get_renderable=self._line, refresh_per_second=4, transient=True
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def began(self, trial: Trial) -> None:
+        """A trial begins."""
+        self._trial, self._began, self._progress = trial, time.monotonic(), Progress("set-up")
+
+    def progress(self, progress: Progress) -> None:
+        """The trial under way got this far."""
+        self._progress = progress
+
+    def finished(self, record: Record) -> None:
+        """The trial under way left this record."""
+        self._done += 1
+        seconds = time.monotonic() - self._began
+        self._durations.append(seconds)
+        place = f"[{self._done}/{self._trials}]"
+        if record.failure is not None:
+            log = f"; log: {self._results / record.failure.log}" if record.failure.log else ""
+            end = f"{record.failure.kind}: {record.failure.message}{log}"
+        else:
+            timed = slowest_seconds(record)
+            end = f"{statistics.median(timed):.3f} s a step" if timed else "done"
+            tokens = [token.seconds for rank in record.ranks[:1] for token in rank.tokens if not token.warmup]
+            end = f"{statistics.median(tokens):.3f} s a token" if tokens else end
+            if record.link is not None and record.link.probed_mbit:
+                end += f", link {statistics.median(record.link.probed_mbit):.0f} Mbit/s"
+        name = self._name()
+        left = "" if self._done == self._trials else f", {self._eta()} left"
+        self._console.print(
+            f"{place} {name}: {end} ({seconds:.1f} s{left})", markup=False, highlight=False, soft_wrap=True
+        )
+        self._trial = None
+
+    def interrupted(self) -> None:
+        """Ctrl-C."""
+        self._console.print(
+            f"interrupted; {self._done} of {self._trials} trials have a record, the same command goes on",
+            markup=False,
+        )
+
+    def _name(self) -> str:
+        if self._trial is None:
+            return ""
+        trial = self._trial.canonical()
+        words = [self._trial.strategy, f"{self._trial.topology()}", at(trial, "cluster.rate")]
+        said = {path: at(trial, path) for path in self._axes}
+        words += [f"{path.rpartition('.')[2]} {value}" for path, value in said.items() if value != NONE]
+        return f"{self._trial.id} {', '.join(words)}, repeat {self._trial.repeat}"
+
+    def _eta(self) -> str:
+        seconds = statistics.fmean(self._durations) * (self._trials - self._done) if self._durations else 0.0
+        return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+    def _line(self) -> Text:
+        if self._trial is None:
+            return Text("")
+        stage = self._progress.stage
+        if self._progress.steps:
+            stage += f" {self._progress.step}/{self._progress.steps}"
+        seconds = time.monotonic() - self._began
+        left = f", about {self._eta()} left" if self._durations else ""
+        place = f"[{self._done + 1}/{self._trials}]"
+        line = f"{place} {stage} ({seconds:.0f} s{left}) {self._name()}"  # what moves comes first
+        return Text(line, overflow="ellipsis", no_wrap=True)

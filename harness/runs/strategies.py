@@ -1,0 +1,419 @@
+"""What trains a model: peers by name, and every policy of ``impl``, behind one small protocol.
+
+``single`` is one process that averages over the batches of all ranks, and so the reference;
+``ddp`` and ``fsdp2`` are torch's own, in fp32, on the same model, data and link.  Peers send past
+our wire: they have no ledger, and only a shaped network holds them to a rate.  The same two are hosts
+where their messages are ours (``fsdp2+qgz``): then they have a ledger and a prediction as policies do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.cluster.rank import Rank, Refusal
+from harness.runs.optimizers import built, local_part, predicted_memory, state_bytes
+from harness.suites.trial import Optimizer, Trial
+from impl.adapters.fsdp2_ddp import InDDP, InFSDP2, join_ddp, join_fsdp2
+from impl.adapters.traffic import GroupGeometry, Host, check_host
+from impl.comm.mesh import Mesh
+from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
+from impl.engine.loss_scaler import Stepped
+from impl.plan.geometry import UnitGeometry
+from impl.plan.offload_plan import CopyKey
+from impl.plan.policy import Policy
+from impl.plan.traffic import Event, LedgerKey, Sent, predict, predict_copies
+from impl.zero import Zero, find_blocks, shard
+
+TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "tcp": "tcp", "gloo": "backend", "nccl": "backend"}
+
+
+class Strategy(Protocol):
+    """A model that is ready to be trained.
+
+    Attributes:
+        model: call it as the workload's model.
+    """
+
+    model: nn.Module
+
+    @property
+    def zero(self) -> Zero | None:
+        """The engine of a policy; None for peers."""
+
+    def parameters(self) -> Iterable[Any]:
+        """What the optimizer takes."""
+
+    def begin(self, *, last: bool) -> None:
+        """A micro-batch begins; the ``last`` one of its step or not."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of ``loss``, scaled if the strategy scales losses."""
+
+    def finish_backward(self) -> None:
+        """A micro-batch's backward pass is over: wait until its gradients are reduced, if they are."""
+
+    @property
+    def reduced(self) -> bool:
+        """Whether :meth:`finish_backward` of this micro-batch reduces gradients."""
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
+        """Step, with gradients scaled to a global 2-norm of at most ``clip``; an overflow may skip it."""
+
+    def weights_changed(self) -> None:
+        """Let go of kept copies of the weights: the next pass gathers them anew."""
+
+    def ledger(self) -> dict[LedgerKey, Sent] | None:
+        """Everything this rank has sent so far; None if it went past our wire."""
+
+    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent] | None:
+        """What this rank should have sent in the passes of ``events``; None if it has no ledger."""
+
+    def exposed_seconds(self) -> float | None:
+        """Time this rank has waited for communication so far; None if it cannot be told."""
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """Bytes this rank's engine holds at most, by part."""
+
+    def formula(self) -> dict[str, int]:
+        """The same parts as ``impl.plan.traffic`` predicts them; empty for peers."""
+
+    def copied(self) -> dict[CopyKey, int]:
+        """Bytes this rank has copied between host and device so far, for what is offloaded."""
+
+    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
+        """The same in the passes of ``events``, as ``impl.plan.traffic`` predicts it."""
+
+    def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
+        """What travels together; empty for peers."""
+
+    def describe(self) -> dict[str, Any]:
+        """Algorithms and transports that ran."""
+
+    def close(self) -> None:
+        """Let go of buffers."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """A strategy of torch's own, or none at all.
+
+    Attributes:
+        model: wrapped as it is trained.
+        algorithms: what the record says ran.
+    """
+
+    model: nn.Module
+    algorithms: dict[str, Any]
+
+    @property
+    def zero(self) -> None:
+        """None."""
+        return
+
+    def parameters(self) -> Iterable[Any]:
+        """The model's parameters."""
+        return self.model.parameters()
+
+    def begin(self, *, last: bool) -> None:
+        """Let DDP reduce in the last micro-batch only; FSDP2 reduces in each, holding only shards."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            self.model.require_backward_grad_sync = last  # what its no_sync() sets
+
+    def backward(self, loss: Tensor) -> None:
+        """Of the loss as it is."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def finish_backward(self) -> None:
+        """Nothing: torch's own are done when ``backward()`` returns."""
+
+    @property
+    def reduced(self) -> bool:
+        """As far as our wire would see it, after every micro-batch."""
+        return True
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
+        """See :meth:`Strategy.step`."""
+        norm = None if clip is None else self.clip(clip)
+        optimizer.step()
+        return Stepped(norm, done=True)
+
+    def clip(self, largest: float) -> float:
+        """Scale gradients to a global 2-norm of at most ``largest``; returns the norm before."""
+        norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def weights_changed(self) -> None:
+        """Nothing: peers keep no copies from pass to pass."""
+
+    def ledger(self) -> dict[LedgerKey, Sent] | None:
+        """None."""
+        return None
+
+    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent] | None:
+        """None."""
+        return None
+
+    def exposed_seconds(self) -> float | None:
+        """None."""
+        return None
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """Weights, gradients and optimizer state that stay on this rank."""
+        parameters = [local_part(parameter) for parameter in self.model.parameters()]
+        held = sum(parameter.nbytes for parameter in parameters)
+        return {"masters": held, "gradients": held, "optimizer": state_bytes(optimizer, optimizer.state)}
+
+    def copied(self) -> dict[CopyKey, int]:
+        """Empty: nothing is offloaded."""
+        return {}
+
+    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
+        """Empty."""
+        del events
+        return {}
+
+    def formula(self) -> dict[str, int]:
+        """Empty."""
+        return {}
+
+    def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
+        """Empty."""
+        return ()
+
+    def describe(self) -> dict[str, Any]:
+        """See :meth:`Strategy.describe`."""
+        return self.algorithms
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+@dataclass(slots=True)
+class Hosted(Peer):
+    """A peer whose messages are ours: a policy inside FSDP2 or DDP.
+
+    Attributes:
+        joined: what carries them.
+    """
+
+    joined: InFSDP2 | InDDP
+
+    def clip(self, largest: float) -> float:
+        """See :meth:`Strategy.clip`; the sums of FSDP2's shards go through the wire too."""
+        return float(self.joined.clip_grad_norm_(largest))
+
+    def ledger(self) -> dict[LedgerKey, Sent]:
+        """What the wire booked."""
+        return self.joined.wire.ledger.rows()
+
+    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
+        """What ``impl.adapters.traffic`` says."""
+        return self.joined.predict(events)
+
+    def exposed_seconds(self) -> float:
+        """Time spent in the wire's waits."""
+        return self.joined.wire.exposed_seconds
+
+    def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
+        """FSDP2's parameter groups; the units of DDP's gradients."""
+        return self.joined.units
+
+    def describe(self) -> dict[str, Any]:
+        """See :meth:`Strategy.describe`."""
+        return self.joined.describe()
+
+    def close(self) -> None:
+        """Let go of shared memory."""
+        self.joined.wire.close()
+
+
+@dataclass(slots=True)
+class Sharded:
+    """A policy, carried out by ``impl.zero``."""
+
+    model: nn.Module
+    engine: Zero
+    policy: Policy
+    optimizer: Optimizer
+    micro_batches: int
+    _last: bool = True  # micro-batch of its step
+
+    @property
+    def zero(self) -> Zero:
+        """The engine."""
+        return self.engine
+
+    def parameters(self) -> Iterable[Any]:
+        """This rank's masters."""
+        return self.engine.param_groups()
+
+    def begin(self, *, last: bool) -> None:
+        """Where the policy adds gradients up locally, only the last micro-batch is reduced."""
+        if not self.policy.reduces_each_micro_batch:
+            self.engine.accumulate(on=not last)
+        self._last = last
+
+    def backward(self, loss: Tensor) -> None:
+        """Of the loss times the policy's loss scale."""
+        self.engine.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
+
+    def finish_backward(self) -> None:
+        """Wait for all reductions."""
+        self.engine.finish_backward()
+
+    @property
+    def reduced(self) -> bool:
+        """See :meth:`Strategy.reduced`."""
+        return self._last or self.policy.reduces_each_micro_batch
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
+        """See :meth:`Strategy.step`."""
+        return self.engine.step(optimizer, max_norm=clip)
+
+    def weights_changed(self) -> None:
+        """See :meth:`Strategy.weights_changed`."""
+        self.engine.weights_changed()
+
+    def ledger(self) -> dict[LedgerKey, Sent]:
+        """What the wire booked."""
+        return self.engine.wire.ledger.rows()
+
+    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
+        """What ``impl.plan.traffic`` says."""
+        mesh = self.engine.wire.mesh
+        engine = self.engine
+        return predict(
+            self.policy, mesh.topology, self.units(), mesh.rank, events, buffer_bytes=engine.buffer_bytes
+        )
+
+    def exposed_seconds(self) -> float | None:
+        """Time spent in the wire's waits; None on a GPU, whose stream waits while this process goes on."""
+        wire = self.engine.wire
+        return None if wire.mesh.device.type == "cuda" else wire.exposed_seconds
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """What the engine metered, and the optimizer's state."""
+        masters = [(unit.owned.tier.shard, m) for unit in self.engine.units for _, m in unit.owned.masters]
+        device, host = ([m for there, m in masters if there is where] for where in (False, True))
+        states = {
+            "optimizer": state_bytes(optimizer, device),
+            "host_optimizer": state_bytes(optimizer, host),
+        }
+        return {**self.engine.memory(), **states}
+
+    def copied(self) -> dict[CopyKey, int]:
+        """What the engine counted."""
+        return self.engine.copied()
+
+    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
+        """What ``impl.plan.traffic`` says."""
+        return predict_copies(self.policy, self.engine.wire.mesh.topology, self.units(), events)
+
+    def formula(self) -> dict[str, int]:
+        """See :meth:`Strategy.formula`."""
+        topology = self.engine.wire.mesh.topology
+        return predicted_memory(
+            self.policy, topology, self.units(), self.optimizer, micro_batches=self.micro_batches
+        )
+
+    def units(self) -> Sequence[UnitGeometry]:
+        """The engine's."""
+        return [unit.geometry for unit in self.engine.units]
+
+    def describe(self) -> dict[str, Any]:
+        """See :meth:`Strategy.describe`."""
+        return self.engine.describe()
+
+    def close(self) -> None:
+        """Let go of shared memory."""
+        self.engine.wire.close()
+
+
+def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
+    """Make ``model`` trainable as the trial asks; all ranks must call it.
+
+    Args:
+        trial: what is asked.
+        model: unsharded, on ``device``, the same on every rank; it is changed.
+        rank: whose process this is.
+        device: where tensors live.
+
+    Raises:
+        Refusal: for a combination that is not possible.
+        PolicyError, GeometryError: for a policy that does not fit model or topology, or that its host
+            cannot carry out.
+    """
+    policy = trial.resolved_policy()
+    if policy is None:
+        return _peer(trial.strategy, model, device)
+    wire = wire_of(trial, rank, device)
+    if trial.host is not None:
+        return _hosted(trial.host, model, wire, policy)
+    return sharded(trial, model, wire, policy)
+
+
+def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
+    """What sends in a trial; all ranks must call it."""
+    return Wire(
+        Mesh.create(rank.topology, device),
+        transport=TRANSPORTS[trial.cluster.transport],
+        pacer=rank.pacer,
+        # Well before the launcher's own limit on the trial, or nobody would be asked where they are.
+        timeout=min(TIMEOUT_SECONDS, trial.timeout_seconds / 4),
+    )
+
+
+def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
+    """``model`` on our engine; all ranks must call it."""
+    zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
+    return Sharded(model, zero, policy, trial.optimizer, trial.accumulation)
+
+
+def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:
+    if name == "single":
+        return Peer(model, {"gather": "none", "reduce": "none"})
+    backend = dist.get_backend()
+    if name == "ddp":
+        devices = [device.index] if device.type == "cuda" else None
+        wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        return Peer(wrapped, {"gather": "none", "reduce": f"all_reduce of {backend}, fp32, by bucket"})
+    if name == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        # torch 2.13 renames two collectives that its own FSDP2 still calls by their old names.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in find_blocks(model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        names = {"gather": f"all_gather of {backend}, fp32", "reduce": f"reduce_scatter of {backend}, fp32"}
+        return Peer(model, names)
+    raise Refusal(f"unknown strategy {name!r}")
+
+
+def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
+    """The peer of that name, and our collectives in it."""
+    check_host(host, policy)
+    if host == "fsdp2":
+        peer = _peer(host, model, wire.mesh.device)
+        return Hosted(peer.model, {}, join_fsdp2(peer.model, wire, policy))
+    # Buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire.
+    wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    return Hosted(wrapped, {}, join_ddp(wrapped, wire, policy))
+
+
+def build_optimizer(optimizer: Optimizer, strategy: Strategy) -> torch.optim.Optimizer:
+    """The optimizer that the trial names, over what the strategy lets it change.
+
+    Raises:
+        Refusal: if torch has none of that name, or its arguments do not fit.
+    """
+    return built(optimizer, strategy.parameters())

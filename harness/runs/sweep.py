@@ -1,0 +1,448 @@
+"""A sweep: the trials of a suite that have no record yet, one after the other, each leaving one.
+
+Links are brought up when a trial first needs them, calibrated once, and kept until no later trial
+needs them.  A failed trial is a record too, and the sweep goes on; Ctrl-C ends it, and what was
+under way is recorded as interrupted, to be run again next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from rich.console import Console
+
+from harness.cluster.link import (
+    REPETITIONS,
+    Exchange,
+    Link,
+    LinkError,
+    Setting,
+    message_bytes,
+    open_link,
+    slowest,
+)
+from harness.cluster.processes import (
+    REFUSALS,
+    Kind,
+    Launch,
+    LaunchError,
+    run_in_place,
+    run_ranks,
+    start_server,
+)
+from harness.cluster.rank import Progress, Rank, Refusal
+from harness.measure import machine
+from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
+from harness.runs.forecast import Forecast, beyond_limit, findings, forecast, this_host
+from harness.runs.progress import Display
+from harness.runs.trial import Assignment, Outcome, Result, TrialError, assemble
+from harness.runs.trial import run as run_trial
+from harness.suites.trial import Trial
+from harness.workloads.input_digests import digests
+from impl.plan.topology import Topology
+
+Argument = TypeVar("Argument")
+T = TypeVar("T")
+
+LOGS: Final = "logs"
+LOCK: Final = ".lock"
+SCRATCH: Final = ".scratch"
+_CALIBRATION_SECONDS: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOutcome:
+    """How many trials of a sweep ended how.
+
+    Attributes:
+        ok, skipped: trials that ran and gave an answer, and that had run before.
+        failed: trials without an answer, those of earlier runs included.
+        interrupted: Ctrl-C ended it.
+        leads: whether this process wrote the records; under torchrun only the first rank does.
+    """
+
+    ok: int
+    failed: int
+    skipped: int
+    interrupted: bool = False
+    leads: bool = True
+
+
+def run_sweep(
+    suite_name: str, trials: Sequence[Trial], results: Path, console: Console, *, question: str = ""
+) -> SweepOutcome:
+    """Run the trials that have no record in ``results``, in order.
+
+    Args:
+        suite_name: goes on the records.
+        trials: in the order in which they are to run.
+        results: folder of the records; logs of failed trials go to its ``logs``.
+        console: for live progress, or plain lines where it is no terminal.
+        question: what the suite asks; goes on the records.
+
+    Raises:
+        RecordError: if ``results`` cannot be read or written.
+    """
+    counts = {"ok": 0, "failed": 0}
+    together = any(trial.cluster.launcher == "torchrun" for trial in trials)
+    sweep = _Sweep(suite_name, results, question, leads=_join() if together else True)
+    with contextlib.ExitStack() as stack:
+        if sweep.leads:
+            stack.enter_context(alone(results))
+        missing = [
+            (order, trial) for order, trial in enumerate(trials) if not finished(results, trial, sweep.pool)
+        ]
+        ran = {trial.id for _, trial in missing}
+        before = [read(path_of(results, trial.id)) for trial in trials if trial.id not in ran]
+        counts["failed"] += sum(not record.answers for record in before)
+        if together:
+            missing = _agree(missing)
+        shown = console if sweep.leads else Console(quiet=True)
+        skipped, interrupted = len(trials) - len(missing), False
+        display = stack.enter_context(Display(shown, trials, skipped, results))
+        stack.enter_context(sweep)
+        try:
+            for position, (order, trial) in enumerate(missing):
+                sweep.keep_links([_setting(later) for _, later in missing[position:]])
+                record = sweep.run(trial, order, display)
+                if sweep.leads:
+                    write(results, record)
+                    if record.failure is None or record.failure.log is None:  # what an earlier run left
+                        (results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
+                counts["ok" if record.answers else "failed"] += 1
+                display.finished(record)
+        except KeyboardInterrupt:
+            interrupted = True
+            display.interrupted()
+    return SweepOutcome(counts["ok"], counts["failed"], skipped, interrupted, sweep.leads)
+
+
+def finished(results: Path, trial: Trial, pool: str) -> bool:
+    """Whether a trial has a record that another run in ``pool`` would only repeat.
+
+    A failure would be repeated only by the same code on the same inputs.
+
+    Raises:
+        RecordError: if there is a file that is not a record.
+    """
+    path = path_of(results, trial.id)
+    if not path.exists():
+        return False
+    record = read(path)
+    if record.measured:
+        return record.settled
+    return record.settled and record.pool == pool and record.inputs == digests(trial)
+
+
+@contextlib.contextmanager
+def alone(results: Path) -> Iterator[None]:
+    """Hold the folder's lock, and clear away what a run that was killed has left there.
+
+    Raises:
+        RecordError: if another run holds it, or the folder cannot be written.
+    """
+    scratch = results / SCRATCH
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        lock = (results / LOCK).open("w")
+    except OSError as error:
+        raise RecordError(f"{results}: cannot write there: {error.strerror or error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecordError(
+                f"{results}: another zeropp run is writing there; wait for it, or choose other --results"
+            ) from None
+        except OSError as error:
+            raise RecordError(f"{results}: cannot be locked: {error.strerror or error}") from error
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            yield
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _join() -> bool:
+    """Join torchrun's ranks; whether this one leads."""
+    import torch.distributed as dist
+
+    if not dist.is_torchelastic_launched():
+        return True  # every trial will be refused, and say so
+    dist.init_process_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo")
+    return dist.get_rank() == 0
+
+
+def _agree(missing: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
+    """Under torchrun, what the leader found missing."""
+    import torch.distributed as dist
+
+    found = [missing]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
+def _setting(trial: Trial) -> Setting:
+    cluster = trial.cluster
+    if cluster.launcher == "torchrun":
+        return Setting("real" if cluster.link == "auto" else cluster.link, cluster.nodes, cluster.rate)
+    nodes = 1 if trial.strategy == "single" else cluster.nodes
+    if nodes == 1 and cluster.link != "real":
+        return Setting("none", 1, None)
+    return Setting(cluster.link, nodes, cluster.rate)
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """What a sweep keeps from trial to trial: links, and facts about the machine."""
+
+    suite: str
+    results: Path
+    question: str = ""
+    leads: bool = True
+    _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
+    _machine: dict[str, Any] = field(default_factory=machine.facts)
+    _code: dict[str, Any] = field(default_factory=machine.code)
+
+    @property
+    def pool(self) -> str:
+        """Of its records."""
+        return machine.pool_key(self._machine, self._code)
+
+    def __enter__(self) -> None:
+        start_server()
+
+    def __exit__(self, *_: object) -> None:
+        self.keep_links([])
+
+    def keep_links(self, settings: Sequence[Setting]) -> None:
+        """Take apart the links that none of ``settings`` needs."""
+        for setting in [setting for setting in self._links if setting not in settings]:
+            link = self._links.pop(setting)
+            if isinstance(link, Link):
+                link.close()
+
+    def run(self, trial: Trial, order: int, display: Display) -> Record:
+        """One trial, whatever becomes of it.
+
+        Raises:
+            KeyboardInterrupt: after its record as interrupted is written.
+        """
+        display.began(trial)
+        started, link = _now(), None
+        foreseen = _foreseen(trial)
+        if foreseen is not None and foreseen.beyond_limit is not None:
+            failure = Failure(kind="memory", message=f"not run: {foreseen.beyond_limit}", log=None)
+            return self._record(trial, order, started, failure=failure, parameters=foreseen.parameters or 0)
+        try:
+            link = self._link(_setting(trial), trial, display)
+            _check(trial, link)
+            outcomes = self._outcomes(trial, link, display.progress)
+            if not self.leads:
+                return self._record(trial, order, started, failure=None)
+            result = assemble(outcomes)
+        except KeyboardInterrupt:
+            failure = Failure(kind="interrupted", message="Ctrl-C", log=None)
+            write(self.results, self._failed(trial, order, started, link, failure))
+            raise
+        except LaunchError as error:
+            failure = _failure(error.kind, error, self._relative(error.log))
+            return self._failed(trial, order, started, link, failure)
+        except REFUSALS as error:
+            return self._failed(trial, order, started, link, _failure("refused", error))
+        except TrialError as error:
+            return self._failed(trial, order, started, link, _failure("wrong", error))
+        return self._record(
+            trial,
+            order,
+            started,
+            failure=_beyond_limit(trial, result),
+            ran=result.ran,
+            units=result.units,
+            parameters=result.parameters,
+            link=_link_record(link, result.probed_mbit),
+            ranks=result.ranks,
+            interfaces=result.interfaces,
+            validations=result.validations,
+            quantisation=result.quantisation,
+            predicted=result.predicted,
+            reference_loss=result.reference_loss,
+            power=result.power,
+            decoded_sha256=result.decoded_sha256,
+            processor_use=result.processor_use,
+        )
+
+    def _link(self, setting: Setting, trial: Trial, display: Display) -> Link:
+        """The link of a setting, up and calibrated.
+
+        Raises:
+            LinkError: also for every later trial that asks for what was impossible once.
+        """
+        if setting not in self._links:
+            display.progress(Progress("link"))
+            try:
+                link = open_link(setting, secrets.token_hex(3))
+            except LinkError as error:
+                self._links[setting] = error
+            else:
+                try:
+                    self._calibrate(link, trial)
+                except BaseException:  # the next trial that needs it begins anew
+                    link.close()
+                    raise
+                self._links[setting] = link
+        found = self._links[setting]
+        if isinstance(found, LinkError):
+            raise found
+        return found
+
+    def _calibrate(self, link: Link, trial: Trial) -> None:
+        nodes = link.setting.nodes
+        if nodes == 1:
+            return
+        per_node = trial.cluster.ranks_per_node if trial.cluster.launcher == "torchrun" else 1
+        speakers = tuple(range(0, nodes * per_node, per_node))
+        launch = Launch(
+            topology=Topology(nodes, per_node),
+            ports=link.ports,
+            paced_mbit=link.paced_mbit,
+            threads=1,
+            timeout_seconds=_CALIBRATION_SECONDS,
+            log=self.results / LOGS / "calibration.log",
+            scratch=self.results / SCRATCH,
+        )
+        exchange = Exchange(message_bytes(link.setting.rate_mbit), REPETITIONS, speakers)
+        found = self._start(trial, _exchange, exchange, launch, lambda _: None)
+        link.calibrated_mbit = slowest([rates for rates in found if rates])
+
+    def _outcomes(self, trial: Trial, link: Link, on_progress: Callable[[Progress], None]) -> list[Outcome]:
+        single = trial.strategy == "single"
+        topology = Topology(1, 1) if single else trial.topology()
+        here = topology.ranks_per_node if trial.cluster.launcher == "torchrun" else topology.world
+        launch = Launch(
+            topology=topology,
+            ports=link.ports,
+            paced_mbit=link.paced_mbit,
+            threads=trial.threads or max(1, machine.cores() // here),
+            timeout_seconds=trial.timeout_seconds,
+            log=self.results / LOGS / f"{trial.id}.log",
+            scratch=self.results / SCRATCH,
+            backend="cpu:gloo,cuda:nccl" if trial.cluster.transport == "nccl" else "gloo",
+        )
+        return self._start(trial, run_trial, assignment(trial, link), launch, on_progress)
+
+    def _start(
+        self,
+        trial: Trial,
+        target: Callable[[Rank, Argument], T],
+        argument: Argument,
+        launch: Launch,
+        on_progress: Callable[[Progress], None],
+    ) -> list[T]:
+        """Run ranks as the trial's launcher does; ranks that do not lead get nothing back."""
+        if trial.cluster.launcher == "local":
+            return run_ranks(target, argument, launch, on_progress)
+        if trial.cluster.launcher == "torchrun":
+            return run_in_place(target, argument, launch) or []
+        raise Refusal("cluster.launcher = 'slurm' does not exist yet; start 'torchrun' through srun")
+
+    def _relative(self, log: Path | None) -> str | None:
+        return None if log is None else str(log.relative_to(self.results))
+
+    def _failed(self, trial: Trial, order: int, started: str, link: Link | None, failure: Failure) -> Record:
+        known = None if link is None else _link_record(link, [])
+        return self._record(trial, order, started, failure=failure, link=known)
+
+    def _record(self, trial: Trial, order: int, started: str, **fields: Any) -> Record:
+        return Record(
+            id=trial.id,
+            suite=self.suite,
+            question=self.question,
+            trial=trial.canonical(),
+            started=started,
+            finished=_now(),
+            order=order,
+            machine=self._machine,
+            code=self._code,
+            inputs=digests(trial),
+            pool=self.pool,
+            findings=list(findings(trial)),
+            **fields,
+        )
+
+
+def assignment(trial: Trial, link: Link) -> Assignment:
+    """What the ranks of a trial on ``link`` are given."""
+    several = link.setting.nodes > 1
+    return Assignment(
+        trial=trial,
+        probe_bytes=message_bytes(link.setting.rate_mbit) if several else None,
+        count=link.kind == "namespaces",
+    )
+
+
+def _foreseen(trial: Trial) -> Forecast | None:
+    """What a trial with a memory limit would hold; None if it has no limit."""
+    return None if trial.memory_limit is None else forecast((trial,), this_host())[0]
+
+
+def _beyond_limit(trial: Trial, result: Result) -> Failure | None:
+    """Whether a rank's engine has held more than the trial's limit, in the parts that were foreseen."""
+    for rank in result.ranks:
+        foreseen = rank.memory.formula or rank.memory.engine  # peers have no formula
+        held = {part: size for part, size in rank.memory.engine.items() if part in foreseen}
+        if (why := beyond_limit(trial, held)) is not None:
+            return Failure(kind="memory", message=f"it ran, and {why}", log=None)
+    return None
+
+
+def _check(trial: Trial, link: Link) -> None:
+    """Refuse what a link or a launcher cannot do.
+
+    Raises:
+        LinkError: for a peer that nothing would hold to the rate.
+        Refusal: for a launcher's limits.
+    """
+    if link.paced_mbit is not None and trial.resolved_policy() is None:
+        raise LinkError(
+            f"strategy {trial.strategy!r} sends past our wire, and link 'paced' holds only that to "
+            f"{link.paced_mbit:g} Mbit/s; it needs network namespaces ({link.why})"
+        )
+    if trial.cluster.launcher == "torchrun":
+        if link.kind not in ("real", "none"):
+            raise Refusal(f"torchrun's ranks run where they are started: no link {link.kind!r}; use 'real'")
+        if trial.strategy == "single":
+            raise Refusal("strategy 'single' is one process: run it with cluster.launcher = 'local'")
+
+
+def _exchange(rank: Rank, exchange: Exchange) -> list[float]:
+    return exchange.run(rank.pacer)
+
+
+def _link_record(link: Link, probed: list[float]) -> LinkRecord:
+    return LinkRecord(
+        kind=link.kind,
+        why=link.why,
+        requested_mbit=link.setting.rate_mbit,
+        calibrated_mbit=link.calibrated_mbit,
+        probed_mbit=probed,
+        message_bytes=message_bytes(link.setting.rate_mbit) if link.setting.nodes > 1 else 0,
+        details=link.details,
+    )
+
+
+def _failure(kind: Kind, error: BaseException, log: str | None = None) -> Failure:
+    return Failure(kind=kind, message=" ".join(str(error).split()) or type(error).__name__, log=log)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

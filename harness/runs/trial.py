@@ -1,0 +1,560 @@
+"""One trial as each of its ranks runs it, and the record that their outcomes make.
+
+Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the
+link, and quantisation errors on a backward pass of its own after everything timed.  A step trains or,
+in workload ``generate``, decodes.  A rank returns raw values only; :func:`assemble` puts all ranks'
+together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.cluster.link import PROBES, Counters, Exchange, counters, slowest
+from harness.cluster.rank import Progress, Rank, Refusal
+from harness.measure.cpu_usage import ProcessorMeter, Spent
+from harness.measure.memory_parts import without_training
+from harness.measure.meter import PowerSampler, StepClock, forget_peak, peak_device, peak_rss
+from harness.measure.quantisation_error import Squares, errors_of, measure
+from harness.measure.reference_loss import (
+    FirstLoss,
+    WrongLossError,
+    as_computed,
+    as_gathered,
+    as_gathered_by_fsdp2,
+    mean_loss,
+)
+from harness.records.record import (
+    InterfaceCounters,
+    LedgerRow,
+    Memory,
+    Predicted,
+    ProcessorUse,
+    QuantisationError,
+    RankRecord,
+    Validation,
+)
+from harness.runs.strategies import Strategy, build_optimizer, prepare
+from harness.suites.trial import Trial
+from harness.workloads import models
+from harness.workloads.data import Batch, Data
+from harness.workloads.generation import Counted, Generator
+from impl.adapters.fsdp2_ddp import fsdp2_groups
+from impl.plan.offload_plan import CopyKey
+from impl.plan.traffic import Event, LedgerKey, Sent
+from impl.zero import find_blocks, plan_units
+
+
+class TrialError(RuntimeError):
+    """A trial ran and its result cannot be trusted; the message names the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What every rank of a trial is given.
+
+    Attributes:
+        trial: what to run.
+        probe_bytes: size of a probe's message; None for no probe.
+        count: whether the node's interface counts what leaves the node, and nothing else.
+    """
+
+    trial: Trial
+    probe_bytes: int | None
+    count: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankValidation:
+    """One rank's share of a :class:`~harness.records.record.Validation`."""
+
+    step: int
+    loss: float
+    train_seconds: float
+    inter_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank brings back.
+
+    Attributes:
+        record: steps, ledger, memory.
+        validations: its share of each.
+        predicted: what ``impl.plan.traffic`` says it sent over the timed steps; None for peers.
+        sent: what its node's interface sent over the timed steps, evaluations left out; from the
+            first rank of a node.
+        probed: Mbit/s into its node.
+        errors: sums for quantisation errors.
+        first_loss: before training, unsharded and sharded.
+        ran: algorithms, transports, threads.
+        units: name, elements, padded elements.
+        parameters: elements of the model.
+        power: samples of its GPU.
+        decoded: digests of what its generations decoded, warm-ups included.
+        spent: processor seconds over the timed steps; of the first rank the machine's too, if all are on it.
+    """
+
+    record: RankRecord
+    validations: list[RankValidation]
+    predicted: list[LedgerRow] | None
+    sent: Counters | None
+    probed: list[float]
+    errors: dict[tuple[str, str, str], Squares]
+    first_loss: FirstLoss
+    ran: dict[str, Any]
+    units: list[tuple[str, int, int]]
+    parameters: int
+    power: list[dict[str, float]] | None
+    decoded: list[str]
+    spent: Spent
+
+
+def run(rank: Rank, assignment: Assignment) -> Outcome:
+    """Run a trial on this rank; the default process group is there.
+
+    Raises:
+        Refusal, PolicyError, GeometryError, CorpusError, WorkloadError: it cannot be run as asked.
+        TrialError: it ran and cannot be trusted.
+    """
+    return _Run(rank, assignment).run()
+
+
+class _Run:
+    """One rank's trial under way."""
+
+    def __init__(self, rank: Rank, assignment: Assignment) -> None:
+        trial = assignment.trial
+        self.rank, self.assignment, self.trial = rank, assignment, trial
+        self.device = device_of(trial, rank)
+        self.data = Data(trial, rank.rank, self.device)
+        torch.manual_seed(trial.seed)
+        with self.device:
+            model = models.build(trial.model, trial.sequence)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        reference, expected = self._single_process(model)
+        self.strategy: Strategy = prepare(trial, model, rank, self.device)
+        found = mean_loss(self.strategy.model, self._first_batches())
+        self.strategy.weights_changed()  # what the check gathered must not serve the first step
+        self.first_loss = FirstLoss(reference, expected, found)
+        self.optimizer = build_optimizer(trial.optimizer, self.strategy)
+        self.clock = StepClock(self.strategy.exposed_seconds, self.device)
+        self.generator = self._generator() if trial.workload == "generate" else None
+        self.events: list[Event] = []
+        self.validations: list[RankValidation] = []
+        self.train_seconds = 0.0
+        self.evaluated = Counters(0, 0)  # sent by evaluations so far; they belong to no step
+        self.before_training = self._count()
+
+    def run(self) -> Outcome:
+        trial, total = self.trial, self.trial.warmup + self.trial.steps
+        forget_peak(self.device)
+        for index in range(trial.warmup):
+            self.rank.report(Progress("warm-up", index, trial.warmup))
+            self._one(index)
+        dist.barrier()
+        skipped, ledger_before = len(self.events), self.strategy.ledger()
+        copied_before = self.strategy.copied()
+        counted_before = self._trained()
+        alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
+        processors = ProcessorMeter(machine=alone and self.rank.rank == 0)
+        with PowerSampler(self.device) as power:
+            for index in range(trial.warmup, total):
+                self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
+                self._one(index)
+        dist.barrier()
+        spent = processors.spent()
+        counted = self._trained()
+        if trial.validate_every is not None and not self._validated(total):
+            self._validate(total)
+        ledger = self.strategy.ledger()
+        engine, formula = self.strategy.memory(self.optimizer), self.strategy.formula()
+        if self.generator is not None:
+            engine, formula = without_training(engine), without_training(formula)
+        memory = Memory(
+            engine=engine,
+            formula=formula,
+            peak_rss=peak_rss(),
+            peak_device=peak_device(self.device),
+            copied=_copied(self.strategy.copied(), copied_before),
+            copied_formula=_copied(
+                self.strategy.predicted_copies(self.events),
+                self.strategy.predicted_copies(self.events[:skipped]),
+            ),
+        )
+        probed = self._probe()
+        errors = self._quantisation()
+        ran = self._ran()
+        self.strategy.close()
+        sent = None if counted is None or counted_before is None else counted - counted_before
+        return Outcome(
+            record=RankRecord(
+                rank=self.rank.rank,
+                node=self.rank.node,
+                local=self.rank.local,
+                steps=self.clock.steps,
+                ledger=None if ledger is None else _rows(_less(ledger, ledger_before or {})),
+                memory=memory,
+                tokens=[] if self.generator is None else self.generator.measured,
+            ),
+            validations=self.validations,
+            predicted=self._predicted(skipped),
+            sent=sent,
+            probed=probed,
+            errors=errors,
+            first_loss=self.first_loss,
+            ran=ran,
+            units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
+            parameters=self.parameters,
+            power=power.samples if self.rank.speaks else None,
+            decoded=[] if self.generator is None else self.generator.sha256,
+            spent=spent,
+        )
+
+    def _first_batches(self) -> Iterator[Batch]:
+        """This rank's batches of the first step."""
+        return (batch for micro in self.data.step(0) for batch in micro)
+
+    def _single_process(self, model: nn.Module) -> tuple[float, float]:
+        """Loss of the unsharded model in fp32, and with weights as a gather brings them."""
+        exact = mean_loss(model, self._first_batches())
+        policy, host = self.trial.resolved_policy(), self.trial.host
+        if policy is None or host == "ddp":  # whole weights on every rank: none are gathered
+            return exact, exact
+        if host == "fsdp2":
+            groups = fsdp2_groups(model, find_blocks(model), self.rank.topology)
+            with as_gathered_by_fsdp2(model, policy.weights, groups):
+                return exact, mean_loss(model, self._first_batches())
+        units = plan_units(model, self.rank.topology, policy)
+        with as_gathered(model, policy, units, self.trial.seed):
+            return exact, mean_loss(as_computed(model, policy), self._first_batches())
+
+    def _one(self, index: int) -> None:
+        """One step of the trial's workload."""
+        if self.generator is None:
+            self._step(index)
+            return
+        self.strategy.weights_changed()
+        self.events.append("changed")
+        self.generator.run(self.strategy.model.eval(), index=index, warmup=index < self.trial.warmup)
+        self.events += ["evaluate"] * self.trial.generate.tokens
+
+    def _generator(self) -> Generator:
+        """Decodes from the beginnings of this rank's first batch."""
+        generate = self.trial.generate
+        prompts = [tokens[:, : generate.prompt] for tokens, _ in self._first_batches()]
+        shape = models.shape_of(self.trial.model)
+        return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counted, self.device)
+
+    def _counted(self) -> Counted:
+        ledger, exposed = self.strategy.ledger(), self.strategy.exposed_seconds()
+        if ledger is None:
+            return Counted(exposed, None, None)
+        inter, intra = (
+            sum(sent.bytes for key, sent in ledger.items() if key.link == link) for link in ("inter", "intra")
+        )
+        return Counted(exposed, inter, intra)
+
+    def _step(self, index: int) -> None:
+        trial, clock, strategy = self.trial, self.clock, self.strategy
+        clock.begin()
+        losses: list[Tensor] = []
+        for number, micro in enumerate(self.data.step(index)):
+            strategy.begin(last=number == trial.accumulation - 1)
+            for batch in micro:
+                with clock.part("forward"):
+                    loss = strategy.model(*batch)
+                with clock.part("backward"):
+                    strategy.backward(loss / (trial.accumulation * self.data.parts))
+                losses.append(loss.detach())
+            with clock.part("backward"):
+                strategy.finish_backward()
+            self.events += ["forward", "backward" if strategy.reduced else "accumulate"]
+        with clock.part("optimizer"):
+            norm, done = strategy.step(self.optimizer, trial.clip)
+            self.optimizer.zero_grad()
+        self.events += ["norm"] if norm is not None else []
+        self.events += ["step"] if done else []
+        mean = math.fsum(float(loss) for loss in losses) / len(losses)
+        clock.end(index=index, warmup=index < trial.warmup, loss=mean, norm=norm)
+        self.train_seconds += clock.steps[-1].total
+        if trial.validate_every and (index + 1) % trial.validate_every == 0:
+            self._validate(index + 1)
+
+    def _validated(self, step: int) -> bool:
+        return bool(self.validations) and self.validations[-1].step == step
+
+    def _validate(self, step: int) -> None:
+        """Loss on the validation split after ``step`` steps."""
+        self.rank.report(Progress("validation", step, self.trial.warmup + self.trial.steps))
+        inter, before = self._inter_bytes(), self._count()
+        self.strategy.model.eval()
+        losses = []
+        with torch.no_grad():
+            for batch in self.data.validation:
+                losses.append(float(self.strategy.model(*batch)))
+                self.events.append("evaluate")
+        self.strategy.model.train()
+        self.strategy.weights_changed()  # or the next forward pass would be spared its gathers
+        self.events.append("changed")
+        after = self._count()
+        if before is not None and after is not None:
+            self.evaluated += after - before
+        loss = math.fsum(losses) / len(losses)
+        self.validations.append(RankValidation(step, loss, self.train_seconds, inter))
+        dist.barrier()  # the next step begins on all ranks at once
+
+    def _count(self) -> Counters | None:
+        """What the node's interface has sent; by the node's first rank.  All ranks must call it."""
+        if not self.assignment.count or self.rank.port.interface is None:
+            return None
+        dist.barrier()
+        found = counters(self.rank.port.interface) if self.rank.speaks else None
+        dist.barrier()  # else the node's other ranks could already send what comes next
+        return found
+
+    def _trained(self) -> Counters | None:
+        """What the node's interface has sent in training so far, evaluations left out."""
+        counted = self._count()
+        if counted is None or self.before_training is None:
+            return None
+        return counted - self.before_training - self.evaluated
+
+    def _inter_bytes(self) -> int | None:
+        """Bytes sent between nodes in training so far: by this rank, or by its node if only the
+        interface knows (then 0 for its other ranks).
+        """
+        ledger = self.strategy.ledger()
+        if ledger is not None:
+            return sum(
+                s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate"
+            )
+        if not self.assignment.count:
+            return 0 if self.rank.topology.nodes == 1 or self.trial.strategy == "single" else None
+        counted = self._trained()
+        return 0 if counted is None else counted.tx_bytes
+
+    def _probe(self) -> list[float]:
+        if self.assignment.probe_bytes is None:
+            return []
+        self.rank.report(Progress("probe"))
+        per_node = self.rank.topology.ranks_per_node
+        speakers = tuple(range(0, self.rank.topology.world, per_node))
+        exchange = Exchange(self.assignment.probe_bytes, PROBES, speakers)
+        return exchange.run(self.rank.pacer, str(self.device))
+
+    def _quantisation(self) -> dict[tuple[str, str, str], Squares]:
+        """Errors of codecs on this rank's weights and on the gradients of one more backward pass."""
+        zero = self.strategy.zero
+        if zero is None or not self.trial.measure_quantisation:
+            return {}
+        self.rank.report(Progress("quantisation"))
+        for micro in self.data.step(self.trial.warmup + self.trial.steps):
+            for batch in micro:
+                (self.strategy.model(*batch) / self.trial.accumulation).backward()
+            self.strategy.finish_backward()
+        return measure(zero)
+
+    def _ran(self) -> dict[str, Any]:
+        return {
+            **self.strategy.describe(),
+            "backend": dist.get_backend(),
+            "device": self.device.type,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "optimizer": type(self.optimizer).__name__,
+            "corpus_sha256": self.data.sha256,
+        }
+
+    def _predicted(self, skipped: int) -> list[LedgerRow] | None:
+        """What the passes after the first ``skipped`` should have sent."""
+        whole = self.strategy.predicted(self.events)
+        if whole is None:
+            return None
+        return _rows(_less(whole, self.strategy.predicted(self.events[:skipped]) or {}))
+
+
+def device_of(trial: Trial, rank: Rank) -> torch.device:
+    """Where a rank's tensors live, which becomes torch's current device.
+
+    Raises:
+        Refusal: if there is no GPU for it.
+    """
+    if trial.cluster.device == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = rank.rank if trial.cluster.launcher == "local" else rank.local
+    if index >= count:
+        raise Refusal(f"rank {rank.rank} needs GPU {index}, this machine has {count}")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _less(whole: Mapping[LedgerKey, Sent], before: Mapping[LedgerKey, Sent]) -> dict[LedgerKey, Sent]:
+    """What ``whole`` holds beyond ``before``."""
+    rest = {}
+    for key, sent in whole.items():
+        earlier = before.get(key, Sent(0, 0))
+        left = Sent(sent.bytes - earlier.bytes, sent.messages - earlier.messages)
+        if left != Sent(0, 0):
+            rest[key] = left
+    return rest
+
+
+def _rows(sent: Mapping[LedgerKey, Sent]) -> list[LedgerRow]:
+    return [
+        LedgerRow(**key._asdict(), bytes=total.bytes, messages=total.messages)
+        for key, total in sorted(sent.items())
+    ]
+
+
+def _copied(whole: Mapping[CopyKey, int], before: Mapping[CopyKey, int]) -> dict[str, int]:
+    """What ``whole`` holds beyond ``before``, by direction and purpose."""
+    rest: dict[str, int] = {}
+    for key, nbytes in sorted(whole.items()):
+        name = f"{key.direction} {key.purpose}"
+        rest[name] = rest.get(name, 0) + nbytes - before.get(key, 0)
+    return rest
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All ranks' outcomes as the fields of a :class:`~harness.records.record.Record`."""
+
+    ranks: list[RankRecord]
+    interfaces: list[InterfaceCounters] | None
+    validations: list[Validation]
+    quantisation: list[QuantisationError]
+    predicted: Predicted | None
+    reference_loss: float
+    probed_mbit: list[float]
+    ran: dict[str, Any]
+    units: list[tuple[str, int, int]]
+    parameters: int
+    power: list[dict[str, float]] | None
+    decoded_sha256: list[str]
+    processor_use: ProcessorUse | None
+
+
+def assemble(outcomes: Sequence[Outcome]) -> Result:
+    """Put together what all ranks brought back, in rank order.
+
+    Raises:
+        TrialError: for a loss that is not finite, one before training that is not a single process's,
+            a ledger that is not the prediction, or generations of one rank that differ.
+    """
+    _check_losses(outcomes)
+    _check_steps(outcomes[0])
+    _check_decoded(outcomes)
+    first = outcomes[0]
+    predicted = None
+    if first.predicted is not None:
+        ledgers = [outcome.predicted or [] for outcome in outcomes]
+        for ledger, outcome in zip(ledgers, outcomes, strict=True):
+            _check_ledger(outcome.record.rank, outcome.record.ledger or [], ledger)
+        predicted = Predicted(ledgers=ledgers, equal=True)
+    interfaces = [
+        InterfaceCounters(node=o.record.node, tx_bytes=o.sent.tx_bytes, tx_packets=o.sent.tx_packets)
+        for o in outcomes
+        if o.sent is not None
+    ]
+    return Result(
+        ranks=[outcome.record for outcome in outcomes],
+        interfaces=interfaces or None,
+        validations=[_validation(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)],
+        quantisation=errors_of([outcome.errors for outcome in outcomes]),
+        predicted=predicted,
+        reference_loss=math.fsum(o.first_loss.reference for o in outcomes) / len(outcomes),
+        probed_mbit=slowest([o.probed for o in outcomes if o.probed]),
+        ran=first.ran,
+        units=first.units,
+        parameters=first.parameters,
+        power=first.power,
+        decoded_sha256=[outcome.decoded[0] for outcome in outcomes if outcome.decoded],
+        processor_use=_processor_use([outcome.spent for outcome in outcomes]),
+    )
+
+
+def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
+    """The machine's processors as the first rank saw them, beside what all ranks computed."""
+    first, machine = spent[0], spent[0].machine
+    if machine is None:
+        return None
+    return ProcessorUse(
+        seconds=first.seconds,
+        processors=first.processors,
+        ranks=math.fsum(rank.computed for rank in spent),
+        **asdict(machine),
+    )
+
+
+def _validation(shares: Sequence[RankValidation]) -> Validation:
+    known = [share.inter_bytes for share in shares if share.inter_bytes is not None]
+    return Validation(
+        step=shares[0].step,
+        loss=math.fsum(share.loss for share in shares) / len(shares),
+        train_seconds=max(share.train_seconds for share in shares),
+        inter_bytes=sum(known) if len(known) == len(shares) else None,
+    )
+
+
+def _check_losses(outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        try:
+            outcome.first_loss.check(outcome.record.rank)
+        except WrongLossError as error:
+            raise TrialError(str(error)) from None
+        for step in outcome.record.steps:
+            if not math.isfinite(step.loss):
+                raise TrialError(
+                    f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
+                )
+
+
+def _check_steps(outcome: Outcome) -> None:
+    """At least one step was taken: what skips all of them trains nothing, however fast."""
+    scaler = outcome.ran.get("loss_scale")
+    if scaler is not None and outcome.record.steps and scaler["skipped"] >= len(outcome.record.steps):
+        raise TrialError(
+            f"all {len(outcome.record.steps)} steps were skipped: gradients overflow, at last at a loss "
+            f"scale of {scaler['scale']:g}; start from a smaller one"
+        )
+
+
+def _check_decoded(outcomes: Sequence[Outcome]) -> None:
+    """Every generation starts from the same prompt and weights, and is greedy."""
+    for outcome in outcomes:
+        for number, digest in enumerate(outcome.decoded):
+            if digest != outcome.decoded[0]:
+                raise TrialError(
+                    f"generation {number} of rank {outcome.record.rank} decoded other tokens (SHA-256 "
+                    f"{digest[:12]}) than generation 0 ({outcome.decoded[0][:12]}) from the same prompt and "
+                    "weights"
+                )
+
+
+def _check_ledger(rank: int, found: Sequence[LedgerRow], expected: Sequence[LedgerRow]) -> None:
+    """Every row as predicted.
+
+    Raises:
+        TrialError: naming the first row that differs, and both numbers.
+    """
+    ours, theirs = ({_key(row): (row.bytes, row.messages) for row in rows} for rows in (found, expected))
+    for key in sorted(ours.keys() | theirs.keys()):
+        sent, predicted = ours.get(key, (0, 0)), theirs.get(key, (0, 0))
+        if sent != predicted:
+            raise TrialError(
+                f"rank {rank} sent {sent[0]} bytes in {sent[1]} messages for {', '.join(filter(None, key))}; "
+                f"predicted are {predicted[0]} bytes in {predicted[1]} messages"
+            )
+
+
+def _key(row: LedgerRow) -> tuple[str, str, str, str, str]:
+    return row.phase, row.purpose, row.unit, row.hop, row.link

@@ -1,0 +1,590 @@
+"""Suite files in TOML become trials, interleaved by repeat.
+
+A suite asks one question.  Its file::
+
+    name = "bits"                       # of its results folder
+    question = "How few bits ...?"
+    time = "6 min on 2 cores"           # stated, not enforced
+    repeats = 3
+
+    [defaults]                          # any field of Trial
+    cluster.rate = "50 Mbit/s"
+    [matrix]                            # every combination of these
+    strategy = ["zero3", "zeropp"]
+    model.arguments.layers = [2, 4]
+    [[zip]]                             # axes that step together
+    tokens_per_rank = [512, 1024]
+    sequence = [128, 256]
+    [[exclude]]                         # partial matches; a list is any of its members
+    strategy = "zero3"
+    sequence = 256
+    [[override]]                        # applied in order, after the excludes
+    match = { strategy = "zeropp" }
+    set = { steps = 4 }
+
+A codec, feedback or an hpZ group that [defaults] or [matrix] gives all strategies alike changes only those
+that quantise there or keep a copy: with it ZeRO-3 stays ZeRO-3.  A [[zip]] or an [[override]] that
+names the strategy may say otherwise, and so may a suite of one policy.  Cells that turn out to be
+the same run are run once.
+
+Everything that can be known without building the model is refused here, in one line that names
+file, key, value and what is allowed.  No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NoReturn, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from harness.suites.model_sizes import PRESETS as MODELS
+from harness.suites.trial import PEERS, PolicyChanges, Trial, following_model, suggestion
+from impl.adapters.traffic import carries
+from impl.codecs.codec import Codec, Raw, parse
+from impl.deepspeed.recipe import DeepSpeedError
+from impl.deepspeed.recipe import load as load_configuration
+
+MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
+_ABSENT: Final = object()
+_CONFIGURATION: Final = "deepspeed_config"
+
+
+class SuiteError(ValueError):
+    """A suite cannot be used; one line that names file, key, value and what is allowed."""
+
+
+class _Override(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    match: dict[str, Any]
+    set: dict[str, Any]
+
+
+class _File(BaseModel):
+    """What stands at the top level of a suite file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)
+    question: str = Field(min_length=1)
+    time: str = "not stated"
+    repeats: int = Field(1, ge=1)
+    defaults: dict[str, Any] = {}
+    matrix: dict[str, Any] = {}
+    zip: list[dict[str, Any]] = []
+    exclude: list[dict[str, Any]] = []
+    override: list[_Override] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A question and the trials that answer it, in the order in which they run.
+
+    Attributes:
+        name: of the suite and its results folder.
+        question: what it asks.
+        time: how long it takes, as its file states.
+        trials: repeat by repeat; inside a repeat, trials that differ only in strategy and policy
+            stand together, and their order changes from repeat to repeat.
+        merged: cells that were the same run as another: those of a peer that differ in policy
+            alone, or two that resolve to one policy.
+        kept: what was not changed in a strategy because it would have become another, one line each.
+    """
+
+    name: str
+    question: str
+    time: str
+    trials: tuple[Trial, ...]
+    merged: int
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """A value and the table of the file that it comes from."""
+
+    value: Any
+    table: str
+
+
+_Settings = dict[str, _Setting]  # by dotted path
+
+
+def load(path: Path) -> Suite:
+    """Read a suite file.
+
+    Raises:
+        SuiteError: for the first thing in it that cannot be used.
+    """
+    return _Expansion(path, _read(path)).suite()
+
+
+def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Dotted paths in which canonical trials differ, repeats left out, in the order of the fields."""
+    flat = [dict(_flatten(trial)) for trial in trials]
+    paths = dict.fromkeys(itertools.chain.from_iterable(flat))
+    return [path for path in paths if path != "repeat" and len({_text(one.get(path)) for one in flat}) > 1]
+
+
+def look_up(trial: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path of a canonical trial; None if it has none."""
+    return dict(_flatten(trial)).get(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's tables."""
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise SuiteError(f"{path}: cannot read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise SuiteError(
+            f"{path}: not a text file: byte {error.start} is not UTF-8; expected a suite in TOML"
+        ) from None
+    except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
+        raise SuiteError(f"{path}: not TOML: {error}") from None
+
+
+class _Expansion:
+    """Turns the tables of one file into trials; knows the file's name for its complaints."""
+
+    def __init__(self, path: Path, tables: dict[str, Any]) -> None:
+        self.path = path
+        self.file = self._validated(self._with_configurations(tables))
+        self.fields = dict(_fields(Trial))
+
+    def suite(self) -> Suite:
+        """Expand, exclude, override, validate, align and order."""
+        defaults = self._settings(self.file.defaults, "[defaults]")
+        axes = self._axes()
+        total = math.prod(len(axis) for axis in axes) * self.file.repeats
+        if total > MOST_TRIALS:
+            self._refuse(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
+        cells = []
+        for points in itertools.product(*axes):
+            settings = dict(defaults)
+            for point in points:
+                settings |= point
+            cells.append(settings)
+        cells = self._override(self._exclude(cells))
+        if not cells:
+            self._refuse("[[exclude]] leaves no trial")
+        trials = [self._trial(settings) for settings in cells]
+        for settings, trial in zip(cells, trials, strict=True):
+            self._check(settings, trial.check_recipe, axes)
+        kept: dict[str, None] = {}
+        if len({trial.strategy for trial in trials} - set(PEERS)) > 1:
+            cells = [
+                self._fitting(settings, trial, kept) for settings, trial in zip(cells, trials, strict=True)
+            ]
+            trials = [self._trial(settings) for settings in cells]
+        for settings, trial in zip(cells, trials, strict=True):
+            self._check(settings, trial.check, axes)
+        trials = _aligned([_without_policy(trial) for trial in trials])
+        unique = _different(trials)
+        return Suite(
+            self.file.name,
+            self.file.question,
+            self.file.time,
+            tuple(_interleaved(unique, self.file.repeats)),
+            len(trials) - len(unique),
+            tuple(kept),
+        )
+
+    def _refuse(self, complaint: str) -> NoReturn:
+        raise SuiteError(f"{self.path}: {complaint}")
+
+    def _validated(self, tables: dict[str, Any]) -> _File:
+        for key in tables:
+            if key not in _File.model_fields:
+                known = ", ".join(_File.model_fields)
+                self._refuse(
+                    f"unknown key {key!r}: expected one of {known}{suggestion(key, _File.model_fields)}"
+                )
+        try:
+            return _File.model_validate(tables, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            if first["type"] == "missing":
+                self._refuse(f"key {where!r} is missing")
+            self._refuse(f"{where} = {_text(first['input'])}: {_allowed([first])}")
+
+    def _with_configurations(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """The tables with every DeepSpeed configuration, a file beside the suite or a table, as its text."""
+
+        def inlined(table: Any) -> Any:
+            if isinstance(table, list):
+                return [inlined(one) for one in table]
+            if not isinstance(table, dict):
+                return table
+            changed = {name: inlined(table[name]) for name in ("match", "set") if name in table}
+            if _CONFIGURATION in table:
+                changed[_CONFIGURATION] = self._configurations(table[_CONFIGURATION])
+            return {**table, **changed}
+
+        return {name: inlined(table) for name, table in tables.items()}
+
+    def _configurations(self, value: Any) -> Any:
+        """Text of one configuration, or of each of a list."""
+        if isinstance(value, list):
+            return [self._configurations(one) for one in value]
+        if isinstance(value, dict):
+            return json.dumps(value, default=str)
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.dumps(load_configuration(self.path.parent / value))
+        except DeepSpeedError as error:
+            self._refuse(f"{_CONFIGURATION}: {error}")  # which names the file
+
+    def _axes(self) -> list[list[_Settings]]:
+        """Each axis as the settings of its points; a zip is one axis."""
+        axes: list[list[_Settings]] = []
+        taken: list[str] = []
+        for path, values in _flatten(self.file.matrix):
+            axes.append(self._points(path, values, "[matrix]", taken))
+            self._check_different(values, f"[matrix] {path}")
+        for number, table in enumerate(self.file.zip, 1):
+            name = f"[[zip]] #{number}"
+            columns = {path: self._points(path, values, name, taken) for path, values in _flatten(table)}
+            lengths = {path: len(points) for path, points in columns.items()}
+            if len(set(lengths.values())) > 1:
+                counts = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+                self._refuse(f"{name}: {counts} values; expected equal numbers")
+            self._check_different(list(zip(*dict(_flatten(table)).values(), strict=True)), name)
+            rows = zip(*columns.values(), strict=True)
+            axes.append([{k: v for point in row for k, v in point.items()} for row in rows])
+        return axes
+
+    def _check_different(self, points: list[Any], axis: str) -> None:
+        texts = [_text(point) for point in points]
+        for text in texts:
+            if texts.count(text) > 1:
+                self._refuse(f"{axis}: {text} stands twice; expected different values")
+
+    def _points(self, path: str, values: Any, table: str, taken: list[str]) -> list[_Settings]:
+        """The settings of each value of one axis."""
+        if not isinstance(values, list) or not values:
+            self._check_path(path, table, _ABSENT)
+            self._refuse(f"{table} {path} = {_text(values)}: expected a list of at least one value")
+        for other in taken:
+            if path == other or path.startswith(other + ".") or other.startswith(path + "."):
+                self._refuse(f"{table} {path}: {other!r} is an axis already; expected each field once")
+        taken.append(path)
+        if not isinstance(values[0], dict):
+            self._check_path(path, table, values[0])
+        return [self._settings({path: value}, table) for value in values]
+
+    def _settings(self, table: dict[str, Any], name: str) -> _Settings:
+        """A table's values by dotted path, every path checked."""
+        settings = {}
+        for path, value in _flatten(table):
+            self._check_path(path, name, value)
+            settings[path] = _Setting(value, name)
+        return settings
+
+    def _check_path(self, path: str, table: str, value: Any) -> None:
+        """Refuse a path that names no field."""
+        kind = self.fields.get(path)
+        if kind == "leaf":
+            return
+        if kind in ("table", "open"):
+            if value is _ABSENT:
+                return
+            inside = ", ".join(p for p in self.fields if p.startswith(path + ".")) or "its arguments"
+            self._refuse(f"{table} {path} = {_text(value)}: expected a table ({inside})")
+        if self.fields.get(path.rpartition(".")[0]) == "open":
+            return
+        if path == "repeat":
+            self._refuse(f"{table} repeat: set by the key `repeats` at the top of the file")
+        near = suggestion(path, self.fields) or suggestion(path, [p.rpartition(".")[2] for p in self.fields])
+        if not near:
+            near = f"; expected one of {', '.join(p for p, k in self.fields.items() if k != 'table')}"
+        self._refuse(f"{table} {path}: no such field of a trial{near}")
+
+    def _trial(self, settings: _Settings) -> Trial:
+        """Validate one cell; TOML's types are kept to strictly."""
+        nested: dict[str, Any] = {}
+        for path, setting in settings.items():
+            *tables, leaf = path.split(".")
+            place = nested
+            for part in tables:
+                place = place.setdefault(part, {})
+            place[leaf] = setting.value
+        try:
+            trial = Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
+        except ValidationError as error:
+            errors = error.errors()
+            path = _path_of(errors[0], settings)
+            same = [e for e in errors if _path_of(e, settings) == path]
+            setting = settings[path]
+            self._refuse(f"{setting.table} {path} = {_text(setting.value)}: {_allowed(same)}")
+        self._check_model(settings, trial.model.name)
+        return trial
+
+    def _check_model(self, settings: _Settings, name: str) -> None:
+        """Refuse a model that has no name here; whether a function can be called, building it says."""
+        if name in MODELS or ":" in name:
+            return
+        table = settings["model.name"].table if "model.name" in settings else "[defaults]"
+        self._refuse(
+            f"{table} model.name = {_text(name)}: expected one of {', '.join(MODELS)} or "
+            f"'module:function'{suggestion(name, MODELS)}"
+        )
+
+    def _fitting(self, settings: _Settings, trial: Trial, kept: dict[str, None]) -> _Settings:
+        """A cell without what would make its strategy another, unless it was stated for the strategy."""
+        if trial.strategy in PEERS:
+            return settings
+        named = {f"[[zip]] #{n}" for n, table in enumerate(self.file.zip, 1) if "strategy" in table}
+        named |= {
+            f"[[override]] #{n} set" for n, one in enumerate(self.file.override, 1) if "strategy" in one.match
+        }
+        foreign = [path for path in _foreign(trial) if path in settings and settings[path].table not in named]
+        for path in foreign:
+            said = f"{path} = {_text(settings[path].value)} of {settings[path].table}"
+            kept[f"{said} does not apply to {trial.strategy}, which would be another strategy with it"] = None
+        return {path: setting for path, setting in settings.items() if path not in foreign}
+
+    def _check(self, settings: _Settings, check: Callable[[], None], axes: list[list[_Settings]]) -> None:
+        """Refuse what is impossible together, naming the cell by what varies."""
+        try:
+            check()
+        except ValueError as error:
+            varying = dict.fromkeys(path for axis in axes for point in axis for path in point)
+            cell = ", ".join(
+                f"{path} = {_text(settings[path].value)}" for path in varying if path in settings
+            )
+            self._refuse(f"{f'with {cell}: ' if cell else ''}{error}")
+
+    def _exclude(self, cells: list[_Settings]) -> list[_Settings]:
+        for number, match in enumerate(self.file.exclude, 1):
+            matches = self._matcher(match, f"[[exclude]] #{number}", cells)
+            cells = [cell for cell, hit in zip(cells, matches, strict=True) if not hit]
+        return cells
+
+    def _override(self, cells: list[_Settings]) -> list[_Settings]:
+        for number, override in enumerate(self.file.override, 1):
+            name = f"[[override]] #{number}"
+            matches = self._matcher(override.match, f"{name} match", cells)
+            settings = self._settings(override.set, f"{name} set")
+            cells = [cell | settings if hit else cell for cell, hit in zip(cells, matches, strict=True)]
+        return cells
+
+    def _matcher(self, match: dict[str, Any], name: str, cells: list[_Settings]) -> list[bool]:
+        """Which cells a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
+        wanted: dict[str, list[Any]] = {}
+        for path, value in _flatten(match):
+            choices = value if isinstance(value, list) else [value]
+            for choice in choices:
+                trial = self._trial(self._settings({path: choice}, name))
+                wanted.setdefault(path, []).append(_at(trial, path))
+        trials = [self._trial(cell) for cell in cells]
+        hits = [all(_at(trial, path) in values for path, values in wanted.items()) for trial in trials]
+        if not any(hits):
+            self._refuse(f"{name} = {_text(match)}: matches no trial of this suite")
+        return hits
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every value that is not a table."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted path, kind) of every field that a suite may set: leaf, table, or open (free keys)."""
+    for name, field in model.model_fields.items():
+        path, annotation = f"{prefix}{name}", field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield path, "table"
+            yield from _fields(annotation, f"{path}.")
+        elif get_origin(annotation) is dict:
+            yield path, "open"
+        elif path != "repeat":
+            yield path, "leaf"
+
+
+def _at(trial: Trial, path: str) -> Any:
+    """Value of a trial at a dotted path, also where its canonical form leaves it out."""
+    return dict(_flatten(json.loads(trial.model_dump_json()))).get(path, _ABSENT)
+
+
+def _path_of(error: ErrorDetails, settings: _Settings) -> str:
+    """The longest prefix of an error's location that the suite set."""
+    parts = [str(part) for part in error["loc"]]
+    for length in range(len(parts), 0, -1):
+        path = ".".join(parts[:length])
+        if path in settings:
+            return path
+    return next(iter(settings))
+
+
+def _allowed(errors: Sequence[ErrorDetails]) -> str:
+    """What the field would take, from pydantic's errors about one value."""
+    first, *others = dict.fromkeys(_one_allowed(error) for error in errors)
+    return " or ".join([first, *(other.removeprefix("expected ") for other in others)])
+
+
+def _one_allowed(error: ErrorDetails) -> str:
+    context = error.get("ctx", {})
+    kind = error["type"]
+    words = {
+        "int_type": "expected a whole number",
+        "int_from_float": "expected a whole number",
+        "float_type": "expected a number",
+        "finite_number": "expected a finite number",
+        "string_type": "expected text",
+        "string_too_short": "expected text",
+        "bool_type": "expected true or false",
+        "dict_type": "expected a table",
+        "model_type": "expected a table",
+        "list_type": "expected a list",
+        "tuple_type": "expected a list of two",
+        "missing": "expected a list of two",
+        "too_long": "expected a list of two",
+        "string_pattern_mismatch": "expected letters, digits, '_', '-' and '.'",
+    }
+    if kind in words:
+        return words[kind]
+    if kind == "string_too_long":
+        return f"expected at most {context['max_length']} characters"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return (
+            f"expected {context['expected']}{suggestion(str(error['input']), _quoted(context['expected']))}"
+        )
+    if kind == "greater_than_equal":
+        return f"expected at least {context['ge']}"
+    if kind == "less_than_equal":
+        return f"expected at most {context['le']}"
+    if kind == "less_than":
+        return f"expected less than {context['lt']}"
+    if kind == "greater_than":
+        return f"expected more than {context['gt']}"
+    return error["msg"][0].lower() + error["msg"][1:]
+
+
+def _quoted(expected: str) -> list[str]:
+    """The words in pydantic's ``'a', 'b' or 'c'``."""
+    return expected.split("'")[1::2]
+
+
+def _text(value: Any) -> str:
+    """A value as it stands in a suite, shortened to one readable line."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _foreign(trial: Trial) -> Iterator[str]:
+    """Paths of the trial's changes that would make its preset another technique."""
+    base, changes = trial.base_policy(), trial.policy
+    if base is None:
+        return
+    if trial.host is not None:
+        yield from (f"policy.{name}" for name in _changes(trial) if not carries(trial.host, name))
+    hops = (changes.gradients,) * 2 if isinstance(changes.gradients, str) else changes.gradients
+    codecs = {
+        "policy.weights": ((base.weights,), (changes.weights,)),
+        "policy.gradients": (base.gradients, hops or (None,)),
+    }
+    for path, (ours, asked) in codecs.items():
+        given = [parse(text) for text in asked if text is not None]
+        if not given or not _raw(ours):
+            continue
+        if trial.strategy.endswith("exact") or not _raw(given):
+            yield path
+    if changes.secondary and not base.secondary:
+        yield "policy.secondary"
+    if changes.stage not in (None, base.stage):
+        yield "policy.stage"
+    if changes.group and not base.group:
+        yield "policy.group"
+    if changes.reduce_every == "micro_batch" and base.stage < 2:
+        yield "policy.reduce_every"
+    if changes.feedback not in (None, "none") and _raw(base.gradients):
+        yield "policy.feedback"
+
+
+def _raw(codecs: Sequence[Codec]) -> bool:
+    return all(isinstance(codec, Raw) for codec in codecs)
+
+
+def _different(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials without those that run what another one runs; the plainest of such stays."""
+    found: dict[str, Trial] = {}
+    for trial in trials:
+        key = _run_key(trial)
+        plainest = min((found.get(key, trial), trial), key=lambda one: len(_changes(one)))
+        found[key] = plainest
+    return list(found.values())
+
+
+def _run_key(trial: Trial) -> str:
+    """What a trial runs, whatever its policy is called."""
+    data = trial.canonical()
+    policy = trial.resolved_policy()
+    if policy is not None:
+        topology = trial.topology()
+        group = policy.group_ranks(topology)
+        alike = replace(
+            policy,
+            secondary=policy.secondary_ranks(topology),
+            group=group if policy.stage > 0 and group < topology.world else 0,
+            reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
+        )
+        data["policy"] = repr(alike)
+        data["strategy"] = trial.host
+        data.pop(_CONFIGURATION, None)
+    return json.dumps(data, sort_keys=True)
+
+
+def _changes(trial: Trial) -> dict[str, Any]:
+    return trial.policy.model_dump(exclude_defaults=True)
+
+
+def _without_policy(trial: Trial) -> Trial:
+    """Peers have no policy; their cells must not differ by one."""
+    return trial.model_copy(update={"policy": PolicyChanges()}) if trial.strategy in PEERS else trial
+
+
+def _aligned(trials: list[Trial]) -> list[Trial]:
+    """All policies on the grain of all of them, so that bytes are compared on one geometry."""
+    policies = [policy for trial in trials if (policy := trial.resolved_policy())]
+    grain = math.lcm(1, *(policy.grain for policy in policies))
+    return [
+        trial
+        if trial.strategy in PEERS
+        else trial.model_copy(update={"policy": trial.policy.model_copy(update={"align": grain})})
+        for trial in trials
+    ]
+
+
+def _interleaved(trials: list[Trial], repeats: int) -> Iterator[Trial]:
+    """Every trial once a repeat; compared ones adjacent, in an order that no drift can favour."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        data = trial.canonical()
+        del data["strategy"], data["policy"]
+        groups.setdefault(json.dumps(data, sort_keys=True), []).append(trial)
+    blocks = list(groups.values())
+    for repeat in range(repeats):
+        for index, block in enumerate(_rotated(blocks, repeat)):
+            turned = _rotated(block, repeat + index)
+            for trial in turned if repeat % 2 == 0 else reversed(turned):
+                yield trial.model_copy(update={"repeat": repeat})
+
+
+def _rotated(items: list[Any], by: int) -> list[Any]:
+    return items[by % len(items) :] + items[: by % len(items)]

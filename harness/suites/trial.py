@@ -1,0 +1,488 @@
+"""One trial, as data: its fields, what they may hold, and what they resolve to.
+
+A :class:`Trial` says everything that defines a run; its id is a hash of its canonical JSON.  How
+a suite file in TOML becomes a list of trials is in ``harness.suites.expansion``.  No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from harness.suites.model_sizes import PRESETS as MODELS
+from harness.suites.model_sizes import GPTShape, ViTShape
+from impl.adapters.traffic import HOSTED, Host, check_host
+from impl.codecs.codec import Codec, parse
+from impl.deepspeed.recipe import Recipe, recipe
+from impl.plan.policy import (
+    MOST_CHUNKS,
+    PRESETS,
+    MemoryLimits,
+    Offload,
+    Policy,
+    parse_feedback,
+    parse_loss_scale,
+)
+from impl.plan.topology import Topology
+
+PEERS: Final = ("single", "ddp", "fsdp2")
+RECIPE: Final = "recipe"  # the strategy whose policy a DeepSpeed configuration says
+STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)
+
+_RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(kbit|Mbit|Gbit)/s\s*$")
+_MBIT = {"kbit": 1e-3, "Mbit": 1.0, "Gbit": 1e3}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(MiB|GiB)\s*$")
+_BYTES = {"MiB": 2**20, "GiB": 2**30}
+_RATES: Final = (1e-3, 1e6)  # 1 kbit/s to 1 Tbit/s: nothing outside is a link between nodes
+MOST_MICRO_BATCHES: Final = 1_000_000
+_LARGEST_LR: Final = 1e3
+_CANONICAL: Final = {"canonical": True}  # validation context: rates are plain Mbit/s
+
+
+def parse_rate(value: object) -> object:
+    """``"50 Mbit/s"`` or ``"unshaped"`` to Mbit/s or None.
+
+    Raises:
+        ValueError: for a number without a unit, an unknown unit, no rate at all, or one that no link has.
+    """
+    if value is None or value == "unshaped":
+        return None
+    if isinstance(value, str) and (match := _RATE.match(value)) and float(match[1]) > 0:
+        mbit = float(match[1]) * _MBIT[match[2]]
+        if not _RATES[0] <= mbit <= _RATES[1]:
+            raise ValueError("expected a rate from 1 kbit/s to 1000 Gbit/s, or 'unshaped'")
+        return mbit
+    raise ValueError("expected a number above 0 with a unit, kbit/s, Mbit/s or Gbit/s, or 'unshaped'")
+
+
+def _rate(value: object, info: ValidationInfo) -> object:
+    """A rate as people write it; in a trial's canonical JSON it is a number of Mbit/s."""
+    if info.context == _CANONICAL:
+        return value
+    return parse_rate(value)
+
+
+def parse_size(value: object) -> object:
+    """``"48 MiB"`` to bytes.
+
+    Raises:
+        ValueError: for a number without a unit, an unknown unit, or no size at all.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and (match := _SIZE.match(value)) and float(match[1]) > 0:
+        return round(float(match[1]) * _BYTES[match[2]])
+    raise ValueError("expected a number above 0 with a unit, MiB or GiB")
+
+
+def _size(value: object, info: ValidationInfo) -> object:
+    """A size as people write it; in a trial's canonical JSON it is a number of bytes."""
+    if info.context == _CANONICAL:
+        return value
+    return parse_size(value)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'zeropp'?"`` for a word close to a known one, else nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Model(_Frozen):
+    """What is trained. ``name`` is a preset of ``harness.workloads.models`` or ``module:function``;
+    ``arguments`` override its keyword arguments.
+    """
+
+    name: str = "gpt-small"
+    arguments: dict[str, int | float | str | bool] = {}
+
+
+class Cluster(_Frozen):
+    """Where ranks stand and what joins their nodes.
+
+    Attributes:
+        link: auto, namespaces, paced, none (ranks joined unshaped) or real (nodes are machines).
+        rate: Mbit/s per node and direction; None is unshaped.  A real link is as fast as it is:
+            its rate is only what predictions reckon with.
+        transport: ``tcp``: shared memory inside a node, connections of our own between nodes; ``shm``: gloo
+            between them; ``gloo`` everywhere; ``nccl`` on GPUs.
+    """
+
+    nodes: int = Field(2, ge=1, le=4096)
+    ranks_per_node: int = Field(2, ge=1, le=64)
+    link: Literal["auto", "namespaces", "paced", "none", "real"] = "auto"
+    rate: Annotated[float | None, BeforeValidator(_rate)] = None
+    device: Literal["cpu", "cuda"] = "cpu"
+    transport: Literal["tcp", "shm", "gloo", "nccl"] = "tcp"
+    launcher: Literal["local", "torchrun", "slurm"] = "local"
+
+
+class Optimizer(_Frozen):
+    """Any elementwise ``torch.optim`` optimizer, by its class name.
+
+    The default rate is one at which a small GPT does not overshoot without a warm-up.
+    """
+
+    name: str = "AdamW"
+    arguments: dict[str, float | bool | list[float]] = {"lr": 3e-4}
+
+    @field_validator("arguments")
+    @classmethod
+    def _learning_rate(
+        cls, value: dict[str, float | bool | list[float]]
+    ) -> dict[str, float | bool | list[float]]:
+        rate = value.get("lr")
+        if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
+            raise ValueError(f"lr = {rate:g}: expected less than {_LARGEST_LR:g}")
+        return value
+
+
+class PolicyChanges(_Frozen):
+    """Fields of ``impl.plan.policy.Policy`` that replace those of the strategy's preset; text forms.
+
+    Limits of ``impl.plan.policy.MemoryLimits`` stand beside them: prefetch, max_live, max_reuse, persist_below,
+    persist_most, reduce_bucket, largest_unit and max_padding.  Shares of ``impl.plan.policy.Offload`` are
+    offload_optimizer and offload_weights.
+    """
+
+    stage: Literal[0, 1, 2, 3] | None = None
+    group: int | Literal["node"] | None = None
+    weights: str | None = None
+    gradients: str | tuple[str, str] | None = None
+    gather: Literal["flat", "hierarchical"] | None = None
+    reduce: Literal["ring", "one_hop", "two_hop"] | None = None
+    chunks: int | None = Field(None, ge=1, le=MOST_CHUNKS)
+    secondary: int | Literal["node"] | None = None
+    feedback: str | None = None
+    reduce_every: Literal["stage", "micro_batch", "step"] | None = None
+    compute: Literal["fp32", "bf16", "fp16"] | None = None
+    loss_scale: str | None = None
+    frozen: str | None = None
+    prefetch: int | None = Field(None, ge=0)
+    max_live: int | None = Field(None, ge=0)
+    max_reuse: int | None = Field(None, ge=0)
+    persist_below: int | None = Field(None, ge=0)
+    persist_most: int | None = Field(None, ge=0)
+    reduce_bucket: int | None = Field(None, ge=0)
+    largest_unit: int | None = Field(None, ge=0)
+    max_padding: float | None = Field(None, ge=0)
+    offload_optimizer: float | None = Field(None, ge=0, le=1)
+    offload_weights: float | None = Field(None, ge=0, le=1)
+    order_every: int | None = Field(None, ge=0)
+    align: int = Field(1, ge=1)
+
+    @field_validator("weights", "gradients")
+    @classmethod
+    def _codecs(cls, value: str | tuple[str, str] | None) -> str | tuple[str, str] | None:
+        for text in (value,) if isinstance(value, str) else value or ():
+            parse(text)
+        return value
+
+    @field_validator("feedback")
+    @classmethod
+    def _feedback(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_feedback(value)
+        return value
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _loss_scale(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_loss_scale(value)
+        return value
+
+    @field_validator("frozen")
+    @classmethod
+    def _frozen_codec(cls, value: str | None) -> str | None:
+        if value not in (None, "none"):
+            parse(str(value))
+        return value
+
+    def applied(self, base: Policy) -> Policy:
+        """``base`` with these fields in place of its own.
+
+        Raises:
+            PolicyError: for a combination that no topology could run.
+        """
+        given = {name: getattr(self, name) for name in type(self).model_fields}
+        changes = {name: value for name, value in given.items() if value is not None}
+        limits = {field.name for field in dataclasses.fields(MemoryLimits)}
+        memory = {name: changes.pop(name) for name in limits & changes.keys()}
+        shares = {name: changes.pop(f"offload_{name}", getattr(base.offload, name)) for name in _SHARES}
+        hops = (self.gradients,) * 2 if isinstance(self.gradients, str) else self.gradients
+        if hops is not None:
+            changes["gradients"] = (parse(hops[0]), parse(hops[1]))
+        for name, read in _TEXT_FORMS.items():
+            if name in changes:
+                changes[name] = read(changes[name])
+        return replace(
+            base, memory=replace(base.memory, **memory), offload=replace(base.offload, **shares), **changes
+        )
+
+
+def _parse_or_none(text: str) -> Codec | None:
+    return None if text == "none" else parse(text)
+
+
+_CAME_LATER: Final = (  # fields of policies that trials from before them do not have
+    "stage", "group", "reduce_every", "compute", "loss_scale", "frozen", "max_live", "max_reuse",
+    "persist_below", "reduce_bucket", "order_every", "offload_optimizer", "offload_weights",
+    "persist_most", "largest_unit",
+)  # fmt: skip
+_SHARES: Final = tuple(field.name for field in dataclasses.fields(Offload))
+_TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
+    "weights": parse, "frozen": _parse_or_none, "feedback": parse_feedback, "loss_scale": parse_loss_scale,
+}  # fmt: skip
+
+
+def following_model(fields: dict[str, Any]) -> dict[str, Any]:
+    """A trial's fields as a suite says them, and what follows from a model that reads images.
+
+    Such a preset has the images, and as many patches as fit them, where nothing else is said.
+    """
+    model = fields.get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    images = isinstance(MODELS.get(str(name)), ViTShape)
+    return {"corpus": "glyphs", "sequence": 64, **fields} if images else fields
+
+
+class Generate(_Frozen):
+    """What workload ``generate`` decodes, for each of a rank's sequences.
+
+    Attributes:
+        prompt: bytes that are given, from the corpus.
+        tokens: that are decoded after them.
+    """
+
+    prompt: int = Field(32, ge=1)
+    tokens: int = Field(32, ge=2)
+
+
+class Trial(_Frozen):
+    """Everything that defines a run; its id is a hash of its canonical JSON.
+
+    Attributes:
+        workload: ``train``, or ``generate``: decode tokens greedily with sharded weights.  Then a step is
+            one generation on weights that have just changed, as between two updates of a policy that
+            learns from what it generates.
+        strategy: a peer (single, ddp, fsdp2), a host with our collectives (``impl.adapters.traffic``), a
+            preset of ``impl.plan.policy``, or ``recipe``, whose policy ``deepspeed_config`` says.
+        deepspeed_config: a DeepSpeed configuration as JSON text; in a suite a file or a table.
+        tokens_per_rank: tokens in one micro-batch of one rank; a multiple of ``sequence``.
+        sequence: tokens in a sequence.
+        accumulation: micro-batches per optimizer step.
+        steps: timed optimizer steps, after ``warmup`` untimed ones.
+        validate_every: optimizer steps between validations; 0 validates only at the end,
+            None never.
+        memory_limit: bytes that the engine of a rank may hold, without activations and buffers of the
+            wire; a trial that would hold more is recorded as a failure, and not run.
+    """
+
+    workload: Literal["train", "generate"] = "train"
+    generate: Generate = Generate()
+    strategy: str = "zeropp"
+    policy: PolicyChanges = PolicyChanges()
+    deepspeed_config: str | None = None
+    cluster: Cluster = Cluster()
+    model: Model = Model()
+    corpus: str = Field("stdlib", min_length=1)
+    sequence: int = Field(128, ge=1)
+    tokens_per_rank: int = Field(512, ge=1)
+    accumulation: int = Field(1, ge=1, le=MOST_MICRO_BATCHES)
+    optimizer: Optimizer = Optimizer()
+    clip: float | None = Field(None, gt=0)
+    steps: int = Field(8, ge=1)
+    warmup: int = Field(2, ge=0)
+    validate_every: int | None = Field(None, ge=0)
+    validation_batches: int = Field(4, ge=1)
+    seed: int = Field(0, ge=0, lt=2**63)
+    repeat: int = Field(0, ge=0)
+    threads: int | None = Field(None, ge=1)
+    timeout_seconds: float = Field(600, gt=0)
+    measure_quantisation: bool = False
+    memory_limit: Annotated[int | None, BeforeValidator(_size)] = None
+
+    @field_validator("strategy")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in STRATEGIES:
+            raise ValueError(f"expected one of {', '.join(STRATEGIES)}{suggestion(value, STRATEGIES)}")
+        return value
+
+    def canonical(self) -> dict[str, Any]:
+        """The trial as JSON-ready data; ``rate`` is in Mbit/s, ``memory_limit`` in bytes.
+
+        What came to the schema later and is not used is left out: trials from before keep their ids.
+        """
+        data: dict[str, Any] = json.loads(self.model_dump_json())
+        if self.workload == "train":
+            del data["workload"], data["generate"]
+        if self.memory_limit is None:
+            del data["memory_limit"]
+        if self.deepspeed_config is None:
+            del data["deepspeed_config"]
+        for name in _CAME_LATER:
+            if data["policy"][name] is None:
+                del data["policy"][name]
+        return data
+
+    @classmethod
+    def from_canonical(cls, data: Mapping[str, Any]) -> Trial:
+        """The trial of which ``data`` is the canonical form, as a record holds it.
+
+        Raises:
+            pydantic.ValidationError: if it is not one.
+        """
+        return cls.model_validate(data, context=_CANONICAL)
+
+    @property
+    def id(self) -> str:
+        """First 12 hex digits of the SHA-256 of the canonical JSON."""
+        text = json.dumps(self.canonical(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def topology(self) -> Topology:
+        """Where its ranks stand."""
+        return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
+
+    @property
+    def host(self) -> Host | None:
+        """The engine of torch's own inside which the policy is carried out; None for ours, and for peers."""
+        return HOSTED[self.strategy][0] if self.strategy in HOSTED else None
+
+    def base_policy(self) -> Policy | None:
+        """The strategy's policy without this trial's changes; None for a peer, which has none."""
+        if self.strategy in PEERS:
+            return None
+        if self.strategy == RECIPE:
+            return self.recipe().policy
+        return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
+
+    def recipe(self) -> Recipe:
+        """What the DeepSpeed configuration of strategy ``recipe`` says on this topology.
+
+        Raises:
+            ValueError: without one, or for one that cannot be carried out; one line.
+        """
+        if self.deepspeed_config is None:
+            raise ValueError(f"strategy = {RECIPE!r}: expected deepspeed_config, a file or a table, with it")
+        return recipe(self.deepspeed_config, topology=self.topology())
+
+    def check_recipe(self) -> None:
+        """Refuse a DeepSpeed configuration that says other than the trial what is trained, or is not used.
+
+        Raises:
+            ValueError: naming the fields and their values.
+        """
+        if self.strategy != RECIPE:
+            if self.deepspeed_config is not None:
+                raise ValueError(
+                    f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r}"
+                )
+            return
+        found = self.recipe()
+        sequences = self.tokens_per_rank // self.sequence
+        said = [finding.key for finding in found.findings]
+        if found.clip != self.clip:
+            raise ValueError(
+                f"clip = {self.clip}, but gradient_clipping of deepspeed_config says {found.clip}: expected "
+                "the same"
+            )
+        if found.accumulation != self.accumulation:
+            raise ValueError(
+                f"accumulation = {self.accumulation}, but the batches of deepspeed_config make "
+                f"{found.accumulation}: expected the same"
+            )
+        if found.micro_batch not in (None, sequences):
+            raise ValueError(
+                f"tokens_per_rank = {self.tokens_per_rank} of sequence = {self.sequence} are {sequences} "
+                f"sequences, but deepspeed_config says {found.micro_batch} of a rank: expected the same"
+            )
+        if any(key.startswith("optimizer.") for key in said):
+            raise ValueError(
+                "deepspeed_config has an optimizer: a trial's is said by optimizer.name and "
+                "optimizer.arguments; leave it out"
+            )
+
+    def resolved_policy(self) -> Policy | None:
+        """The strategy's preset with this trial's changes; None for a peer, which has no policy.
+
+        A single codec for ``gradients`` is meant for both hops.
+
+        Raises:
+            PolicyError: for a combination that no topology could run.
+            CodecError: for a codec's text that means nothing.
+        """
+        base, changes = self.base_policy(), self.policy
+        if base is None:
+            return None
+        return changes.applied(base)
+
+    def check(self) -> None:
+        """Refuse fields that are fine alone and impossible together.
+
+        Raises:
+            ValueError: naming the fields and their values.
+        """
+        if self.tokens_per_rank % self.sequence:
+            raise ValueError(
+                f"tokens_per_rank = {self.tokens_per_rank}: expected a multiple of sequence = {self.sequence}"
+            )
+        self.check_recipe()
+        cluster = self.cluster
+        if cluster.link == "none" and cluster.rate is not None:
+            raise ValueError(
+                f"cluster.rate = {cluster.rate:g} Mbit/s: with cluster.link = 'none' nothing shapes the "
+                "link; expected 'unshaped', or another link"
+            )
+        self._check_workload()
+        if cluster.transport == "nccl" and cluster.device != "cuda":
+            raise ValueError("cluster.transport = 'nccl': expected cluster.device = 'cuda' with it")
+        policy = self.resolved_policy()
+        if policy is not None:
+            policy.check(self.topology())
+            if self.host is not None:
+                check_host(self.host, policy)
+        if self.host is not None and cluster.device != "cpu":
+            raise ValueError(
+                f"cluster.device = {cluster.device!r}: strategy {self.strategy!r} carries messages inside "
+                f"{self.host} on the CPU; expected 'cpu'"
+            )
+
+    def _check_workload(self) -> None:
+        """Refuse what only the other workload can do."""
+        generate = self.generate
+        if self.workload == "train":
+            if generate != Generate():
+                raise ValueError("generate.prompt, generate.tokens: expected workload = 'generate' with them")
+            return
+        if not isinstance(MODELS.get(self.model.name), GPTShape):
+            able = ", ".join(name for name, shape in MODELS.items() if isinstance(shape, GPTShape))
+            raise ValueError(  # noqa: TRY004  # of what is asked, not of a value's type
+                f"workload = 'generate': model {self.model.name!r} cannot; expected one of {able}"
+            )
+        if generate.prompt + generate.tokens > self.sequence:
+            raise ValueError(
+                f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}: together at "
+                f"most sequence = {self.sequence}"
+            )
+        if self.validate_every is not None or self.measure_quantisation or self.clip is not None:
+            raise ValueError(
+                "workload = 'generate' trains nothing: expected no validate_every, no clip and no "
+                "measure_quantisation"
+            )
+        if self.accumulation > 1:
+            raise ValueError(f"accumulation = {self.accumulation}: expected 1 with workload = 'generate'")

@@ -1,0 +1,210 @@
+"""What a model needs of a rank's memory at each stage of ZeRO, before any of it is allocated.
+
+Bytes of states are those of :func:`impl.plan.traffic.memory`, from the model's layout on the meta device;
+activations are an estimate, and said to be one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, get_args
+
+from torch import nn
+
+from harness.measure.memory_parts import HOST, on_device, on_host
+from harness.runs.forecast import PROCESS_BYTES, Host
+from harness.suites.model_sizes import GPTShape
+from impl.codecs.codec import ITEM_BYTES
+from impl.engine.unit_planning import plan_units
+from impl.plan.policy import MemoryLimits, Policy, Stage
+from impl.plan.topology import Topology
+from impl.plan.traffic import memory
+
+GB: Final = 1e9  # as the tutorials count
+MB: Final = 1e6
+_BLOCK_BYTES: Final = 34  # kept for backward of a block in 16 bits, per token and channel (2205.05198, eq. 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of states that one rank holds in one memory.
+
+    Attributes:
+        adam: fp32 weights and two moments: 12 bytes for each of a rank's elements.
+        gradients: mean gradients of a rank's shard, fp32, and those that wait to be reduced.
+        weights: gathered, in the type that is computed in.
+        other: what the policy keeps beside them: hpZ's copy, carried errors, frozen codes, frames.
+    """
+
+    adam: int
+    gradients: int
+    weights: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.adam + self.gradients + self.weights + self.other
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that one rank needs at one stage.
+
+    Attributes:
+        stage: of ZeRO.
+        device: states where the model is computed.
+        host: states that are offloaded to host memory; none of them is in ``device``.
+        activations: an estimate; on the device.
+    """
+
+    stage: Stage
+    device: Held
+    host: Held
+    activations: int
+
+    @property
+    def adam(self) -> int:
+        """Adam's states, wherever they lie."""
+        return self.device.adam + self.host.adam
+
+    @property
+    def training(self) -> int:
+        """All of a step, on the device: more than masters and one whole block, while it is built."""
+        return self.device.total + self.activations
+
+
+def needs(
+    model: nn.Module, policy: Policy, topology: Topology, *, micro_batches: int, activations: int
+) -> list[Need]:
+    """What a rank needs at stages 0 to 3, with the rest of ``policy`` where a stage can have it.
+
+    Args:
+        model: on the meta device.
+        policy: of the stage that is asked for.
+        topology: where ranks stand.
+        micro_batches: of a step.
+        activations: bytes, see :func:`activation_bytes`.
+
+    Raises:
+        PolicyError, GeometryError, ZeroError: if the model cannot be laid out as the policy asks.
+    """
+    found = []
+    for stage in get_args(Stage):
+        at = _at(policy, stage)
+        held = memory(at, topology, plan_units(model, topology, at), micro_batches=micro_batches)
+        host = {part.removeprefix(HOST): size for part, size in on_host(held).items()}
+        found.append(Need(stage, _held(on_device(held)), _held(host), activations))
+    return found
+
+
+def _held(parts: dict[str, int]) -> Held:
+    """Bytes by part of one memory, as the table groups them."""
+    groups = ("masters", "optimizer"), ("gradients", "local_gradients"), ("gathered",)
+    adam, gradients, weights = (sum(parts.get(name, 0) for name in group) for group in groups)
+    return Held(adam, gradients, weights, sum(parts.values()) - adam - gradients - weights)
+
+
+def _at(policy: Policy, stage: Stage) -> Policy:
+    """The policy at another stage, without what only its own has, and however much that would be padded."""
+    if stage == policy.stage:
+        return policy
+    limits = MemoryLimits(max_padding=math.inf)
+    return replace(policy, stage=stage, group=0, secondary=0, reduce_every="stage", memory=limits)
+
+
+def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length: int, recompute: bool) -> int:
+    """An estimate of what a micro-batch keeps for its backward pass, at most.
+
+    A block keeps about 34 bytes a token and channel in 16 bits (2205.05198 without the attention's scores,
+    which the fused kernel does not keep); recomputed ones keep their input, and one at a time all of it.  The
+    logits and their gradient come on top, in the type computed in and in fp32.
+
+    Args:
+        shape: of the model.
+        policy: for the type that is computed in.
+        sequences: of a micro-batch.
+        length: tokens of a sequence.
+        recompute: whether blocks are run again in the backward pass.
+    """
+    item = ITEM_BYTES[policy.compute]
+    place = sequences * length * shape.width
+    block = _BLOCK_BYTES * place * item // 2
+    blocks = shape.layers * item * place + block if recompute else shape.layers * block
+    return blocks + sequences * length * shape.vocab * (item + 2 * 4)
+
+
+def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
+    """The needs as lines of text, in GB of 1e9 bytes, or MB for models that need little.
+
+    Where anything is offloaded each stage has two rows, of the device and of the host.
+
+    Args:
+        found: of all stages.
+        chosen: the stage that is marked.
+        cuda: whether the device is a GPU, and the host another memory.
+    """
+    unit, name = (GB, "GB of 1e9") if max(need.training for need in found) >= GB / 10 else (MB, "MB of 1e6")
+    offloads = any(need.host.total for need in found)
+    head = [
+        "stage", *(["on"] if offloads else []), "Adam's states", "gradients", "weights", "other",
+        "activations*", "in a step",
+    ]  # fmt: skip
+    rows = []
+    for need in found:
+        mark = f"{need.stage}{' <' if need.stage == chosen else ''}"
+        for place, held, kept in (
+            ("device", need.device, need.activations), ("host", need.host, 0),
+        ):  # fmt: skip
+            if place == "host" and not offloads:
+                continue
+            sizes = (held.adam, held.gradients, held.weights, held.other, kept, held.total + kept)
+            rows.append([mark, *([place] if offloads else []), *(f"{size / unit:.3f}" for size in sizes)])
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = [
+        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (head, *rows)
+    ]
+    lines += [f"{name} bytes on each rank, without buffers of messages", "* an estimate"]
+    one, two = (replace(need, stage=0) for need in found[1:3])
+    if one == two:
+        lines.append(
+            "stages 1 and 2 need the same: a single micro-batch a step leaves stage 1 no gradients to add up "
+            "locally, and it reduces them as they come, as stage 2 does"
+        )
+    if offloads:
+        lines.append(
+            "host: offloaded states, beside what lies on the device"
+            + ("" if cuda else "; on a CPU both are one memory, and add up")
+        )
+    return "\n".join(lines)
+
+
+def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: int) -> str | None:
+    """Why ranks that need so much do not fit this machine; None if they do.
+
+    Args:
+        need: of one rank.
+        topology: of all ranks.
+        host: this machine.
+        cuda: whether states lie on GPUs.
+        here: ranks on this machine.
+    """
+    held = need.training + need.host.total  # one memory
+    if cuda:
+        have = min(host.gpus, default=0)
+        if need.training > have:
+            return (
+                f"a rank needs {need.training / GB:.2f} GB at stage {need.stage}, a GPU here has "
+                f"{have / GB:.2f} GB"
+            )
+        held = need.host.total
+    whole = here * (held + PROCESS_BYTES)
+    if whole <= host.memory:
+        return None
+    each = (held + PROCESS_BYTES) / GB
+    return (
+        f"{here} of {topology.world} ranks x {each:.2f} GB = {whole / GB:.2f} GB at "
+        f"stage {need.stage}, this machine has {host.memory / GB:.2f} GB"
+    )

@@ -1,0 +1,70 @@
+"""The batches of one rank as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from harness.suites.trial import Trial
+from harness.workloads import samples
+from harness.workloads.samples import Pair
+
+Batch = tuple[Tensor, Tensor]  # what the model reads, and what it is to answer
+
+
+class Data:
+    """The batches of one rank; of ``single``, those of all ranks.
+
+    Args:
+        trial: whose.
+        rank: whose, in the trial's topology.
+        device: where tensors go.
+
+    Attributes:
+        sha256: of all that batches are drawn from.
+        parts: how many ranks' batches.
+        validation: batches of the fixed split.
+
+    Raises:
+        CorpusError: if the data cannot be read, or is of another form than the model reads.
+    """
+
+    def __init__(self, trial: Trial, rank: int, device: torch.device) -> None:
+        samples.check(trial)
+        self._samples, self._trial, self._device = samples.load(trial), trial, device
+        world = trial.topology().world
+        self._ranks = range(world) if trial.strategy == "single" else (rank,)
+        self.parts = len(self._ranks)
+        self.sha256 = self._samples.sha256
+        self._sequences = trial.tokens_per_rank // trial.sequence
+        self.validation: list[Batch] = []
+        if trial.validate_every is not None:
+            self.validation = [
+                self._tensors(pair)
+                for part in self._ranks
+                for pair in self._samples.validation_batches(
+                    batches=trial.validation_batches, rank=part, world=world, sequences=self._sequences
+                )
+            ]
+
+    def step(self, index: int) -> Iterator[list[Batch]]:
+        """For each micro-batch of a step, the batches of each part."""
+        for micro_batch in range(self._trial.accumulation):
+            yield [
+                self._tensors(
+                    self._samples.batch(
+                        seed=self._trial.seed,
+                        step=index,
+                        micro_batch=micro_batch,
+                        rank=part,
+                        sequences=self._sequences,
+                    )
+                )
+                for part in self._ranks
+            ]
+
+    def _tensors(self, pair: Pair) -> Batch:
+        read, answer = (torch.tensor(array).to(self._device) for array in pair)
+        return read, answer

@@ -1,0 +1,107 @@
+"""Decoding tokens with sharded weights: what a rank does for workload ``generate``.
+
+Greedy: the likeliest token each time, so that what comes out depends on weights and prompt alone.
+Keys and values of earlier tokens are kept on the rank that computed them; a token after the first
+computes itself alone, and still needs all weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from harness.records.record import Token
+from harness.workloads.models import KeysAndValues
+
+Number = TypeVar("Number", int, float)
+
+
+def decode(model: nn.Module, prompt: Tensor, tokens: int, layers: int) -> Iterator[Tensor]:
+    """The likeliest tokens after a prompt, one after the other; evaluation mode is the caller's.
+
+    Args:
+        model: its ``forward(tokens, None, past)`` gives (B, vocab) logits, as ``harness.workloads.models.GPT``'s.
+        prompt: (B, T) int64.
+        tokens: to decode for each sequence.
+        layers: of the model; each remembers keys and values.
+
+    Yields:
+        (B,) int64, ``tokens`` times; each is one forward pass.
+    """
+    past = [KeysAndValues(prompt.shape[1] + tokens) for _ in range(layers)]
+    given = prompt
+    for _ in range(tokens):
+        with torch.no_grad():
+            chosen = model(given, None, past).argmax(-1)
+        yield chosen
+        given = chosen[:, None]
+
+
+@dataclass(slots=True)
+class Counted:
+    """What a rank has waited and sent so far; None where that cannot be told."""
+
+    exposed: float | None
+    inter: int | None
+    intra: int | None
+
+
+class Generator:
+    """Times generations token by token.
+
+    Args:
+        prompt: (B, T) int64; every generation starts from it.
+        tokens: to decode for each sequence.
+        layers: of the model.
+        count: what this rank has waited and sent so far.
+        device: waited for after every token, if it works on its own.
+
+    Attributes:
+        measured: every token of every generation.
+        sha256: of what each generation decoded.
+    """
+
+    def __init__(
+        self, prompt: Tensor, tokens: int, layers: int, count: Callable[[], Counted], device: torch.device
+    ) -> None:
+        self._prompt, self._tokens, self._layers = prompt, tokens, layers
+        self._count, self._device = count, device
+        self.measured: list[Token] = []
+        self.sha256: list[str] = []
+
+    def run(self, model: nn.Module, *, index: int, warmup: bool) -> None:
+        """Generate once; ``index`` counts from the first warm-up."""
+        decoded: list[Tensor] = []
+        before, start = self._count(), self._now()
+        for place, chosen in enumerate(decode(model, self._prompt, self._tokens, self._layers)):
+            seconds, after = self._now() - start, self._count()
+            self.measured.append(
+                Token(
+                    step=index,
+                    warmup=warmup,
+                    index=place,
+                    seconds=seconds,
+                    exposed=_less(after.exposed, before.exposed),
+                    inter_bytes=_less(after.inter, before.inter),
+                    intra_bytes=_less(after.intra, before.intra),
+                )
+            )
+            decoded.append(chosen)
+            before, start = after, self._now()
+        text = torch.stack(decoded, 1).cpu().numpy()  # (B, tokens)
+        self.sha256.append(hashlib.sha256(text.tobytes()).hexdigest())
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def _less(after: Number | None, before: Number | None) -> Number | None:
+    return None if after is None or before is None else after - before

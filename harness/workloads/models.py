@@ -1,0 +1,321 @@
+"""The models that are trained: GPT, BERT and ViT by name, or any ``module:function`` of the user's.
+
+A model is a module whose ``forward(read, answer)`` returns a mean cross-entropy in nats; of text both
+are (sequences, T) int64 (``harness.workloads.samples`` has the other forms).  Its repeated blocks stand in a
+``ModuleList``, which is how strategies find what to shard together.  Presets have no biases, so
+that next to nothing of a unit is padding.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from harness.cluster.rank import Refusal
+from harness.suites.model_sizes import (
+    IMAGE_CLASSES,
+    IMAGE_SIDE,
+    PATCHES,
+    PRESETS,
+    BERTShape,
+    GPTShape,
+    Shape,
+    ViTShape,
+)
+from harness.suites.trial import Model, suggestion
+from harness.workloads.input_digests import see_working_folder
+from harness.workloads.masked_text import NO_TARGET
+
+_INIT_STD: Final = 0.02
+
+
+class WorkloadError(Refusal):
+    """A model cannot be built as asked; the message names it and what is allowed."""
+
+
+@dataclass(slots=True)
+class KeysAndValues:
+    """What one layer's attention remembers of the tokens so far, so that each is computed once.
+
+    Attributes:
+        capacity: tokens that it can hold.
+        length: tokens that it holds.
+        keys, values: (B, heads, capacity, width / heads), made when the first tokens come.
+    """
+
+    capacity: int
+    length: int = 0
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in (B, heads, T, width / heads) of the next T tokens; returns those of all so far."""
+        batch, heads, count, size = keys.shape
+        if self.keys is None or self.values is None:
+            self.keys = keys.new_empty((batch, heads, self.capacity, size))
+            self.values = torch.empty_like(self.keys)
+        end = self.length + count
+        self.keys[:, :, self.length : end] = keys
+        self.values[:, :, self.length : end] = values
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class Attention(nn.Module):
+    """Self-attention; where it is ``causal``, a token sees none that come after it."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, past: KeysAndValues | None = None) -> Tensor:
+        """(B, T, width) to the same; with a ``past``, of the next tokens: several only if it is empty."""
+        batch, length, width = x.shape
+        heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, width / heads) each
+        if past is not None:
+            key, value = past.extended(key, value)
+        causal = self.causal and length > 1  # one token, the latest, sees all
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.attention = Attention(width, heads, causal=causal)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor, past: KeysAndValues | None = None) -> Tensor:
+        """(B, T, width) to the same; ``past`` as of :class:`Attention`."""
+        x = x + self.attention(self.attention_norm(x), past)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """A decoder with learned positions.
+
+    Args:
+        shape: its sizes.
+        sequence: the longest sequence, T.
+        recompute: keep the inputs of blocks alone for the backward pass, and run each block once more there.
+    """
+
+    def __init__(self, shape: GPTShape, sequence: int, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embedding = nn.Embedding(shape.vocab, shape.width)
+        self.positions = nn.Embedding(sequence, shape.width)
+        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
+        _initialise(self, shape.layers)
+        if shape.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None, past: Sequence[KeysAndValues] | None = None
+    ) -> Tensor:
+        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets.
+
+        Without targets, (B, vocab) logits of what follows the last token.  With a ``past``, one for each
+        block, ``tokens`` are those that it does not hold yet: several only if it is empty.
+        """
+        start = past[0].length if past is not None else 0
+        places = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.positions(places)
+        for index, block in enumerate(self.blocks):
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x, None if past is None else past[index])
+        if targets is None:
+            return self.head(self.norm(x[:, -1]))  # type: ignore[no-any-return]
+        logits = self.head(self.norm(x))  # (B, T, vocab)
+        return _mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class BERT(nn.Module):
+    """An encoder with learned positions that fills in masked tokens.
+
+    Args:
+        shape: its sizes.
+        sequence: the longest sequence, T.
+    """
+
+    def __init__(self, shape: BERTShape, sequence: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab + 1, shape.width)  # the mask is the last
+        self.positions = nn.Embedding(sequence, shape.width)
+        self.blocks = nn.ModuleList(
+            Block(shape.width, shape.heads, causal=False) for _ in range(shape.layers)
+        )
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
+        _initialise(self, shape.layers)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of (B, T) tokens against those of the (B, T) targets that are some."""
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))  # (B, T, vocab)
+        return _mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class ViT(nn.Module):
+    """An encoder of image patches with learned positions, averaged and classified.
+
+    Args:
+        shape: its sizes.
+        patch: pixels of a patch in each direction.
+    """
+
+    def __init__(self, shape: ViTShape, patch: int) -> None:
+        super().__init__()
+        self.patch, across = patch, IMAGE_SIDE // patch
+        self.embedding = nn.Linear(patch * patch, shape.width, bias=False)
+        self.positions = nn.Embedding(across * across, shape.width)
+        self.blocks = nn.ModuleList(
+            Block(shape.width, shape.heads, causal=False) for _ in range(shape.layers)
+        )
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.head = nn.Linear(shape.width, IMAGE_CLASSES, bias=False)
+        _initialise(self, shape.layers)
+        nn.init.normal_(self.embedding.weight, std=1 / patch)  # pixels of 0 to 1 among positions of 0.02
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of (B, 32, 32) images from 0 to 1 against (B,) labels."""
+        rows = images.unfold(1, self.patch, self.patch).unfold(2, self.patch, self.patch)
+        patches = rows.flatten(3).flatten(1, 2)  # (B, patches, pixels of a patch)
+        x = self.embedding(patches.to(self.embedding.weight.dtype))
+        x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x).mean(1))  # (B, classes)
+        return _mean_cross_entropy(logits, labels)
+
+
+def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """() nats, the mean over the (N,) targets that are some, of (N, classes) logits.
+
+    In fp32 whatever the logits' type: near 5.4 a loss in bf16 moves in steps of 1/32.
+    """
+    return F.cross_entropy(logits.float(), targets, ignore_index=NO_TARGET)
+
+
+def _initialise(model: nn.Module, layers: int) -> None:
+    """GPT-2's: small normal matrices, smaller where they add to the residual stream."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            onto_residual = name.endswith(("out.weight", "down.weight"))
+            std = _INIT_STD / math.sqrt(2 * layers) if onto_residual else _INIT_STD
+            nn.init.normal_(parameter, std=std)
+
+
+def build(model: Model, sequence: int) -> nn.Module:
+    """Build a model on the current default device; its weights follow from torch's seed.
+
+    Args:
+        model: a preset with changed sizes, or ``module:function``, which is called with
+            ``sequence`` and the arguments, all by name.
+        sequence: tokens of a sequence.
+
+    Raises:
+        WorkloadError: unknown name, unknown argument, sizes that do not fit, or a function that
+            does not take what it is called with, or returns something else than a module.
+    """
+    if ":" in model.name:
+        built = _user_function(model, sequence)(sequence=sequence, **model.arguments)
+        if not isinstance(built, nn.Module):
+            raise WorkloadError(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
+        return built
+    shape = shape_of(model)
+    if isinstance(shape, GPTShape):
+        return GPT(shape, sequence)
+    if isinstance(shape, BERTShape):
+        return BERT(shape, sequence)
+    if sequence not in PATCHES:
+        raise WorkloadError(
+            f"model {model.name!r}: sequence = {sequence} patches do not make an image of {IMAGE_SIDE} x "
+            f"{IMAGE_SIDE} pixels; expected one of {', '.join(map(str, PATCHES))}"
+        )
+    return ViT(shape, PATCHES[sequence])
+
+
+def shape_of(model: Model) -> Shape:
+    """Sizes of a preset with the model's changes.
+
+    Raises:
+        WorkloadError: see :func:`build`.
+    """
+    if model.name not in PRESETS:
+        raise WorkloadError(
+            f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'"
+            f"{suggestion(model.name, PRESETS)}"
+        )
+    preset = PRESETS[model.name]
+    known = {field.name: field.type for field in fields(preset)}
+    for name, value in model.arguments.items():
+        if name not in known:
+            raise WorkloadError(
+                f"model {model.name!r}: unknown argument {name!r}, expected one of {', '.join(known)}"
+                f"{suggestion(name, known)}"
+            )
+        if type(value).__name__ != known[name] or (type(value) is int and value < 1):
+            wanted = "true or false" if known[name] == "bool" else "a whole number of at least 1"
+            raise WorkloadError(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
+    changed: dict[str, Any] = asdict(preset) | dict(model.arguments)
+    shape = type(preset)(**changed)
+    if shape.width % shape.heads:
+        raise WorkloadError(
+            f"model {model.name!r}: {shape.heads} heads do not divide a width of {shape.width}"
+        )
+    return shape
+
+
+def _user_function(model: Model, sequence: int) -> Callable[..., object]:
+    """The function behind ``module:function``; modules of the working folder count."""
+    name = model.name
+    module_name, _, function_name = name.partition(":")
+    see_working_folder()
+    try:
+        function: Callable[..., object] | None = getattr(
+            importlib.import_module(module_name), function_name, None
+        )
+    except ImportError as error:
+        raise WorkloadError(f"model {name!r}: cannot import {module_name!r}: {error}") from error
+    if function is None or not callable(function):
+        raise WorkloadError(f"model {name!r}: {module_name} has no function {function_name!r}")
+    if "sequence" in model.arguments:
+        raise WorkloadError(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of what is not written in Python: calling it says what it takes
+        return function
+    given: dict[str, object] = {"sequence": sequence, **model.arguments}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        call = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise WorkloadError(
+            f"model {name!r}: called as {function_name}({call}), with model.arguments beside the suite's "
+            f"sequence, but it is {function_name}{signature}: {error}"
+        ) from None
+    return function

@@ -1,0 +1,466 @@
+"""Codecs as values: what a tensor looks like on the wire, its size, and its error contract.
+
+Pure: no torch.  A codec is a frozen value with a text form that suites use and that prints back:
+``fp32``, ``bf16``, ``fp16``; ``int8:2048``, ``int4:256:asym``, ``int4:shard``; ``fp8e4m3:128``,
+``mxfp8``, ``mxfp4``; then ``:hadamard32`` and ``:stochastic``.  "No quantisation" is the codec
+:class:`Raw`, so the engine has no branch for it.  The arithmetic is in ``reference.py``.
+
+Frame of ``numel`` elements (docs/reference/wire_format.md)::
+
+    codes   ceil(numel * bits / 8) bytes, element 0 in the lowest bits, little-endian
+    pad     to 16 bytes
+    scales  one per block: fp32, 4 bytes, or E8M0, 1 byte; then, asymmetric only, one fp32 offset
+            per block
+    pad     to 16 bytes
+
+Symmetric scale: ``absmax / largest code``, so that the bound is half a step everywhere and
+quantising twice changes nothing (facts B7 lists what the other rule costs).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+FRAME_ALIGNMENT: Final = 16  # bytes; a 16-byte vector load never straddles two frames
+SCALE_BYTES: Final = 4  # fp32
+ITEM_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
+SMALLEST_NORMAL: Final = 2.0**-126  # of fp32; scales are floored here so that x / scale is finite
+# Half a unit in the last place, relative, and half the smallest subnormal, absolute.
+HALF_ULP: Final = {
+    "fp32": (2.0**-24, 2.0**-150),
+    "bf16": (2.0**-8, 2.0**-134),
+    "fp16": (2.0**-11, 2.0**-25),
+}
+LARGEST: Final = {"fp32": (2 - 2.0**-23) * 2.0**127, "bf16": (2 - 2.0**-7) * 2.0**127, "fp16": 65504.0}
+
+MX_BLOCK: Final = 32  # OCP Microscaling Formats 1.0, section 5.2
+MOST_HADAMARD: Final = 256
+MOST_BLOCK: Final = 2**31 - 1  # kernels count the elements of a block in 32 bits
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Block = int | Literal["shard"]
+Element = Literal["e4m3", "e5m2", "e2m1"]
+Scale = Literal["fp32", "e8m0"]
+
+
+class CodecError(ValueError):
+    """A codec's text or its numbers are not possible; the message names them."""
+
+
+class Law(enum.Enum):
+    """A property that a codec promises; the tests run exactly the declared ones."""
+
+    BOUND = "the error of each element is within error_bound of its block"
+    ZERO = "zeros decode to zeros"
+    IDEMPOTENT = "what was decoded, encoded again, decodes to the same, but for the last bits of a scale"
+    SIGN = "encoding -x decodes to minus what x decodes to"
+    POWER_OF_TWO = "scaling by a power of two commutes, away from the ends of the range"
+    NONFINITE = "a block with a NaN or an infinity decodes to NaN, or to itself"
+    UNBIASED = "the mean over random bits is the value, within 2^-16 of a step"
+
+
+def padded_bytes(n: int) -> int:
+    """``n`` bytes rounded up to the alignment of a frame."""
+    return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Elements cast to a floating-point type, no scales.
+
+    Attributes:
+        dtype: the type on the wire.
+    """
+
+    dtype: Dtype
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise CodecError(f"raw codec {self.dtype!r}: expected one of {', '.join(ITEM_BYTES)}")
+
+    def __str__(self) -> str:
+        return self.dtype
+
+    @property
+    def grain(self) -> int:
+        """Elements that a shard must be a multiple of."""
+        return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
+
+    @property
+    def bits(self) -> int:
+        """Bits per element on the wire, without scales."""
+        return 8 * ITEM_BYTES[self.dtype]
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        """What it promises."""
+        return frozenset(Law) - {Law.UNBIASED}
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether it draws random bits: a cast does not."""
+        return False
+
+    @property
+    def hadamard(self) -> int:
+        """Elements that are rotated together: none."""
+        return 0
+
+    def blocks(self, numel: int) -> int:
+        """Number of scales: none."""
+        return 0
+
+    def scale_bytes(self, numel: int) -> int:
+        """Bytes of scales: none."""
+        return 0
+
+    def code_bytes(self, numel: int) -> int:
+        """Bytes of the elements."""
+        return numel * ITEM_BYTES[self.dtype]
+
+    def frame_bytes(self, numel: int) -> int:
+        """Bytes of the frame of ``numel`` elements."""
+        return padded_bytes(self.code_bytes(numel))
+
+    def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
+        """Largest |decoded - x| for finite x in [low, high] decoded to ``out``."""
+        return _rounding(low, high, self.dtype) + _rounding(low, high, out)
+
+
+@dataclass(frozen=True, slots=True)
+class IntCodec:
+    """Block-quantised integers of 2 to 8 bits with an fp32 scale per block.
+
+    Symmetric: ``q = clamp(rne(x / s), -m, m)`` with ``m = 2^(b-1) - 1`` and
+    ``s = max(absmax / m, 2^-126)``; decoded ``q * s``.
+    Asymmetric: ``s = max(high / n - low / n, 2^-126)`` with ``n = 2^b - 1``,
+    ``q = clamp(rne((x - low) / s), 0, n)``; decoded ``low + q * s``.
+    Stochastic: ``rne(quotient + d)`` with ``d = (r - 32767.5) / 65536``, ``r`` the element's 16
+    random bits (:mod:`impl.codecs.rounding_noise`).
+    Decoding saturates at the output type's largest finite value.  A block that holds a
+    non-finite value has scale NaN and decodes to NaN: an overflow is never silently zero.
+
+    Attributes:
+        bits: 2 to 8.
+        block: elements that share a scale, or ``"shard"``: one scale for the whole shard (the
+            paper's non-blocked baseline).
+        asymmetric: store an offset beside the scale.
+        hadamard: elements that are rotated together before quantising and back after it, a power
+            of two that divides the block; 0 for none.
+        stochastic: round up or down at random, so that the mean is the value.
+
+    Raises:
+        CodecError: for bits outside 2..8, a block below 1 or above 2^31 - 1, or an impossible rotation.
+    """
+
+    bits: int
+    block: Block
+    asymmetric: bool = False
+    hadamard: int = 0
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise CodecError(f"int{self.bits}: integer codecs have 2 to 8 bits")
+        _check_block(f"int{self.bits}", self.block, self.hadamard)
+
+    def __str__(self) -> str:
+        return f"int{self.bits}:{self.block}" + (":asym" if self.asymmetric else "") + _options(self)
+
+    @property
+    def grain(self) -> int:
+        """Elements that a shard must be a multiple of, so that no block straddles two shards."""
+        return _grain(self.block, self.hadamard)
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        """What it promises: an offset costs sign symmetry and exact idempotence."""
+        return _laws(self) - ({Law.IDEMPOTENT, Law.SIGN} if self.asymmetric else set())
+
+    def blocks(self, numel: int) -> int:
+        """Number of scales for ``numel`` elements; the last block may be short."""
+        return _blocks(self.block, numel)
+
+    def code_bytes(self, numel: int) -> int:
+        """Bytes of the packed codes, before padding."""
+        return -(-numel * self.bits // 8)
+
+    def scale_bytes(self, numel: int) -> int:
+        """Bytes of scales and offsets, before padding."""
+        return SCALE_BYTES * self.blocks(numel) * (2 if self.asymmetric else 1)
+
+    def frame_bytes(self, numel: int) -> int:
+        """Bytes of the frame of ``numel`` elements: codes, scales and padding."""
+        return padded_bytes(self.code_bytes(numel)) + padded_bytes(self.scale_bytes(numel))
+
+    def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
+        """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
+
+        ``scale / 2 * (1 + 2^-15)``, ``scale * (1 + 2^-15)`` if stochastic, plus half an ulp of the
+        output; asymmetric also half an ulp of the offset's magnitude, since ``low + q * s`` rounds
+        twice.  With a rotation, ``low`` and ``high`` are those of the rotated block
+        (:func:`impl.codecs.reference.rotated`).
+        """
+        largest = (1 << (self.bits if self.asymmetric else self.bits - 1)) - 1
+        if self.asymmetric:
+            scale = max(high / largest - low / largest, SMALLEST_NORMAL)
+        else:
+            scale = max(max(abs(low), abs(high)) / largest, SMALLEST_NORMAL)
+        error = scale * (1 if self.stochastic else 0.5) * (1 + 2.0**-15)
+        if self.asymmetric:
+            error += 4 * _rounding(low, high, "fp32")
+        return _rotated_bound(error, (low, high), self.hadamard, out)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatCodec:
+    """Block-quantised floats of 8 or 4 bits with a scale per block, saturating, without infinities.
+
+    ``s = max(absmax / largest, 2^-126)``; an E8M0 scale is that rounded up to a power of two, so that
+    no value saturates.  With ``v = x / s`` and ``u`` its quantum, ``2^(max(exponent of v, e) - m)`` for
+    ``m`` bits of mantissa and a smallest exponent ``e``: ``clamp(rne(v / u) * u)``; stochastic
+    ``rne(v / u + d)`` as in :class:`IntCodec`.  Codes are sign, exponent, mantissa; a zero keeps its
+    sign.  Decoded ``code * s``, saturated; a block that holds a non-finite value has scale NaN (E8M0:
+    255) and codes 0.
+
+    Attributes:
+        element: ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6).
+        block: elements that share a scale, or ``"shard"``.
+        scale: ``fp32``, or ``e8m0``: a power of two in a byte, as in OCP's MX formats, whose blocks
+            have 32 elements.
+        hadamard: as in :class:`IntCodec`.
+        stochastic: as in :class:`IntCodec`.
+
+    Raises:
+        CodecError: for a block below 1 or above 2^31 - 1, an MX block other than 32 or an impossible
+            rotation.
+    """
+
+    element: Element
+    block: Block
+    scale: Scale = "fp32"
+    hadamard: int = 0
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.element not in _FLOATS:
+            raise CodecError(f"element {self.element!r}: expected one of {', '.join(_FLOATS)}")
+        _check_block(self._head, self.block, self.hadamard)
+        if self.scale == "e8m0" and self.block != MX_BLOCK:
+            raise CodecError(f"{self._head}: an MX block has {MX_BLOCK} elements, not {self.block}")
+        if self.scale == "fp32" and self.element == "e2m1":
+            raise CodecError("e2m1 has an E8M0 scale: mxfp4")
+
+    @property
+    def _head(self) -> str:
+        if self.scale == "e8m0":
+            return {"e4m3": "mxfp8", "e5m2": "mxfp8e5m2", "e2m1": "mxfp4"}[self.element]
+        return f"fp8{self.element}"
+
+    def __str__(self) -> str:
+        return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + _options(self)
+
+    @property
+    def bits(self) -> int:
+        """Bits per element on the wire, without scales."""
+        return 4 if self.element == "e2m1" else 8
+
+    @property
+    def mantissa(self) -> int:
+        """Bits of mantissa."""
+        return _FLOATS[self.element][0]
+
+    @property
+    def smallest_exponent(self) -> int:
+        """Of normal elements; below it the quantum stays."""
+        return _FLOATS[self.element][1]
+
+    @property
+    def largest(self) -> float:
+        """Largest element."""
+        return _FLOATS[self.element][2]
+
+    @property
+    def grain(self) -> int:
+        """Elements that a shard must be a multiple of, so that no block straddles two shards."""
+        return _grain(self.block, self.hadamard)
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        """What it promises."""
+        return _laws(self)
+
+    def blocks(self, numel: int) -> int:
+        """Number of scales for ``numel`` elements; the last block may be short."""
+        return _blocks(self.block, numel)
+
+    def code_bytes(self, numel: int) -> int:
+        """Bytes of the packed codes, before padding."""
+        return -(-numel * self.bits // 8)
+
+    def scale_bytes(self, numel: int) -> int:
+        """Bytes of scales, before padding."""
+        return self.blocks(numel) * (1 if self.scale == "e8m0" else SCALE_BYTES)
+
+    def frame_bytes(self, numel: int) -> int:
+        """Bytes of the frame of ``numel`` elements: codes, scales and padding."""
+        return padded_bytes(self.code_bytes(numel)) + padded_bytes(self.scale_bytes(numel))
+
+    def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
+        """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
+
+        Half the quantum of the largest value (all of it if stochastic) ``* (1 + 2^-15)``, plus half
+        an ulp of the output.  With a rotation, ``low`` and ``high`` are those of the rotated block.
+        """
+        scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
+        if self.scale == "e8m0":
+            scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
+        top = min(max(abs(low), abs(high)) / scale, self.largest)
+        exponent = max(math.frexp(top * (1 + 2.0**-15))[1] - 1, self.smallest_exponent)
+        quantum = scale * 2.0 ** (exponent - self.mantissa)
+        error = quantum * (1 if self.stochastic else 0.5) * (1 + 2.0**-15)
+        return _rotated_bound(error, (low, high), self.hadamard, out)
+
+
+# Bits of mantissa, smallest normal exponent, largest element (OCP MX 1.0, tables 1 and 3).
+_FLOATS: Final[dict[str, tuple[int, int, float]]] = {
+    "e4m3": (3, -6, 448.0),
+    "e5m2": (2, -14, 57344.0),
+    "e2m1": (1, 0, 6.0),
+}
+
+
+Blocked = IntCodec | FloatCodec  # codecs with scales
+Codec = Raw | Blocked
+
+FP32: Final = Raw("fp32")
+BF16: Final = Raw("bf16")
+FP16: Final = Raw("fp16")
+
+
+def _rounding(low: float, high: float, dtype: Dtype) -> float:
+    """Half an ulp of ``dtype`` at the largest magnitude in [low, high]."""
+    relative, absolute = HALF_ULP[dtype]
+    return max(abs(low), abs(high)) * relative + absolute
+
+
+def _rotated_bound(error: float, extremes: tuple[float, float], hadamard: int, out: Dtype) -> float:
+    """The bound of an element from that of a (rotated) one, and from the output's rounding.
+
+    The rotation back adds ``hadamard`` errors; both rotations round in fp32 at every stage.
+    """
+    low, high = extremes
+    if hadamard == 0:
+        return error + _rounding(low, high, out)
+    top = max(abs(low), abs(high)) * hadamard  # of an element that was rotated to at most absmax
+    stages = 2 * (hadamard.bit_length() + 1)
+    error = hadamard * (error + stages * (top * 2.0**-24 + 2.0**-150))
+    return error + _rounding(-top - error, top + error, out)
+
+
+def _check_block(head: str, block: Block, hadamard: int) -> None:
+    if block != "shard" and block < 1:
+        raise CodecError(f"{head}:{block}: a block has at least 1 element")
+    if block != "shard" and block > MOST_BLOCK:
+        raise CodecError(f"{head}:{block}: a block has at most {MOST_BLOCK} elements")
+    if hadamard == 0:
+        return
+    if hadamard & (hadamard - 1) or not 2 <= hadamard <= MOST_HADAMARD:
+        raise CodecError(f"{head}: hadamard{hadamard} is no power of two from 2 to {MOST_HADAMARD}")
+    if block != "shard" and block % hadamard:
+        raise CodecError(f"{head}:{block}: hadamard{hadamard} does not divide the block")
+
+
+def _options(codec: Blocked) -> str:
+    rotation = f":hadamard{codec.hadamard}" if codec.hadamard else ""
+    return rotation + (":stochastic" if codec.stochastic else "")
+
+
+def _grain(block: Block, hadamard: int) -> int:
+    return max(1, hadamard) if block == "shard" else block
+
+
+def _blocks(block: Block, numel: int) -> int:
+    if numel == 0:
+        return 0
+    return 1 if block == "shard" else -(-numel // block)
+
+
+def _laws(codec: Blocked) -> frozenset[Law]:
+    """Those of symmetric codecs: chance costs idempotence and sign symmetry, a rotation idempotence."""
+    laws = frozenset(Law)
+    if codec.stochastic:
+        return laws - {Law.IDEMPOTENT, Law.SIGN}
+    return laws - ({Law.UNBIASED, Law.IDEMPOTENT} if codec.hadamard else {Law.UNBIASED})
+
+
+_ALLOWED: Final = (
+    "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym], fp8e4m3:<block>, fp8e5m2:<block>, "
+    "mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048"
+)
+_MX: Final[dict[str, Element]] = {"mxfp8": "e4m3", "mxfp8e5m2": "e5m2", "mxfp4": "e2m1"}
+_FP8: Final[dict[str, Element]] = {"fp8e4m3": "e4m3", "fp8e5m2": "e5m2"}
+
+
+def parse(text: str) -> Codec:
+    """Read a codec's text form; ``str(parse(text)) == text`` for canonical text.
+
+    Raises:
+        CodecError: naming the text and what is allowed.
+    """
+    if not isinstance(text, str):
+        raise CodecError(f"codec {text!r} is a {type(text).__name__}: {_ALLOWED}")
+    try:
+        return _parsed(text)
+    except CodecError as error:
+        raise CodecError(f"codec {text!r}: {error}") from None
+
+
+def _parsed(text: str) -> Codec:
+    head, *rest = text.strip().split(":")
+    if head in ITEM_BYTES:
+        if rest:
+            raise CodecError(f"{head} takes no options; {_ALLOWED}")
+        return Raw(head)  # type: ignore[arg-type]  # checked against ITEM_BYTES
+    if head in _MX:
+        asymmetric, hadamard, stochastic = _parse_options(rest, asymmetric=False)
+        return FloatCodec(_MX[head], MX_BLOCK, "e8m0", hadamard, stochastic)
+    is_int = head.startswith("int") and head[3:].isdecimal() and head[3:].isascii()
+    if not ((is_int or head in _FP8) and rest):
+        raise CodecError(_ALLOWED)
+    block_text, *options = rest
+    if block_text != "shard" and not (block_text.isdecimal() and block_text.isascii()):
+        raise CodecError(f"block {block_text!r} is not a number; {_ALLOWED}")
+    block: Block = "shard" if block_text == "shard" else int(block_text)
+    asymmetric, hadamard, stochastic = _parse_options(options, asymmetric=is_int)
+    if is_int:
+        return IntCodec(int(head[3:]), block, asymmetric, hadamard, stochastic)
+    return FloatCodec(_FP8[head], block, "fp32", hadamard, stochastic)
+
+
+def _parse_options(options: list[str], *, asymmetric: bool) -> tuple[bool, int, bool]:
+    """(asymmetric, hadamard, stochastic), each at most once and in this order."""
+    left = list(options)
+    offset = asymmetric and left[:1] == ["asym"]
+    left = left[1:] if offset else left
+    hadamard = 0
+    if left and left[0].startswith("hadamard") and left[0][8:].isdecimal() and left[0].isascii():
+        hadamard = int(left.pop(0)[8:])
+        if hadamard == 0:
+            raise CodecError("hadamard0 rotates nothing; leave it out")
+    stochastic = left[:1] == ["stochastic"]
+    left = left[1:] if stochastic else left
+    if left:
+        raise CodecError(f"unknown option {':'.join(left)!r}; {_ALLOWED}")
+    return offset, hadamard, stochastic
+
+
+def common_grain(*codecs: Codec) -> int:
+    """Elements that a shard must be a multiple of to suit all ``codecs``.
+
+    At least 32: then even 4-bit codes of a shard are whole 16-byte vectors, and raw fp16 ones too.
+    """
+    return math.lcm(32, *(codec.grain for codec in codecs))

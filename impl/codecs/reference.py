@@ -1,0 +1,532 @@
+"""The kernels in plain PyTorch: the specification that every other backend must equal bit for bit.
+
+Shapes: a frame is ``(F,)`` uint8 with ``F = codec.frame_bytes(S)``; leading dimensions are
+batches of frames, and may be strided, so that a transpose costs no copy.  ``S`` is the number of
+elements of a shard.  Arithmetic: fp32, division by the scale (never multiplication by its
+reciprocal), nearest-even or with the random bits of :mod:`impl.codecs.rounding_noise`, sums in ascending source order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from impl.codecs.codec import (
+    ITEM_BYTES,
+    LARGEST,
+    SCALE_BYTES,
+    SMALLEST_NORMAL,
+    Blocked,
+    Codec,
+    FloatCodec,
+    IntCodec,
+    Raw,
+    padded_bytes,
+)
+from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, Noise
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAME = "reference"  # of this backend
+
+
+def supports(codec: Codec) -> bool:  # noqa: ARG001  # the signature of every backend
+    """Whether it has kernels for ``codec``: for all."""
+    return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """Error feedback of one encoding: what it left over, to be added to the next one.
+
+    With ``h = x + error`` encoded in place of ``x``, and ``d`` what the frames decode to in fp32:
+    ``error = decay * error + (1 - decay) * (h - d)``, in fp32 with one rounding an operation, then cast
+    to the state's type, saturated; 0 where it is not finite, so that an overflow does not stay.
+
+    Attributes:
+        error: (..., S) fp32, bf16 or fp16, as many as are encoded; updated in place.
+        decay: 0 is classic error feedback; LoCo's moving average (2407.04480) has 0.8.
+    """
+
+    error: Tensor
+    decay: float = 0.0
+
+
+def encode(
+    codec: Codec, x: Tensor, frames: Tensor, *, noise: Noise | None = None, carried: Carried | None = None
+) -> None:
+    """Write the frames of ``x``.
+
+    Args:
+        codec: how.
+        x: (..., S) fp32, bf16 or fp16; any strides.
+        frames: (..., F) uint8, the last dimension contiguous; overwritten, padding included.
+        noise: random bits, for a codec that rounds stochastically.
+        carried: error feedback.
+
+    Raises:
+        ValueError: for elements of another type or without a dimension, frames of the wrong size for
+            S elements, or noise or carried error that do not fit.
+    """
+    check(codec, x, frames)
+    check_noise(codec, x.shape[:-1], noise)
+    if carried is not None:
+        check_carried(codec, x.shape, carried)
+        with_error = x.float() + carried.error.float()
+        encode(codec, with_error, frames, noise=noise)
+        _carry(codec, with_error, frames, carried)
+    elif isinstance(codec, Raw):
+        _write_raw(codec, x, frames)
+        _zero_padding(frames, codec.code_bytes(x.shape[-1]), frames.shape[-1])
+    else:
+        _encode_blocks(codec, x, frames, noise)
+
+
+def _carry(codec: Codec, x: Tensor, frames: Tensor, carried: Carried) -> None:
+    """Replace the carried error by what ``frames`` left over of ``x`` (..., S) fp32."""
+    decoded = torch.empty_like(x)
+    decode(codec, frames, decoded)
+    left = x.sub_(decoded).mul_(1.0 - carried.decay)
+    error = carried.error.float().mul_(carried.decay).add_(left)
+    largest = LARGEST[NAMES[carried.error.dtype]]
+    carried.error.copy_(torch.where(error.isfinite(), error, 0.0).clamp_(-largest, largest))
+
+
+def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
+    """Write the elements of ``frames`` to ``out``.
+
+    Args:
+        codec: how they were encoded.
+        frames: (..., F) uint8.
+        out: (..., S) fp32, bf16 or fp16; any strides.
+
+    Raises:
+        ValueError: for elements of another type or without a dimension, or frames of the wrong size
+            for S elements.
+    """
+    check(codec, out, frames)
+    if isinstance(codec, Raw):
+        out.copy_(_raw_elements(codec, frames, out.shape[-1]))
+    else:
+        out.copy_(_decode_blocks(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
+
+
+def decode_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
+    """Write the sum over sources, in ascending order and fp32, to ``out``.
+
+    Args:
+        codec: how the frames were encoded.
+        frames: (sources, ..., F) uint8.
+        out: (..., S) fp32.
+
+    Raises:
+        ValueError: for a sum that is not fp32, no source, or frames of the wrong size for S elements.
+    """
+    check_sum(codec, frames, out)
+    decode(codec, frames[0], out)
+    numel = out.shape[-1]
+    for source in frames[1:]:
+        if isinstance(codec, Raw):
+            out.add_(_raw_elements(codec, source, numel))
+        else:
+            out.add_(_decode_blocks(codec, source, numel, LARGEST["fp32"]))
+
+
+def decode_sum_encode(
+    first: Codec,
+    second: Codec,
+    frames: Tensor,
+    out: Tensor,
+    numel: int,
+    *,
+    noise: Noise | None = None,
+    carried: Carried | None = None,
+) -> None:
+    """Write the frames of the fp32 sum over sources: the middle of a two-hop reduction.
+
+    Args:
+        first: how the frames were encoded.
+        second: how their sum is.
+        frames: (sources, ..., F) uint8, F of ``first``.
+        out: (..., F') uint8, F' of ``second``.
+        numel: elements S of a shard.
+        noise: random bits, for a second codec that rounds stochastically.
+        carried: error feedback of the second encoding.
+
+    Raises:
+        ValueError: for no source, frames of the wrong size for S elements, or noise or carried error
+            that do not fit.
+    """
+    held = torch.empty((*out.shape[:-1], numel), dtype=torch.float32, device=out.device)
+    decode_sum(first, frames, held)
+    encode(second, held, out, noise=noise, carried=carried)
+
+
+def rotated(codec: Codec, x: Tensor) -> Tensor:
+    """(..., S) fp32: what is quantised of ``x``, its Hadamard rotation where the codec has one.
+
+    Groups of ``n = codec.hadamard`` consecutive elements become ``H x / n``, ``H`` the Hadamard matrix in
+    Sylvester's order; what is left over at the end of a row, fewer than ``n``, stays as it is.
+    """
+    values = x.float().contiguous()
+    return _rotate(values.clone(), codec.hadamard) if codec.hadamard else values
+
+
+def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device) -> Tensor:
+    """(..., S) int64 below 2^16: the random bits of each element (see :mod:`impl.codecs.rounding_noise`)."""
+    starts = torch.full(lead, noise.start, dtype=torch.int64, device=device)
+    for dim, stride in enumerate(noise.strides):
+        steps = torch.arange(lead[dim], device=device) * stride
+        starts += steps.view(-1, *[1] * (len(lead) - dim - 1))
+    octets = (starts // OCTET).unsqueeze(-1) + torch.arange(-(-numel // OCTET), device=device)
+    mask = 0xFFFFFFFF
+    a, b = octets & mask, octets >> 32
+    c, d = (torch.full_like(a, word) for word in noise.words[:2])
+    left, right = noise.words[2:]
+    for _ in range(ROUNDS):
+        low, high = _product(MULTIPLIERS[0], a)
+        low_c, high_c = _product(MULTIPLIERS[1], c)
+        a, b, c, d = high_c ^ b ^ left, low_c, high ^ d ^ right, low
+        left, right = (left + WEYL[0]) & mask, (right + WEYL[1]) & mask
+    words = torch.stack([a, b, c, d], dim=-1)  # (..., octets, 4)
+    halves = torch.stack([words & 0xFFFF, words >> BITS], dim=-1)
+    return halves.reshape(*lead, -1)[..., :numel]
+
+
+def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper 32 bits of ``factor * x``, both below 2^32, without overflow of int64."""
+    low, high = x & 0xFFFF, x >> 16
+    first, second = factor * low, factor * high  # below 2^48
+    total = first + ((second & 0xFFFF) << 16)  # below 2^49
+    return total & 0xFFFFFFFF, (total >> 32) + (second >> 16)
+
+
+def check(codec: Codec, x: Tensor, frames: Tensor) -> None:
+    """Refuse elements that are none, and frames that do not fit them.
+
+    Raises:
+        ValueError: naming the type, or both shapes.
+    """
+    if x.dtype not in NAMES:
+        raise ValueError(f"{codec}: elements are fp32, bf16 or fp16, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError(f"{codec}: elements have at least one dimension, got a scalar")
+    want = codec.frame_bytes(x.shape[-1])
+    if frames.dtype != torch.uint8 or frames.shape != (*x.shape[:-1], want):
+        raise ValueError(
+            f"{codec}: {tuple(x.shape)} elements need frames of {want} uint8, got "
+            f"{tuple(frames.shape)} {frames.dtype}"
+        )
+
+
+def check_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
+    """Refuse a sum that is not fp32, and frames (sources, ..., F) that are none or do not fit it.
+
+    Raises:
+        ValueError: naming the type, or the shapes.
+    """
+    if out.dtype != torch.float32:
+        raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
+    if frames.dim() == 0 or len(frames) == 0:
+        raise ValueError(f"{codec}: a sum has at least one source, got frames {tuple(frames.shape)}")
+    check(codec, out, frames[0])
+
+
+def check_noise(codec: Codec, lead: torch.Size, noise: Noise | None) -> None:
+    """Refuse noise that does not fit rows (..., S), and its absence where it is needed.
+
+    Raises:
+        ValueError: naming the codec, and both shapes.
+    """
+    if not codec.stochastic:
+        return
+    if noise is None:
+        raise ValueError(f"{codec} rounds stochastically: it needs noise")
+    if len(noise.strides) != len(lead):
+        raise ValueError(
+            f"{codec}: rows {tuple(lead)} need noise with {len(lead)} strides, got {noise.strides}"
+        )
+
+
+def check_carried(codec: Codec, shape: torch.Size, carried: Carried) -> None:
+    """Refuse carried error that does not fit elements of ``shape``.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if carried.error.shape != shape or carried.error.dtype not in NAMES:
+        raise ValueError(
+            f"{codec}: {tuple(shape)} elements carry as many errors in fp32, bf16 or fp16, got "
+            f"{tuple(carried.error.shape)} {carried.error.dtype}"
+        )
+    if not 0.0 <= carried.decay < 1.0:
+        raise ValueError(f"{codec}: decay of carried error is in [0, 1), got {carried.decay}")
+
+
+def _write_raw(codec: Raw, x: Tensor, frames: Tensor) -> None:
+    """Write the elements of ``x`` (..., S) to frames that may lie anywhere."""
+    codes = frames[..., : codec.code_bytes(x.shape[-1])]
+    if _is_aligned(codes, ITEM_BYTES[codec.dtype]):
+        codes.view(DTYPES[codec.dtype]).copy_(x)
+    else:
+        codes.copy_(x.to(DTYPES[codec.dtype]).contiguous().view(torch.uint8))
+
+
+def _raw_elements(codec: Raw, frames: Tensor, numel: int) -> Tensor:
+    """(..., S) elements of frames in their own type: a view, or a copy where a view is not possible."""
+    codes = frames[..., : codec.code_bytes(numel)]
+    if not _is_aligned(codes, ITEM_BYTES[codec.dtype]):
+        codes = codes.clone(memory_format=torch.contiguous_format)
+    return codes.view(DTYPES[codec.dtype])
+
+
+def _is_aligned(codes: Tensor, item: int) -> bool:
+    """Whether (..., bytes) can be viewed as elements of ``item`` bytes."""
+    return all(offset % item == 0 for offset in (codes.storage_offset(), *codes.stride()[:-1]))
+
+
+def _zero_padding(frames: Tensor, start: int, end: int) -> None:
+    if start < end:
+        frames[..., start:end] = 0
+
+
+def _block_size(codec: Blocked, numel: int) -> int:
+    """Elements that share a scale; a block beyond the row is the row."""
+    return numel if codec.block == "shard" else min(codec.block, numel)
+
+
+def _blocked(codec: Blocked, x: Tensor) -> Tensor:
+    """(..., blocks, block) fp32 copy of ``x``; a short last block repeats its last element.
+
+    Repeating (not zero) keeps the tail out of minimum, maximum and non-finiteness.
+    """
+    numel, block = x.shape[-1], _block_size(codec, x.shape[-1])
+    blocks = codec.blocks(numel)
+    full = x.new_empty((*x.shape[:-1], blocks * block), dtype=torch.float32)
+    full[..., :numel] = x
+    if numel < blocks * block:
+        full[..., numel:] = x[..., -1:].float()
+    return full.view(*x.shape[:-1], blocks, block)
+
+
+def _rotate(values: Tensor, size: int, *, back: bool = False) -> Tensor:
+    """``values`` (..., S) fp32, contiguous, rotated in place; multiplied by ``size`` on the way back.
+
+    Divided by ``size`` before the butterflies in both directions, so that no sum overflows.  The
+    butterflies of distance 1, 2, 4, ... replace (a, b) by (a + b, a - b).
+    """
+    whole = values.shape[-1] // size * size
+    groups = values[..., :whole].view(*values.shape[:-1], -1, size)
+    groups.mul_(1.0 / size)
+    distance = 1
+    while distance < size:
+        pairs = groups.view(*groups.shape[:-1], size // (2 * distance), 2, distance)
+        a, b = pairs[..., 0, :].clone(), pairs[..., 1, :].clone()
+        torch.add(a, b, out=pairs[..., 0, :])
+        torch.sub(a, b, out=pairs[..., 1, :])
+        distance *= 2
+    if back:
+        groups.mul_(size)
+    return values
+
+
+def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
+    numel = x.shape[-1]
+    codes_end = codec.code_bytes(numel)
+    scales_at = padded_bytes(codes_end)
+    if x.numel() == 0:
+        return
+    shift = None  # of a quotient before rounding
+    if codec.stochastic:
+        assert noise is not None  # noqa: S101  # checked
+        bits = random_bits(noise, x.shape[:-1], numel, x.device).float()
+        shift = _blocked(codec, bits * 2.0**-16 - (0.5 - 2.0**-17))
+    values = _blocked(codec, rotated(codec, x) if codec.hadamard else x)  # (..., blocks, block)
+    low, high = values.aminmax(dim=-1, keepdim=True)  # both propagate NaN
+    broken = ~(torch.isfinite(low) & torch.isfinite(high))
+    offsets = isinstance(codec, IntCodec) and codec.asymmetric
+    if offsets:
+        low = (low + 0.0).masked_fill(broken, 0.0)  # which zero is least depends on the order: both are 0
+        scale = _offset_scale(codec, low, high)
+        values = _offset(values, low, scale)
+    else:
+        scale = _scale(codec, torch.maximum(-low, high))
+        values = values.div_(scale)
+    codes = _codes(codec, values, shift)
+    if broken.any():  # a NaN or an infinity must not decode to something finite: scale NaN, codes 0
+        scale = scale.masked_fill(broken, math.nan)
+        codes.masked_fill_(broken, 0)
+    _pack(codes.view(*x.shape[:-1], -1)[..., :numel], codec.bits, frames[..., :codes_end])
+    _zero_padding(frames, codes_end, scales_at)
+    stored = scale.squeeze(-1).contiguous()
+    parts = [_e8m0(stored) if isinstance(codec, FloatCodec) and codec.scale == "e8m0" else stored]
+    if offsets:
+        parts.append(low.squeeze(-1).contiguous())
+    end = scales_at
+    for part in parts:
+        raw = part.view(torch.uint8)
+        frames[..., end : end + raw.shape[-1]] = raw
+        end += raw.shape[-1]
+    _zero_padding(frames, end, frames.shape[-1])
+
+
+def _scale(codec: Blocked, absmax: Tensor) -> Tensor:
+    """The scale of symmetric blocks."""
+    top = codec.largest if isinstance(codec, FloatCodec) else (1 << (codec.bits - 1)) - 1
+    scale = torch.clamp(absmax / torch.full_like(absmax, top), min=SMALLEST_NORMAL)
+    if isinstance(codec, FloatCodec) and codec.scale == "e8m0":  # up to a power of two: nothing saturates
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return scale
+
+
+def _offset_scale(codec: Blocked, low: Tensor, high: Tensor) -> Tensor:
+    # high / n - low / n, not (high - low) / n: the difference may overflow.
+    steps = torch.full_like(low, (1 << codec.bits) - 1)
+    return torch.clamp(high / steps - low / steps, min=SMALLEST_NORMAL)
+
+
+def _offset(values: Tensor, low: Tensor, scale: Tensor) -> Tensor:
+    """``(values - low) / scale`` in place, without overflow of the difference: halves are exact."""
+    return values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)
+
+
+def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
+    """(...) uint8, in the lowest ``codec.bits`` bits."""
+    if isinstance(codec, FloatCodec):
+        return _float_codes(codec, quotients, shift)
+    if codec.asymmetric:
+        first, last = 0, (1 << codec.bits) - 1
+    else:
+        last = (1 << (codec.bits - 1)) - 1
+        first = -last
+    if shift is not None:
+        quotients.add_(shift)
+    codes = quotients.round_().clamp_(first, last).nan_to_num_(0.0)  # NaN only in broken blocks
+    return codes.to(torch.uint8) if codec.asymmetric else codes.to(torch.int8).view(torch.uint8)
+
+
+def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
+    """Sign, exponent and mantissa of each quotient, rounded to a multiple of its quantum."""
+    bits = v.contiguous().view(torch.int32)
+    exponent = ((bits >> 23) & 0xFF).clamp_(min=codec.smallest_exponent + 127, max=254)
+    quantum = ((exponent - codec.mantissa) << 23).view(torch.float32)
+    steps = v / quantum
+    if shift is not None:
+        steps = steps + shift
+    size = steps.round_().mul_(quantum).abs().clamp_(max=codec.largest)  # exact
+    size = size.nan_to_num(0.0)  # only in broken blocks
+    # The element's pattern: that of fp32 with another bias; below the smallest normal, multiples of
+    # the smallest quantum.
+    normal = (size.view(torch.int32) >> (23 - codec.mantissa)) - (
+        (127 - 1 + codec.smallest_exponent) << codec.mantissa
+    )
+    subnormal = (size / 2.0 ** (codec.smallest_exponent - codec.mantissa)).to(torch.int32)
+    code = torch.where(size >= 2.0**codec.smallest_exponent, normal, subnormal)
+    sign = ((bits >> 31) & 1) << (codec.bits - 1)
+    return (code | sign).to(torch.uint8)
+
+
+def _e8m0(scale: Tensor) -> Tensor:
+    """(...) uint8 exponents of scales that are powers of two; 255 for NaN."""
+    exponents = (scale.view(torch.int32) >> 23) & 0xFF
+    return torch.where(scale.isnan(), 255, exponents).to(torch.uint8)
+
+
+def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -> Tensor:
+    """(..., S) fp32, saturated at +-``largest``."""
+    lead = frames.shape[:-1]
+    if numel == 0 or frames.numel() == 0:
+        return frames.new_empty((*lead, numel), dtype=torch.float32)
+    codes_end = codec.code_bytes(numel)
+    scales_at = padded_bytes(codes_end)
+    blocks, block = codec.blocks(numel), _block_size(codec, numel)
+    codes = _unpack(frames[..., :codes_end], codec.bits, numel)
+    values = torch.zeros((*lead, blocks * block), dtype=torch.float32, device=frames.device)
+    if isinstance(codec, FloatCodec):
+        values[..., :numel] = _elements(codec, codes)
+    elif codec.asymmetric:
+        values[..., :numel] = codes
+    else:
+        half = 1 << (codec.bits - 1)
+        values[..., :numel] = (codes.bitwise_xor_(half) - half).view(torch.int8)  # sign extension
+    values = values.view(*lead, blocks, block)
+    if isinstance(codec, FloatCodec) and codec.scale == "e8m0":
+        exponents = frames[..., scales_at : scales_at + blocks].to(torch.int32).unsqueeze(-1)
+        scale = torch.where(exponents == 255, math.nan, (exponents << 23).view(torch.float32))
+    else:
+        scale = _floats(frames, scales_at, blocks)
+    if isinstance(codec, IntCodec) and codec.asymmetric:  # in halves: q * scale alone may overflow
+        low = _floats(frames, scales_at + SCALE_BYTES * blocks, blocks)
+        values.mul_(scale * 0.5).add_(low * 0.5).mul_(2.0)
+    else:
+        values.mul_(scale)
+    values = values.view(*lead, -1)[..., :numel]
+    if codec.hadamard:
+        top = LARGEST["fp32"]  # an infinity would become NaN in a difference
+        values = _rotate(values.clamp(-top, top).contiguous(), codec.hadamard, back=True)
+    return values.clamp_(-largest, largest)
+
+
+def _elements(codec: FloatCodec, codes: Tensor) -> Tensor:
+    """(...) fp32 values of float codes."""
+    size = (codes & ((1 << (codec.bits - 1)) - 1)).to(torch.int32)
+    exponent, fraction = size >> codec.mantissa, size & ((1 << codec.mantissa) - 1)
+    quantum = exponent.clamp(min=1) + (127 + codec.smallest_exponent - 1 - codec.mantissa)
+    whole = torch.where(exponent > 0, fraction + (1 << codec.mantissa), fraction)
+    value = whole.float() * (quantum << 23).view(torch.float32)
+    return torch.where(codes >> (codec.bits - 1) != 0, -value, value)
+
+
+def _floats(frames: Tensor, start: int, count: int) -> Tensor:
+    """(..., count, 1) fp32 stored at byte ``start``."""
+    stored = frames[..., start : start + SCALE_BYTES * count]
+    aligned = stored.clone(memory_format=torch.contiguous_format)  # a view of a frame may not be
+    return aligned.view(torch.float32).unsqueeze(-1)
+
+
+def _pack(codes: Tensor, bits: int, out: Tensor) -> None:
+    """Write the low ``bits`` of (..., S) uint8 codes as a little-endian bit stream of (..., bytes)."""
+    if bits == 8:
+        out.copy_(codes)
+        return
+    numel, width = codes.shape[-1], math.gcd(8, bits)
+    group = 8 // width  # codes that fill whole bytes, bits * group / 8 of them
+    groups = -(-numel // group)
+    padded = codes.new_zeros((*codes.shape[:-1], groups * group))
+    torch.bitwise_and(codes, (1 << bits) - 1, out=padded[..., :numel])
+    padded = padded.view(*codes.shape[:-1], groups, group)
+    if bits == width:  # 2 and 4: a byte holds whole codes
+        stream = padded[..., 0].clone()
+        for index in range(1, group):
+            stream |= padded[..., index] << (bits * index)
+    else:
+        shifts = torch.arange(0, group * bits, bits, device=codes.device)
+        words = (padded.long() << shifts).sum(dim=-1, keepdim=True)  # at most 8 * 7 = 56 bits
+        byte_shifts = torch.arange(0, group * bits, 8, device=codes.device)
+        stream = ((words >> byte_shifts) & 0xFF).view(*codes.shape[:-1], -1)
+    out.copy_(stream[..., : out.shape[-1]])
+
+
+def _unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """(..., S) uint8 codes below 2^bits, a copy, from a bit stream."""
+    if bits == 8:
+        return packed.clone()
+    width = math.gcd(8, bits)
+    group = 8 // width
+    groups, lead = -(-numel // group), packed.shape[:-1]
+    codes = packed.new_empty((*lead, groups, group))
+    if bits == width:
+        for index in range(group):
+            codes[..., index] = (packed >> (bits * index)) & ((1 << bits) - 1)
+    else:
+        size = group * bits // 8  # bytes of a group
+        stream = packed.new_zeros((*lead, groups * size), dtype=torch.int64)
+        stream[..., : packed.shape[-1]] = packed
+        byte_shifts = torch.arange(0, size * 8, 8, device=packed.device)
+        words = (stream.view(*lead, groups, size) << byte_shifts).sum(dim=-1, keepdim=True)
+        shifts = torch.arange(0, group * bits, bits, device=packed.device)
+        codes.copy_((words >> shifts) & ((1 << bits) - 1))
+    return codes.view(*lead, -1)[..., :numel]

@@ -1,0 +1,125 @@
+"""The errors that a unit's gradient codecs left over: who holds them, and how long they live.
+
+Error feedback adds what an encoding lost to what the next one sends.  The state is sharded as the hop
+is: of the hop between nodes a rank encodes the sums of its local index alone, so it keeps
+``padded / ranks_per_node`` errors; of a first hop it encodes, and keeps, all of them.
+(DeepSpeed's LoCo keeps both, unsharded, as int8: facts of peers, section 1.2.)
+
+An error lives until it is cleared: after an overflow, whose gradients are not used, and every
+``reset`` optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from impl.codecs.reference import DTYPES, Carried
+from impl.plan.policy import Feedback, Policy
+from impl.plan.topology import Topology
+
+
+class Errors:
+    """The errors of one unit on one rank, hop by hop.
+
+    Args:
+        feedback: the policy's.
+        shapes: of what each hop encodes, (ranks along the hop's axis and those to come..., S); None
+            for a hop whose error is not kept.
+        device: where they lie.
+
+    Attributes:
+        feedback: the policy's.
+        nbytes: of all errors.
+    """
+
+    def __init__(
+        self, feedback: Feedback, shapes: Sequence[Sequence[int] | None], device: torch.device
+    ) -> None:
+        self.feedback = feedback
+        self._errors = [
+            None if shape is None else torch.zeros(*shape, dtype=DTYPES[feedback.state], device=device)
+            for shape in shapes
+        ]
+        self.nbytes = sum(error.nbytes for error in self._errors if error is not None)
+        self._since = 0  # the step of the last reset
+
+    @classmethod
+    def zero(cls, policy: Policy, topology: Topology, shard: int, device: torch.device) -> Errors | None:
+        """No errors yet, for shards of ``shard`` elements under ``policy``; None without feedback."""
+        if policy.feedback is None:
+            return None
+        kept = zip(encoded_shapes(policy, topology, shard), policy.feedback_hops(topology), strict=True)
+        return cls(policy.feedback, [shape if keep else None for shape, keep in kept], device)
+
+    def check(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Refuse hops that encode something else than these errors are of.
+
+        Args:
+            shapes: of what each hop encodes.
+
+        Raises:
+            ValueError: naming the first hop that differs.
+        """
+        if len(shapes) != len(self._errors):
+            raise ValueError(f"errors of {len(self._errors)} hops, but {len(shapes)} send")
+        for hop, (error, shape) in enumerate(zip(self._errors, shapes, strict=True)):
+            if error is not None and tuple(error.shape) != tuple(shape):
+                raise ValueError(f"hop {hop} encodes {tuple(shape)}, its errors are {tuple(error.shape)}")
+
+    def carried(self, hop: int, start: int, end: int) -> Carried | None:
+        """What elements [start, end) of each row of ``hop`` carry over; None if nothing."""
+        error = self._errors[hop]
+        return None if error is None else Carried(error[..., start:end], self.feedback.decay)
+
+    def clear(self) -> None:
+        """Forget all errors."""
+        for error in self._errors:
+            if error is not None:
+                error.zero_()
+
+    def begin(self, step: int) -> None:
+        """Before the reductions of optimizer step ``step``: forget what is older than allowed."""
+        if self.feedback.reset and step - self._since >= self.feedback.reset:
+            self.clear()
+            self._since = step
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the errors by hop, and the step of the last reset, to be loaded again."""
+        state = {f"hop{hop}": error.clone() for hop, error in enumerate(self._errors) if error is not None}
+        return {**state, "since": torch.tensor(self._since)}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse a state of other hops, shapes or types.
+
+        Raises:
+            ValueError: naming the first that differs.
+        """
+        own = {f"hop{hop}": error for hop, error in enumerate(self._errors) if error is not None}
+        if odd := sorted((own.keys() | {"since"}) ^ state.keys()):
+            raise ValueError(f"{odd[0]!r} is on one side only")
+        for name, error in own.items():
+            given = state[name]
+            if given.shape != error.shape or given.dtype != error.dtype:
+                wanted = f"{tuple(error.shape)} {error.dtype}"
+                raise ValueError(f"{name!r} is {tuple(given.shape)} {given.dtype}, expected {wanted}")
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`state` gave on the same rank of the same topology and policy.
+
+        Raises:
+            ValueError: as :meth:`check_state`; nothing is changed then.
+        """
+        self.check_state(state)
+        for hop, error in enumerate(self._errors):
+            if error is not None:
+                error.copy_(state[f"hop{hop}"])
+        self._since = int(state["since"])
+
+
+def encoded_shapes(policy: Policy, topology: Topology, shard: int) -> list[tuple[int, ...]]:
+    """Of what each hop of a reduction encodes: (ranks along its axis and those to come..., S)."""
+    sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
+    return [(*sizes[hop:], shard) for hop in range(len(sizes))]

@@ -1,0 +1,236 @@
+"""The quantised collectives by themselves, for code that has no engine of ours: FSDP, a hook, a script.
+
+Both take tensors of any shape and length, text forms of codecs, and any :class:`~impl.comm.mesh.Mesh`::
+
+    mesh = Mesh.create(Topology(nodes=2, ranks_per_node=4))
+    weights = quantized_all_gather(shard, "int8:2048", mesh)              # qwZ
+    mean = quantized_reduce_scatter(gradient, ("int4:256", "int4:256"), mesh)  # qgZ
+
+All ranks must call them with equal shapes and options.  A :class:`~impl.comm.wire.Wire` that is passed
+keeps its buffers, its shared memory and its ledger from call to call; without one each call has its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from impl import ops
+from impl.codecs.codec import Codec, FloatCodec, IntCodec, Raw, common_grain, parse
+from impl.codecs.reference import NAMES
+from impl.codecs.rounding_noise import Key, apart
+from impl.comm.collectives import (
+    Reduction,
+    Steps,
+    T,
+    Transfer,
+    as_frames,
+    gather_frames,
+    gathered,
+    placed,
+    reduced,
+)
+from impl.comm.error_feedback import Errors, encoded_shapes
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Tag, Wire
+from impl.plan.geometry import chunked
+from impl.plan.policy import Feedback, Gather, Policy, Reduce
+
+CodecOrText = Codec | str
+
+
+def quantized_all_gather(
+    x: Tensor,
+    codec: CodecOrText,
+    mesh: Mesh,
+    *,
+    gather: Gather = "hierarchical",
+    wire: Wire | None = None,
+    key: Key | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """All ranks' ``x``, encoded once by its owner and decoded to the same bits everywhere.
+
+    Args:
+        x: (...) fp32, bf16 or fp16; the same shape on all ranks.
+        codec: of the values, e.g. ``int8:2048``.
+        mesh: the ranks.
+        gather: ``hierarchical`` crosses each link between nodes once; ``flat`` is the library's ring.
+        wire: what sends.
+        key: of a stochastic codec's random bits; change its step from call to call.
+        out: (world, ...) of ``x``'s type, contiguous, to write to; a new tensor by default.
+
+    Returns:
+        (world, ...) of ``x``'s type, in rank order.
+
+    Raises:
+        ValueError: for another type, a stochastic codec without a key, or an ``out`` that does not fit.
+        CodecError: for a text that is no codec.
+    """
+    codec, numel, world = _codec(codec), x.numel(), mesh.topology.world
+    _check_type(x)
+    _check_key(key, codec)
+    axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
+    wire = wire or Wire(mesh)
+    out = x.new_empty((world, *x.shape)) if out is None else out
+    if out.shape != (world, *x.shape) or out.dtype != x.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out holds {(world, *x.shape)} {x.dtype} side by side, got {tuple(out.shape)} {out.dtype} with "
+            f"strides {out.stride()}"
+        )
+    if numel == 0:
+        return out
+    nbytes = codec.frame_bytes(numel)
+    noise = key.noise(mesh.rank * apart(numel)) if key is not None and codec.stochastic else None
+    flat = x.detach().reshape(-1)
+
+    def write(frame: Tensor) -> None:
+        ops.encode(codec, flat, frame, noise=noise)
+
+    tag = Tag("forward", "weights")
+    whole = out.view(-1)
+    into = as_frames(codec, whole, numel)
+    exchange = _finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat", into=into))
+    frames = gathered(exchange, axes, nbytes)
+    if into is None or frames.data_ptr() != into.data_ptr():
+        ops.decode(codec, frames, placed(whole, axes[::-1], numel))
+    exchange.close()
+    return out
+
+
+def quantized_reduce_scatter(
+    x: Tensor,
+    codecs: CodecOrText | Sequence[CodecOrText],
+    mesh: Mesh,
+    *,
+    reduce: Reduce = "two_hop",
+    op: Literal["mean", "sum"] = "mean",
+    chunks: int = 1,
+    wire: Wire | None = None,
+    key: Key | None = None,
+    errors: Errors | None = None,
+) -> Tensor:
+    """This rank's part of the mean (or sum) of all ranks' ``x``, accumulated in fp32.
+
+    Args:
+        x: (world * n, ...) fp32, bf16 or fp16; the same shape on all ranks.
+        codecs: of the hop inside nodes and of that between them; one for both, or for the only one.
+        mesh: the ranks.
+        reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.plan.policy.Policy`.
+        op: what of the ranks' values.
+        chunks: pieces whose two hops overlap.
+        wire: what sends.
+        key: of stochastic codecs' random bits, and of feedback's resets; change its step from call to
+            call.
+        errors: for error feedback, kept by the caller from call to call; see
+            :func:`errors_for`.
+
+    Returns:
+        (n, ...) fp32.
+
+    Raises:
+        ValueError: for another type or ``op``, a first dimension that the world does not divide, a
+            stochastic codec or a reset without a key, or errors of other shapes.
+        CodecError: for a text that is no codec.
+        PolicyError: for a combination that cannot be carried out.
+    """
+    _check_type(x)
+    world = mesh.topology.world
+    if x.dim() == 0 or x.shape[0] % world:
+        raise ValueError(
+            f"{world} ranks cannot share {tuple(x.shape)}: its first dimension must be divisible"
+        )
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op = {op!r}: expected mean or sum")
+    gradients = _pair(codecs)
+    _check_key(key, *gradients)
+    policy = Policy(
+        gradients=gradients,
+        reduce=reduce,
+        chunks=chunks,
+        feedback=None if errors is None else errors.feedback,
+    )
+    shape = (x.shape[0] // world, *x.shape[1:])
+    shard = math.prod(shape)
+    if errors is not None:
+        errors.check(encoded_shapes(policy, mesh.topology, shard))
+        if errors.feedback.reset and key is None:
+            raise ValueError(f"feedback {errors.feedback} counts steps: it needs a key, whose step changes")
+        errors.begin(0 if key is None else key.step)
+    if shard == 0:
+        return torch.zeros(shape, device=x.device)
+    how = Reduction(
+        wire=wire or Wire(mesh),
+        hops=policy.reduce_axes(mesh.topology),
+        tag=Tag("backward", "gradients"),
+        chunks=chunked(shard, chunks, common_grain(*policy.gradients)),
+        key=None if key is None else _from(key, mesh.rank),
+        errors=errors,
+        stays=True,
+    )
+    mean = _finish(reduced(how, reduce, x.detach().reshape(-1)))
+    return (mean if op == "mean" else mean.mul_(world)).view(shape)
+
+
+def errors_for(
+    feedback: Feedback,
+    codecs: CodecOrText | Sequence[CodecOrText],
+    mesh: Mesh,
+    numel: int,
+    reduce: Reduce = "two_hop",
+) -> Errors:
+    """Errors of :func:`quantized_reduce_scatter` for tensors of ``numel`` elements, all zero.
+
+    Raises:
+        ValueError: if the world does not divide ``numel``.
+        PolicyError: for a combination that cannot be carried out.
+    """
+    if numel % mesh.topology.world:
+        raise ValueError(f"{mesh.topology.world} ranks cannot share {numel} elements")
+    policy = Policy(gradients=_pair(codecs), reduce=reduce, feedback=feedback)
+    errors = Errors.zero(policy, mesh.topology, numel // mesh.topology.world, mesh.device)
+    assert errors is not None  # noqa: S101  # there is feedback
+    return errors
+
+
+def _pair(codecs: CodecOrText | Sequence[CodecOrText]) -> tuple[Codec, Codec]:
+    """The codecs of both hops."""
+    given = [codecs, codecs] if isinstance(codecs, str | Raw | IntCodec | FloatCodec) else list(codecs)
+    if len(given) != 2:
+        raise ValueError(f"codecs: one, or one for each of two hops, got {len(given)}")
+    return _codec(given[0]), _codec(given[1])
+
+
+def _check_key(key: Key | None, *codecs: Codec) -> None:
+    for codec in codecs:
+        if codec.stochastic and key is None:
+            raise ValueError(f"{codec} rounds stochastically: it needs a key")
+
+
+def _codec(given: CodecOrText) -> Codec:
+    return parse(given) if isinstance(given, str) else given
+
+
+def _check_type(x: Tensor) -> None:
+    if x.dtype not in NAMES:
+        raise ValueError(f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}")
+
+
+def _from(key: Key, rank: int) -> Key:
+    return dataclasses.replace(key, source=rank)
+
+
+def _finish(steps: Steps[T]) -> T:
+    """Carry a collective to its end and return its result."""
+    results: list[T] = []
+
+    def run() -> Steps[None]:
+        results.append((yield from steps))
+
+    Transfer(run()).wait()
+    return results[0]

@@ -1,0 +1,617 @@
+"""A DeepSpeed configuration, as the tutorials write it, becomes a recipe of this project.
+
+Pure: no torch.  Keys that change what is sent, held or computed are honoured, or refused by name; the others
+are accepted and listed as without effect (:mod:`impl.deepspeed.keys` has them all).  Where a key is not given
+DeepSpeed's default counts, not ours: ``stage3_param_persistence_threshold`` is 1e5 in a configuration that
+does not name it.  ``"auto"``, which HuggingFace's Trainer replaces before DeepSpeed reads it, counts as not
+given.
+
+::
+
+    found = recipe("ds_zeropp_config.json", topology=Topology(4, 16))
+    zero = shard(model, mesh=mesh, policy=found.policy)
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, NoReturn, cast
+
+from impl.codecs.codec import BF16, FP16, FP32, Codec, Dtype, IntCodec
+from impl.deepspeed.keys import KEYS, LOCO, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, SWITCHED, ZERO, Key
+from impl.plan.geometry import UnitGeometry
+from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError, Stage
+from impl.plan.topology import Topology
+
+Kind = Literal["honoured", "without effect", "renamed", "changed"]
+
+QWZ: Final = IntCodec(8, 2048)
+QGZ: Final = IntCodec(4, 256)
+MOST_SCALE_POWER: Final = 126
+LARGEST: Final = 1e30  # of any number; what is beyond is a slip of the pen, infinity and NaN included
+_WIRE_TYPES: Final[dict[str, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "bfp16": BF16}
+_RAW: Final[dict[Dtype, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
+_ADAM: Final = ("Adam", "AdamW")
+_OF_SHARDS: Final = tuple(  # keys, or tables of them, that change nothing for parameters that persist
+    f"{ZERO}.{name}"
+    for name in (
+        "zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients", "zeropp_loco_param",
+        "stage3_prefetch_bucket_size", "stage3_max_reuse_distance", "stage3_allgather_sequential",
+    )
+)  # fmt: skip
+TORCH_DECAY: Final = 0.01  # torch.optim.AdamW's default weight decay
+
+
+class DeepSpeedError(ValueError):
+    """A configuration that cannot be carried out as it asks; one line that names the key and its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What became of one key that a configuration names.
+
+    Attributes:
+        key: its dotted path, as it is spelt there.
+        value: as given.
+        kind: ``changed`` where something else is done than the key says.
+        text: what that means.
+    """
+
+    key: str
+    value: Any
+    kind: Kind
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {_json(self.value)}: {self.kind}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamOptions:
+    """The optimizer of a configuration, under the name that torch gives it."""
+
+    type: Literal["Adam", "AdamW"]
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a configuration asks for.
+
+    Attributes:
+        policy: what is sent, held and computed, precision and loss scale included.
+        clip: largest global norm of the mean gradient; None does not clip.
+        accumulation: micro-batches in a step.
+        micro_batch: sequences of one rank in a micro-batch; None where the configuration leaves it open.
+        optimizer: None where the configuration leaves it to the caller.
+        findings: one of every key that it names, in its order.
+    """
+
+    policy: Policy
+    clip: float | None
+    accumulation: int
+    micro_batch: int | None
+    optimizer: AdamOptions | None
+    findings: tuple[Finding, ...]
+
+
+def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology) -> Recipe:
+    """Read a configuration for ranks that stand as ``topology`` says.
+
+    Args:
+        config: a table, JSON text (it begins with ``{``), or the path of a file in JSON.
+        topology: the sizes of hpZ's groups and batches depend on it.
+
+    Raises:
+        DeepSpeedError: for what is not JSON, is unknown, contradictory or not possible here; one line.
+    """
+    return _Reading(load(config), topology).recipe()
+
+
+def laid_out(found: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
+    """The recipe with the findings that its units tell: switches of shards do nothing for what persists.
+
+    Args:
+        found: of a configuration.
+        units: of the model, as its policy cuts it.
+    """
+    if found.policy.stage < 3 or not all(unit.persistent for unit in units):
+        return found
+    text = (
+        "all parameters persist: they stay gathered and travel unquantised "
+        f"(stage3_param_persistence_threshold = {found.policy.memory.persist_below - 1:,})"
+    )
+    return replace(
+        found,
+        findings=tuple(
+            replace(one, kind="without effect", text=text) if _is_of_shards(one) else one
+            for one in found.findings
+        ),
+    )
+
+
+def _is_of_shards(one: Finding) -> bool:
+    """Whether it switches on what only sharded parameters have."""
+    on = bool(one.value) or one.key == LOCO
+    return (
+        on
+        and not _is_auto(one.value)
+        and any(one.key == key or one.key.startswith(f"{key}.") for key in _OF_SHARDS)
+    )
+
+
+def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """The configuration as a table, its keys not looked at: of :func:`recipe`'s ``config``.
+
+    Raises:
+        DeepSpeedError: naming the file, if it is one, that cannot be read or is no table in JSON.
+    """
+    if isinstance(config, Mapping):
+        return config
+    text, where = str(config), "configuration"
+    if isinstance(config, Path) or not text.lstrip().startswith("{"):
+        where = text
+        try:
+            text = Path(config).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+            raise DeepSpeedError(f"{where}: cannot read: {reason or error}") from None
+    try:
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except DeepSpeedError as error:
+        raise DeepSpeedError(f"{where}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DeepSpeedError(f"{where}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise DeepSpeedError(f"{where}: expected a table of keys, got {_shown(found)}")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise DeepSpeedError(f"key {key!r} stands twice")
+        table[key] = value
+    return table
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise DeepSpeedError(f"{word} is not a number")
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON, short enough for a line."""
+    text = _json(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _json(value: Any) -> str:
+    """A value as JSON on one line, or as Python writes it if JSON cannot."""
+    try:
+        return json.dumps(value, default=repr)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, tables inside themselves
+        return " ".join(repr(value).split())
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every key, tables that are values themselves unopened, and of every empty section.
+
+    Raises:
+        DeepSpeedError: for an unknown key, or a section that is no table.
+    """
+    for name, value in table.items():
+        path = f"{prefix}{name}"
+        if path in SECTIONS and isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{path}.")
+        elif path in KEYS or (path in SECTIONS and (value is None or isinstance(value, Mapping))):
+            yield path, value
+        elif path in SECTIONS:
+            raise DeepSpeedError(f"{path} = {_shown(value)}: expected a table")
+        else:
+            raise DeepSpeedError(f"unknown key {path!r}{_nearest(path)}")
+
+
+def _nearest(path: str) -> str:
+    """``"; did you mean ...?"`` for a path close to a known one in its section, or anywhere."""
+    known = [*KEYS, *SECTIONS]
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
+    if not near:
+        name = path.rpartition(".")[2]
+        names = {other.rpartition(".")[2]: other for other in known}
+        near = [names[found] for found in difflib.get_close_matches(name, names, n=1)]
+    return f"; did you mean {near[0]!r}?" if near else "; docs/guide/deepspeed.md lists what there is"
+
+
+class _Reading:
+    """One configuration while it is read: values by the path that means them, and what to say of each key."""
+
+    def __init__(self, table: Mapping[str, Any], topology: Topology) -> None:
+        self.topology = topology
+        self.given: dict[str, Any] = dict(_leaves(table))
+        self.values: dict[str, Any] = {}  # typed, under the current spelling
+        self.spelt: dict[str, str] = {}  # path -> as the configuration spells it
+        self.notes: dict[str, tuple[Kind, str]] = {}  # by path: other than the table of keys says
+        self.loco = isinstance(table.get(ZERO), Mapping) and table[ZERO].get("zeropp_loco_param") is not None
+        for path, value in self.given.items():
+            if path in KEYS and value is not None and not _is_auto(value):
+                self._take(KEYS[path], value)
+
+    def recipe(self) -> Recipe:
+        """Everything, composed and checked."""
+        stage = self._stage()
+        policy = self._policy(stage)
+        try:
+            policy.check(self.topology)
+        except PolicyError as error:
+            raise DeepSpeedError(str(error)) from None
+        micro_batch, accumulation = self._batches()
+        clip = float(self.get("gradient_clipping"))
+        return Recipe(
+            policy=policy,
+            clip=clip or None,
+            accumulation=accumulation,
+            micro_batch=micro_batch,
+            optimizer=self._optimizer(),
+            findings=tuple(self._findings()),
+        )
+
+    def get(self, path: str) -> Any:
+        """The value that counts: the given one, or DeepSpeed's default."""
+        return self.values.get(path, KEYS[path].default)
+
+    def says(self, path: str) -> str:
+        """``key = value`` as the configuration spells it."""
+        spelt = self.spelt.get(path, path)
+        return f"{spelt} = {_shown(self.given.get(spelt, self.get(path)))}"
+
+    def refuse(self, path: str, why: str) -> NoReturn:
+        """Refuse the value of a key."""
+        raise DeepSpeedError(f"{self.says(path)}: {why}")
+
+    def note(self, path: str, kind: Kind, text: str) -> None:
+        """Say of a key, if it is given, something else than the table of keys does."""
+        self.notes.setdefault(path, (kind, text))
+
+    def _take(self, key: Key, value: Any) -> None:
+        """Check one value's type and keep it under the path that it means."""
+        target = key.means or key.path
+        typed = _typed(key, value)
+        if target.endswith(".device") and isinstance(typed, bool):
+            typed = "cpu" if typed else "none"
+        if target in self.values and self.values[target] != typed:
+            other = self.spelt[target]
+            raise DeepSpeedError(
+                f"{key.path} = {_shown(value)} and {other} = {_shown(self.given[other])} mean the same key, "
+                "with different values"
+            )
+        off = key.path in SWITCHED and _switched_off(typed)
+        if key.fate == "only the default" and typed != key.default and not off:
+            raise DeepSpeedError(f"{key.path} = {_shown(value)}: not possible: {key.text}")
+        self.values[target] = typed
+        self.spelt.setdefault(target, key.path)
+
+    # What it asks for
+
+    def _stage(self) -> Stage:
+        stage = self.get(f"{ZERO}.stage")
+        if stage not in (0, 1, 2, 3):
+            self.refuse(f"{ZERO}.stage", "expected 0, 1, 2 or 3")
+        if stage < 3:
+            for path in self.given:
+                if path.startswith(f"{ZERO}.stage3_"):
+                    target = KEYS[path].means or path
+                    self.note(target, "without effect", f"of stage 3; this is stage {stage}")
+        if stage > 0 and not self.get(f"{ZERO}.reduce_scatter"):
+            self.refuse(f"{ZERO}.reduce_scatter", "gradients are reduced to shards, never all-reduced")
+        if stage == 0:
+            self.note(f"{ZERO}.reduce_scatter", "without effect", "of stages 1 to 3; this is stage 0")
+        return cast("Stage", stage)
+
+    def _policy(self, stage: Stage) -> Policy:
+        """Precision, techniques, limits and offload as one value."""
+        compute, scale = self._precision()
+        weights, gradients = self._codecs(stage, compute)
+        try:
+            return Policy(
+                stage=stage,
+                group=self._group(stage),
+                weights=weights,
+                gradients=(gradients, gradients),
+                secondary=self._secondary(stage),
+                feedback=self._feedback(),
+                compute=compute,
+                loss_scale=scale,
+                frozen=QWZ if self._technique("zero_quantized_nontrainable_weights", stage) else None,
+                memory=self._memory(stage),
+                offload=self._offload(stage),
+            )
+        except PolicyError as error:
+            raise DeepSpeedError(str(error)) from None
+
+    def _technique(self, name: str, stage: Stage) -> bool:
+        """Whether a switch of ZeRO++ is on, which only stage 3 has."""
+        path = f"{ZERO}.{name}"
+        if self.get(path) and stage < 3:
+            self.refuse(path, f"of stage 3, but {self.says(f'{ZERO}.stage')}")
+        return bool(self.get(path))
+
+    def _precision(self) -> tuple[Dtype, LossScale | None]:
+        fp16, bf16 = self.get("fp16.enabled"), self.get("bf16.enabled")
+        if fp16 and bf16:
+            raise DeepSpeedError(
+                f"{self.says('fp16.enabled')} and {self.says('bf16.enabled')}: expected at most one of them"
+            )
+        for section, on in (("fp16", fp16), ("bf16", bf16)):
+            for path in self.given:
+                if not on and path.startswith(f"{section}.") and path != f"{section}.enabled":
+                    self.note(path, "without effect", f"{section} is not enabled")
+        if not fp16:
+            return ("bf16" if bf16 else "fp32"), None
+        self.note(
+            "fp16.hysteresis",
+            "without effect" if self.get("fp16.hysteresis") == 1 else "changed",
+            KEYS["fp16.hysteresis"].text,
+        )
+        return "fp16", self._loss_scale()
+
+    def _loss_scale(self) -> LossScale:
+        fixed, power = float(self.get("fp16.loss_scale")), self.get("fp16.initial_scale_power")
+        least, window = float(self.get("fp16.min_loss_scale")), self.get("fp16.loss_scale_window")
+        try:
+            if fixed:
+                for name in ("initial_scale_power", "min_loss_scale", "loss_scale_window"):
+                    self.note(f"fp16.{name}", "without effect", f"{self.says('fp16.loss_scale')} is fixed")
+                return LossScale(initial=fixed, window=0, least=min(1.0, fixed))
+            if power > MOST_SCALE_POWER:
+                self.refuse("fp16.initial_scale_power", f"expected at most {MOST_SCALE_POWER}")
+            if not window:
+                self.refuse("fp16.loss_scale_window", "a dynamic scale needs a window of 1 step or more")
+            return LossScale(initial=2.0**power, window=window, least=least)
+        except PolicyError as error:
+            raise DeepSpeedError(f"fp16: {error}") from None
+
+    def _codecs(self, stage: Stage, compute: Dtype) -> tuple[Codec, Codec]:
+        """Of weights and of gradients: quantised, or the 16-bit type that DeepSpeed would send."""
+        weights, gradients = _RAW[compute], _RAW[compute]
+        named = self.get("communication_data_type")
+        if named is not None:
+            if named.lower() not in _WIRE_TYPES:
+                self.refuse("communication_data_type", f"expected one of {', '.join(_WIRE_TYPES)}")
+            gradients = _WIRE_TYPES[named.lower()]
+        if self._technique("zero_quantized_weights", stage):
+            weights = QWZ
+        if self._technique("zero_quantized_gradients", stage):
+            divide = "gradient_predivide_factor"
+            if self.get(divide) != 1:
+                self.refuse(divide, f"expected 1 with {self.says(f'{ZERO}.zero_quantized_gradients')}")
+            self.note("communication_data_type", "without effect", "gradients travel quantised, as int4")
+            gradients = QGZ
+        return weights, gradients
+
+    def _secondary(self, stage: Stage) -> int:
+        """Ranks of hpZ's group: at most all."""
+        path = f"{ZERO}.zero_hpz_partition_size"
+        asked, world = self.get(path), self.topology.world
+        if asked > 1 and stage < 3:
+            self.refuse(path, f"hpZ is of stage 3, but {self.says(f'{ZERO}.stage')}")
+        if asked > world:
+            self.note(path, "changed", f"the hpZ group became all {world} ranks{self._of_all()}")
+        size = min(asked, world)
+        return size if size > 1 else 0
+
+    def _of_all(self) -> str:
+        """What hpZ is worth where its group is the whole world."""
+        nodes = self.topology.nodes
+        if nodes == 1:
+            return ""
+        return f", which span {nodes} nodes: then hpZ saves no traffic between nodes"
+
+    def _group(self, stage: Stage) -> int:
+        """Ranks of a group of MiCS; 0 for all."""
+        path, hpz = f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"
+        asked, world = self.get(path), self.topology.world
+        if asked != int(asked) or asked < -1:
+            self.refuse(path, "expected a whole number of ranks, or -1")
+        if asked < 1:
+            return 0
+        if stage < 3:
+            self.refuse(path, f"MiCS is of stage 3, but {self.says(f'{ZERO}.stage')}")
+        if self.get(hpz) > 1:
+            self.refuse(path, f"not with {self.says(hpz)}: the ranks of a group hold all weights already")
+        if asked > world:
+            self.refuse(path, f"there are {world} ranks")
+        return 0 if asked == world else int(asked)
+
+    def _feedback(self) -> Feedback | None:
+        """LoCo's errors, if the configuration has its table."""
+        if not self.loco:
+            return None
+        switch = f"{ZERO}.zero_quantized_gradients"
+        if not self.get(switch):
+            raise DeepSpeedError(f"{LOCO}: LoCo corrects quantised gradients, but {self.says(switch)}")
+        return Feedback(
+            decay=float(self.get(f"{LOCO}.err_beta")), reset=self.get(f"{LOCO}.reset_T"), hops="all"
+        )
+
+    def _memory(self, stage: Stage) -> MemoryLimits:
+        bucket = self.get(f"{ZERO}.reduce_bucket_size")
+        if stage < 3:
+            return MemoryLimits(reduce_bucket=bucket)
+        sequential = f"{ZERO}.stage3_allgather_sequential"
+        prefetch = self.get(f"{ZERO}.stage3_prefetch_bucket_size")
+        if self.get(sequential):
+            self.note(
+                f"{ZERO}.stage3_prefetch_bucket_size",
+                "without effect",
+                f"with {self.says(sequential)} nothing is gathered ahead",
+            )
+            prefetch = 0
+        live = self.get(f"{ZERO}.stage3_max_live_parameters")
+        if not live:
+            self.refuse(f"{ZERO}.stage3_max_live_parameters", "expected 1 or more")
+        return MemoryLimits(
+            prefetch=prefetch,
+            max_live=live,
+            max_reuse=self.get(f"{ZERO}.stage3_max_reuse_distance"),
+            persist_below=self.get(f"{ZERO}.stage3_param_persistence_threshold") + 1,
+            persist_most=self.get(f"{ZERO}.stage3_model_persistence_threshold"),
+            reduce_bucket=bucket,
+            largest_unit=live,
+        )
+
+    def _offload(self, stage: Stage) -> Offload:
+        optimizer, parameters = f"{OFFLOAD_OPTIMIZER}.device", f"{OFFLOAD_PARAM}.device"
+        ratio = f"{OFFLOAD_OPTIMIZER}.ratio"
+        for path, least in ((optimizer, 1), (parameters, 3)):
+            if self.get(path) not in ("none", "cpu"):
+                self.refuse(path, "expected none or cpu; nothing is offloaded to NVMe")
+            if self.get(path) == "cpu" and stage < least:
+                self.refuse(path, f"of stages from {least} on, but {self.says(f'{ZERO}.stage')}")
+        share = float(self.get(ratio))
+        if not 0 <= share <= 1:
+            self.refuse(ratio, "expected 0 to 1")
+        if share < 1 and stage < 3 and self.get(optimizer) == "cpu":
+            self.refuse(ratio, f"a part is offloaded at stage 3 only, but {self.says(f'{ZERO}.stage')}")
+        if self.get(optimizer) == "none":
+            self.note(ratio, "without effect", "the optimizer is not offloaded")
+            share = 0.0
+        if self.get(parameters) == "cpu" and share < 1 and not self._secondary(stage):
+            self.note(
+                parameters,
+                "changed",
+                "in host memory: weights that are not trained, and those whose optimizer is offloaded; "
+                "others have no frame there, since they are encoded from masters on the device",
+            )
+        return Offload(optimizer=share, weights=1.0 if self.get(parameters) == "cpu" else 0.0)
+
+    def _batches(self) -> tuple[int | None, int]:
+        """(micro-batch, accumulation); any two of DeepSpeed's three sizes give the third."""
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        whole, micro, steps = (self.values.get(name) for name in names)
+        for name in names:
+            if self.values.get(name) == 0:
+                self.refuse(name, "expected 1 or more")
+        world = self.topology.world
+        if whole is None:
+            return micro, steps or 1
+        if micro is None:
+            each = world * (steps or 1)
+            if whole % each:
+                self.refuse(names[0], f"expected a multiple of {world} ranks x {steps or 1} micro-batches")
+            return whole // each, steps or 1
+        if steps is None:
+            if whole % (micro * world):
+                self.refuse(names[0], f"expected a multiple of {self.says(names[1])} x {world} ranks")
+            return micro, whole // (micro * world)
+        product = micro * steps * world
+        if product != whole:
+            both = f"{self.says(names[1])}, {self.says(names[2])}"
+            self.refuse(names[0], f"but {both} and {world} ranks make {product}")
+        return micro, steps
+
+    def _optimizer(self) -> AdamOptions | None:
+        if not any(path.startswith("optimizer.") for path in self.values):
+            return None
+        kind = self.get("optimizer.type")
+        names = {name.lower(): name for name in _ADAM}
+        if kind is None:
+            raise DeepSpeedError(f"optimizer without optimizer.type: expected one of {', '.join(_ADAM)}")
+        if kind.lower() not in names:
+            self.refuse("optimizer.type", f"expected one of {', '.join(_ADAM)}; make any other in code")
+        name = names[kind.lower()]
+        if name == "Adam" and self.get("optimizer.params.adam_w_mode"):
+            name = "AdamW"
+            self.note("optimizer.type", "changed", "AdamW: optimizer.params.adam_w_mode is true by default")
+        elif name == "AdamW":
+            self.note("optimizer.params.adam_w_mode", "without effect", "AdamW is AdamW")
+        decay = self.get("optimizer.params.weight_decay")
+        if self.get("optimizer.params.torch_adam") and name == "AdamW":
+            self.note("optimizer.params.torch_adam", "honoured", KEYS["optimizer.params.torch_adam"].text)
+            if "optimizer.params.weight_decay" not in self.values:
+                decay = TORCH_DECAY
+                self.note("optimizer.params.weight_decay", "changed", f"torch's default: {decay}")
+        betas = self.get("optimizer.params.betas")
+        if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+            self.refuse("optimizer.params.betas", "expected two numbers in [0, 1)")
+        return AdamOptions(
+            type=cast("Literal['Adam', 'AdamW']", name),
+            lr=float(self.get("optimizer.params.lr")),
+            betas=(float(betas[0]), float(betas[1])),
+            eps=float(self.get("optimizer.params.eps")),
+            weight_decay=float(decay),
+        )
+
+    def _findings(self) -> Iterator[Finding]:
+        """One for every given key, in the configuration's order."""
+        for path, value in self.given.items():
+            if value is None:
+                yield Finding(path, value, "without effect", "null counts as not given")
+            elif path == LOCO:
+                yield Finding(path, value, "honoured", f"LoCo, with its defaults: {self._feedback()}")
+            elif path not in KEYS:
+                yield Finding(path, value, "without effect", "an empty table")
+            elif _is_auto(value):
+                plain: tuple[Kind, str] = "changed", f"counts as not given: {_default(KEYS[path])}"
+                yield Finding(path, value, *self.notes.get(path, plain))
+            else:
+                yield Finding(path, value, *self._became(KEYS[path]))
+
+    def _became(self, key: Key) -> tuple[Kind, str]:
+        target = KEYS[key.means or key.path]
+        kind, text = self.notes.get(target.path) or (_kind(target), target.text)
+        return ("renamed", f"{key.text}: {target.path}: {text}") if key.means else (kind, text)
+
+
+def _kind(key: Key) -> Kind:
+    return "honoured" if key.fate == "honoured" else "without effect"
+
+
+def _default(key: Key) -> str:
+    return "left open" if key.default is None else _shown(key.default)
+
+
+def _typed(key: Key, value: Any) -> Any:
+    """The value as its key takes it.
+
+    Raises:
+        DeepSpeedError: naming key, value and what it takes.
+    """
+    takes, wanted = key.takes, ""
+    if takes == "switch" and not isinstance(value, bool):
+        wanted = "true or false"
+    elif takes == "count":
+        if _is_number(value) and value >= 0 and value == int(value):
+            return int(value)
+        wanted = "a whole number from 0 on"
+    elif takes == "number" and (
+        not _is_number(value) or (value < 0 and key.path != f"{ZERO}.mics_shard_size")
+    ):
+        wanted = "a number from 0 on"
+    elif takes == "text" and not isinstance(value, str):
+        wanted = "text"
+    elif takes == "list" and not isinstance(value, list | tuple):
+        wanted = "a list"
+    if wanted:
+        raise DeepSpeedError(f"{key.path} = {_shown(value)}: expected {wanted}")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def _switched_off(value: Any) -> bool:
+    """Whether it is a technique's table that says it is off, as ``{"enabled": false}``."""
+    return isinstance(value, Mapping) and value.get("enabled") is False

@@ -1,0 +1,364 @@
+"""The engine of a sharded model: what a training loop calls.
+
+What runs by itself meanwhile, during passes, is :mod:`impl.engine.hooks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impl import ops
+from impl.codecs.rounding_noise import Clock
+from impl.engine import state_dict as state
+from impl.engine.hooks import Passes
+from impl.engine.loss_scaler import LossScaler, Stepped
+from impl.engine.masters import Masters
+from impl.engine.module_buffers import ModuleBuffers
+from impl.engine.optimizer_hooks import watch_optimizers
+from impl.errors import ZeroError
+from impl.plan.offload_plan import CopyKey, realised
+from impl.plan.policy import Offload
+from impl.unit.context import Shared
+from impl.unit.unit import Unit
+
+
+class Zero:
+    """The engine of one sharded model on one rank; made by :func:`impl.zero.shard`.
+
+    Attributes:
+        units: the root's first, then in model order.
+        wire: with the ledger.
+        policy: what is sent, held and computed.
+        scaler: the loss scale.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        modules: Sequence[nn.Module],
+        shared: Shared,
+        *,
+        casts_inputs: bool,
+    ) -> None:
+        self.model, self.units = model, list(units)
+        self.wire, self.policy = shared.wire, shared.policy
+        self.scaler = LossScaler(shared.policy.loss_scale)
+        self._meter, self._clock, self._host = shared.meter, shared.clock, shared.host
+        self._masters = Masters(self.units, shared.wire)
+        self._module_buffers = ModuleBuffers(model, shared.wire)
+        self._passes = Passes(
+            model,
+            self.units,
+            modules,
+            shared,
+            masters=self._masters,
+            buffers=self._module_buffers,
+            casts_inputs=casts_inputs,
+        )
+        # What the model holds of the engine: it lives as long as the model, though nobody keeps it.
+        model.register_load_state_dict_pre_hook(self._refuse_load)  # type: ignore[no-untyped-call]
+        model.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        for module in dict.fromkeys((model, *modules)):
+            module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]  # found by copy.deepcopy()
+        watch_optimizers(self, self.units)
+
+    # Training
+
+    def param_groups(self, options: Mapping[int, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+        """The fp32 masters of this rank, for any elementwise ``torch.optim`` optimizer.
+
+        Args:
+            options: optimizer options of each group, by the number that ``group_of`` gave.
+
+        Returns:
+            One dict per group with elements on any rank: ``params``, 1-D fp32 tensors (possibly
+            none here), and the group's options.  A group of which some masters are offloaded is two dicts
+            on a GPU, one a device: torch steps a list of one device by fused or foreach kernels.
+
+        Raises:
+            ZeroError: for options that are no table of groups.
+        """
+        return self._masters.groups(options)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes inside add their gradients up locally; the next one outside reduces the sum.
+
+        Raises:
+            ZeroError: if the policy reduces every micro-batch.
+        """
+        self.accumulate(on=True)
+        try:
+            yield
+        finally:
+            self.accumulate(on=False)
+
+    def accumulate(self, *, on: bool) -> None:
+        """From here on backward passes add up locally, or reduce; see :meth:`accumulating`.
+
+        Raises:
+            ZeroError: if the policy reduces every micro-batch, or for what is neither True nor False.
+        """
+        if not isinstance(on, bool):
+            raise ZeroError(f"accumulate(on={on!r}): expected True or False")
+        if on and self.policy.reduces_each_micro_batch:
+            raise ZeroError(
+                f"accumulating() at stage {self.policy.stage}, which reduces each micro-batch into shards: "
+                "set the policy's reduce_every to 'step', and have memory for a whole local gradient"
+            )
+        self._passes.accumulating = on
+
+    def finish_backward(self) -> None:
+        """Send what has not been sent, wait for all reductions, release all weights.
+
+        After it the masters' gradients hold the mean over ranks, added to what they held.  A
+        parameter that no loss reached has a mean of zero, not none: whether another rank's loss
+        reached it is not known without asking, so adaptive optimizers see a zero there.
+
+        Inside :meth:`accumulating` nothing is sent.
+
+        Raises:
+            ZeroError: without a backward pass before.
+        """
+        self._passes.finish()
+
+    def drop_gradients(self) -> None:
+        """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
+
+        The errors that gradient codecs carry go too: a failed pass may have left some.  After a pass that
+        KeyboardInterrupt left, of which torch tells no hook, the engine is outside of passes again.
+        """
+        self._passes.drop()
+
+    def step(self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None) -> Stepped:
+        """Unscale the loss's scale away, clip, and step; or skip the step on all ranks after an overflow.
+
+        For losses that were multiplied by ``scaler.scaled(loss)``.
+
+        Args:
+            optimizers: over :meth:`param_groups`; with a loss scale all that hold masters with gradients,
+                since unscaling and overflow are of all of them together.
+            max_norm: largest global 2-norm of the mean gradient; None does not clip.
+
+        Raises:
+            LossScaleError: for an overflow at the smallest dynamic scale.
+            ZeroError: if a loss scale is set and an optimizer is missing.
+        """
+        if self.policy.loss_scale is not None:
+            self._masters.check_complete(optimizers)
+        return self.scaler.step(self, optimizers, max_norm)
+
+    def grad_norm(self) -> Tensor:
+        """() fp64 global 2-norm of the mean gradient; NaN and infinity included.
+
+        All ranks must call it: each sends its sum of squares, summed in rank order, so that all
+        have the same bits.  Offloaded gradients are summed where they lie, on the host.
+
+        Raises:
+            ZeroError: before :meth:`finish_backward`.
+        """
+        self.check_finished("grad_norm()")
+        return self._masters.norm()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global 2-norm is at most ``max_norm``.
+
+        Returns:
+            () fp64 norm before scaling.  A norm that is not finite makes the gradients NaN, as
+            ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Raises:
+            ZeroError: with a loss scale, whose gradients are unscaled and clipped in :meth:`step`.
+        """
+        if self.policy.loss_scale is not None:
+            raise ZeroError("clip_grad_norm_() of scaled gradients: give max_norm to step() instead")
+        norm = self.grad_norm()
+        if self.policy.feedback is not None:  # looking waits for the device
+            self._forget_overflow(norm)
+        self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0).float())
+        return norm
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the masters' gradients, where they are there."""
+        self._masters.scale_gradients(factor)
+
+    def overflowed(self) -> bool:
+        """Whether any rank's gradient holds a NaN or an infinity; the same answer on all ranks.
+
+        If so, the errors that gradient codecs carry are forgotten: they are of gradients that are not
+        used.
+        """
+        return self._forget_overflow(self.grad_norm())
+
+    def _forget_overflow(self, norm: Tensor) -> bool:
+        """Whether ``norm`` is not finite; then no codec carries an error over."""
+        overflowed = not bool(torch.isfinite(norm))
+        if overflowed:
+            self.forget_overflow()
+        return overflowed
+
+    def forget_overflow(self) -> None:
+        """Drop the errors that codecs carry: they are of gradients that are not used."""
+        for unit in self.units:
+            unit.averaging.clear_feedback()
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """What ``model.zero_grad()`` means: the gradients are the masters'."""
+        self._masters.zero_gradients(set_to_none=set_to_none)
+
+    # State
+
+    def weights_changed(self) -> None:
+        """Call after writing masters by hand: what was gathered of them is no longer true.
+
+        Optimizer steps and :meth:`load_full_state_dict` do it themselves.
+        """
+        for unit in self.units:
+            unit.weights_changed()
+
+    def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
+        """An optimizer that holds ``masters`` has stepped; called by itself, from the watch.
+
+        Several optimizers that step after one backward pass are one step.  Frozen weights did not change.
+        """
+        if self._clock.micro_batch:
+            self._clock.next_step()
+        self._masters.stepped(masters)
+        for unit in self.units:
+            if unit.geometry.trainable:
+                unit.weights_changed()
+
+    def communication_state(self) -> dict[str, Tensor]:
+        """What this rank's codecs depend on beside weights (:func:`impl.engine.state_dict.communication_state`)."""
+        return state.communication_state(self.units, self._clock, self.wire, self.policy)
+
+    def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`communication_state` gave on the same rank.
+
+        Raises:
+            ZeroError: if it is of another run, or not whole; nothing is changed then.
+        """
+        state.load_communication_state(self.units, self._clock, self.wire, self.policy, given)
+
+    @property
+    def unused_gradients(self) -> int:
+        """Masters of this rank whose gradient waits for its optimizer's step."""
+        return self._masters.unused_gradients
+
+    @property
+    def clock(self) -> Clock:
+        """What stochastic codecs and feedback go by."""
+        return self._clock
+
+    def make_buffers_equal(self) -> None:
+        """Bring the model's persistent buffers together, as before a forward pass; all ranks must call it."""
+        self._module_buffers.make_equal()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The unsharded model's state: fp32 parameters and buffers by their original names.
+
+        All ranks must call it, and all get it.
+        """
+        self.make_buffers_equal()
+        return state.full_state_dict(self.model, self.units)
+
+    def load_full_state_dict(self, given: Mapping[str, Tensor]) -> None:
+        """Overwrite weights and buffers with those of the unsharded model.
+
+        Raises:
+            ZeroError: for missing, unexpected or misshapen entries, naming the first; while parameters are
+                seen whole.
+        """
+        self.check_hidden("load_full_state_dict()")
+        for unit in self.units:
+            unit.release()
+        state.load_full_state_dict(self.model, self.units, given)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the model's persistent buffers, which are kept equal on all ranks."""
+        return self._module_buffers.nbytes
+
+    def memory(self) -> dict[str, int]:
+        """Most bytes that this rank's engine has held, by part (keys of ``traffic.memory``)."""
+        return dict(self._meter.peak)
+
+    def copied(self) -> dict[CopyKey, int]:
+        """Bytes copied between host and device so far (as ``traffic.predict_copies`` foresees)."""
+        return dict(self._host.copied)
+
+    def _offloaded(self) -> dict[str, Any]:
+        """For the record: the shares that whole units come to, and what the host's memory is here."""
+        tiers = [unit.owned.tier for unit in self.units]
+        shares = realised(self.policy, tiers, [unit.geometry for unit in self.units])
+        return {**dataclasses.asdict(shares), "memory": self._host.nature}
+
+    def describe(self) -> dict[str, Any]:
+        """Algorithms, transports and kernels that ran, for the record."""
+        device = self.wire.mesh.device
+        warning = ops.warning_of(device)
+        return {
+            "stage": self.policy.stage,
+            "group": self.policy.group_ranks(self.wire.mesh.topology),
+            "gather": self.policy.gather,
+            "reduce": self.policy.reduce,
+            "transports": self.wire.describe(),
+            "kernels": ops.kernels_of(device, [self.policy.weights, *self.policy.gradients]),
+            **({} if warning is None else {"kernels_warning": warning}),
+            **({} if self.policy.offload == Offload() else {"offload": self._offloaded()}),
+            **({} if self.policy.loss_scale is None else {"loss_scale": self.scaler.state_dict()}),
+        }
+
+    def register_external(self, module: nn.Module, unit: Unit) -> None:
+        """Gather ``unit`` ahead of each forward pass of ``module``, and release it after."""
+        self._passes.register_external(module, unit)
+
+    # Refusals, also of what watches the model's parameters and optimizers
+
+    def check_finished(self, what: str) -> None:
+        """Refuse ``what`` after a backward pass that was not finished.
+
+        Raises:
+            ZeroError: naming it.
+        """
+        self._passes.check_finished(what)
+
+    def check_idle(self, what: str) -> None:
+        """Refuse ``what`` inside a forward or backward pass.
+
+        Raises:
+            ZeroError: naming it.
+        """
+        self._passes.check_idle(what)
+
+    def check_hidden(self, what: str) -> None:
+        """Refuse ``what``, which writes weights, while parameters are seen whole: leaving would undo it.
+
+        Raises:
+            ZeroError: naming it and the first of those parameters.
+        """
+        for unit in self.units:
+            for number in unit.whole:
+                name = unit.geometry.slots[number].spec.name
+                raise ZeroError(f"{what} under GatheredParameters of {name!r}: leave its context first")
+
+    def _refuse_load(self, module: nn.Module, *_: Any) -> None:
+        if any(len(unit.whole) < len(unit.members) for unit in self.units):
+            raise ZeroError(
+                f"{type(module).__name__}.load_state_dict() of a sharded model loads nothing: use "
+                "Zero.load_full_state_dict(), or GatheredParameters of all its parameters"
+            )
+
+
+def _refuse_copy(_: object) -> None:
+    raise ZeroError(
+        "deepcopy() of a sharded model: weights and hooks are one engine's; copy the model before shard(), "
+        "or give a new one Zero.full_state_dict()"
+    )

@@ -1,0 +1,73 @@
+"""All ranks start from the same weights: compared once, when a model is sharded.
+
+Each rank trains its own slice of the values it was given, so ranks that drew different ones would train a
+model that nobody made.  What is compared is a sum of each parameter's bits; it goes through the store in
+which ranks met, like roll calls, and is in no ledger.  Thread ranks have no store, and are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.comm.fingerprint import ranks_in_words
+from impl.errors import ZeroError
+from impl.unit.placeholder import Released
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+def check_same_start(rank: int, world: int, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse values that differ between ranks; all of them must call this.
+
+    Args:
+        rank: this one.
+        world: ranks.
+        parameters: by name; those that are cut already, or have no values, are left out.
+
+    Raises:
+        ZeroError: on all ranks, naming the first parameter that differs and the ranks.
+    """
+    group = dist.group.WORLD if dist.is_initialized() and world > 1 else None
+    store = None if group is None else group.get_group_store()
+    if store is None:
+        return
+    mark = f"zeropp/starts/{store.add(f'zeropp/starts/{rank}', 1)}"
+    store.set(f"{mark}/{rank}", json.dumps(sums(parameters)))
+    if rank == 0:
+        told = [json.loads(store.get(f"{mark}/{other}")) for other in range(world)]
+        store.set(f"{mark}/verdict", differing(told) or "")
+    if verdict := store.get(f"{mark}/verdict").decode():
+        raise ZeroError(verdict)
+
+
+def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """A number for the values of each parameter that has some; equal values have equal numbers."""
+    held = {
+        name: parameter.detach().contiguous().view(-1).view(_WORDS[parameter.element_size()])
+        for name, parameter in parameters.items()
+        if type(parameter) is not Released and parameter.device.type != "meta"
+    }
+    found = [words.sum(dtype=torch.int64) for words in held.values()]
+    return dict(zip(held, torch.stack(found).tolist() if found else (), strict=True))
+
+
+def differing(told: Sequence[Mapping[str, int]]) -> str | None:
+    """What to say of sums by rank; None if they are equal."""
+    for name in told[0]:
+        others = [rank for rank, found in enumerate(told) if found.get(name) != told[0][name]]
+        if others:
+            return (
+                f"parameter {name!r} starts from other values on {ranks_in_words(others)} than on rank 0; "
+                "each rank would train its own slice: seed all ranks alike, or load the same state on all"
+            )
+    others = [rank for rank, found in enumerate(told) if len(found) != len(told[0])]
+    if others:
+        return (
+            f"{ranks_in_words(others)} hold other parameters than rank 0: build the same model on all ranks"
+        )
+    return None

@@ -1,0 +1,131 @@
+"""Loss scaling, so that small gradients survive in fp16: one scale and one decision on all ranks.
+
+The mean gradients are unscaled where they are smallest, in the fp32 shards.  Whether they overflowed is
+read off their global norm, which all ranks compute from the same bits; a NaN or infinity reaches it
+through every codec.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from impl.plan.policy import LARGEST_SCALE, LossScale
+
+
+class Gradients(Protocol):
+    """Of one engine: what a scaler does to them."""
+
+    def grad_norm(self) -> Tensor:
+        """() fp64 global 2-norm; the same bits on all ranks."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all of them."""
+
+    def forget_overflow(self) -> None:
+        """Drop the errors that codecs carry: they are of gradients that are not used."""
+
+
+class Stepped(NamedTuple):
+    """What became of a step.
+
+    Attributes:
+        norm: global 2-norm of the unscaled mean gradient, before clipping; None if nothing asked for it.
+        done: whether the optimizer stepped; False after an overflow, on all ranks alike.
+    """
+
+    norm: float | None
+    done: bool
+
+
+class LossScaleError(ArithmeticError):
+    """Gradients overflow at the smallest loss scale: the scale is not what is wrong."""
+
+
+class LossScaler:
+    """The loss scale of one run.
+
+    Args:
+        setting: how it begins and moves; None keeps it at 1 and steps whatever comes.
+
+    Attributes:
+        scale: by which losses are multiplied now.
+        skipped: steps that overflowed so far.
+    """
+
+    def __init__(self, setting: LossScale | None) -> None:
+        self._setting = setting
+        self.scale = 1.0 if setting is None else setting.initial
+        self.skipped = 0
+        self._since = 0  # steps since the scale last changed
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss whose backward pass is to be run."""
+        return loss if self.scale == 1.0 else loss * self.scale
+
+    def step(
+        self,
+        gradients: Gradients,
+        optimizers: Sequence[torch.optim.Optimizer],
+        max_norm: float | None = None,
+    ) -> Stepped:
+        """Unscale, clip, and step, or skip the step after an overflow; all ranks must call it.
+
+        Without a loss scale nothing is skipped: a norm that is not finite makes clipped gradients NaN.
+
+        Args:
+            gradients: of the engine.
+            optimizers: over its masters, all that step together.
+            max_norm: largest global 2-norm; None does not clip.
+
+        Raises:
+            LossScaleError: for an overflow at the smallest scale of a dynamic one.
+        """
+        if self._setting is None and max_norm is None:
+            _step(optimizers)
+            return Stepped(None, done=True)
+        norm = float(gradients.grad_norm()) / self.scale
+        if not math.isfinite(norm):
+            gradients.forget_overflow()
+            if self._setting is not None:
+                self._overflowed(self._setting)
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                return Stepped(norm, done=False)
+        factor = 1.0 / self.scale
+        if max_norm is not None:
+            factor *= min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+        if factor != 1.0:
+            gradients.scale_gradients(factor)
+        _step(optimizers)
+        self._since += 1
+        if self._setting is not None and self._setting.window and self._since >= self._setting.window:
+            self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
+        return Stepped(norm, done=True)
+
+    def _overflowed(self, setting: LossScale) -> None:
+        self.skipped += 1
+        if setting.window:  # a fixed scale stays, and every overflow is a skipped step
+            if self.scale <= setting.least:
+                raise LossScaleError(
+                    f"gradients overflow at a loss scale of {self.scale:g}, the smallest allowed"
+                )
+            self.scale, self._since = max(self.scale / 2.0, setting.least), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on with."""
+        return {"scale": self.scale, "skipped": self.skipped, "since": self._since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self.scale, self.skipped = float(state["scale"]), int(state["skipped"])
+        self._since = int(state["since"])
+
+
+def _step(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()

@@ -1,0 +1,72 @@
+"""A model's persistent buffers (running means, counters), kept equal on all ranks.
+
+Each rank's forward passes change its own.  Before the first pass after such a one, all ranks take the
+mean of floating-point buffers over ranks, and rank 0's values of all others (torch's DDP takes rank 0's of
+all).  Buffers that are not persistent are derived from something else and left alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from impl.comm.wire import Tag, Wire
+
+_AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are exact enough in fp64
+
+
+class ModuleBuffers:
+    """The persistent buffers of one model on one rank.
+
+    Args:
+        model: whose buffers.
+        wire: what sends.
+
+    Attributes:
+        nbytes: of all of them: the size of a rank's message.
+    """
+
+    def __init__(self, model: nn.Module, wire: Wire) -> None:
+        self._wire = wire
+        self._model = model
+        self.nbytes = sum(buffer.nbytes for buffer in self._persistent())
+        self._differ = True  # until the first exchange nobody has said that they are equal
+
+    def _persistent(self) -> list[Tensor]:
+        """Those with elements, each once, in the model's order."""
+        found = {
+            id(buffer): buffer
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()  # noqa: SLF001  # as state_dict() does
+            if buffer is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
+        }
+        return [buffer for buffer in found.values() if buffer.numel()]
+
+    def changed(self) -> None:
+        """A training pass may have changed them."""
+        self._differ = True
+
+    @torch.no_grad()
+    def make_equal(self) -> None:
+        """Make them equal if a pass may have changed them; all ranks must call it."""
+        if not self._differ or not self.nbytes:
+            return
+        self._differ = False
+        buffers = self._persistent()
+        world = self._wire.mesh.topology.world_axis
+        exchange = self._wire.all_gather(world, self.nbytes, Tag("step", "buffers"))
+        start = 0
+        for buffer in buffers:
+            part = buffer.contiguous().view(-1).view(torch.uint8)
+            exchange.send[start : start + part.numel()].copy_(part)
+            start += part.numel()
+        exchange.post()
+        rows = exchange.wait()  # (ranks, bytes)
+        start = 0
+        for buffer in buffers:
+            part = rows[:, start : start + buffer.nbytes].clone().view(buffer.dtype)  # (ranks, elements)
+            if buffer.dtype in _AVERAGED:
+                part = part.double().mean(0, keepdim=True)
+            buffer.copy_(part[0].view(buffer.shape))
+            start += buffer.nbytes
+        exchange.close()

@@ -1,0 +1,121 @@
+"""Whose a tensor is, and optimizers, watched from outside: they change weights behind the engine's back.
+
+No version counter shows it (fused AdamW leaves it alone), so every optimizer's step is watched; the
+masters that it holds tell whose weights it changed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, MutableMapping
+from typing import Any, Final, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from impl.errors import ZeroError
+from impl.unit.unit import Unit
+
+NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+
+
+class Engine(Protocol):
+    """Whose masters an optimizer may hold."""
+
+    def check_finished(self, what: str) -> None:
+        """Refuse ``what`` after a backward pass that was not finished."""
+
+    def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
+        """Masters, among other tensors of an optimizer, have new values."""
+
+    def check_hidden(self, what: str) -> None:
+        """Refuse ``what`` while parameters are seen whole."""
+
+    def check_idle(self, what: str) -> None:
+        """Refuse ``what`` inside a forward or backward pass."""
+
+    def register_external(self, module: nn.Module, unit: Unit) -> None:
+        """Gather ``unit`` for each forward pass of ``module``."""
+
+
+class Found(NamedTuple):
+    """A parameter of a sharded model: its engine, its unit and its number there."""
+
+    engine: Engine
+    unit: Unit
+    number: int
+
+
+# Keyed by identity: tensors compare elementwise.
+_owners: MutableMapping[Tensor, weakref.ref[Engine]] = WeakTensorKeyDictionary()
+# What modules of sharded models show; units hold these tensors, so what is kept here holds no unit.
+_visible: MutableMapping[Tensor, tuple[weakref.ref[Engine], weakref.ref[Unit], int]] = (
+    WeakTensorKeyDictionary()
+)
+_lock = threading.Lock()
+_watching: list[object] = []
+
+
+def watch_optimizers(engine: Engine, units: Iterable[Unit]) -> None:
+    """From now on steps of optimizers that hold masters of ``units`` are reported to ``engine``."""
+    with _lock:
+        for unit in units:
+            for _, master in unit.owned.masters:
+                _owners[master] = weakref.ref(engine)
+            for number, member in enumerate(unit.members):
+                place = (weakref.ref(engine), weakref.ref(unit), number)
+                _visible[member.parameter] = _visible[member.stand_in] = place
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_before_step))
+            _watching.append(register_optimizer_step_post_hook(_after_step))
+
+
+def find(parameter: Tensor) -> Found | None:
+    """Where ``parameter`` lies, if it is one that modules of a sharded model show."""
+    with _lock:
+        place = _visible.get(parameter)
+    if place is None:
+        return None
+    engine, unit, number = place[0](), place[1](), place[2]
+    if engine is None or unit is None:
+        raise ZeroError("a parameter of a sharded model whose engine is gone")
+    return Found(engine, unit, number)
+
+
+def _owners_of(optimizer: Optimizer) -> set[Engine]:
+    found = set()
+    with _lock:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in _visible:
+                    raise ZeroError(
+                        f"{type(optimizer).__name__} holds parameters of a sharded model, which it cannot "
+                        "change: construct it with Zero.param_groups()"
+                    )
+                reference = _owners.get(parameter)
+                engine = reference() if reference is not None else None
+                if engine is not None:
+                    found.add(engine)
+    return found
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    owners = _owners_of(optimizer)
+    names = {kind.__name__ for kind in type(optimizer).__mro__} & NOT_ELEMENTWISE
+    if owners and names:
+        raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
+    for engine in owners:
+        engine.check_finished("optimizer.step()")
+        engine.check_hidden("optimizer.step()")
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for engine in _owners_of(optimizer):
+        engine.optimizer_stepped(held)

@@ -1,0 +1,105 @@
+"""What backward needs of the weights is found again, not kept.
+
+Events of modules say when a unit is gathered and released, but a use of weights can escape them (a
+block applied twice in a row, outputs that hide tensors, a detached copy).  So during a forward pass
+autograd saves only the *place* of a view of a unit's weights, and asking for it in backward gathers
+the unit if need be: a missed event costs time, never a crash.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from impl.engine.pytree import memory_of
+from impl.errors import ZeroError
+from impl.unit.master_shard import Version
+from impl.unit.placeholder import Released, values_of
+from impl.unit.unit import Place, Unit
+
+# Tuples, as every tensor that a forward pass saves becomes one: a dataclass takes five times as long to make.
+_Kept = tuple[Tensor, int]  # a tensor that autograd keeps, and its version then
+_Found = tuple[Unit, Place, Version]  # a view of a unit's weights, of a version: not kept, but found again
+
+
+def _unpack(saved: _Kept | _Found) -> Tensor:
+    """The tensor that was saved; of weights, gathered again if they were released.
+
+    Raises:
+        ZeroError: if it is not what it was.
+    """
+    if len(saved) == 2:  # mypy tells the two apart by it
+        tensor, version = saved
+        if tensor._version != version:  # noqa: SLF001
+            raise ZeroError(
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
+                "operation"
+            )
+        return tensor
+    unit, place, stood = saved
+    if stood != unit.owned.version:
+        raise ZeroError(
+            f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass"
+        )
+    # Usually gathered by its event.  Where a use escapes the events (a module called twice in a
+    # row, outputs that hide tensors, a detached copy), this costs time, not a crash.
+    unit.bring("backward")
+    return unit.view(place)
+
+
+@dataclass(slots=True)
+class SavedTensors:
+    """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass.
+
+    Attributes:
+        active: whether they are.
+    """
+
+    active: bool = False
+    _starts: list[int] = field(default_factory=list)  # ascending addresses of weights, last gathered
+    _at: dict[int, tuple[int, Unit]] = field(default_factory=dict)  # by these: where they end, and whose
+    _active: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def begin(self) -> None:
+        """Take over what autograd saves."""
+        self._starts.clear()
+        self._at.clear()
+        self.active = True
+        self._active.enter_context(saved_tensors_hooks(self._pack, _unpack))
+
+    def end(self) -> None:
+        """Give it back."""
+        self._active.close()
+        self.active = False
+
+    def gathered(self, unit: Unit) -> None:
+        """``unit``'s weights are there; views of them are to be recognised."""
+        start, end = unit.storage_bounds
+        if start < end and self._at.get(start) != (end, unit):
+            for other in [at for at in self._starts if at < end and start < self._at[at][0]]:
+                self._starts.remove(other)  # of weights that are not there any more
+                del self._at[other]
+            bisect.insort(self._starts, start)
+            self._at[start] = end, unit
+
+    def _pack(self, tensor: Tensor) -> _Kept | _Found:
+        """What autograd keeps of a tensor: of a view of a unit's weights, where to find it again."""
+        if type(tensor) is Released:  # an argument of an autograd.Function, which asks for no values
+            tensor = values_of(tensor)
+        address = tensor.data_ptr() if tensor.layout is torch.strided else 0  # others have no one memory
+        if not address and not tensor.numel():
+            address = memory_of(tensor)
+        before = bisect.bisect_right(self._starts, address) - 1
+        if before >= 0:
+            start = self._starts[before]
+            end, unit = self._at[start]
+            if address < end and unit.gathered and unit.storage_bounds == (start, end):
+                return unit, unit.locate(tensor), unit.owned.version
+        # Detached, since an output kept as it is would keep its graph and so itself; with its
+        # version, since hooks switch torch's own check off.
+        return tensor.detach(), tensor._version  # noqa: SLF001

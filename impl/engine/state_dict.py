@@ -1,0 +1,151 @@
+"""The whole of a sharded model: its values by name, and what its codecs depend on beside them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from impl.codecs.rounding_noise import Clock
+from impl.comm.wire import Wire
+from impl.errors import ZeroError
+from impl.plan.policy import Policy
+from impl.unit.unit import Unit
+
+EXTRA: Final = "_extra_state"  # ends the name of what a module's get_extra_state() returned
+
+
+def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
+    """For each name of a sharded parameter in the state dict, the parameter's own; tied ones have several."""
+    own = {
+        id(visible): slot.spec.name
+        for unit in units
+        for visible, slot in zip(unit.visible, unit.geometry.slots, strict=True)
+    }
+    held = model.state_dict(keep_vars=True)
+    return {name: own[id(value)] for name, value in held.items() if id(value) in own}
+
+
+def is_extra(name: str) -> bool:
+    """Whether an entry of a state dict is what a module's ``get_extra_state()`` returned."""
+    return name.rpartition(".")[2] == EXTRA
+
+
+def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
+    """Give a buffer ``held``, or a module's extra state, its value."""
+    if is_extra(name):
+        model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    elif isinstance(held, Tensor):
+        with torch.no_grad():
+            held.copy_(value)
+
+
+def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor]:
+    """The unsharded model's state: fp32 parameters and buffers by their original names.
+
+    All ranks must call it, and all get it.
+    """
+    state = dict(model.state_dict(keep_vars=True))
+    own = parameter_names(model, units)
+    for unit in units:
+        values = unit.full_master()
+        of = {slot.spec.name: value for slot, value in zip(unit.geometry.slots, values, strict=True)}
+        state |= {name: of[parameter] for name, parameter in own.items() if parameter in of}
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }
+
+
+def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
+    """Overwrite weights and buffers with those of the unsharded model.
+
+    Raises:
+        ZeroError: for missing, unexpected or misshapen entries, naming the first.
+    """
+    own = dict(model.state_dict(keep_vars=True))
+    if own.keys() != state.keys():
+        odd = sorted(own.keys() ^ state.keys())
+        raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")
+    for name, value in own.items():
+        if isinstance(value, Tensor) and not is_extra(name) and value.shape != state[name].shape:
+            raise ZeroError(f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(value.shape)}")
+    names = {id(value): name for name, value in own.items()}
+    with torch.no_grad():
+        for unit in units:
+            unit.load_master([state[names[id(parameter)]] for parameter in unit.visible])
+    sharded = parameter_names(model, units)
+    for name, value in own.items():
+        if name not in sharded:
+            load_entry(model, name, value, state[name])
+
+
+def communication_state(units: Sequence[Unit], clock: Clock, wire: Wire, policy: Policy) -> dict[str, Tensor]:
+    """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over.
+
+    With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
+    an uninterrupted one, bit for bit.  ``of`` says whose it is, as JSON in bytes.
+    """
+    of = json.dumps(_identity(clock, wire, policy), sort_keys=True)
+    state = {
+        "of": torch.tensor(list(of.encode()), dtype=torch.uint8),
+        "step": torch.tensor(clock.step),
+        "micro_batch": torch.tensor(clock.micro_batch),
+    }
+    for unit in units:
+        for name, value in unit.averaging.feedback_state().items():
+            state[f"{unit.geometry.name}/{name}"] = value
+    return state
+
+
+def load_communication_state(
+    units: Sequence[Unit], clock: Clock, wire: Wire, policy: Policy, state: Mapping[str, Tensor]
+) -> None:
+    """Take over what :func:`communication_state` gave on the same rank.
+
+    Raises:
+        ZeroError: if it is of another topology, policy, rank or seed, or not whole, naming what
+            differs; nothing is changed then.
+    """
+    if missing := sorted({"of", "step", "micro_batch"} - state.keys()):
+        raise ZeroError(f"communication state lacks {missing[0]!r}")
+    given = json.loads(bytes(state["of"].tolist()).decode())
+    for name, value in _identity(clock, wire, policy).items():
+        if given.get(name) != value:
+            raise ZeroError(f"communication state is of {name} {given.get(name)}, not {value}")
+    errors = {
+        unit: {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        for unit in units
+        for prefix in [f"{unit.geometry.name}/"]
+    }
+    taken = 3 + sum(len(one) for one in errors.values())
+    if taken != len(state):
+        raise ZeroError(f"communication state has {len(state) - taken} entries of unknown units")
+    for unit, one in errors.items():
+        unit.averaging.check_feedback(one)
+    clock.step, clock.micro_batch = int(state["step"]), int(state["micro_batch"])
+    for unit, one in errors.items():
+        unit.averaging.load_feedback(one)
+
+
+def _identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
+    """What the state of codecs belongs to."""
+    mesh = wire.mesh
+    return {"rank": f"{mesh.rank} of {mesh.topology}", **run_identity(clock, wire, policy)}
+
+
+def run_identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
+    """What it belongs to on every rank."""
+    mesh = wire.mesh
+    return {
+        "weights": str(policy.weights),
+        "gradients": "/".join(map(str, policy.gradients)),
+        "reduction": policy.reduce,
+        "group": str(policy.group_ranks(mesh.topology)),
+        "feedback": str(policy.feedback or "none"),
+        "seed": str(clock.seed),
+    }

@@ -1,0 +1,235 @@
+"""Which parameters travel together: a model cut into units before anything is sharded.
+
+Works on the meta device too, so that units can be planned for models larger than any machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from impl.codecs.reference import DTYPES
+from impl.errors import ZeroError
+from impl.plan.geometry import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
+from impl.plan.policy import Policy
+from impl.plan.topology import Topology
+from impl.unit.unit import Holder
+
+GroupOf = Callable[[str, nn.Parameter], int]
+
+
+@dataclass(slots=True)
+class Draft:
+    """A unit before it is laid out: a module, and the parameters that travel with it."""
+
+    name: str
+    module: nn.Module
+    trainable: bool
+    specs: list[ParameterSpec]
+    parameters: list[nn.Parameter]
+    holders: list[list[Holder]]
+
+
+def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
+    """Children of the outermost ``ModuleList`` and ``Sequential`` containers, in model order.
+
+    Args:
+        model: may be on the meta device.
+        most: elements of a unit; where a block has more, its parts take its place, and theirs theirs, until
+            they fit or have none.  Likewise what lies outside all blocks.  What stays outside the parts is
+            the root's.  0 for no limit.
+    """
+    blocks = _outermost(model)
+    if not most:
+        return blocks
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    if sum(p.numel() for p in model.parameters() if p not in inside) > most:
+        blocks = list(dict.fromkeys(_with_neighbours(model, frozenset(blocks))))
+    return [part for block in blocks for part in _cut(block, most)]
+
+
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    """What containers of the model hold."""
+    blocks: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # those are never called
+            contained = isinstance(module, nn.ModuleList | nn.Sequential)
+            if contained and callable_child and any(True for _ in child.parameters()):
+                blocks.append(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return list(dict.fromkeys(blocks))
+
+
+def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
+    """The blocks, and beside them the largest modules that hold none, in model order."""
+    for child in _called(module):
+        if child in blocks or blocks.isdisjoint(child.modules()):
+            yield child
+        else:
+            yield from _with_neighbours(child, blocks)
+
+
+def _cut(module: nn.Module, most: int) -> list[nn.Module]:
+    """The module, or its parts where it has more than ``most`` elements and parts that fit."""
+    parts = [] if isinstance(module, nn.MultiheadAttention) else list(_called(module))
+    if not parts or sum(parameter.numel() for parameter in module.parameters()) <= most:
+        return [module]
+    return [piece for part in parts for piece in _cut(part, most)]
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Children with parameters that are called themselves: those of lists, not the lists.
+
+    A ``MultiheadAttention`` computes with its output projection's weight without calling it: it is whole.
+    """
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _check_size(draft: Draft, largest: int) -> None:
+    """Refuse a unit of more than ``largest`` elements; 0 allows any, and small parameters stay together."""
+    numel = sum(spec.numel for spec in draft.specs)
+    name = draft.name.removesuffix(FROZEN)
+    if not largest or numel <= largest or name == PERSISTENT:
+        return
+    what = "holds what lies outside all blocks" if name == ROOT else f"is one {type(draft.module).__name__}"
+    raise ZeroError(
+        f"unit {draft.name!r} {what}, with {numel:,} elements, but memory.largest_unit = {largest:,} (of a "
+        f"DeepSpeed configuration, stage3_max_live_parameters): it cannot be cut further; allow {numel:,}"
+    )
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Refuse parameters and buffers of lazy modules that have no shape yet.
+
+    Raises:
+        ZeroError: naming the first.
+    """
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if nn.parameter.is_lazy(value):
+            raise ZeroError(
+                f"{name!r} of a lazy module has no shape yet: call the model once on a batch before "
+                "it is sharded"
+            )
+
+
+def drafts_of(
+    model: nn.Module, blocks: Sequence[nn.Module] | None, group_of: GroupOf | None, policy: Policy
+) -> list[Draft]:
+    """Every parameter in exactly one draft; shared between blocks, or outside them: the root's.
+
+    ``blocks`` None are those that :func:`find_blocks` finds within the policy's ``largest_unit``.
+
+    Those of fewer than ``persist_below`` elements form a draft of their own, the root's neighbour, as far
+    as ``persist_most`` allows.
+
+    Raises:
+        ZeroError: for lazy modules without shapes, a block outside the model, inside another or with a
+            reserved name, a unit larger than ``largest_unit``, or a parameter that is neither in fp32 nor in
+            the type that the policy computes in.
+    """
+    check_shapes(model)
+    if blocks is None:
+        blocks = find_blocks(model, most=policy.memory.largest_unit)
+    names = {module: name for name, module in model.named_modules()}
+    owner: dict[nn.Module, nn.Module] = {}
+    for block in blocks:
+        if block not in names or block is model:
+            raise ZeroError(f"block {type(block).__name__} is not a submodule of the model")
+        if names[block] in (ROOT, PERSISTENT):
+            raise ZeroError(f"a block is called {names[block]!r}, which means another unit here: rename it")
+        for module in block.modules():
+            if module in owner:
+                raise ZeroError(f"blocks {names[owner[module]]!r} and {names[block]!r} overlap")
+            owner[module] = block
+    found: dict[nn.Parameter, tuple[str, list[Holder], set[nn.Module]]] = {}
+    for module, name in names.items():
+        for key, parameter in module._parameters.items():  # noqa: SLF001  # holders are needed, tied ones too
+            if parameter is None:
+                continue
+            full = f"{name}.{key}" if name else key
+            _, holders, homes = found.setdefault(parameter, (full, [], set()))
+            holders.append(Holder(module, key))
+            homes.add(owner.get(module, model))
+    drafts: dict[tuple[str, bool], Draft] = {}
+    places = [(ROOT, model), (PERSISTENT, model), *((names[block], block) for block in blocks)]
+    for name, module in places:
+        for trainable in (True, False):
+            draft = Draft(name if trainable else name + FROZEN, module, trainable, [], [], [])
+            drafts[name, trainable] = draft
+    limits, persist = policy.memory, 0
+    for parameter, (full, holders, homes) in found.items():
+        if parameter.dtype not in (torch.float32, DTYPES[policy.compute]):
+            raise ZeroError(
+                f"parameter {full!r} is {parameter.dtype}, but the policy computes in {policy.compute}: give "
+                "the model in that type or in fp32, or set the policy's compute"
+            )
+        home = names[next(iter(homes))] if len(homes) == 1 else ""
+        if parameter.numel() < limits.persist_below and persist + parameter.numel() <= limits.persist_most:
+            home, persist = PERSISTENT, persist + parameter.numel()
+        draft = drafts[home or ROOT, parameter.requires_grad]
+        group = group_of(full, parameter) if group_of is not None else 0
+        draft.specs.append(ParameterSpec(full, tuple(parameter.shape), group))
+        draft.parameters.append(parameter)
+        draft.holders.append(holders)
+    for draft in drafts.values():  # slot order: geometry sorts by group, stably
+        order = sorted(range(len(draft.specs)), key=lambda i: draft.specs[i].group)
+        draft.specs = [draft.specs[i] for i in order]
+        draft.parameters = [draft.parameters[i] for i in order]
+        draft.holders = [draft.holders[i] for i in order]
+    for draft in drafts.values():
+        _check_size(draft, limits.largest_unit)
+    return [draft for draft in drafts.values() if sum(spec.numel for spec in draft.specs)]
+
+
+def geometry_of(draft: Draft, topology: Topology, policy: Policy) -> UnitGeometry:
+    """The layout of a unit.
+
+    Raises:
+        GeometryError: if it would be padded too much; not for persistent parameters, which are small.
+    """
+    small = draft.name.removesuffix(FROZEN) == PERSISTENT
+    return lay_out(
+        draft.name,
+        draft.specs,
+        grain=policy.grain,
+        world=topology.world,
+        max_padding=math.inf if small else policy.memory.max_padding,
+        trainable=draft.trainable,
+        group=policy.group_ranks(topology),
+    )
+
+
+def plan_units(
+    model: nn.Module,
+    topology: Topology,
+    policy: Policy,
+    *,
+    blocks: Sequence[nn.Module] | None = None,
+    group_of: GroupOf | None = None,
+) -> list[UnitGeometry]:
+    """The units that :func:`impl.zero.shard` would make; the root's come first.
+
+    ``model`` may be on the meta device and larger than any machine at hand.
+
+    Raises:
+        PolicyError: if the policy does not fit the topology.
+        GeometryError: if a unit would be padded too much.
+        ZeroError: for blocks that overlap or are not in the model.
+    """
+    policy.check(topology)
+    drafts = drafts_of(model, blocks, group_of, policy)
+    return [geometry_of(draft, topology, policy) for draft in drafts]

@@ -1,0 +1,367 @@
+"""Constructing models that are larger than one rank's memory.
+
+Inside :class:`Init` every block is cut as soon as its constructor returns, so that no rank ever holds more
+than its slices and the block that is being made::
+
+    with Init(mesh=mesh, policy=policy, blocks=Block):
+        model = Model()
+    zero = shard(model, mesh=mesh, policy=policy)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.errors import ZeroError
+from impl.parameters.presharded import Cut, cut_of, whole_cut_of
+from impl.plan.policy import Policy
+
+BlockOf = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[type[nn.Module]], bool]
+
+WHOLE_BELOW: Final = 1024  # elements; to cut less saves nothing
+
+
+class Init:
+    """Context in which what constructors make is cut at once; all ranks must construct the same.
+
+    While a constructor runs, the parameters of its module are whole.  Those of modules made before are
+    brought together when an operation uses them, on all ranks, and cut again when another one is brought or
+    the outermost constructor returns.  After the context a use of them is an error, except under
+    :class:`~impl.parameters.gathered.GatheredParameters`.
+
+    Each rank keeps its slice of its own values, so all ranks must draw the same random numbers.
+
+    Args:
+        mesh: the ranks.
+        policy: that the model will be sharded with; another one costs messages when it is.
+        blocks: classes of the model's blocks, or a function that says whether a class is one: each block is
+            cut as a whole.  What is in no block is cut when the constructor of its module returns.
+        wire: what sends; a plain one by default.
+        remote_device: where constructors make their parameters, and where slices stay until the model is
+            sharded; the mesh's device by default.  On "meta" nothing is made before ``shard``.
+        enabled: False does nothing at all.
+        whole_below: parameters outside blocks of fewer elements stay whole until the model is sharded.
+        seed: of torch's random numbers inside the context; those outside go on as if nothing was drawn.
+
+    Raises:
+        ZeroError: on entering inside another one; for parameters that cannot be sharded.
+        PolicyError: if the policy does not fit the topology.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        policy: Policy,
+        blocks: BlockOf = (),
+        wire: Wire | None = None,
+        remote_device: torch.device | str | None = None,
+        enabled: bool = True,
+        whole_below: int = WHOLE_BELOW,
+        seed: int | None = None,
+    ) -> None:
+        self._blocks, self._whole_below, self._seed = blocks, whole_below, seed
+        self.mesh, self._policy, self.enabled = mesh, policy, enabled
+        self._device = torch.device(remote_device) if remote_device is not None else mesh.device
+        self._wire = wire
+        self._constructing: list[nn.Module] = []
+        self._brought: list[Cut] = []  # whole now, the last one used last
+        self._contexts = contextlib.ExitStack()
+        if enabled:
+            policy.check(mesh.topology)
+
+    def wire(self) -> Wire:
+        """What sends; made when it is first needed."""
+        if self._wire is None:
+            self._wire = Wire(self.mesh)
+        return self._wire
+
+    def __enter__(self) -> Self:
+        if not self.enabled:
+            return self
+        if active() is not None:
+            raise ZeroError("Init inside Init: one of them says how the model is laid out")
+        with contextlib.ExitStack() as stack:
+            if self._seed is not None:
+                devices = [self._device] if self._device.type == "cuda" else []
+                stack.enter_context(torch.random.fork_rng(devices))
+                torch.manual_seed(self._seed)
+            stack.enter_context(self._device)
+            stack.enter_context(_watching())
+            _here.init = self
+            stack.callback(setattr, _here, "init", None)
+            self._contexts = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._contexts.close()
+        self._constructing.clear()
+        self._settle(viewed=True)
+
+    @contextlib.contextmanager
+    def constructing(self, module: nn.Module) -> Iterator[None]:
+        """Around a constructor of ``module``; what the outermost of its classes has made is cut."""
+        if any(module is one for one in self._constructing):  # a base class's
+            yield
+            return
+        self._constructing.append(module)
+        try:
+            yield
+        finally:
+            self._constructing.pop()
+        self.constructed(module)
+
+    def constructed(self, module: nn.Module) -> None:
+        """The constructor of ``module`` has returned: cut what it made."""
+        if not any(self._is_block(one) for one in self._constructing):  # else the block is cut as a whole
+            whole = self._is_block(module)
+            self.cut(module, recurse=whole, at_least=0 if whole else self._whole_below)
+        if not self._constructing:
+            self._settle()
+
+    def cut(self, module: nn.Module, *, recurse: bool, at_least: int = 0) -> None:
+        """Cut the parameters of ``module`` that are not cut yet, of ``at_least`` elements each."""
+        small = max(at_least, self._policy.memory.persist_below)
+        found = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=recurse)
+            if cut_of(parameter) is None and _cuttable(parameter) and parameter.numel() >= small
+        }
+        for trainable in (True, False):
+            some = {name: one for name, one in found.items() if one.requires_grad == trainable}
+            some = {name: one for name, one in some.items() if whole_cut_of(one) is None}
+            if some:
+                Cut(
+                    type(module).__name__,
+                    some,
+                    self._policy,
+                    mesh=self.mesh,
+                    wire=self.wire,
+                    on_use=self._use,
+                )
+
+    def bring(self, cuts: Sequence[Cut]) -> None:
+        """Let ``cuts`` be whole at once; others are cut again, unless somebody looks at them."""
+        for cut in list(self._brought):
+            if not (cut in cuts or cut.pinned or cut.viewed):
+                cut.cut()
+                self._brought.remove(cut)
+        for cut in cuts:
+            cut.gather()
+            if cut not in self._brought:
+                self._brought.append(cut)
+
+    def _is_block(self, module: nn.Module) -> bool:
+        kind = type(module)
+        return (
+            issubclass(kind, self._blocks) if isinstance(self._blocks, type | tuple) else self._blocks(kind)
+        )
+
+    def _use(self, cut: Cut, together: Sequence[Cut], name: str) -> None:
+        """A parameter is used while it is cut."""
+        if active() is not self:
+            raise ZeroError(
+                f"parameter {name!r} is used after Init cut it: use it inside Init, or read or change it "
+                "under GatheredParameters"
+            )
+        self.bring(together)
+
+    def _settle(self, *, viewed: bool = False) -> None:
+        """Cut what was brought; while somebody holds a view of it, only if ``viewed``."""
+        for cut in [cut for cut in self._brought if not cut.pinned and (viewed or not cut.viewed)]:
+            cut.cut()
+            self._brought.remove(cut)
+
+
+def give_values(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: Mesh,
+    policy: Policy,
+    initialise: Callable[[nn.Module], None] | None = None,
+) -> None:
+    """Give a model on the meta device its values, one block at a time, and cut them at once.
+
+    Modules come after the modules that they hold, as constructors return: with the same random numbers
+    values are those of a model that was constructed with them.
+
+    Args:
+        model: some or all of its parameters and buffers on the meta device; others are left alone.
+        blocks: its modules that are cut as a whole.
+        mesh: the ranks.
+        policy: that lays them out.
+        initialise: gives a module the values of its own parameters and buffers, in place;
+            ``reset_parameters()`` by default.
+
+    Raises:
+        ZeroError: for a module that has no ``reset_parameters()``, or a tensor that was given no values.
+    """
+    init = Init(mesh=mesh, policy=policy)
+    done: set[nn.Module] = set()
+
+    def visit(module: nn.Module, name: str, *, inside: bool) -> None:
+        done.add(module)
+        block = module in blocks
+        for key, child in module.named_children():
+            if child not in done:
+                visit(child, f"{name}.{key}" if name else key, inside=inside or block)
+        empty = _on_meta(module)
+        if empty:
+            made = _make_room(module, mesh.device)
+            if initialise is not None:
+                initialise(module)
+            elif callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+            else:
+                raise ZeroError(
+                    f"{name or 'the model'} ({type(module).__name__}) has {empty[0]!r} on the meta device "
+                    "and no reset_parameters(): give shard() an initialise function"
+                )
+            _check_given(module, name or "the model", made)
+        if block and any(inner in fresh for inner in module.modules()):
+            init.cut(module, recurse=True)
+        elif empty and not inside:
+            init.cut(module, recurse=False)
+
+    fresh = {module for module in model.modules() if _on_meta(module)}
+    if fresh:
+        with init:
+            visit(model, "", inside=False)
+
+
+def _on_meta(module: nn.Module) -> list[str]:
+    """Names of the parameters and buffers of its own that have no values."""
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return [name for name, tensor in own if tensor.is_meta]
+
+
+def _make_room(module: nn.Module, device: torch.device) -> dict[str, int]:
+    """Memory for the parameters and buffers of its own that have none; they stay the same objects.
+
+    All its bits are ones: a NaN that no arithmetic makes, or -1, by which :func:`_check_given` knows it.
+
+    Returns:
+        Their versions, by name.
+    """
+    versions = {}
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    for name, tensor in own:
+        if not tensor.is_meta:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            values = torch.empty_like(tensor, device=device)
+            empty: Tensor = nn.Parameter(values, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+        else:
+            empty = torch.empty_like(tensor, device=device)
+            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+        _bits(tensor).fill_(0xFF)
+        versions[name] = tensor._version  # noqa: SLF001  # of it before it is given values
+    return versions
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """View of its memory as uint8, whose writes do not count as changes of ``tensor``."""
+    return tensor.detach().data.reshape(-1).view(torch.uint8)
+
+
+def _check_given(module: nn.Module, name: str, versions: dict[str, int]) -> None:
+    """Refuse tensors of its own that still hold what :func:`_make_room` left, in whole or in part.
+
+    Raises:
+        ZeroError: naming the first.
+    """
+    own = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+    for key, version in versions.items():
+        if (tensor := own.get(key)) is None or not tensor.numel():
+            continue
+        left = (_bits(tensor).view(tensor.numel(), -1) == 0xFF).all(1)  # all bits of an element
+        untouched = bool(left.any()) if tensor.is_floating_point() else bool(left.all())
+        if untouched and (tensor.is_floating_point() or tensor._version == version):  # noqa: SLF001
+            raise ZeroError(
+                f"{name} ({type(module).__name__}) was on the meta device, and was given no values for "
+                f"{int(left.sum())} of {tensor.numel()} elements of {key!r}: write all of them in "
+                "reset_parameters(), or give shard() an initialise function"
+            )
+
+
+def _cuttable(parameter: nn.Parameter) -> bool:
+    """Whether it is a plain one with values; others are judged when the model is sharded."""
+    return type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_floating_point()
+
+
+# Which constructors are watched: all of them while any thread is inside an Init, as no class can be asked
+# to say that it is done.
+
+_here = threading.local()  # the Init of this thread
+_lock = threading.Lock()
+_watched: dict[type[nn.Module], Any] = {}  # their own constructors
+_inside: list[object] = []
+
+
+def active() -> Init | None:
+    """The context that this thread is in."""
+    return getattr(_here, "init", None)
+
+
+@contextlib.contextmanager
+def _watching() -> Iterator[None]:
+    token = object()
+    with _lock:
+        if not _inside:
+            for kind in _kinds(nn.Module):
+                _watch(kind)
+            nn.Module.__init_subclass__ = classmethod(_watch_new)  # type: ignore[assignment,arg-type]
+        _inside.append(token)
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside.remove(token)
+            if not _inside:
+                del nn.Module.__init_subclass__
+                for kind, own in _watched.items():
+                    kind.__init__ = own  # type: ignore[method-assign]
+                _watched.clear()
+
+
+def _kinds(base: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    for kind in type.__subclasses__(base):
+        yield kind
+        yield from _kinds(kind)
+
+
+def _watch_new(kind: type[nn.Module], **options: Any) -> None:
+    super(nn.Module, kind).__init_subclass__(**options)
+    with _lock:
+        _watch(kind)
+
+
+def _watch(kind: type[nn.Module]) -> None:
+    if "__init__" not in vars(kind) or kind in _watched:
+        return
+    own = vars(kind)["__init__"]
+
+    @functools.wraps(own)
+    def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init = active()
+        if init is None:
+            own(module, *args, **kwargs)
+        else:
+            with init.constructing(module):
+                own(module, *args, **kwargs)
+
+    _watched[kind] = own
+    kind.__init__ = construct  # type: ignore[method-assign,assignment]

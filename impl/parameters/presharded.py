@@ -1,0 +1,223 @@
+"""Parameters that were cut before their model is sharded: each rank keeps its slice, and nobody the whole.
+
+A cut is laid out as a unit is.  If :func:`impl.zero.shard` lays the same parameters out in the same way,
+it takes the slice over as it is; otherwise it brings one parameter after the other together and cuts again.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Tag, Wire
+from impl.errors import ZeroError
+from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
+from impl.plan.policy import Policy
+from impl.unit.master_shard import sliced
+from impl.unit.placeholder import Released, keeper_of, release, restore
+from impl.unit.unit import assembled
+
+
+class Cut:
+    """Some parameters of which this rank keeps a slice.
+
+    Args:
+        name: whose they are.
+        parameters: with their values, by name; all trainable, or none.
+        policy: what lays them out.
+        mesh: the ranks.
+        wire: gives what gathers them; called when that is needed.
+        on_use: called with the cut and all cuts of an operation when a parameter is used without its
+            values; brings them, or refuses.
+
+    Attributes:
+        geometry: the layout.
+        mesh: the ranks.
+        wire: gives what gathers.
+        piece: (S,) fp32, this rank's slice, on the device where the values were made.
+        pinned: slots that a context shows whole.
+        whole: whether the parameters have their values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Mapping[str, nn.Parameter],
+        policy: Policy,
+        *,
+        mesh: Mesh,
+        wire: Callable[[], Wire],
+        on_use: Callable[[Cut, Sequence[Cut], str], None],
+    ) -> None:
+        topology = mesh.topology
+        self.name, self.mesh, self.wire, self._on_use = name, mesh, wire, on_use
+        self.geometry = lay_out(
+            name,
+            [ParameterSpec(f"{name}.{own}", tuple(one.shape)) for own, one in parameters.items()],
+            grain=policy.grain,
+            world=topology.world,
+            max_padding=math.inf,  # judged when the model is sharded
+            trainable=next(iter(parameters.values())).requires_grad,
+            group=policy.group_ranks(topology),
+        )
+        axes, outside = topology.gather_axes(policy.group_ranks(topology))
+        self._axes = axes[outside:]
+        self._device = next(iter(parameters.values())).device
+        self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
+        self._keepers = [_InCut(self, slot.spec.name) for slot in self.geometry.slots]
+        self.piece = torch.empty(0)
+        self.pinned: set[int] = set()
+        self.whole = True
+        self._uses: list[int] = []
+        self.cut()
+
+    @property
+    def parameters(self) -> list[nn.Parameter | None]:
+        """In slot order; None for one that its module has replaced, and nobody holds any more."""
+        return [reference() for reference in self._parameters]
+
+    def number(self, parameter: Tensor) -> int:
+        """The slot of ``parameter``, which is one of them."""
+        return [one is parameter for one in self.parameters].index(True)
+
+    def cut(self) -> None:
+        """Keep this rank's slice of the values as they are now; the rest of them is freed.
+
+        Raises:
+            ZeroError: for a parameter whose shape is not what it was.
+        """
+        parameters, slots = self.parameters, self.geometry.slots
+        for parameter, slot in zip(parameters, slots, strict=True):
+            if parameter is not None and tuple(parameter.shape) != slot.spec.shape:
+                raise ZeroError(
+                    f"parameter {slot.spec.name!r} was {slot.spec.shape} when Init cut it and is now "
+                    f"{tuple(parameter.shape)}: replace the parameter instead of its data"
+                )
+        values = [
+            torch.zeros(()).expand(slot.spec.shape) if parameter is None else parameter
+            for parameter, slot in zip(parameters, slots, strict=True)
+        ]
+        self.piece = sliced(self.geometry, self.mesh.rank, values, self._device)
+        for parameter, keeper in zip(parameters, self._keepers, strict=True):
+            if parameter is not None:
+                release(parameter, keeper)
+                _whole.pop(parameter, None)
+        self.whole = False
+
+    def gather(self) -> None:
+        """Bring the values back, on all ranks of a copy; all of them must call it."""
+        if self.whole:
+            return
+        low, _ = self.geometry.bounds(self.mesh.rank)
+        for number, parameter in enumerate(self.parameters):
+            if parameter is None:
+                continue
+            first, end = self.geometry.overlap(self.geometry.slots[number], self.mesh.rank)
+            values = self.values(number, self.piece[first - low : end - low], self.wire())
+            restore(parameter, values.to(parameter.dtype))
+            _whole[parameter] = weakref.ref(self)
+        self.piece = torch.empty(0)
+        self._uses = self._counts()
+        self.whole = True
+
+    def values(self, number: int, part: Tensor, wire: Wire) -> Tensor:
+        """(shape) fp32: parameter ``number``, of which this rank has ``part`` (elements here,)."""
+        tag, part = Tag("step", "state", self.name), part.to(wire.mesh.device)
+        values = assembled(self.geometry, number, part, self._axes, wire=wire, tag=tag)
+        return values.to(self._device)
+
+    @property
+    def viewed(self) -> bool:
+        """Whether somebody holds a view of the whole values."""
+        return any(now > before for now, before in zip(self._counts(), self._uses, strict=True))
+
+    def _counts(self) -> list[int]:
+        """Of each parameter, the tensors that lie in its memory, and handles of it."""
+        return [
+            0 if one is None else int(torch._C._storage_Use_Count(one.untyped_storage()._cdata))  # noqa: SLF001
+            for one in self.parameters
+        ]
+
+    def use(self, together: Sequence[Cut], name: str) -> None:
+        """A parameter is used without its values."""
+        self._on_use(self, together, name)
+
+
+class _InCut:
+    """Keeper of one parameter of a cut."""
+
+    def __init__(self, cut: Cut, name: str) -> None:
+        self.cut, self.name = cut, name
+
+    def use(self, parameter: Released, together: Sequence[Released]) -> Tensor:
+        if not self.cut.whole:  # else brought with another one of this operation
+            self.cut.use([cut for one in together if (cut := cut_of(one)) is not None], self.name)
+        return parameter
+
+
+# Keyed by identity: parameters of cuts that are whole now.
+_whole: MutableMapping[Tensor, weakref.ref[Cut]] = WeakTensorKeyDictionary()
+
+
+def cut_of(parameter: Tensor) -> Cut | None:
+    """The cut that keeps the values of ``parameter``, if one does."""
+    keeper = keeper_of(parameter)
+    return keeper.cut if isinstance(keeper, _InCut) else None
+
+
+def whole_cut_of(parameter: Tensor) -> Cut | None:
+    """The cut that ``parameter`` belongs to, if it is one that is whole now."""
+    reference = _whole.get(parameter)
+    return None if reference is None else reference()
+
+
+def taken_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: Wire) -> Tensor | None:
+    """(S,) fp32 this rank's slice of ``parameters`` as ``geometry`` lays them out; None if none is cut.
+
+    All ranks must call it.  A slice that is laid out like that already costs no message.
+    """
+    cuts = [cut_of(parameter) for parameter in parameters]
+    if all(cut is None for cut in cuts):
+        return None
+    rank, device = wire.mesh.rank, wire.mesh.device
+    first = cuts[0]
+    if first is not None and _same(first, geometry, parameters):
+        return _rounded(first.piece, first.geometry, parameters, rank)
+    shard = torch.zeros(geometry.shard, device=device)
+    low, _ = geometry.bounds(rank)
+    for slot, parameter, cut in zip(geometry.slots, parameters, cuts, strict=True):
+        values: Tensor = parameter
+        if cut is not None:  # one parameter at a time is whole
+            number = cut.number(parameter)
+            start, _ = cut.geometry.bounds(rank)
+            begin, end = cut.geometry.overlap(cut.geometry.slots[number], rank)
+            values = cut.values(number, cut.piece[begin - start : end - start], wire).to(parameter.dtype)
+        begin, end = geometry.overlap(slot, rank)
+        part = values.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
+        shard[begin - low : end - low] = part
+    return shard
+
+
+def _same(cut: Cut, geometry: UnitGeometry, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether ``cut`` holds just these parameters, at the same places."""
+    places = [(slot.offset, slot.spec.shape) for slot in geometry.slots]
+    own = [(slot.offset, slot.spec.shape) for slot in cut.geometry.slots]
+    sizes = (geometry.padded, geometry.shards) == (cut.geometry.padded, cut.geometry.shards)
+    one_by_one = zip(cut.parameters, parameters, strict=False)
+    return sizes and places == own and all(mine is given for mine, given in one_by_one)
+
+
+def _rounded(piece: Tensor, geometry: UnitGeometry, parameters: Sequence[nn.Parameter], rank: int) -> Tensor:
+    """``piece`` with the values that the parameters' types have: a model may be cast after it was cut."""
+    low, _ = geometry.bounds(rank)
+    for slot, parameter in zip(geometry.slots, parameters, strict=True):
+        begin, end = geometry.overlap(slot, rank)
+        part = piece[begin - low : end - low]
+        part.copy_(part.to(parameter.dtype))
+    return piece

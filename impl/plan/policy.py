@@ -1,0 +1,506 @@
+"""What is sent, held and computed: one frozen value, so that an ablation is data.
+
+Pure: no torch.  ZeRO-3, qwZ, hpZ, qgZ and ZeRO++ are values of :class:`Policy`
+(paper 2306.10209, sections 3.1 to 3.3); the engine never asks for their names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Final, Literal, get_args
+
+from impl.codecs.codec import BF16, FP32, ITEM_BYTES, Codec, Dtype, IntCodec, Raw, common_grain
+from impl.plan.topology import Axis, Topology
+
+Stage = Literal[0, 1, 2, 3]
+Gather = Literal["flat", "hierarchical"]
+Reduce = Literal["ring", "one_hop", "two_hop"]
+ReduceEvery = Literal["stage", "micro_batch", "step"]
+
+LARGEST_SCALE: Final = 2.0**126  # of losses; within fp32
+MOST_CHUNKS: Final = 8  # each holds a slot of the shared memory between its two hops
+
+
+class PolicyError(ValueError):
+    """A policy, alone or with a topology, cannot be carried out; the message names why."""
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a word that is none of the allowed ones."""
+    if value not in allowed:
+        raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """How much may be gathered, in elements of the unsharded model.
+
+    Attributes:
+        prefetch: elements of coming units that may be gathered ahead of the one in use.
+        max_live: elements that may be gathered at once; a unit in use is gathered even beyond it, but
+            nothing is gathered ahead or kept.
+        max_reuse: a unit stays gathered from forward to backward if fewer elements than these run in
+            between, as far as ``max_live`` allows; 0 lets every unit go.
+        persist_below: parameters with fewer elements form a unit of stage 2 of their own, which stays
+            gathered and travels unquantised; 0 for none.
+        persist_most: elements that such parameters may have in all; those that would exceed it, in model
+            order, are gathered with their block.
+        reduce_bucket: elements of gradients that may be under way at once; an earlier unit's reduction is
+            finished before the one that would exceed it begins.
+        largest_unit: elements of a unit at most: a block that has more is cut into its parts, and a part
+            that cannot be cut is refused, naming it; 0 for no limit.
+        max_padding: share of a unit that may be padding; more is refused, naming the unit.
+
+    Raises:
+        PolicyError: for limits that are negative, or no number.
+    """
+
+    prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+    max_reuse: int = 0
+    persist_below: int = 0
+    persist_most: int = 2**63 - 1
+    reduce_bucket: int = 500_000_000
+    largest_unit: int = 0
+    max_padding: float = 0.05
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) >= 0:  # nor NaN
+                raise PolicyError(f"memory.{field.name} = {getattr(self, field.name)}: expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """By what losses are multiplied, so that small gradients survive in fp16.
+
+    Attributes:
+        initial: the first scale.
+        window: steps without an overflow after which a dynamic scale doubles; 0 for a fixed scale.
+        least: below which it does not fall; an overflow at this scale is an error.
+
+    Raises:
+        PolicyError: for scales that are not positive, or a negative window.
+    """
+
+    initial: float = 65536.0
+    window: int = 1000
+    least: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.least <= self.initial <= LARGEST_SCALE) or self.window < 0:
+            raise PolicyError(
+                f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}: expected "
+                f"0 < least <= scale <= {LARGEST_SCALE:g}, and a window of steps or 0"
+            )
+
+    def __str__(self) -> str:
+        if not self.window:
+            return f"{self.initial:g}"
+        options = [f"from{self.initial:g}"] if self.initial != DYNAMIC.initial else []
+        options += [f"window{self.window}"] if self.window != DYNAMIC.window else []
+        return ":".join(["dynamic", *options])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What lies in host memory instead of the device's (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
+
+    Whole units are offloaded, in model order, until at least the share is reached.
+
+    Attributes:
+        optimizer: share of trained elements whose masters, mean gradients and optimizer state lie on the
+            host, where the optimizer steps them; the device keeps the frame that they are sent in.
+        weights: share of elements whose frames, frozen shards and hpZ's secondary frames lie on the host
+            too and are brought to the device for each gather.  A trained unit whose master is on the device
+            has no frame, since it is encoded on its way out: of it only the secondary frames go.
+
+    Raises:
+        PolicyError: for shares outside [0, 1].
+    """
+
+    optimizer: float = 0.0
+    weights: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0.0 <= getattr(self, field.name) <= 1.0:
+                raise PolicyError(f"offload.{field.name} = {getattr(self, field.name)}: expected 0 to 1")
+
+
+DYNAMIC: Final = LossScale()
+
+
+def parse_loss_scale(text: str) -> LossScale | None:
+    """Read the text form of a loss scale, which prints back: ``dynamic:from1024:window200``, ``512``.
+
+    Returns:
+        None for ``none``.
+
+    Raises:
+        PolicyError: naming the text and what is allowed.
+    """
+    head, *options = text.strip().split(":")
+    number = r"[0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?"
+    if head == "none" and not options:
+        return None
+    if re.fullmatch(number, head) and not options:
+        return LossScale(initial=float(head), window=0, least=min(1.0, float(head)))
+    found: dict[str, float] = {}
+    for option in options:
+        match = re.fullmatch(rf"(from|window)({number})", option)
+        if match is None or match[1] in found:
+            break
+        found[match[1]] = float(match[2])
+    if head != "dynamic" or len(found) != len(options):
+        raise PolicyError(
+            f"loss scale {text!r}: expected none, a number, or dynamic, then :from<scale>, :window<steps>"
+        )
+    initial = found.get("from", DYNAMIC.initial)
+    window = int(found.get("window", DYNAMIC.window))
+    if not window:
+        raise PolicyError(f"loss scale {text!r}: a dynamic scale needs a window of 1 step or more")
+    return LossScale(initial=initial, window=window, least=min(1.0, initial))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """Error feedback of gradient codecs: what an encoding leaves over is added to the next step's.
+
+    ``error = decay * error + (1 - decay) * (h - decoded)`` after encoding ``h = gradient + error``
+    (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0; LoCo (2407.04480) keeps a moving
+    average, which DeepSpeed sets to 0.8, and forgets it every 1024 steps.
+
+    Attributes:
+        decay: share of the old error that stays, in [0, 1).
+        reset: optimizer steps after which the error is forgotten; 0 for never.
+        hops: ``last`` keeps the error of the last hop alone: between nodes, where sums are already
+            sharded inside the node, ``padded / ranks_per_node`` elements a rank; ``all`` also that of the
+            first hop, as many as the unsharded gradient has.
+        state: type of the kept error.
+
+    Raises:
+        PolicyError: for a decay outside [0, 1) or a negative reset.
+    """
+
+    decay: float = 0.0
+    reset: int = 0
+    hops: Literal["last", "all"] = "last"
+    state: Dtype = "fp32"
+
+    def __post_init__(self) -> None:
+        _one_of("hops", self.hops, ("last", "all"))
+        _one_of("state", self.state, tuple(ITEM_BYTES))
+        if not 0.0 <= self.decay < 1.0 or self.reset < 0:
+            raise PolicyError(
+                f"feedback: decay = {self.decay} and reset = {self.reset}; a decay is in [0, 1), a reset "
+                "a number of steps or 0 for never"
+            )
+
+    def __str__(self) -> str:
+        head = "loco" if self.decay else "classic"
+        base = FEEDBACKS[head]
+        parts = [head]
+        if self.decay != base.decay:
+            parts.append(f"decay{self.decay!r}")
+        if self.reset != base.reset:
+            parts.append(f"reset{self.reset}")
+        if self.hops != base.hops:
+            parts.append(self.hops)
+        if self.state != base.state:
+            parts.append(self.state)
+        return ":".join(parts)
+
+
+FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=1024, hops="all")}
+
+
+def parse_feedback(text: str) -> Feedback | None:
+    """Read the text form of feedback, which prints back: ``classic``, ``loco:decay0.9:reset512:bf16``.
+
+    Returns:
+        None for ``none``.
+
+    Raises:
+        PolicyError: naming the text and what is allowed.
+    """
+    head, *options = text.strip().split(":")
+    if head == "none" and not options:
+        return None
+    allowed = (
+        "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32, :bf16 or :fp16"
+    )
+    if head not in FEEDBACKS:
+        raise PolicyError(f"feedback {text!r}: {allowed}")
+    found: dict[str, object] = {}
+    for option in options:
+        given: dict[str, object]
+        if option in ("last", "all"):
+            given = {"hops": option}
+        elif option in ITEM_BYTES:
+            given = {"state": option}
+        elif re.fullmatch(r"reset[0-9]+", option):
+            given = {"reset": int(option[5:])}
+        elif re.fullmatch(r"decay[0-9]*\.?[0-9]+(e-?[0-9]+)?", option):
+            given = {"decay": float(option[5:])}
+        else:
+            raise PolicyError(f"feedback {text!r}: unknown option {option!r}; {allowed}")
+        if given.keys() & found.keys():
+            raise PolicyError(f"feedback {text!r}: {option!r} says a thing twice; {allowed}")
+        found |= given
+    return replace(FEEDBACKS[head], **found)  # type: ignore[arg-type]  # checked by Feedback itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """One point of the ablation space of ZeRO.
+
+    Attributes:
+        stage: what is sharded (1910.02054): 1 the optimizer's state and the masters, 2 also the mean
+            gradients, 3 also the weights; 0 nothing.  Below 3 weights stay gathered until they change.
+        group: ranks that share one copy of all that is sharded, while groups hold copies of one another
+            (MiCS, 2205.00119; HSDP): 0 for all ranks, ``"node"`` for the ranks of a node.
+        weights: codec of every weight gather (qwZ: an integer codec).
+        gradients: codec of hop 1 (inside a node) and of hop 2 (between nodes) (qgZ).
+        gather: ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is
+            one library all-gather over the world.
+        reduce: ``two_hop`` (inside nodes, then between them), ``one_hop`` (one all-to-all over
+            the world) or ``ring`` (blind to nodes, partial sums on the wire, encoded again at every one
+            of its ``world - 1`` steps: the paper's counter-example for quantised gradients).
+        chunks: pieces of a unit whose two hops overlap: one travels between nodes while the next
+            travels inside them.
+        secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none,
+            ``"node"`` for the ranks of a node.
+        feedback: of the gradient codecs; None for none.
+        reduce_every: gradients are reduced after each ``micro_batch`` and added up in shards, or added up
+            locally and reduced once a ``step``, which holds a whole local gradient; ``stage`` is ``step``
+            for stages 0 and 1, which hold it anyway, and ``micro_batch`` for 2 and 3.
+        compute: type of gathered weights and of local gradients.
+        loss_scale: of fp16; None for none.
+        frozen: codec in which weights that are not trained are held and sent; None holds fp32 masters
+            and sends them as ``weights`` says.
+        memory: limits on what is gathered.
+        offload: what lies in host memory.
+        order_every: backward passes between checks that all ranks open the same collectives in one
+            order; 0 for never.
+        align: elements, beside the codecs' own blocks, on which parameters start; a suite sets
+            it so that all its policies share one geometry.
+
+    Raises:
+        PolicyError: for combinations that no topology could run.
+    """
+
+    stage: Stage = 3
+    group: int | Literal["node"] = 0
+    weights: Codec = BF16
+    gradients: tuple[Codec, Codec] = (BF16, BF16)
+    gather: Gather = "hierarchical"
+    reduce: Reduce = "two_hop"
+    chunks: int = 1
+    secondary: int | Literal["node"] = 0
+    feedback: Feedback | None = None
+    reduce_every: ReduceEvery = "stage"
+    compute: Dtype = "fp32"
+    loss_scale: LossScale | None = None
+    frozen: Codec | None = None
+    memory: MemoryLimits = MemoryLimits()
+    offload: Offload = Offload()
+    order_every: int = 32
+    align: int = 1
+
+    def __post_init__(self) -> None:
+        for codec in (self.weights, *self.gradients, *([] if self.frozen is None else [self.frozen])):
+            if not isinstance(codec, get_args(Codec)):
+                raise PolicyError(
+                    f"codec {codec!r} is a {type(codec).__name__}: expected what impl.codecs.codec.parse() gives"
+                )
+        _one_of("gather", self.gather, get_args(Gather))
+        _one_of("reduce", self.reduce, get_args(Reduce))
+        _one_of("compute", self.compute, tuple(ITEM_BYTES))
+        _one_of("reduce_every", self.reduce_every, get_args(ReduceEvery))
+        if self.stage not in get_args(Stage):
+            raise PolicyError(f"stage = {self.stage}: expected one of 0, 1, 2, 3")
+        if self.stage < 2 and self.reduce_every == "micro_batch":
+            raise PolicyError(
+                f"stage {self.stage} adds gradients up locally; reducing every micro-batch into shards is "
+                "stage 2"
+            )
+        if self.secondary != 0 and self.stage < 3:
+            raise PolicyError(
+                f"hpZ (secondary={self.secondary}) spares the backward gather of stage 3; weights of stage "
+                f"{self.stage} stay gathered"
+            )
+        if self.secondary != 0 and self.group != 0:
+            raise PolicyError(
+                f"hpZ (secondary={self.secondary}) inside a group of {self.group}: the group's ranks hold "
+                "all weights already; use one of them"
+            )
+        if self.stage == 0 and self.group != 0:
+            raise PolicyError(f"stage 0 shards nothing, but group = {self.group}")
+        if self.gather == "flat" and self.secondary != 0:
+            raise PolicyError(
+                f"hpZ (secondary={self.secondary}) keeps what the first hop of a hierarchical "
+                "gather brought; a flat gather has no such hop"
+            )
+        if self.reduce != "two_hop" and self.gradients[0] != self.gradients[1]:
+            raise PolicyError(
+                f"reduce={self.reduce!r} has one hop, but two gradient codecs are named: "
+                f"{self.gradients[0]} and {self.gradients[1]}"
+            )
+        if not 1 <= self.chunks <= MOST_CHUNKS:
+            raise PolicyError(f"chunks = {self.chunks}: expected 1 to {MOST_CHUNKS}")
+        if self.chunks > 1 and self.reduce != "two_hop":
+            raise PolicyError(
+                f"chunks = {self.chunks} overlap two hops, and reduce={self.reduce!r} has one; use two_hop"
+            )
+        if self.chunks > 1 and any(_one_block(codec) for codec in self.gradients):
+            raise PolicyError(
+                f"chunks = {self.chunks} cut a shard that {' and '.join(map(str, self.gradients))} give "
+                "one scale as a whole; use a block of elements"
+            )
+        if self.feedback is not None and self.reduce == "ring":
+            raise PolicyError(
+                "feedback needs the error of the same values at every step; the partial sums of a ring are "
+                "others' too: use one_hop or two_hop"
+            )
+        if self.group != 0 and (self.reduce != "two_hop" or self.gather != "hierarchical"):
+            raise PolicyError(
+                f"group = {self.group} with gather = {self.gather!r} and reduce = {self.reduce!r}: states of "
+                "groups go by hops; use hierarchical and two_hop"
+            )
+        if self.align < 1 or self.order_every < 0:
+            raise PolicyError("align is at least 1, order_every not negative")
+
+    @property
+    def grain(self) -> int:
+        """Elements on which parameters and shards start."""
+        frozen = () if self.frozen is None else (self.frozen,)
+        return math.lcm(self.align, common_grain(self.weights, *self.gradients, *frozen))
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether gradients are added up in shards; else locally."""
+        return self.stage >= 2 if self.reduce_every == "stage" else self.reduce_every == "micro_batch"
+
+    def of_unit(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
+        """The policy of one unit: most have the model's own.
+
+        Args:
+            trainable: frozen units are sent in the codec in which they are held.
+            persistent: a unit of small parameters stays gathered and travels unquantised, in the type that
+                is computed in where the policy quantises.
+        """
+        policy = self
+        if persistent:
+            plain = Raw(self.compute)
+            weights = self.weights if isinstance(self.weights, Raw) else plain
+            first, last = (codec if isinstance(codec, Raw) else plain for codec in self.gradients)
+            stage = min(self.stage, 2)
+            policy = replace(
+                policy, stage=stage, weights=weights, gradients=(first, last), secondary=0, feedback=None
+            )
+        if not trainable and self.frozen is not None:
+            policy = replace(policy, weights=self.frozen)
+        return policy
+
+    def secondary_ranks(self, topology: Topology) -> int:
+        """Ranks that share one secondary copy on ``topology``; 0 for none."""
+        return topology.ranks_per_node if self.secondary == "node" else self.secondary
+
+    def check(self, topology: Topology) -> None:
+        """Refuse a topology that this policy cannot run on.
+
+        Raises:
+            PolicyError: naming both.
+        """
+        try:
+            topology.check_group("an hpZ group", self.secondary_ranks(topology))
+            topology.check_group("a group", self.group_ranks(topology))
+        except ValueError as error:
+            raise PolicyError(str(error)) from None
+
+    def group_ranks(self, topology: Topology) -> int:
+        """Ranks that share one copy of all that is sharded on ``topology``."""
+        if self.stage == 0:
+            return 1
+        return topology.ranks_per_node if self.group == "node" else self.group or topology.world
+
+    def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
+        """Hops of a weight gather, and how many of them the secondary spares."""
+        group = self.group_ranks(topology)
+        if self.stage == 0 or group < topology.world:
+            axes, outside = topology.gather_axes(group)
+            return axes[outside:], 0
+        if self.gather == "flat":
+            return (topology.world_axis,), 0
+        return topology.gather_axes(self.secondary_ranks(topology))
+
+    def replica_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], Codec]:
+        """Hops that bring a mean gradient to all groups, none for one group, and the codec it travels in."""
+        axes, outside = topology.gather_axes(self.group_ranks(topology))
+        between = tuple(axis for axis in axes[:outside] if axis.size > 1)
+        crosses = any(topology.crosses(axis) for axis in between)
+        return between, self.gradients[1 if crosses else 0]
+
+    def feedback_hops(self, topology: Topology) -> tuple[bool, ...]:
+        """For each hop of a reduction, first hop first, whether its error is kept."""
+        hops = len(self.reduce_axes(topology))
+        if self.feedback is None:
+            return (False,) * hops
+        return tuple(self.feedback.hops == "all" or hop == hops - 1 for hop in range(hops))
+
+    def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
+        """Hops of a gradient reduction with the codec of each, first hop first.
+
+        A hop among one rank sends nothing: it is none, and its codec is not used.
+        """
+        axes: tuple[Axis, ...] = (topology.world_axis,)
+        if self.reduce == "two_hop":
+            axes = (topology.local_axis, topology.node_axis)
+        if 1 < self.group_ranks(topology) < topology.world:
+            axes = topology.gather_axes(self.group_ranks(topology))[0][::-1]
+        return tuple((axis, self.gradients[topology.crosses(axis)]) for axis in axes if axis.size > 1)
+
+
+def _one_block(codec: Codec) -> bool:
+    return not isinstance(codec, Raw) and codec.block == "shard"
+
+
+_INT8 = IntCodec(8, 2048)
+_INT4 = (IntCodec(4, 256), IntCodec(4, 256))
+
+PRESETS: Final[dict[str, Policy]] = {
+    "exact": Policy(weights=FP32, gradients=(FP32, FP32)),
+    "zero0": Policy(stage=0),
+    "zero1": Policy(stage=1),
+    "zero2": Policy(stage=2),
+    "zero3": Policy(),
+    "mics": Policy(group="node"),
+    "qwz": Policy(weights=_INT8),
+    "hpz": Policy(secondary="node"),
+    "qgz": Policy(gradients=_INT4),
+    "qwz+hpz": Policy(weights=_INT8, secondary="node"),
+    "qwz+qgz": Policy(weights=_INT8, gradients=_INT4),
+    "hpz+qgz": Policy(secondary="node", gradients=_INT4),
+    "zeropp": Policy(weights=_INT8, secondary="node", gradients=_INT4),
+}
+"""Policies by name: the stages in 16 bits, the baseline ``zero3`` among them, states in a group, then each
+technique of ZeRO++, every pair, and all three.
+"""
+
+
+def preset(name: str, **changes: object) -> Policy:
+    """A preset with some fields replaced.
+
+    Raises:
+        PolicyError: for an unknown name or field.
+    """
+    if name not in tuple(PRESETS):  # which compares, and hashes nothing
+        raise PolicyError(f"unknown policy {name!r}: expected one of {', '.join(PRESETS)}")
+    known = {field.name for field in fields(Policy)}
+    for key in changes:
+        if key not in known:
+            raise PolicyError(f"unknown policy field {key!r}: expected one of {', '.join(sorted(known))}")
+    return replace(PRESETS[name], **changes)  # type: ignore[arg-type]  # checked by Policy itself

@@ -1,0 +1,107 @@
+"""How long a training pass takes when a schedule meets a link and a computation: a bound, not a forecast.
+
+Pure: no torch.  It drives the :class:`~impl.plan.schedule.Schedule` that the engine drives.  One computation runs
+at a time, the link between nodes carries one message after the other in the order in which they are posted,
+and everything else (messages inside a node, encoding, hooks) takes no time.  What a real step takes beyond it
+is the engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from impl.plan.schedule import Action, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What one unit asks for in a pass, in seconds.
+
+    Attributes:
+        forward, backward: of computation.
+        gather, regather: of its weights on the link, before its forward and its backward pass.
+        reduce: of its gradient on the link.
+    """
+
+    forward: float
+    backward: float
+    gather: float
+    regather: float
+    reduce: float
+
+
+def pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> float:
+    """Least seconds of one forward and backward pass, until the last gradient is reduced.
+
+    Where in a pass the units around all others compute (an embedding before the blocks, a head after them) is
+    not known: their computation is taken to fill whatever time the link leaves free.
+
+    Args:
+        schedule: whose actions are carried out.
+        loads: of the units, by index.
+    """
+    run = _Run(loads)
+    inner, outer = schedule.order, schedule.outer
+    for unit in outer:
+        run.carry_out(schedule.pre_forward(unit))
+    for unit in inner:
+        run.carry_out(schedule.pre_forward(unit))
+        run.now += loads[unit].forward
+        run.carry_out(schedule.post_forward(unit))
+    run.now = max(run.now, sum(load.forward for load in loads))
+    run.turn()
+    begin = run.now
+    for unit in outer:
+        run.carry_out(schedule.pre_backward(unit))
+    for unit in reversed(inner):
+        run.carry_out(schedule.pre_backward(unit))
+        run.now += loads[unit].backward
+        run.carry_out(schedule.post_backward(unit))
+    for unit in outer:
+        run.carry_out(schedule.post_backward(unit))
+    return max(run.now, run.reduced, begin + sum(load.backward for load in loads))
+
+
+class _Run:
+    """A pass under way.
+
+    Attributes:
+        now: seconds since it began.
+        reduced: when the last gradient will have left the link.
+    """
+
+    def __init__(self, loads: Sequence[Load]) -> None:
+        self.now = self.reduced = 0.0
+        self._loads, self._backward = loads, False
+        self._free = 0.0  # when the link will have sent what was posted
+        self._arrival: dict[int, float] = {}  # of the weights of units that are gathered, or on their way
+
+    def turn(self) -> None:
+        """The forward pass is over: what was gathered ahead of it is not used."""
+        self._arrival.clear()
+        self._backward = True
+
+    def carry_out(self, actions: Iterable[Action]) -> None:
+        """Do what the schedule says."""
+        for action in actions:
+            load = self._loads[action.unit]
+            match action.kind:
+                case "gather" | "wait":
+                    if action.unit not in self._arrival:
+                        self._arrival[action.unit] = self._send(
+                            load.regather if self._backward else load.gather
+                        )
+                    if action.kind == "wait":
+                        self.now = max(self.now, self._arrival[action.unit])
+                case "release":
+                    self._arrival.pop(action.unit, None)
+                case "reduce":
+                    self.reduced = max(self.reduced, self._send(load.reduce))
+
+    def _send(self, seconds: float) -> float:
+        """Post a message; returns when it will have arrived."""
+        if seconds:
+            self._free = max(self._free, self.now) + seconds
+            return self._free
+        return self.now

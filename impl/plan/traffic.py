@@ -1,0 +1,415 @@
+"""Bytes that a policy sends and memory that it holds, from the policy alone.
+
+Pure: no torch.  The engine's ledger must equal :func:`predict` to the byte; a test demands it for
+every policy, shape and topology tried.  Counting rule (architecture, decision 8): a logical
+message counts once per destination, self excluded; a ring counts what it sends to its neighbour.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from impl.codecs.codec import ITEM_BYTES
+from impl.comm.fingerprint import ORDER_BYTES
+from impl.plan.geometry import UnitGeometry, chunked
+from impl.plan.offload_plan import Copied, CopyKey, Direction, Tier, tiers_of
+from impl.plan.policy import Policy
+from impl.plan.topology import Axis, Topology
+
+Phase = Literal["forward", "backward", "evaluate", "step"]
+Purpose = Literal["weights", "gradients", "persistent", "buffers", "control", "state"]
+Link = Literal["inter", "intra"]
+Event = Literal["forward", "accumulate", "backward", "evaluate", "norm", "step", "changed"]
+
+NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
+MASTER_BYTES: Final = 4  # fp32
+ADAM_BYTES: Final = 8  # two fp32 moments per element
+STAGED: Final = 2  # mean gradients on their way to the host at most
+PARTS: Final = (
+    "masters", "frozen", "gradients", "optimizer", "secondary", "feedback", "gathered", "local_gradients",
+    "frames", "staging",
+    "host_masters", "host_frozen", "host_gradients", "host_optimizer", "host_secondary", "host_frames",
+)  # fmt: skip
+"""What a rank's memory is divided into (:func:`memory`)."""
+
+
+class LedgerKey(NamedTuple):
+    """What a byte was for and over which kind of link it went."""
+
+    phase: Phase
+    purpose: Purpose
+    unit: str
+    hop: str
+    link: Link
+
+
+class Sent(NamedTuple):
+    """Payload bytes and messages (one per destination)."""
+
+    bytes: int
+    messages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A regular run: ``steps`` optimizer steps, then evaluation passes on the last weights.
+
+    Attributes:
+        micro_batches: forward and backward passes per step (accumulation).
+        steps: optimizer steps.
+        evaluations: forward passes without gradient after the last step.
+        norms: global norms computed, in total; taken evenly from the steps.
+    """
+
+    micro_batches: int = 1
+    steps: int = 1
+    evaluations: int = 0
+    norms: int = 0
+
+    def events(self, policy: Policy) -> list[Event]:
+        """The run as a sequence of passes; ``accumulate`` is a backward pass that reduces nothing."""
+        every = policy.reduces_each_micro_batch
+        one: list[Event] = ["forward", "backward" if every else "accumulate"]
+        events: list[Event] = []
+        for index in range(self.steps):
+            events += one * (self.micro_batches - 1)
+            events += ["forward", "backward"]
+            events += ["norm"] * (self.norms * (index + 1) // self.steps - self.norms * index // self.steps)
+            events.append("step")
+        return events + ["evaluate"] * self.evaluations
+
+
+@functools.cache
+def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
+    """How many messages ``rank`` sends over each kind of link in one exchange along ``axis``.
+
+    Args:
+        topology: who shares a node with whom.
+        axis: the group.
+        rank: the sender.
+        ring: all size-1 messages go to the next rank of the group, instead of one to each.
+    """
+    group = axis.group(rank)
+    me = axis.digit(rank)
+    targets = [group[(me + 1) % axis.size]] * (axis.size - 1) if ring else [r for r in group if r != rank]
+    counts: dict[Link, int] = {"inter": 0, "intra": 0}
+    for target in targets:
+        counts["intra" if topology.node_of(target) == topology.node_of(rank) else "inter"] += 1
+    return {link: count for link, count in counts.items() if count}
+
+
+@dataclass(slots=True)
+class _Book:
+    """Adds up one rank's messages, and its copies between host and device."""
+
+    topology: Topology
+    rank: int
+    rows: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    copied: dict[CopyKey, int] = field(default_factory=lambda: defaultdict(int))
+
+    def exchange(
+        self, phase: Phase, purpose: Purpose, unit: str, axis: Axis, size: int, *, ring: bool = False
+    ) -> None:
+        for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
+            row = self.rows[LedgerKey(phase, purpose, unit, axis.name, link)]
+            row[0] += count * size
+            row[1] += count
+
+    def copy(self, direction: Direction, purpose: Copied, unit: str, size: int) -> None:
+        self.copied[CopyKey(direction, purpose, unit)] += size
+
+
+def predict(
+    policy: Policy,
+    topology: Topology,
+    units: Sequence[UnitGeometry],
+    rank: int,
+    load: Load | Iterable[Event],
+    *,
+    buffer_bytes: int = 0,
+) -> dict[LedgerKey, Sent]:
+    """Everything that ``rank`` sends, by phase, purpose, unit, hop and link.
+
+    Args:
+        policy: what is sent.
+        topology: where ranks stand.
+        units: the model's units, in model order, laid out for ``topology.world`` ranks.
+        rank: the sender.
+        load: a regular run, or the sequence of passes; a ``step`` changes the trained weights, ``changed``
+            (:meth:`impl.zero.Zero.weights_changed`) all.
+        buffer_bytes: of the model's persistent buffers, which all ranks keep equal.
+
+    Raises:
+        PolicyError: if the policy does not fit the topology.
+    """
+    book = _booked(policy, topology, units, rank, load, buffer_bytes)
+    return {key: Sent(*row) for key, row in book.rows.items()}
+
+
+def predict_copies(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], load: Load | Iterable[Event]
+) -> dict[CopyKey, int]:
+    """Bytes that one rank, any rank, copies between host and device for what is offloaded.
+
+    Of offloaded masters 4 S to the host per reduction, and the frame to the device once after a step, or,
+    where frames are offloaded, whenever it is sent; of offloaded secondary frames what the spared hops
+    brought, to the host when it is kept and to the device when it is used again.
+
+    Args:
+        policy: what is offloaded.
+        topology: where ranks stand.
+        units: as :func:`predict` takes them.
+        load: as :func:`predict` takes it.
+
+    Raises:
+        PolicyError: if the policy does not fit the topology.
+    """
+    return dict(_booked(policy, topology, units, 0, load, 0).copied)
+
+
+def _booked(  # noqa: PLR0917  # the arguments of the two functions above
+    policy: Policy,
+    topology: Topology,
+    units: Sequence[UnitGeometry],
+    rank: int,
+    load: Load | Iterable[Event],
+    buffer_bytes: int,
+) -> _Book:
+    """Walk through ``load``."""
+    policy.check(topology)
+    book = _Book(topology, rank)
+    senders = [
+        _Sender(book, policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit, tier)
+        for unit, tier in zip(units, tiers_of(policy.offload, units), strict=True)
+    ]
+    kept = kept_units(policy, units)
+    buffers_differ, passes = bool(buffer_bytes), 0
+    for event in load.events(policy) if isinstance(load, Load) else load:
+        if event in ("forward", "evaluate") and buffers_differ:
+            book.exchange("step", "buffers", "", topology.world_axis, buffer_bytes)
+            buffers_differ = False
+        match event:
+            case "norm":
+                book.exchange("step", "control", "", topology.world_axis, NORM_BYTES)
+            case "step" | "changed":
+                for sender in senders:
+                    if event == "changed" or sender.unit.trainable:
+                        sender.weights_changed()
+            case "forward" | "evaluate":
+                buffers_differ = bool(buffer_bytes) and (event == "forward" or buffers_differ)
+                for index, sender in enumerate(senders):
+                    sender.gather(event, keep=event == "forward" and index in kept)
+            case "backward" | "accumulate":
+                for sender in senders:
+                    sender.gather("backward", keep=False)
+                    if event == "backward":
+                        sender.reduce()
+                passes += 1
+                if policy.order_every and passes % policy.order_every == 0:
+                    book.exchange("step", "control", "", topology.world_axis, ORDER_BYTES)
+    return book
+
+
+@dataclass(slots=True)
+class _Sender:
+    """One unit on one rank: what it sends next depends on what is still true there."""
+
+    book: _Book
+    policy: Policy
+    unit: UnitGeometry
+    tier: Tier
+    gathered: bool = False  # its weights stayed from the pass before
+    current: bool = False  # hpZ's secondary holds these weights
+    uploaded: bool = False  # the device holds the frame of an offloaded master
+
+    def weights_changed(self) -> None:
+        """After an optimizer step nothing that was kept is true."""
+        self.gathered = self.current = self.uploaded = False
+
+    def gather(self, phase: Phase, *, keep: bool) -> None:
+        """The weights are needed; afterwards they stay, or go."""
+        if not self.gathered:
+            axes, spared = self.policy.gather_axes(self.book.topology)
+            purpose: Purpose = "persistent" if self.unit.persistent else "weights"
+            held = self.policy.weights.frame_bytes(self.unit.shard)
+            self._copy(held, _secondary_bytes(self.policy, self.book.topology, self.unit))
+            for number, axis in enumerate(axes):
+                if number >= spared or not self.current:
+                    ring = axis == self.book.topology.world_axis and self.policy.gather == "flat"
+                    self.book.exchange(phase, purpose, self.unit.name, axis, held, ring=ring)
+                held *= axis.size
+            self.current = spared > 0
+        self.gathered = keep or self.policy.stage < 3
+
+    def _copy(self, frame: int, secondary: int) -> None:
+        """What a gather copies between host and device: ``frame`` bytes sent, ``secondary`` bytes kept."""
+        name, reused = self.unit.name, bool(secondary) and self.current
+        if reused and self.tier.frames:
+            self.book.copy("to_device", "secondary", name, secondary)
+        if not reused and self.tier.shard and (self.tier.frames or not self.uploaded):
+            self.book.copy("to_device", "weights", name, frame)
+            self.uploaded = True
+        if not reused and self.tier.frames and secondary:
+            self.book.copy("to_host", "secondary", name, secondary)
+
+    def reduce(self) -> None:
+        """The gradient is there."""
+        policy, unit, topology = self.policy, self.unit, self.book.topology
+        if not unit.trainable:
+            return
+        if self.tier.shard:
+            self.book.copy("to_host", "gradients", unit.name, MASTER_BYTES * unit.shard)
+        slices = topology.world
+        for axis, codec in policy.reduce_axes(topology):
+            slices //= axis.size
+            for start, end in chunked(unit.piece, policy.chunks, policy.grain):
+                size = slices * codec.frame_bytes(end - start)
+                ring = policy.reduce == "ring"
+                self.book.exchange("backward", "gradients", unit.name, axis, size, ring=ring)
+        axes, codec = policy.replica_axes(topology)
+        held = codec.frame_bytes(unit.piece)
+        for axis in axes:
+            self.book.exchange("backward", "gradients", unit.name, axis, held)
+            held *= axis.size
+
+
+def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
+    """Indices of the units that stay gathered from a forward pass to its backward pass.
+
+    The last blocks are needed again first: from the last one on, blocks stay while fewer than
+    ``max_reuse`` elements run between their forward and their backward, and all that is gathered at once
+    stays within ``max_live``.
+
+    Args:
+        policy: with the limits.
+        units: in model order; blocks are kept as a whole, all their units or none.
+    """
+    limits = policy.memory
+    blocks: dict[str, list[int]] = {}
+    for index, unit in enumerate(units):
+        if not unit.outer:
+            blocks.setdefault(unit.block, []).append(index)
+    sizes = {name: sum(units[i].padded for i in indices) for name, indices in blocks.items()}
+    live = sum(unit.padded for unit in units if unit.outer)
+    kept: set[int] = set()
+    between = 0
+    for name in reversed(blocks):
+        others = max((size for other, size in sizes.items() if other != name), default=0)
+        if between >= limits.max_reuse or live + sizes[name] + others > limits.max_live:
+            break
+        kept.update(blocks[name])
+        live += sizes[name]
+        between += 2 * sizes[name]
+    return frozenset(kept)
+
+
+def memory(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], *, micro_batches: int = 1
+) -> dict[str, int]:
+    """Bytes that one rank holds, by part, at the worst moment of a step.
+
+    ``masters`` 4 S; ``frozen`` the codes of weights that are not trained, where the policy names a codec
+    for them; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` the kept frames
+    (facts A4: alpha M / P at 16 bits); ``feedback`` the kept errors, of hop k as many as that hop encodes;
+    ``gathered`` in the compute type, unsharded: everything below stage 3, else what is in use around all
+    blocks and the largest block (:func:`_largest_block`) or, if more, those that stay for backward;
+    ``local_gradients``: everything where several micro-batches are added up locally, else those of the root
+    and of the largest block.  S is the sum of shards.  Units gathered ahead come on top: at most
+    ``prefetch`` elements.
+
+    What lies in host memory has ``host_`` before its name (:mod:`impl.plan.offload_plan`).  For it the device holds
+    ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two of the
+    largest mean gradients on their way; the host holds ``host_frames``, those of all fp32 shards there, and
+    its gradients twice where several micro-batches are added up in shards.
+
+    Reduces to facts A10 (16 bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit
+    shard, which is encoded from the master on the way out.
+
+    Args:
+        policy: what is held.
+        topology: where ranks stand.
+        units: in model order, laid out for ``topology.world`` ranks.
+        micro_batches: of a step.
+    """
+    item = ITEM_BYTES[policy.compute]
+    parts = dict.fromkeys(PARTS, 0)
+
+    def add(part: str, nbytes: int, *, host: bool) -> None:
+        parts[f"host_{part}" if host else part] += nbytes
+
+    landing = 1 if micro_batches == 1 or not policy.reduces_each_micro_batch else 2
+    for unit, tier in zip(units, tiers_of(policy.offload, units), strict=True):
+        own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+        frame, fp32 = own.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
+        coded = not unit.trainable and policy.frozen is not None
+        add("frozen" if coded else "masters", frame if coded else fp32, host=tier.shard)
+        add("secondary", _secondary_bytes(own, topology, unit), host=tier.frames)
+        if tier.shard and not coded:
+            parts["host_frames"] += frame
+            parts["frames"] += 0 if tier.frames else frame
+        if unit.trainable:
+            add("gradients", fp32 * (landing if tier.shard else 1), host=tier.shard)
+            add("optimizer", ADAM_BYTES * unit.shard, host=tier.shard)
+            parts["feedback"] += _feedback_bytes(own, topology, unit)
+            if tier.shard:
+                parts["staging"] = max(parts["staging"], STAGED * fp32)
+    parts["gathered"] = item * _gathered(policy, units)
+    parts["local_gradients"] = item * _local_gradients(policy, units, micro_batches)
+    return parts
+
+
+def _gathered(policy: Policy, units: Sequence[UnitGeometry]) -> int:
+    """Most elements of weights that are gathered at once, unless ahead of their use."""
+    if policy.stage < 3:
+        return sum(unit.padded for unit in units)
+    around = sum(unit.padded for unit in units if unit.outer)
+    kept = sum(units[index].padded for index in kept_units(policy, units))
+    return around + max(kept, _largest_block([unit for unit in units if not unit.outer]))
+
+
+def _local_gradients(policy: Policy, units: Sequence[UnitGeometry], micro_batches: int) -> int:
+    """Most elements of local gradients at once."""
+    sizes = [unit.padded for unit in units if unit.trainable]
+    if micro_batches > 1 and not policy.reduces_each_micro_batch:
+        return sum(sizes)
+    inner = [unit.padded for unit in units if unit.trainable and not unit.outer]
+    return sum(sizes) - sum(inner) + max(inner, default=0)
+
+
+def _largest_block(units: Sequence[UnitGeometry]) -> int:
+    """Most elements of blocks that are gathered together; ``units`` in the order in which they run.
+
+    A block's units, trainable and frozen, and in a backward pass with them the frozen ones of the block
+    after it: those go when the gradients of its inputs have arrived, which also calls the block before.
+    """
+    whole: dict[str, int] = defaultdict(int)
+    frozen: dict[str, int] = defaultdict(int)
+    for unit in units:
+        whole[unit.block] += unit.padded
+        frozen[unit.block] += 0 if unit.trainable else unit.padded
+    after = [*list(frozen.values())[1:], 0]
+    return max((size + more for size, more in zip(whole.values(), after, strict=False)), default=0)
+
+
+def _secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:
+    """Bytes of the frames that hpZ keeps of a unit."""
+    axes, spared = policy.gather_axes(topology)
+    copies = math.prod(axis.size for axis in axes[:spared]) if spared else 0
+    return copies * policy.weights.frame_bytes(unit.shard)
+
+
+def _feedback_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:
+    """Bytes of kept errors of one rank's reductions of a unit."""
+    if policy.feedback is None:
+        return 0
+    elements, slices = 0, topology.world
+    hops = zip(policy.reduce_axes(topology), policy.feedback_hops(topology), strict=True)
+    for (axis, _), kept in hops:
+        elements += unit.piece * slices if kept else 0
+        slices //= axis.size
+    return ITEM_BYTES[policy.feedback.state] * elements

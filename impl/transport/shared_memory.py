@@ -1,0 +1,260 @@
+"""The tier inside a node on a CPU: one memory arena that the ranks of a group share.
+
+Not a process-group backend: slots, in each slot one row per rank.  A rank writes its row, posts
+the exchange's number, and reads the others' rows *in place* once theirs are posted; nothing is
+copied on the way.  A slot is written again only after all have marked it read.
+
+Which slot an exchange takes is decided by each rank alone: the first that it has itself finished
+with.  Ranks open and finish exchanges in the same order, so they choose alike; and no rank ever
+waits for itself, however long an exchange stays open.
+
+The arena is an anonymous file (``memfd``) of the group's first rank, opened by the others through
+``/proc``: it has no name to clean up, needs no space in ``/dev/shm``, and is gone with its last
+user, however that ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.comm.fingerprint import ranks_in_words
+from impl.transport import futex
+
+if TYPE_CHECKING:
+    from impl.comm.mesh import Group
+
+SLOTS: Final = 16  # exchanges that may be under way at once in one group
+LINE: Final = 64  # bytes; each flag has a cache line of its own
+_LOOK_SECONDS: Final = 1.0  # between two looks whether the missing ranks still run
+
+
+class SharedMemoryError(RuntimeError):
+    """The arena cannot be made, or has no room; the message says why."""
+
+
+def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
+    """What ``Work.wait`` of a backend is given to wait no longer than ``limit``: nothing if it takes none.
+
+    gloo alone takes a limit.  Given one, NCCL's blocks the host instead of the stream, and that of
+    thread ranks raises.
+    """
+    return (limit,) if backend == "gloo" else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How a rank waits for the others of its group.
+
+    Attributes:
+        group: whose ranks they are.
+        timeout: seconds after which a missing rank is an error.
+        exited: those of some ranks that no longer run, as far as is known.
+    """
+
+    group: Group
+    timeout: float
+    exited: Callable[[Sequence[int]], Sequence[int]]
+
+
+def shared_file(waiting: Waiting, total: int) -> int:
+    """An anonymous file of zeros that all ranks of a group have open; all must call it.
+
+    Args:
+        waiting: how the group's ranks wait for each other.
+        total: bytes; a page costs memory once it is written.
+
+    Returns:
+        This rank's handle, which the caller closes.
+
+    Raises:
+        SharedMemoryError: where anonymous shared files do not exist or cannot be opened.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise SharedMemoryError("transport 'shm' needs Linux (memfd_create); use transport 'backend'")
+    group, address = waiting.group, torch.zeros(2, dtype=torch.int64)
+    handle = -1
+    if group.index == 0:
+        handle = os.memfd_create("zeropp-arena", os.MFD_CLOEXEC)
+        os.ftruncate(handle, total)
+        address = torch.tensor([os.getpid(), handle])
+    limit = patience(dist.get_backend(group.process_group), timedelta(seconds=waiting.timeout))
+    handed = dist.broadcast(address, src=group.ranks[0], group=group.process_group, async_op=True)
+    handed.wait(*limit)
+    if group.index != 0:
+        path = f"/proc/{int(address[0])}/fd/{int(address[1])}"
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"rank {group.ranks[group.index]} cannot open the memory of rank {group.ranks[0]} "
+                f"({path}: {error.strerror}); are they on one machine, under one user? "
+                "Otherwise use transport 'backend'"
+            ) from error
+    opened = dist.barrier(group=group.process_group, async_op=True)
+    opened.wait(*limit)  # the first rank's handle must outlive the opening
+    return handle
+
+
+class Arena:
+    """Slots shared by the ranks of one group on one node.
+
+    Args:
+        row_bytes: largest message of one rank.
+        waiting: how ranks wait for each other; all of its group must construct this together.
+
+    Raises:
+        SharedMemoryError: where anonymous shared files do not exist or cannot be opened.
+    """
+
+    def __init__(self, row_bytes: int, waiting: Waiting) -> None:
+        self.group = group = waiting.group
+        self.row_bytes = -(-row_bytes // 4096) * 4096
+        size, flags = group.size, 2 * SLOTS * group.size * LINE
+        total = flags + SLOTS * size * self.row_bytes
+        handle = shared_file(waiting, total)
+        whole = torch.frombuffer(mmap.mmap(handle, total), dtype=torch.uint8)
+        os.close(handle)
+        words = whole[:flags].view(torch.int64).view(2, SLOTS, size, LINE // 8)
+        self._posted = Flags(words[0], waiting)  # numbers of the exchanges last written
+        self._read = Flags(words[1], waiting)  # numbers of the exchanges last read
+        self._marks = words[0, :, :, 1].numpy().view("uint64")  # (slot, rank) what was posted there
+        self.rows = whole[flags:].view(SLOTS, size, self.row_bytes)  # (slot, rank, byte)
+        # Views made once: making one takes longer than reading a flag.
+        self._whole = list(self.rows.unbind())  # by slot
+        self._mine: list[Tensor] = [rows[group.index] for rows in self._whole]
+        self._count = 0
+        self._free = list(range(SLOTS))
+        self._slots: dict[int, int] = {}  # of the exchanges under way, by number
+        self._last = [0] * SLOTS  # number of the exchange that used the slot last
+
+    def claim(self) -> int:
+        """Take a slot for the next exchange; waits until all have read what it held.
+
+        Returns:
+            The exchange's number.
+
+        Raises:
+            SharedMemoryError: if all slots are in use by this rank itself.
+            TimeoutError, ConnectionError: as :meth:`wait`.
+        """
+        if not self._free:
+            raise SharedMemoryError(
+                f"{SLOTS} exchanges are under way inside the node (axis {self.group.axis.name}) and "
+                "none has been finished: no room for another"
+            )
+        slot = min(self._free)
+        self._read.wait(slot, self._last[slot], "did not read")
+        self._free.remove(slot)
+        number = self._count = self._count + 1
+        self._slots[number] = slot
+        self._last[slot] = number
+        return number
+
+    def row(self, number: int) -> Tensor:
+        """(row_bytes,) this rank's part of an exchange's slot."""
+        return self._mine[self._slots[number]]
+
+    def post(self, number: int, mark: int) -> None:
+        """Tell the others that this rank's row is written.
+
+        Args:
+            number: of the exchange.
+            mark: 64 bits of what this rank believes it to be.
+        """
+        self._marks[self._slots[number], self.group.index] = mark
+        self._posted.set(self._slots[number], self.group.index, number)
+
+    def wait(self, number: int) -> Tensor:
+        """(ranks, row_bytes) all rows of the exchange, once posted; valid until :meth:`done`.
+
+        Raises:
+            TimeoutError: after the timeout, naming who is missing.
+            ConnectionError: once a missing rank has exited, naming it.
+        """
+        slot = self._slots[number]
+        self._posted.wait(slot, number, "did not send")
+        return self._whole[slot]
+
+    def agree(self, number: int, mark: int) -> bool:
+        """Whether all ranks posted ``mark``; after :meth:`wait`."""
+        marks = self._marks[self._slots[number]].tolist()
+        return bool(marks.count(mark) == len(marks))
+
+    def done(self, number: int) -> None:
+        """Tell the others that this rank has read the slot."""
+        slot = self._slots.pop(number)
+        self._read.set(slot, self.group.index, number)
+        self._free.append(slot)
+
+
+class Flags:
+    """A number for each slot and rank, which only grows, and which others wait for.
+
+    Args:
+        words: (slot, rank, words of a cache line) int64, in shared memory.
+        waiting: how others wait for them.
+    """
+
+    def __init__(self, words: Tensor, waiting: Waiting) -> None:
+        self._size, self._first, self._waiting = words.shape[1], words.data_ptr(), waiting
+        # A numpy view: reading one is 50 ns, a tensor's item() over a microsecond.
+        self._numbers = words[:, :, 0].numpy()
+
+    def set(self, slot: int, rank: int, number: int) -> None:
+        """Set it, and wake who waits for it."""
+        self._numbers[slot, rank] = number
+        if futex.available():
+            futex.wake(self._address(slot, rank))
+
+    def wait(self, slot: int, number: int, what: str) -> None:
+        """Wait until all ranks' flags of ``slot`` have reached ``number``.
+
+        Args:
+            slot: of which.
+            number: that they are to reach.
+            what: those did that have not reached it, for the message.
+
+        Raises:
+            TimeoutError: after the timeout, naming who is missing.
+            ConnectionError: once a missing rank has exited, naming it.
+        """
+        if min(self._numbers[slot].tolist()) >= number:
+            return
+        begin, timeout = time.monotonic(), self._waiting.timeout
+        look, pause = begin + _LOOK_SECONDS, 20e-6
+        for rank in range(self._size):
+            while (seen := int(self._numbers[slot, rank])) < number:
+                now = time.monotonic()
+                if now > begin + timeout:
+                    raise TimeoutError(
+                        f"waited {timeout:g} s: {ranks_in_words(self._late(slot, number))} {what}"
+                    )
+                if now > look:
+                    look = now + _LOOK_SECONDS
+                    if gone := self._waiting.exited(self._late(slot, number)):
+                        raise ConnectionError(f"{ranks_in_words(gone)} {what}, and exited")
+                if futex.available():
+                    limit = min(look, begin + timeout) - now + 1e-3
+                    futex.wait(self._address(slot, rank), seen, limit)
+                else:  # let others run, who may be more than there are cores
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, 500e-6)
+
+    def _late(self, slot: int, number: int) -> list[int]:
+        """The ranks whose flags have not reached ``number``."""
+        ranks = enumerate(self._waiting.group.ranks)
+        return [rank for index, rank in ranks if int(self._numbers[slot, index]) < number]
+
+    def _address(self, slot: int, rank: int) -> int:
+        """Where one lies."""
+        return self._first + (slot * self._size + rank) * LINE

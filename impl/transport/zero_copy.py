@@ -1,0 +1,277 @@
+"""Places in the memory of a node where gathered weights stay as they arrived, and are computed with.
+
+Where the frames of a shard are its elements, what the ranks of a node wrote side by side *is* the gathered
+unit: nothing is decoded or copied.  The price is that the memory is in use until the unit is released, and
+that moment may differ between ranks.  So each unit has a *home*, fixed at construction and equal on all
+ranks; units that do not run around each other share homes in turn.
+
+A gather is a :class:`Stay` at the unit's home.  It begins once all ranks have ended the one before.  A rank
+that has not, because somebody still looks at those weights, *leaves*: what it sees becomes a private copy at
+the same addresses, and the home is mapped anew elsewhere.  All ranks begin stays in one order, so whoever has
+not ended a stay comes to the same point and leaves: nobody waits for a rank that releases late.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from impl.plan.schedule import MOST_AHEAD
+from impl.transport.shared_memory import LINE, Flags, SharedMemoryError, Waiting, shared_file
+
+INNER_HOMES: Final = 2 * MOST_AHEAD + 2  # of units that run one after the other: those under way, twice
+_MAYMOVE, _FIXED = 1, 2  # of mremap(2)
+
+
+def homes_of(outer: Sequence[bool]) -> list[int]:
+    """The number of each unit's home: its own for units in use around the others, in turn for the rest.
+
+    Args:
+        outer: of each unit, in model order, whether it is in use around the others.
+    """
+    own = sum(outer)
+    first, inner = iter(range(own)), iter(range(len(outer) - own))
+    return [next(first) if around else own + next(inner) % INNER_HOMES for around in outer]
+
+
+class Homes:
+    """All homes of one engine on one node, in one anonymous file.
+
+    A home's pages cost memory once, on the node, whatever the number of ranks: in all the largest unit of
+    each home.
+
+    Args:
+        lengths: bytes of each home.
+        waiting: how ranks wait for each other; all ranks of its group must construct this together.
+
+    Raises:
+        SharedMemoryError: as :func:`impl.transport.shared_memory.shared_file`.
+    """
+
+    def __init__(self, lengths: Sequence[int], waiting: Waiting) -> None:
+        self.index, self.ranks = waiting.group.index, waiting.group.size
+        self._lengths = [_pages(length) for length in lengths]
+        flags = _pages(len(lengths) * self.ranks * LINE)
+        self._offsets = [flags + sum(self._lengths[:home]) for home in range(len(lengths))]
+        self._handle = shared_file(waiting, flags + sum(self._lengths))
+        weakref.finalize(self, os.close, self._handle)
+        words = torch.frombuffer(mmap.mmap(self._handle, flags), dtype=torch.int64).view(-1, LINE // 8)
+        each = words[: len(lengths) * self.ranks].view(len(lengths), self.ranks, -1)
+        self._ended = Flags(each, waiting)  # how many stays each rank has ended
+        self._begun = [0] * len(lengths)  # stays
+        self._maps: list[Tensor | None] = [None] * len(lengths)  # (bytes,) where this rank sees each home
+        self._stays: list[Stay | None] = [None] * len(lengths)  # that this rank has not ended
+        self._rows: list[Hashable] = [None] * len(lengths)  # what this rank last wrote there
+        self._tenants: list[list[Callable[[], Callable[[], None] | None]]] = [[] for _ in lengths]
+
+    def settle(self, home: int, gone: Callable[[], None]) -> None:
+        """Let ``gone``, a bound method of whoever stays at ``home``, be told when what is seen there goes.
+
+        Then it is a copy for whoever stays there now; others must look at it no more, or it would stay.
+        """
+        self._tenants[home].append(weakref.WeakMethod(gone))
+
+    def vacate(self, home: int) -> None:
+        """Let this rank leave whom it still has at ``home``."""
+        stay = self._stays[home]
+        if stay is not None:
+            stay.leave()
+
+    def begin(self, home: int, stay: Stay) -> Tensor:
+        """(bytes,) the home's memory, once all ranks have ended the stay before; vacated by this one.
+
+        Raises:
+            TimeoutError, ConnectionError: as :meth:`impl.transport.shared_memory.Flags.wait`.
+        """
+        self._ended.wait(home, self._begun[home], "did not read")
+        self._begun[home] += 1
+        self._stays[home] = stay
+        mapped = self._maps[home]
+        if mapped is None:
+            # A storage of its own, which the memory lives as long as: whoever is left with a copy keeps it.
+            length, offset = self._lengths[home], self._offsets[home]
+            with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
+                mapped = torch.frombuffer(mmap.mmap(self._handle, length, offset=offset), dtype=torch.uint8)
+            self._maps[home] = mapped
+        return mapped
+
+    def write(self, home: int, row: Hashable, write: Callable[[], None], *, anew: bool) -> None:
+        """Let this rank's row at ``home`` be ``row``: ``write`` is called unless it is already.
+
+        Args:
+            home: at which it has begun a stay.
+            row: name of what ``write`` writes, which tells apart whatever may be written there.
+            write: writes it.
+            anew: whether to call it in any case.
+        """
+        if anew or self._rows[home] != row:
+            self._rows[home] = None  # until it is whole
+            write()
+            self._rows[home] = row
+
+    def end(self, home: int) -> None:
+        """Tell the others that this rank is done with the stay at ``home``."""
+        self._stays[home] = None
+        self._ended.set(home, self.index, self._begun[home])
+
+    def part(self, home: int, nbytes: int) -> None:
+        """Keep the first ``nbytes`` at ``home`` for whoever looks at them, and see the home elsewhere.
+
+        Raises:
+            SharedMemoryError: if there is no memory for it.
+        """
+        mapped = self._maps[home]
+        assert mapped is not None  # noqa: S101  # somebody is there
+        _make_private(mapped, nbytes)
+        self._maps[home] = None
+        for tenant in self._tenants[home]:
+            if (gone := tenant()) is not None:
+                gone()
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """Rows at a home that come from other nodes: the ranks of a node fill them together.
+
+    Attributes:
+        rows: at the home, in all.
+        through: numbers of those that this rank fills, its own among them, by the node they come from.
+        finish: carries the gather on to its end.
+    """
+
+    rows: int
+    through: slice
+    finish: Callable[[], None]
+
+
+class Stay:
+    """One gather's weights at their home, from before this rank writes its row until it lets go.
+
+    Args:
+        homes: where.
+        home: number of the unit's home.
+        nbytes: of a row.
+        passing: if there are more rows than ranks here.
+    """
+
+    def __init__(self, homes: Homes, home: int, nbytes: int, passing: Passing | None = None) -> None:
+        self._homes, self._home, self._nbytes, self._passing = homes, home, nbytes, passing
+        self._memory: Tensor | None = None  # (bytes,) of the home
+        self._rows: Tensor | None = None  # (rows, nbytes) of it
+        self._arrive: Callable[[], object] | None = None  # until what is under way is there
+        self._lasts = self._left = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has begun."""
+        return self._memory is not None
+
+    def vacate(self) -> None:
+        """Make the home free of this rank's last stay there, before :meth:`begin`."""
+        self._homes.vacate(self._home)
+
+    def begin(self) -> Tensor:
+        """(rows, nbytes) uint8, maybe strided: the rows that this rank fills.
+
+        Raises:
+            TimeoutError, ConnectionError: as :meth:`Homes.begin`.
+        """
+        homes, passing = self._homes, self._passing
+        self._memory = homes.begin(self._home, self)
+        self._lasts = True
+        rows = homes.ranks if passing is None else passing.rows
+        self._rows = self._memory[: rows * self._nbytes].view(rows, self._nbytes)
+        return self._rows[slice(homes.index, homes.index + 1) if passing is None else passing.through]
+
+    def arriving(self, arrive: Callable[[], object]) -> None:
+        """A message under way is written here, until ``arrive`` returns."""
+        self._arrive = arrive
+
+    def write(self, row: Hashable, write: Callable[[], None], *, anew: bool) -> None:
+        """Let this rank's row be ``row``; see :meth:`Homes.write`."""
+        self._homes.write(self._home, row, write, anew=anew)
+
+    def arrived(self) -> None:
+        """All rows are there, and whoever brought them is not needed any more."""
+        self._arrive = None
+
+    @property
+    def memory(self) -> Tensor:
+        """(bytes,) uint8 in which the rows lie: one tensor for all stays there, until one is left."""
+        assert self._memory is not None  # noqa: S101  # it has begun
+        return self._memory
+
+    @property
+    def rows(self) -> Tensor:
+        """(rows, nbytes) uint8: all rows, packed."""
+        assert self._rows is not None  # noqa: S101  # it has begun
+        return self._rows
+
+    @property
+    def left(self) -> bool:
+        """Whether what was there is a copy of this rank's alone."""
+        return self._left
+
+    def end(self) -> None:
+        """Let the home go; nobody may look at what was there."""
+        if self._lasts:
+            self._lasts = False
+            self._homes.end(self._home)
+
+    def leave(self) -> None:
+        """Let the home go, and keep what was there where it was, for this rank alone.
+
+        Raises:
+            SharedMemoryError: if there is no memory for it.
+        """
+        if self._lasts:
+            if self._arrive is not None and self._passing is not None:
+                self._passing.finish()
+            if self._arrive is not None:  # also of a gather that was interrupted: nobody may write here later
+                self._arrive()
+            self._homes.part(self._home, self.rows.numel())
+            self._left = True
+            self.end()
+
+
+def _pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to what can be mapped by itself."""
+    return -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
+
+def _make_private(shared: Tensor, nbytes: int) -> None:
+    """Put a private copy in the place of a mapping of shared memory: same addresses, same content.
+
+    The copy is made elsewhere and moved there in one step of the kernel, so that who reads meanwhile sees no
+    difference.
+
+    Args:
+        shared: (bytes,) uint8, all of the mapping.
+        nbytes: of them that matter.
+
+    Raises:
+        SharedMemoryError: if the kernel refuses.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    length, address = shared.numel(), shared.data_ptr()
+    library.mmap.restype = library.mremap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+    library.mremap.argtypes = [ctypes.c_void_p, *2 * [ctypes.c_size_t], ctypes.c_int, ctypes.c_void_p]
+    failed = ctypes.c_void_p(-1).value
+    copy = library.mmap(
+        None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+    )
+    if copy != failed:
+        ctypes.memmove(copy, address, nbytes)
+        if library.mremap(copy, length, length, _MAYMOVE | _FIXED, address) == address:
+            return
+    reason = os.strerror(ctypes.get_errno())
+    raise SharedMemoryError(f"no private copy of {length} bytes of weights that somebody keeps: {reason}")

@@ -1,0 +1,116 @@
+"""A unit's gradients as a backward pass brings them: copied once, each to its place, ready to be sent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from impl.comm.wire import Exchange
+from impl.plan.geometry import UnitGeometry
+from impl.unit.memory_pool import Meter, Pool
+
+
+class LocalGradient:
+    """(padded,) gradients of one unit on this rank, while there are any.
+
+    They lie in a buffer of the pool or, once a message was opened for them, in that message.
+
+    Args:
+        geometry: of the unit.
+        dtype: of local gradients.
+        pool: where buffers come from.
+        meter: where messages that hold them are counted; the pool counts its own.
+
+    Attributes:
+        missing: members whose gradient has not arrived in this backward pass.
+        armed: whether a pass is known to bring some.
+        opened: the message in which they lie.
+    """
+
+    def __init__(self, geometry: UnitGeometry, dtype: torch.dtype, pool: Pool, meter: Meter) -> None:
+        self._geometry, self._dtype, self._pool, self._meter = geometry, dtype, pool, meter
+        self._gaps = geometry.gaps
+        self._places = [  # shape, strides and offset of each member
+            (slot.spec.shape, torch.empty(slot.spec.shape, device="meta").stride(), slot.offset)
+            for slot in geometry.slots
+        ]
+        self._flat: Tensor | None = None  # (padded,)
+        self._written: set[int] = set()  # members whose part of it holds something
+        self.opened: Exchange | None = None
+        self.missing: set[int] = set()
+        self.armed = False
+
+    @property
+    def held(self) -> bool:
+        """Whether some wait to be reduced."""
+        return self._flat is not None
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients of this backward pass have arrived, and not all."""
+        return self.armed and len(self.missing) < len(self._geometry.slots)
+
+    def arm(self) -> None:
+        """Get ready for a backward pass: all are missing."""
+        self.missing = set(range(len(self._geometry.slots)))
+        self.armed = True
+
+    def lie_in(self, message: Exchange) -> None:
+        """Collect in the message that will carry them, from the first one on."""
+        self.opened = message
+        self._flat = message.send.view(-1).view(self._dtype)
+        self._meter.add("local_gradients", self._flat.nbytes)
+
+    def add(self, index: int, leaf: nn.Parameter) -> None:
+        """Move the gradient of ``leaf`` to the place of member ``index``; nothing need be cleared before."""
+        flat, (shape, stride, offset) = self._buffer(), self._places[index]
+        place = flat.as_strided(shape, stride, flat.storage_offset() + offset)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
+            assert leaf.grad is not None  # noqa: S101  # just accumulated
+            # Of an embedding it may be sparse; messages are dense.
+            gradient = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
+            if index in self._written:
+                place.add_(gradient)
+            else:
+                place.copy_(gradient)
+                self._written.add(index)
+            leaf.grad = None
+
+    def whole(self) -> Tensor:
+        """(padded,) all of them, with zeros in padding and where none arrived: other ranks may have one."""
+        flat = self._buffer()
+        for start, end in self._gaps:
+            flat[start:end].zero_()
+        for index, slot in enumerate(self._geometry.slots):
+            if index not in self._written:
+                flat[slot.offset : slot.end].zero_()
+        return flat
+
+    def end_pass(self) -> None:
+        """A backward pass that reduces nothing is over; what it collected stays."""
+        self.missing.clear()
+        self.armed = False
+
+    def forget(self) -> None:
+        """They have been encoded, or belong to the message."""
+        if self._flat is not None and self.opened is not None:
+            self._meter.add("local_gradients", -self._flat.nbytes)
+        elif self._flat is not None:
+            self._pool.give_back(self._flat)
+        self._flat = self.opened = None
+        self._written.clear()
+        self.end_pass()
+
+    def drop(self) -> None:
+        """Forget what was collected and not reduced."""
+        if self.opened is not None:  # the other ranks count on it
+            self.opened.post()
+            self.opened.wait()
+            self.opened.close()
+        self.forget()
+
+    def _buffer(self) -> Tensor:
+        """(padded,) what no gradient was written to holds anything."""
+        if self._flat is None:
+            self._flat = self._pool.take(self._geometry.padded)
+        return self._flat

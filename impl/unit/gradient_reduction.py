@@ -1,0 +1,156 @@
+"""How one unit's local gradients become their mean over all ranks: hops, codecs, noise, carried errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from impl.codecs.codec import Codec, FloatCodec, Raw
+from impl.codecs.rounding_noise import apart
+from impl.comm.collectives import Reduction, Replication, Steps, opened, reduced, replicated
+from impl.comm.error_feedback import Errors
+from impl.comm.wire import Exchange, Tag
+from impl.errors import ZeroError
+from impl.plan.geometry import UnitGeometry, chunked
+from impl.plan.topology import Axis
+from impl.unit.context import Shared
+from impl.unit.master_shard import Owned
+
+
+class Averaging:
+    """The reductions of one unit on one rank.
+
+    Args:
+        geometry: of the unit.
+        shared: with the other units; the policy is this unit's own.
+        owned: this rank's shard, which the mean is of.
+    """
+
+    def __init__(self, geometry: UnitGeometry, shared: Shared, owned: Owned) -> None:
+        policy, wire = shared.policy, shared.wire
+        self._geometry, self._policy, self._wire = geometry, policy, wire
+        self._meter, self._clock, self._owned = shared.meter, shared.clock, owned
+        topology, rank = wire.mesh.topology, wire.mesh.rank
+        self._hops = policy.reduce_axes(topology)
+        self._replicas = policy.replica_axes(topology)
+        whole = geometry.shards == topology.world
+        self._strides = None if whole else [geometry.piece_stride(axis.stride) for axis, _ in self._hops]
+        self._chunks = chunked(geometry.piece, policy.chunks, policy.grain)
+        self._draws = any(codec.stochastic for codec in policy.gradients)
+        self._tag = Tag("backward", "gradients", geometry.name)
+        self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
+        # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
+        self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
+
+    def reserve(self) -> None:
+        """Make room in shared memory for the largest messages."""
+        slices = self._wire.mesh.topology.world
+        for axis, codec in self._hops:
+            largest = max(codec.frame_bytes(end - start) for start, end in self._chunks)
+            self._wire.reserve(axis, slices * largest)
+            slices //= axis.size
+
+    def open_message(self, dtype: torch.dtype) -> Exchange | None:
+        """The message in which gradients of ``dtype`` may be collected; None if they must be encoded."""
+        if self._policy.reduce == "ring":
+            return None
+        return opened(self._reduction(), self._geometry.piece, dtype)
+
+    def reducing(self, gradient: Tensor, message: Exchange | None) -> Steps[None]:
+        """Average ``gradient`` (padded,), and let this rank's shard take the mean.
+
+        Args:
+            gradient: of this rank.
+            message: in which it lies already, of :meth:`open_message`.
+        """
+        axes, codec = self._replicas
+        owned = self._owned
+        into = owned.place() if owned.fresh and not axes and not owned.tier.shard else None
+        how = self._reduction(message, into, goes_on=bool(axes))
+        mean = yield from reduced(how, self._policy.reduce, gradient)
+        if axes:
+            mean = yield from replicated(self._wire, self._replication(how, axes, codec), how.tag, mean)
+        for start, end in self._pads:
+            mean[start:end] = 0
+        owned.take(mean)
+
+    def _reduction(
+        self, message: Exchange | None = None, out: Tensor | None = None, *, goes_on: bool = False
+    ) -> Reduction:
+        """How the gradient is reduced now."""
+        return Reduction(
+            wire=self._wire,
+            hops=self._hops,
+            tag=self._tag,
+            strides=self._strides,
+            chunks=self._chunks,
+            key=self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None,
+            errors=self._feedback(),
+            opened=message,
+            out=out,
+            goes_on=goes_on,
+        )
+
+    def _replication(self, how: Reduction, axes: Sequence[Axis], codec: Codec) -> Replication:
+        """How this rank's mean comes to the other groups."""
+        rank, piece = self._wire.mesh.rank, self._geometry.piece
+        noise = None
+        if codec.stochastic and how.key is not None:
+            number = self._geometry.bounds(rank)[0] // piece + rank // self._geometry.shards
+            noise = replace(how.key, hop=len(how.hops)).noise(number * apart(piece))
+        strides = [self._geometry.piece_stride(axis.stride) for axis in axes]
+        return Replication(axes=axes, strides=strides, codec=codec, noise=noise)
+
+    def _feedback(self) -> Errors | None:
+        """The errors that this step's reduction starts with."""
+        if self._policy.feedback is None:
+            return None
+        if self._errors is None:
+            mesh = self._wire.mesh
+            self._errors = Errors.zero(self._policy, mesh.topology, self._geometry.piece, mesh.device)
+            assert self._errors is not None  # noqa: S101  # there is feedback
+            self._meter.add("feedback", self._errors.nbytes)
+        self._errors.begin(self._clock.step)
+        return self._errors
+
+    def clear_feedback(self) -> None:
+        """Forget the errors of the gradient codecs: the gradients they belong to are not used."""
+        if self._errors is not None:
+            self._errors.clear()
+
+    def feedback_state(self) -> dict[str, Tensor]:
+        """The errors of the gradient codecs, as :meth:`load_feedback` takes them."""
+        errors = self._feedback() if self._geometry.trainable else None
+        return {} if errors is None else errors.state()
+
+    def check_feedback(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse errors that :meth:`load_feedback` could not take over.
+
+        Raises:
+            ZeroError: naming the unit and what does not fit.
+        """
+        errors = self._feedback() if self._geometry.trainable else None
+        where = f"feedback state of unit {self._geometry.name!r}"
+        if errors is None and state:
+            raise ZeroError(f"{where}, which has no feedback")
+        try:
+            if errors is not None:
+                errors.check_state(state)
+        except ValueError as error:
+            raise ZeroError(f"{where}: {error}") from None
+
+    def load_feedback(self, state: Mapping[str, Tensor]) -> None:
+        """Take over errors that :meth:`feedback_state` gave, and :meth:`check_feedback` let pass."""
+        errors = self._feedback() if self._geometry.trainable else None
+        if errors is not None:
+            errors.load(state)
+
+
+def _keeps_zeros(codec: Codec) -> bool:
+    """Whether a zero decodes to zero whatever else is in its block."""
+    if isinstance(codec, Raw | FloatCodec):
+        return not codec.hadamard
+    return not (codec.asymmetric or codec.hadamard)

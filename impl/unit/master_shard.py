@@ -1,0 +1,281 @@
+"""What one rank owns of a unit: its shard of the weights, with the mean gradient that steps it.
+
+The fp32 masters are the truth.  Frozen weights may be held as codes instead, and an offloaded shard lies in
+host memory with its gradient, from where its encoded frame comes to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from impl import ops
+from impl.errors import ZeroError
+from impl.plan.geometry import UnitGeometry
+from impl.plan.offload_plan import Tier
+from impl.unit.context import Shared
+from impl.unit.host_memory import MEMORY, Arrival
+
+
+def sliced(geometry: UnitGeometry, rank: int, values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """(S,) fp32 of ``rank``: its slice of the laid-out ``values``, one tensor per slot."""
+    low, _ = geometry.bounds(rank)
+    shard = torch.zeros(geometry.shard, dtype=torch.float32, device=device)
+    for slot, value in zip(geometry.slots, values, strict=True):
+        begin, end = geometry.overlap(slot, rank)
+        if begin < end:
+            part = value.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
+            shard[begin - low : end - low] = part
+    return shard
+
+
+def counted_as(part: str, *, host: bool) -> str:
+    """As what memory of ``part`` is counted: a key of ``traffic.memory``."""
+    return f"host_{part}" if host else part
+
+
+Version = tuple[int, int]  # of weights: changes that were told of, and what torch counts
+
+
+class Owned:
+    """One rank's shard of one unit.
+
+    Args:
+        geometry: of the unit.
+        shared: with the other units; the policy is this unit's own.
+        tier: what of it lies in host memory.
+        shard: (S,) fp32 this rank's slice of the values.
+
+    Attributes:
+        tier: as given.
+        masters: leaf views of the master, one per optimizer group, empty where the group has no elements
+            here, so that all ranks have as many: (group, view).
+        arrival: of what the last gather brought from the host.
+    """
+
+    def __init__(self, geometry: UnitGeometry, shared: Shared, tier: Tier, shard: Tensor) -> None:
+        policy, mesh = shared.policy, shared.wire.mesh
+        self.tier = tier
+        self._geometry, self._mesh, self._host = geometry, mesh, shared.host
+        self._meter, self._clock = shared.meter, shared.clock
+        self._codec, self._frame = policy.weights, policy.weights.frame_bytes(geometry.shard)
+        self._changes = 0  # of the weights, as far as the engine was told
+        self._codes: Tensor | None = None  # this rank's frame, of weights that are held as codes
+        self._master: Tensor | None = shard.to(MEMORY if tier.shard else mesh.device)  # (S,) fp32
+        self._encoded: Tensor | None = None  # (F,) on the host: of an offloaded master
+        self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
+        self._encoded_of: tuple[Version, int] | None = None  # which master, and noise, it is of
+        self._sent_of: tuple[Version, int] | None = None
+        self.arrival = Arrival()
+        coded = not geometry.trainable and policy.frozen is not None
+        if coded:
+            self._hold_codes()
+        self._meter.add(counted_as("frozen" if coded else "masters", host=tier.shard), self.held.nbytes)
+        spans = geometry.spans(mesh.rank) if geometry.trainable else ()
+        self.masters = [
+            (group, nn.Parameter(self.master[start:end], requires_grad=True)) for group, start, end in spans
+        ]
+        self._spans = [(start, end) for _, start, end in spans]
+        self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
+        self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean on its way to the host
+        self._landed: Tensor | None = None  # (S,) where it arrives if it is to be added to another
+
+    # Weights
+
+    @property
+    def version(self) -> Version:
+        """Differs whenever the weights do: as often as told of, or written in place where torch counts it."""
+        held = self._master if self._codes is None else self._codes
+        return self._changes, held._version  # type: ignore[union-attr]  # noqa: SLF001  # the public way warns for views
+
+    def changed(self) -> None:
+        """The weights have new values."""
+        self._changes += 1
+
+    @property
+    def master(self) -> Tensor:
+        """(S,) fp32 this rank's shard of the weights, on the host if offloaded; decoded of codes."""
+        if self._master is not None:
+            return self._master
+        assert self._codes is not None  # noqa: S101  # one of them is there
+        master = torch.empty(self._geometry.shard, dtype=torch.float32, device=self._codes.device)
+        ops.decode(self._codec, self._codes, master)
+        return master
+
+    @property
+    def held(self) -> Tensor:
+        """What this rank keeps of its shard: fp32 masters, or codes."""
+        held = self._master if self._codes is None else self._codes
+        assert held is not None  # noqa: S101  # one of them is there
+        return held
+
+    @property
+    def codes(self) -> Tensor | None:
+        """(F,) uint8 this rank's frame of weights that are held as codes; None of others."""
+        return self._codes
+
+    def load(self, values: Tensor) -> None:
+        """Overwrite the shard with ``values`` (S,) fp32."""
+        if self._codes is None:
+            self.master.copy_(values)
+        else:
+            self._master, self._codes = values.to(self.held.device), None
+            self._hold_codes()
+
+    def load_part(self, start: int, end: int, values: Tensor) -> None:
+        """Overwrite elements [start, end) with ``values`` (end - start,) fp32."""
+        master = self.master
+        with torch.no_grad():
+            master[start:end] = values
+        if self._codes is not None and start < end:
+            self._master, self._codes = master, None
+            self._hold_codes()
+
+    def load_codes(self, frame: Tensor) -> None:
+        """Overwrite weights that are held as codes with a frame of equal layout and codec.
+
+        Encoding again what a frame decodes to may give another one.
+
+        Raises:
+            ZeroError: if they are not held as codes, or the frame is of another size.
+        """
+        held = 0 if self._codes is None else self._codes.numel()
+        if self._codes is None or frame.numel() != held:
+            raise ZeroError(f"unit {self._geometry.name!r}: {frame.numel()} bytes of codes, it holds {held}")
+        self.arrival.finish()  # of a copy from them to the device
+        self._codes.copy_(frame)
+
+    def _hold_codes(self) -> None:
+        """Encode the master once and for all, and let it go."""
+        codes = self._host.bytes(self._frame, host=self.tier.shard)
+        self._encode_master(codes)
+        self._codes, self._master = codes, None
+
+    # Frames
+
+    def write_frame(self, frame: Tensor) -> None:
+        """Write this rank's frame to a message."""
+        if not self.tier.shard:
+            if self._codes is None:
+                self._encode_master(frame)
+            else:
+                frame.copy_(self._codes)
+            return
+        source, name = self._codes if self._codes is not None else self._kept_frame(), self._geometry.name
+        if self.tier.frames:
+            self._host.upload(source, frame, "weights", name)
+            return
+        if self._sent is None:
+            self._sent = self._host.bytes(self._frame, host=False)
+            self._meter.add("frames", self._sent.nbytes)
+        if self._sent_of != self._encoded_of:
+            self._host.upload(source, self._sent, "weights", name)
+            self._sent_of = self._encoded_of
+        frame.copy_(self._sent)
+
+    def _kept_frame(self) -> Tensor:
+        """(F,) uint8 on the host: the frame of an offloaded master, encoded there when it is another.
+
+        Whenever a master on the device would be encoded with the same noise to the same bits, the frame
+        stays; so offloading changes no bit.
+        """
+        ages = self._codec.stochastic and self._geometry.trainable
+        now = (self.version, self._clock.step if ages else 0)
+        if self._encoded is None:
+            self._encoded = self._host.bytes(self._frame, host=True)
+            self._meter.add("host_frames", self._encoded.nbytes)
+        if self._encoded_of != now:
+            self.arrival.finish()  # of the last copy from it
+            self._encode_master(self._encoded)
+            self._encoded_of = now
+        return self._encoded
+
+    def _encode_master(self, frame: Tensor) -> None:
+        noise = None
+        if self._codec.stochastic:
+            key = self._clock.weights(self._geometry.name, frozen=not self._geometry.trainable)
+            noise = key.noise(self._geometry.bounds(self._mesh.rank)[0])
+        ops.encode(self._codec, self.master, frame, noise=noise)
+
+    # Gradients
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the masters have no gradients yet."""
+        return all(master.grad is None for _, master in self.masters)
+
+    def take(self, mean: Tensor) -> None:
+        """Add ``mean`` (S,) fp32 to the masters' gradients; where offloaded, in :meth:`land`."""
+        if self.tier.shard:
+            self._send_home(mean)
+        else:
+            self._accumulate(mean)
+
+    def _send_home(self, mean: Tensor) -> None:
+        """Start copying ``mean`` (S,) to the host; :meth:`land` accumulates it there."""
+        staged = self._host.stage(self._geometry.shard)
+        staged.copy_(mean)
+        target = self.place()
+        if not self.fresh:
+            if self._landed is None:
+                self._landed = self._host.empty(self._geometry.shard, torch.float32)
+                self._meter.add("host_gradients", self._landed.nbytes)
+            target = self._landed
+        arrival = self._host.download(staged, target, "gradients", self._geometry.name)
+        self._landing = arrival, target
+
+    def land(self) -> None:
+        """Wait for a mean gradient that is on its way to the host, and accumulate it."""
+        if self._landing is not None:
+            arrival, mean = self._landing
+            arrival.finish()
+            self._landing = None
+            self._accumulate(mean)
+
+    def _accumulate(self, mean: Tensor) -> None:
+        """Add ``mean`` (S,) to the masters' gradients, where they lie."""
+        kept = self.place()
+        if self.fresh:
+            if mean is not kept:
+                kept.copy_(mean)
+            for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
+                master.grad = kept[start:end]
+        else:
+            for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
+                if master.grad is None:
+                    master.grad = kept[start:end].zero_()
+                master.grad.add_(mean[start:end])
+
+    def place(self) -> Tensor:
+        """(S,) fp32 where the masters' gradients lie."""
+        if self._mean is None:
+            if self.tier.shard:
+                self._mean = self._host.empty(self._geometry.shard, torch.float32).zero_()
+            else:
+                self._mean = torch.zeros(self._geometry.shard, device=self._mesh.device)
+            self._meter.add(counted_as("gradients", host=self.tier.shard), self._mean.nbytes)
+        return self._mean
+
+    def mean_gradient(self) -> Tensor | None:
+        """(S,) fp32 accumulated mean gradient of this rank's shard, None before the first."""
+        if self._mean is None or self.fresh:
+            return None
+        return self._mean
+
+    def own_gradients(self) -> Iterator[Tensor]:
+        """Parts of the masters' gradients that no other rank counts, in a norm over all ranks."""
+        low, high = self._geometry.own_piece(self._mesh.rank)
+        for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
+            first, last = max(start, low), min(end, high)
+            if master.grad is not None and first < last:
+                yield master.grad[first - start : last - start]
+
+    def load_gradient(self, start: int, end: int, values: Tensor) -> None:
+        """Overwrite elements [start, end) of the mean gradient with ``values`` (end - start,) fp32."""
+        kept = self.place()
+        for (_, master), (first, last) in zip(self.masters, self._spans, strict=True):
+            if master.grad is None:
+                master.grad = kept[first:last].zero_()
+        kept[start:end] = values

@@ -1,0 +1,70 @@
+"""hpZ's secondary shard: what the hops between nodes brought of a unit, kept for its backward gather."""
+
+from __future__ import annotations
+
+import enum
+
+from torch import Tensor
+
+from impl.unit.host_memory import Host
+from impl.unit.master_shard import Version, counted_as
+from impl.unit.memory_pool import Meter
+
+
+class Life(enum.Enum):
+    """Of hpZ's secondary shard.  CURRENT until the weights change; STALE is never used."""
+
+    EMPTY = enum.auto()
+    CURRENT = enum.auto()
+    STALE = enum.auto()
+
+
+class Secondary:
+    """One unit's secondary shard on one rank.
+
+    Args:
+        unit: its name.
+        host: the host's memory.
+        meter: where memory is counted.
+        offloaded: whether the frames lie on the host.
+
+    Attributes:
+        life: whether the frames are still true.
+    """
+
+    def __init__(self, unit: str, host: Host, meter: Meter, *, offloaded: bool) -> None:
+        self._unit, self._host, self._meter, self._offloaded = unit, host, meter, offloaded
+        self._frames: Tensor | None = None  # (sizes of the spared axes * F,) uint8
+        self._version: Version | None = None  # of the weights they are of
+        self.life = Life.EMPTY
+
+    def holds(self, version: Version) -> bool:
+        """Whether the frames are those of the weights' ``version``; others are stale from here on."""
+        if self._version != version:
+            self.end()  # a master was written by hand
+        return self.life is Life.CURRENT
+
+    def end(self) -> None:
+        """The weights changed."""
+        if self.life is Life.CURRENT:
+            self.life = Life.STALE
+
+    def keep(self, received: Tensor, version: Version) -> None:
+        """Keep what the spared hops brought of the weights' ``version``: (..., F) uint8."""
+        if self._frames is None:
+            self._frames = self._host.bytes(received.numel(), host=self._offloaded)
+            self._meter.add(counted_as("secondary", host=self._offloaded), received.numel())
+        kept = self._frames.view(received.shape)
+        if self._offloaded:
+            self._host.keep(received, kept, "secondary", self._unit)
+        else:
+            kept.copy_(received)
+        self.life, self._version = Life.CURRENT, version
+
+    def write(self, message: Tensor) -> None:
+        """Write the frames to a message of as many bytes."""
+        assert self._frames is not None  # noqa: S101  # current
+        if self._offloaded:
+            self._host.upload(self._frames, message, "secondary", self._unit)
+        else:
+            message.copy_(self._frames)

@@ -1,0 +1,134 @@
+"""What a step could take at best: by the schedule of its units, and by the processors that its ranks share.
+
+The schedule's model is that of :mod:`impl.plan.simulate`, with the seconds of a trial: computation as measured and
+shared among the units by their elements, messages as in its ledger at the rate that its link achieved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from impl.plan.geometry import FROZEN, UnitGeometry
+from impl.plan.schedule import Schedule
+from impl.plan.simulate import Load, pass_seconds
+from impl.plan.traffic import kept_units
+from report.data.frames import Frames
+
+BITS_PER_MBIT: Final = 1e6
+
+
+def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
+    """Seconds of the scheduled step of each trial, by id; NaN for engines whose waiting is not known.
+
+    Of every timed step that of the rank for which it is longest, since no step is shorter than that of any of
+    its ranks alone; over the steps the median.  Steps are so summarised everywhere, which keeps it from being
+    shorter than the computation of those steps.
+
+    With A micro-batches a step, A passes that each compute and send a part of A; what is neither forward
+    nor backward (the optimizer) comes on top as it was measured.
+
+    Args:
+        frames: with the trials' raw values.
+        steps: timed steps of each trial.
+    """
+    timed = frames.steps[~frames.steps["warmup"].astype(bool)]
+    computed = pd.DataFrame(
+        {
+            "id": timed["id"],
+            "index": timed["index"],
+            "forward": timed["forward"] - pd.to_numeric(timed["exposed_forward"]),
+            "backward": timed["backward"] - pd.to_numeric(timed["exposed_backward"]),
+            "rest": timed["total"] - timed["forward"] - timed["backward"],
+        }
+    )
+    found = {}
+    for row in frames.trials.to_dict("records"):
+        mine = computed[computed["id"] == row["id"]]
+        if mine.empty:
+            continue
+        bound = _bound_of(frames, row, int(steps.loc[row["id"]]))
+        parts = mine[["forward", "backward", "rest"]].astype(float).to_numpy()
+        if bound is None or np.isnan(parts).any():
+            found[row["id"]] = math.nan
+            continue
+        seconds = pd.Series([bound(*of_rank) for of_rank in parts], dtype=float)
+        found[row["id"]] = seconds.groupby(mine["index"].to_numpy()).max().median()
+    return pd.Series(found, dtype=float)
+
+
+def processor_seconds(frames: Frames) -> pd.Series[float]:
+    """Seconds in which the processors could do the work of a step of each trial, by id, all of them busy.
+
+    The processor seconds of all ranks over the processors that they share; over the timed steps the median.
+    With a processor for every rank that is no more than the slowest of them computes.
+
+    NaN on GPUs, for ranks that may stand on several machines, and for records without processor seconds.
+
+    Args:
+        frames: with the trials' raw values.
+    """
+    timed = frames.steps[~frames.steps["warmup"].astype(bool)]
+    computed = pd.to_numeric(timed["cpu_seconds"]).astype(float)
+    of_steps = computed.groupby([timed["id"], timed["index"]]).agg(lambda ranks: ranks.sum(skipna=False))
+    of_trials = of_steps.groupby("id").agg(lambda steps: steps.median(skipna=False))
+    processors = pd.to_numeric(frames.trials.set_index("id")["processors"]).astype(float)
+    return of_trials / processors.reindex(of_trials.index)
+
+
+def _bound_of(
+    frames: Frames, row: Mapping[Hashable, Any], steps: int
+) -> Callable[[float, float, float], float] | None:
+    """Seconds of a step by seconds of computation in forward, in backward, and of the rest; of one trial.
+
+    None for strategies without a policy, and where bytes were sent at a rate that is not known.
+    """
+    trial, units = frames.ran[row["id"]], frames.units[row["id"]]
+    sent = frames.unit_bytes[row["id"]]
+    policy = trial.resolved_policy()
+    rate = math.nan if row["achieved_mbit"] is None else row["achieved_mbit"] * BITS_PER_MBIT
+    if policy is None or not units or (sent and math.isnan(rate)):
+        return None
+    passes = trial.accumulation
+
+    def link(unit: str, phase: str, *purposes: str) -> float:
+        nbytes = sum(sent.get((unit, phase, purpose), 0) for purpose in purposes)
+        return 8 * nbytes / steps / passes / rate if nbytes else 0.0
+
+    elements = sum(size for _, size, _ in units)
+    shares = [size / elements / passes for _, size, _ in units]
+    messages = [
+        {
+            "gather": link(unit, "forward", "weights", "persistent"),
+            "regather": link(unit, "backward", "weights", "persistent"),
+            "reduce": link(unit, "backward", "gradients"),
+        }
+        for unit, _, _ in units
+    ]
+    world = trial.topology().world
+    geometries = [
+        UnitGeometry(name, (), padded, world, not name.endswith(FROZEN)) for name, _, padded in units
+    ]
+    outer = tuple(index for index, unit in enumerate(geometries) if unit.outer)
+    schedule = Schedule(
+        [unit.padded for unit in geometries],
+        tuple(index for index in range(len(units)) if index not in outer),
+        outer,
+        policy.memory.prefetch,
+        policy.memory.max_live,
+        kept_units(policy, geometries),
+        in_model_order=policy.stage < 3,
+    )
+
+    def bound(forward: float, backward: float, rest: float) -> float:
+        loads = [
+            Load(forward=forward * share, backward=backward * share, **sending)
+            for share, sending in zip(shares, messages, strict=True)
+        ]
+        return passes * pass_seconds(schedule, loads) + rest
+
+    return bound

@@ -1,0 +1,113 @@
+"""Bytes that were sent and bytes that are held, by part: ledger, prediction, engine, formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from impl.codecs.codec import BF16
+from impl.plan.geometry import FROZEN, UnitGeometry
+from impl.plan.policy import Policy
+from impl.plan.topology import Topology
+from impl.plan.traffic import Load, predict
+from report.data.frames import Frames
+from report.data.metrics import TRAINING, timed_steps
+
+VOLUME_PARTS: Final = ("gather in forward", "gather in backward", "gradients", "control")
+
+
+def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
+    """Bytes between nodes per step by part, ledger, all ranks: one row per trial and part."""
+    steps = timed_steps(frames)
+    between = frames.bytes[
+        (frames.bytes["link"] == "inter")
+        & frames.bytes["phase"].isin(TRAINING)
+        & (frames.bytes["source"] == "ledger")
+    ]
+    part = np.select(
+        [
+            (between["purpose"] == "weights") & (between["phase"] == "forward"),
+            between["purpose"] == "weights",
+            between["purpose"] == "gradients",
+        ],
+        VOLUME_PARTS[:3],
+        default=VOLUME_PARTS[3],
+    )
+    sums = between.assign(part=part).groupby(["id", "part"], as_index=False)["bytes"].sum()
+    sums["bytes"] = sums["bytes"] / sums["id"].map(steps)
+    kept = ["id", "strategy", "contender", "place", "nodes", "ranks_per_node", "model", "accumulation"]
+    kept += ["m_bytes", "predicted_bytes", "interface_bytes", "sent_bytes", "where", "cell"]
+    found = table[kept].merge(sums, on="id", how="inner")
+    return found.assign(m=found["bytes"] / found["m_bytes"])
+
+
+def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
+    """What each technique spares against flat collectives in 16 bits, in bytes per step.
+
+    From ``impl.plan.traffic`` on the record's own units; every policy in turn is changed from flat
+    (ring) collectives in 16 bits to hops by node, then given its hpZ copy, then its codecs:
+
+        ``hops``        flat - hierarchical in 16 bits
+        ``copy``        hierarchical - with the hpZ copy, in 16 bits
+        ``quantising``  with the hpZ copy in 16 bits - the policy itself
+        ``sent``        what is left
+
+    One row per trial and part; trials of peers, inside hosts and on one node are left out.
+    """
+    rows: list[dict[str, object]] = []
+    for trial in table[table["nodes"] > 1].itertuples():
+        ran = frames.ran[str(trial.id)]
+        policy = ran.resolved_policy()
+        if policy is None or ran.host is not None:
+            continue
+        topology = ran.topology()
+        units = [
+            UnitGeometry(n, (), padded, topology.world, not n.endswith(FROZEN), policy.group_ranks(topology))
+            for n, _, padded in frames.units[str(trial.id)]
+        ]
+        raw_codecs = {"weights": BF16, "gradients": (BF16, BF16), "feedback": None, "chunks": 1}
+        ladder = (
+            replace(policy, **raw_codecs, secondary=0, group=0, gather="flat", reduce="ring"),  # type: ignore[arg-type]
+            replace(policy, **raw_codecs, secondary=0),  # type: ignore[arg-type]
+            replace(policy, **raw_codecs),  # type: ignore[arg-type]
+            policy,
+        )
+        of_all = [replace(unit, group=0) for unit in units]
+        layouts = (of_all if policy.stage else units, units, units, units)
+        sent = [
+            _sent_between(p, topology, laid_out, ran.accumulation)
+            for p, laid_out in zip(ladder, layouts, strict=True)
+        ]
+        parts = {
+            "sent": sent[3],
+            "quantising": sent[2] - sent[3],
+            "copy": sent[1] - sent[2],
+            "hops": sent[0] - sent[1],
+        }
+        rows += [{"id": trial.id, "part": part, "bytes": size} for part, size in parts.items()]
+    found = pd.DataFrame(rows, columns=["id", "part", "bytes"])
+    kept = table[
+        ["id", "strategy", "contender", "place", "nodes", "ranks_per_node", "model", "m_bytes", "cell"]
+    ]
+    merged = kept.merge(found, on="id", how="inner")
+    return merged.assign(m=pd.to_numeric(merged["bytes"]) / merged["m_bytes"])
+
+
+def _sent_between(policy: Policy, topology: Topology, units: list[UnitGeometry], micro_batches: int) -> int:
+    load = Load(micro_batches=micro_batches)
+    return sum(
+        sent.bytes
+        for rank in range(topology.world)
+        for key, sent in predict(policy, topology, units, rank, load).items()
+        if key.link == "inter"
+    )
+
+
+def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
+    """Bytes per rank by part, engine beside formula: the largest rank of each trial."""
+    largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
+    kept = ["id", "strategy", "contender", "place", "where", "cell", "secondary", "seed", "repeat"]
+    return table[kept].merge(largest, on="id", how="inner")

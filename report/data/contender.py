@@ -1,0 +1,148 @@
+"""Who ran: strategies and policies by the names that figures print.
+
+A contender is a strategy with the policy fields in which a trial differs from the preset.  What all
+policies of a folder change alike of how they compute and move their data (types, prefetch, gather, ...)
+says nothing in a comparison and is left out of the names; what a technique is made of (stage, group,
+codecs, hpZ, feedback) is always told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from harness.suites.trial import RECIPE, Trial
+from impl.deepspeed.recipe import recipe
+from impl.plan.policy import Policy
+from impl.plan.topology import Topology
+
+BASELINE: Final = "zero3"
+PROPOSED: Final = "zeropp"
+TECHNIQUES: Final = ("qwz", "hpz", "qgz")
+COMBINATIONS: Final = ("zero3", "qwz", "hpz", "qgz", "qwz+hpz", "qwz+qgz", "hpz+qgz", "zeropp")
+NAMES: Final = {
+    "single": "single process",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "ddp+exact": "DDP + exact",
+    "ddp+bf16": "DDP + bf16",
+    "ddp+qgz": "DDP + qgZ",
+    "fsdp2+exact": "FSDP2 + exact",
+    "fsdp2+bf16": "FSDP2 + bf16",
+    "fsdp2+qwz": "FSDP2 + qwZ",
+    "fsdp2+qgz": "FSDP2 + qgZ",
+    "fsdp2+qwz+qgz": "FSDP2 + qwZ+qgZ",
+    "exact": "exact (fp32)",
+    "zero0": "ZeRO-0",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "mics": "MiCS",
+    "qwz": "qwZ",
+    "hpz": "hpZ",
+    "qgz": "qgZ",
+    "qwz+hpz": "qwZ+hpZ",
+    "qwz+qgz": "qwZ+qgZ",
+    "hpz+qgz": "hpZ+qgZ",
+    "zeropp": "ZeRO++",
+    "recipe": "DeepSpeed configuration",
+}
+"""Printed names, in the order in which figures and tables list strategies."""
+
+_SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
+_ALWAYS_TOLD: Final = frozenset({"stage", "group", "weights", "gradients", "secondary", "feedback", "frozen"})
+
+
+def order_of(strategy: str) -> int:
+    """Place of a strategy in lists; unknown ones stand last."""
+    names = list(NAMES)
+    return names.index(strategy) if strategy in names else len(names)
+
+
+def fields_of(trial: Trial) -> dict[str, str]:
+    """Fields of the trial's policy that decide what is computed and sent, as text; empty without a policy."""
+    policy = trial.resolved_policy()
+    return {} if policy is None else _fields(policy, trial.topology())
+
+
+def changes_of(trial: Trial) -> dict[str, str]:
+    """Fields of the policy that differ from the strategy's preset on this topology, as text.
+
+    ``align`` and ``max_padding`` change the layout, not what is compared, and are left out.
+    """
+    policy, base = trial.resolved_policy(), trial.base_policy()
+    if policy is None or base is None:
+        return {}
+    topology = trial.topology()
+    fields, usual = _fields(policy, topology), _fields(base, topology)
+    return {name: value for name, value in fields.items() if value != usual[name]}
+
+
+def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
+    hops = [str(codec) for codec in policy.gradients]
+    return {
+        "stage": str(policy.stage),
+        "group": str(policy.group_ranks(topology)),
+        "weights": str(policy.weights),
+        "gradients": hops[0] if hops[0] == hops[1] else "/".join(hops),
+        "secondary": str(policy.secondary_ranks(topology)),
+        "gather": policy.gather,
+        "reduce": policy.reduce,
+        "chunks": str(policy.chunks),
+        "feedback": str(policy.feedback or "none"),
+        "reduce every": policy.reduce_every.replace("_", "-"),
+        "compute": policy.compute,
+        "loss scale": str(policy.loss_scale or "none"),
+        "frozen": str(policy.frozen or "none"),
+        "prefetch": str(policy.memory.prefetch),
+        "max live": str(policy.memory.max_live),
+        "max reuse": str(policy.memory.max_reuse),
+        "persist below": str(policy.memory.persist_below),
+        "persist most": str(policy.memory.persist_most),
+        "reduce bucket": str(policy.memory.reduce_bucket),
+        "largest unit": str(policy.memory.largest_unit),
+        "optimizer on the host": f"{policy.offload.optimizer:g}",
+        "weights on the host": f"{policy.offload.weights:g}",
+        "order checked every": str(policy.order_every),
+    }
+
+
+def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
+    """How all policies of a folder compute and move their data, where that differs from their presets."""
+    of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
+    if not of_policies:
+        return {}
+    return {
+        name: value
+        for name, value in of_policies[0].items()
+        if name not in _ALWAYS_TOLD and all(other.get(name) == value for other in of_policies)
+    }
+
+
+def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
+    """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it.
+
+    ``w`` and ``g`` are the codecs of weights and gradients.  A DeepSpeed configuration is told by its stage
+    and by what it asks beside that.
+    """
+    name = NAMES.get(trial.strategy, trial.strategy)
+    changes = changes_of(trial)
+    if trial.strategy == RECIPE:
+        changes = _asked(trial) | changes
+    said = [told(key, value) for key, value in changes.items() if key not in shared]
+    return f"{name} ({', '.join(said)})" if said else name
+
+
+def told(field: str, value: str) -> str:
+    """A field of a policy in a few characters: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
+    if field == "secondary" and value == "0":
+        return "no hpZ copy"
+    return f"{_SHORT.get(field, field)} {value}"
+
+
+def _asked(trial: Trial) -> dict[str, str]:
+    """The stage of a DeepSpeed configuration, and in what its policy differs from the bare stage's."""
+    policy, topology = trial.recipe().policy, trial.topology()
+    bare = recipe({"zero_optimization": {"stage": policy.stage}}, topology=topology).policy
+    fields, usual = _fields(policy, topology), _fields(bare, topology)
+    return {name: value for name, value in fields.items() if name == "stage" or value != usual[name]}

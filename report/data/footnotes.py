@@ -1,0 +1,106 @@
+"""Marks beside numbers that need a word more, and the words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import pandas as pd
+
+from report.data.metrics import OTHERS_WITHIN, RATES_AGREE_WITHIN, Derived
+from report.data.text import NOTHING, counted
+
+RATES = "†"
+TAKEN = "‡"
+ABOVE = "§"
+
+RATES_IN_WORDS = (
+    f"{RATES}: the links of one setting's contenders achieved rates that differ by more than "
+    f"{RATES_AGREE_WITHIN:.0%}."
+)
+TAKEN_IN_WORDS = (
+    f"{TAKEN}: trials during which other programs and the machine's host took more than {OTHERS_WITHIN:.0%} "
+    "of the processors' time."
+)
+
+
+def share(value: float | None) -> str:
+    """A share of what is allowed, to hundredths; one above 1 is marked."""
+    if value is None or pd.isna(value):
+        return NOTHING
+    return f"{value:.2f}{above(value)}"
+
+
+def part(value: float | None) -> str:
+    """A part of the processors' time, in percent."""
+    return NOTHING if value is None or pd.isna(value) else f"{value:.1%}"
+
+
+def above(value: float) -> str:
+    """The mark of a share that is above 1 as printed, in hundredths; nothing for others."""
+    return f" {ABOVE}" if round(value, 2) > 1 else ""
+
+
+def above_in_words(shares: pd.DataFrame, *, marked: bool = True) -> str:
+    """What a caption says of shares above 1, ending with a space; nothing where there are none.
+
+    Args:
+        shares: of trials, with columns ``schedule_share``, ``ideal_share`` and ``processors_busy``.
+        marked: whether the mark stands beside them.
+    """
+    beyond = {name for name in shares.columns if shares[name].round(2).gt(1).any()}
+    why = []
+    if "ideal_share" in beyond:
+        why.append("steps sent their bytes at a higher rate than the probe after the trial found")
+    elif "schedule_share" in beyond:
+        why.append(
+            "steps sent their bytes at a higher rate than the probe after the trial found, or their units "
+            "share the computation otherwise than by their elements, as the scheduled step takes it"
+        )
+    if "processors_busy" in beyond:
+        why.append("ranks do not begin a step together, so that part of what they computed is another step's")
+    if not why:
+        return ""
+    where = f"{ABOVE}: above 1, so" if marked else "Where the share is above 1,"
+    return f"{where} what is said to be allowed is too long: {'; and '.join(why)}. "
+
+
+def trials(mine: pd.DataFrame) -> str:
+    """Number of trials, and of those during which others took processors."""
+    taken = int(mine["taken_share"].gt(OTHERS_WITHIN).sum())
+    return f"{len(mine)}" + (f" ({taken} {TAKEN})" if taken else "")
+
+
+def rates(mine: pd.DataFrame, differing: Collection[str]) -> str:
+    """The mark of trials in settings whose links had different rates; nothing for others."""
+    return f" {RATES}" if mine["cell"].isin(list(differing)).any() else ""
+
+
+def in_words(cells: Iterable[str]) -> str:
+    """What a caption says of the marks of rates and of trials that stand in these cells, after a space."""
+    found = "".join(cells)
+    words = {RATES: RATES_IN_WORDS, TAKEN: TAKEN_IN_WORDS}
+    return "".join(f" {told}" for mark, told in words.items() if mark in found)
+
+
+def taken_warning(derived: Derived) -> str | None:
+    """What the page says before all numbers, if others took processors during any trial."""
+    ran = derived.finished
+    found = ran[ran["taken_share"].gt(OTHERS_WITHIN)]
+    if found.empty:
+        return None
+    return (
+        f"During {len(found)} of {counted(len(ran), 'trial')} others had the processors: programs that are "
+        f"no ranks, and the machine's host, took more than {OTHERS_WITHIN:.0%} of their time, at most "
+        f"{found['taken_share'].max():.0%}; such trials are marked ({TAKEN})."
+    )
+
+
+def taken_fact(derived: Derived) -> str | None:
+    """How much of the processors others took in any trial, in a few words; None without trials."""
+    taken = derived.finished["taken_share"].astype(float)
+    if taken.empty:
+        return None
+    if taken.isna().all():
+        return "not on record"
+    unknown = int(taken.isna().sum())
+    return f"at most {taken.max():.1%} in a trial" + (f"; not on record in {unknown}" if unknown else "")

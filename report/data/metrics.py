@@ -1,0 +1,398 @@
+"""What is derived from raw records.  Formulas and units: docs/reference/metrics.md.
+
+Each function takes :class:`report.data.frames.Frames` and returns one row per trial, pair or part, so
+that every printed number can be traced to record ids.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from harness.records.statistics import Interval, paired_ratio_interval
+from harness.suites.model_sizes import PRESETS, tflops_per_rank
+from harness.suites.trial import PolicyChanges, Trial
+from report.data.best_step import BITS_PER_MBIT, processor_seconds, schedule_seconds
+from report.data.contender import BASELINE, NAMES, PROPOSED
+from report.data.decoding import generations
+from report.data.frames import Frames, groups
+
+RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
+TRAINING: Final = ("forward", "backward", "step")  # phases of a training step
+OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
+PAIR: Final = ("cell", "seed", "repeat")  # trials that ran under the same conditions
+
+
+def trials(frames: Frames) -> pd.DataFrame:
+    """One row per finished trial: what ran and what follows from its raw values.
+
+    Beside the columns of ``frames.trials``:
+        step_seconds: median over timed steps of the slowest rank's total.
+        compute_seconds: median over timed steps of the largest (total - exposed) of any rank.
+        exposed_seconds: median over timed steps of the slowest rank's exposed communication.
+        tokens_per_second: tokens of all ranks in a step / step_seconds.
+        sent_bytes: bytes per step that all ranks sent between nodes in training (ledger).
+        predicted_bytes, interface_bytes: the same, from the prediction and the interfaces.
+        header_bytes: of the packets that the interfaces counted, per step.
+        egress_bytes: the largest of any node; ledger, or the interface where there is no ledger.
+        wire_seconds: 8 egress_bytes / achieved rate.
+        ideal_seconds: max(compute_seconds, wire_seconds): one of the two hidden behind the other.
+        schedule_seconds: of the scheduled step (:mod:`report.data.best_step`); never below wire_seconds.
+        processor_seconds: processor seconds of all ranks / the processors that they share (likewise).
+        best_seconds: the larger of these two; NaN where the schedule's is not known.
+        share, schedule_share, ideal_share: best_seconds, schedule_seconds and ideal_seconds / step_seconds.
+        processors_busy: processor_seconds / step_seconds.
+        taken_share: the part of the processors' time that other programs and the machine's host had.
+        m_bytes: M times the micro-batches of a step; M is what crosses between nodes in one
+            hierarchical gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
+        tflops: model TFLOP/s of a rank, for presets.
+        first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
+        validation_step: optimizer steps before that validation, warm-ups included.
+    """
+    table = frames.trials.assign(taken_share=taken_share(frames.trials))
+    for found in (_times(frames), _traffic(frames), _first_loss(frames), _final_loss(frames)):
+        table = table.merge(found, on="id", how="left")
+    tokens = table["tokens_per_rank"] * table["world"] * table["accumulation"]
+    table["tokens_per_second"] = tokens / table["step_seconds"]
+    rate = pd.to_numeric(table["achieved_mbit"]).astype(float) * BITS_PER_MBIT
+    table["wire_seconds"] = np.where(table["egress_bytes"] == 0, 0.0, 8 * table["egress_bytes"] / rate)
+    table["ideal_seconds"] = table[["compute_seconds", "wire_seconds"]].max(axis=1, skipna=False)
+    table["schedule_seconds"] = table["id"].map(schedule_seconds(frames, timed_steps(frames)))
+    at_least = table[["schedule_seconds", "wire_seconds"]].max(axis=1)  # what is sent beside units' messages
+    table["schedule_seconds"] = at_least.where(table["schedule_seconds"].notna())
+    table["processor_seconds"] = table["id"].map(processor_seconds(frames))
+    either = table[["schedule_seconds", "processor_seconds"]].max(axis=1)
+    table["best_seconds"] = either.where(table["schedule_seconds"].notna())
+    for name, seconds in (
+        ("share", "best_seconds"),
+        ("schedule_share", "schedule_seconds"),
+        ("ideal_share", "ideal_seconds"),
+        ("processors_busy", "processor_seconds"),
+    ):
+        table[name] = table[seconds] / table["step_seconds"]
+    model = ["nodes", "ranks_per_node", "model", "accumulation"]  # peers have no units of their own
+    table["padded"] = table.groupby(model)["padded"].transform("max")
+    table["m_bytes"] = (2.0 * table["padded"] * (table["nodes"] - 1)).replace(0.0, np.nan)
+    table["m_bytes"] *= table["accumulation"]
+    table["tflops"] = [
+        _tflops(frames.ran[row["id"]], row["step_seconds"], row["processes"])
+        for row in table[["id", "step_seconds", "processes"]].to_dict("records")
+    ]
+    table["first"] = table.groupby("contender")["order"].transform("min")
+    table["rate_mbit"] = pd.to_numeric(table["rate_mbit"]).astype(float)
+    table["achieved_mbit"] = pd.to_numeric(table["achieved_mbit"]).astype(float)
+    cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "where"]
+    return table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
+
+
+def taken_share(table: pd.DataFrame) -> pd.Series[float]:
+    """What other programs and the machine's host took of the processors' time; NaN where it is not known.
+
+    Args:
+        table: with the columns of ``frames.trials``.
+    """
+    return pd.to_numeric(table["others_share"]).astype(float) + pd.to_numeric(table["steal_share"])
+
+
+def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
+    """Model TFLOP/s of each rank; NaN for models whose sizes this package does not know."""
+    model = trial.model
+    preset = PRESETS.get(model.name)
+    if preset is None or not set(model.arguments) <= {field.name for field in fields(preset)}:
+        return math.nan
+    changed: dict[str, Any] = asdict(preset) | model.arguments
+    shape = type(preset)(**changed)
+    return tflops_per_rank(
+        shape,
+        sequences=trial.tokens_per_rank // trial.sequence * trial.accumulation * trial.topology().world,
+        length=trial.sequence,
+        recompute=False,
+        seconds=seconds,
+        ranks=ranks,
+    )
+
+
+def _timed(frames: Frames) -> pd.DataFrame:
+    """Timed steps with their exposed communication and what is left of the total."""
+    timed = frames.steps[~frames.steps["warmup"].astype(bool)].copy()
+    exposed = pd.to_numeric(timed["exposed_forward"]) + pd.to_numeric(timed["exposed_backward"])
+    return timed.assign(exposed=exposed, compute=timed["total"] - exposed)
+
+
+def _slowest(timed: pd.DataFrame) -> pd.DataFrame:
+    """For each step of each trial, the row of the rank that took longest."""
+    return timed.loc[timed.groupby(["id", "index"])["total"].idxmax()]
+
+
+def _times(frames: Frames) -> pd.DataFrame:
+    timed = _timed(frames)
+    computing = timed.groupby(["id", "index"])["compute"].max().groupby("id").median()
+    slowest = _slowest(timed).groupby("id")[["total", "exposed"]].median()
+    found = slowest.rename(columns={"total": "step_seconds", "exposed": "exposed_seconds"})
+    return found.assign(compute_seconds=computing).reset_index()
+
+
+def timed_steps(frames: Frames) -> pd.Series[int]:
+    """Number of timed steps of each trial, as counted in its records."""
+    return _timed(frames).groupby("id")["index"].nunique()
+
+
+def _traffic(frames: Frames) -> pd.DataFrame:
+    steps = timed_steps(frames)
+    between = frames.bytes[(frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)]
+    ledger, predicted = (between[between["source"] == name] for name in ("ledger", "predicted"))
+    has_ledger = frames.bytes[frames.bytes["source"] == "ledger"]["id"].unique()
+    found = pd.DataFrame(index=pd.Index(frames.trials["id"], name="id"))
+    totals = {
+        "sent_bytes": ledger.groupby("id")["bytes"].sum(),
+        "predicted_bytes": predicted.groupby("id")["bytes"].sum(),
+        "interface_bytes": frames.interfaces.groupby("id")["tx_bytes"].sum(),
+        "header_bytes": _headers(frames),
+    }
+    for name, total in totals.items():
+        found[name] = total.reindex(found.index) / steps.reindex(found.index)
+    for source, column in (("ledger", "sent_bytes"), ("predicted", "predicted_bytes")):
+        whole = frames.bytes[frames.bytes["source"] == source]["id"].unique()
+        found.loc[found.index.isin(whole), column] = found[column].fillna(0)
+    busiest = ledger.groupby(["id", "node"])["bytes"].sum().groupby("id").max()
+    counted = frames.interfaces.groupby("id")["tx_bytes"].max()
+    egress = busiest.reindex(found.index)
+    egress[found.index.isin(has_ledger)] = egress.fillna(0)
+    found["egress_bytes"] = egress.fillna(counted.reindex(found.index)) / steps.reindex(found.index)
+    return found.astype(float).reset_index()
+
+
+def _headers(frames: Frames) -> pd.Series[float]:
+    """Bytes of packet headers over the timed steps, where the link states their size."""
+    counted = frames.interfaces.dropna(subset=["header_bytes"])
+    return (counted["tx_packets"] * counted["header_bytes"].astype(float)).groupby(counted["id"]).sum()
+
+
+def _first_loss(frames: Frames) -> pd.DataFrame:
+    """Mean over ranks of the first step's loss."""
+    steps = frames.steps
+    first = steps[steps["index"] == steps.groupby("id")["index"].transform("min")]
+    return first.groupby("id")["loss"].mean().rename("first_loss").reset_index()
+
+
+def _final_loss(frames: Frames) -> pd.DataFrame:
+    last = frames.validations.sort_values("step").groupby("id").tail(1)
+    names = {"loss": "validation_loss", "step": "validation_step"}
+    return last[["id", *names]].rename(columns=names)
+
+
+def pairs(table: pd.DataFrame) -> pd.DataFrame:
+    """Each trial beside ZeRO-3's of the same cell, seed and repeat.
+
+    Args:
+        table: from :func:`trials`.
+
+    Returns:
+        Columns of ``table`` and ``baseline`` (its id), ``speedup`` (its step seconds over ours),
+        ``allowed`` (its step seconds over our best_seconds), ``bytes_ratio`` (our bytes between
+        nodes over its, ledger) and ``interface_ratio``.  Trials without a partner are left out.
+    """
+    base = table[(table["strategy"] == BASELINE) & (table["contender"] == NAMES[BASELINE])]
+    columns = [*PAIR, "id", "step_seconds", "sent_bytes", "interface_bytes"]
+    base = base[columns].drop_duplicates(list(PAIR))
+    renamed = {c: f"baseline_{c}" for c in columns[4:]} | {"id": "baseline"}
+    joined = table.merge(base.rename(columns=renamed), on=list(PAIR), how="inner")
+    joined["speedup"] = joined["baseline_step_seconds"] / joined["step_seconds"]
+    joined["allowed"] = joined["baseline_step_seconds"] / joined["best_seconds"]
+    joined["bytes_ratio"] = joined["sent_bytes"] / joined["baseline_sent_bytes"]
+    joined["interface_ratio"] = joined["interface_bytes"] / joined["baseline_interface_bytes"]
+    return joined.rename(columns={"baseline_step_seconds": "baseline_seconds"})
+
+
+def speedup(group: pd.DataFrame) -> Interval:
+    """Geometric mean of paired speed-ups with its confidence interval.
+
+    Args:
+        group: rows of :func:`pairs` of one contender in one cell.
+    """
+    keys = list(zip(group["seed"], group["repeat"], strict=True))
+    return paired_ratio_interval(
+        dict(zip(keys, group["baseline_seconds"], strict=True)),
+        dict(zip(keys, group["step_seconds"], strict=True)),
+    )
+
+
+def rates_differ(table: pd.DataFrame) -> dict[str, float]:
+    """Cells whose contenders had links of different rates: largest over smallest, minus one.
+
+    An unshaped link has no rate to keep: its probes say how busy the machine was, and mark nothing.
+
+    Args:
+        table: from :func:`trials`.
+    """
+    kept = table[table["rate_mbit"].notna() | (table["link_kind"] == "real")]
+    rates = kept.assign(achieved_mbit=pd.to_numeric(kept["achieved_mbit"])).dropna(subset=["achieved_mbit"])
+    medians = rates.groupby(["cell", "contender"])["achieved_mbit"].median().groupby("cell")
+    spread = medians.max() / medians.min() - 1
+    return {str(cell): float(value) for cell, value in spread.items() if value > RATES_AGREE_WITHIN}
+
+
+def several_rates(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of sizes and topologies that ran at two or more rates."""
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
+    rates = table.assign(told=table["rate_mbit"].fillna(-1.0)).groupby(keys)["told"].transform("nunique")
+    return table[(rates >= 2) & table["achieved_mbit"].notna()]
+
+
+def beside_published(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Pairs that have a counterpart in the throughput that the ZeRO++ blog prints: the preset ZeRO++ over
+    ZeRO-3 at two or more rates.  Without any, neither the figure nor the table of it is on the page.
+
+    Args:
+        pairs: from :func:`pairs`.
+    """
+    found = several_rates(pairs)
+    return found[found["contender"] == NAMES[PROPOSED]]
+
+
+def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
+    """The rate at which a contender and ZeRO-3 are equally fast, per size of cluster and batch.
+
+    Between two neighbouring measured rates whose speed-ups lie on both sides of 1, on the straight
+    line over the logarithm of the rate; NaN where none is crossed.
+
+    Args:
+        pairs: from :func:`pairs`.
+
+    Returns:
+        One row per size and contender that ran at two or more rates: ``break_even_mbit`` (the
+        highest crossing), ``low_mbit`` and ``high_mbit`` (the range measured), ``low_speedup``
+        and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's, with
+        spaces between them.
+    """
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
+    rows: list[dict[str, object]] = []
+    measured = pairs[pairs["achieved_mbit"].notna() & (pairs["contender"] != NAMES[BASELINE])]
+    for key, group in groups(measured, keys):
+        cells = [of_cell for _, of_cell in groups(group, ["cell"])]
+        points = sorted(
+            (float(of_cell["achieved_mbit"].median()), speedup(of_cell).estimate) for of_cell in cells
+        )
+        if len(points) < 2:
+            continue
+        crossings = [
+            math.exp(math.log(r0) + (math.log(r1) - math.log(r0)) * (s0 - 1) / (s0 - s1))
+            for (r0, s0), (r1, s1) in pairwise(points)
+            if (s0 - 1) * (s1 - 1) < 0
+        ]
+        row: dict[str, object] = dict(zip(keys, key, strict=True))
+        row |= {"low_mbit": points[0][0], "high_mbit": points[-1][0]}
+        row |= {"low_speedup": points[0][1], "high_speedup": points[-1][1]}
+        row |= {"records": " ".join(sorted({*group["id"], *group["baseline"]}))}
+        rows.append(row | {"break_even_mbit": max(crossings, default=math.nan)})
+    names = ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "break_even_mbit", "records"]
+    return pd.DataFrame(rows, columns=[*keys, *names])
+
+
+def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
+    """ZeRO++ at a quarter of the rate over ZeRO-3 at the full rate, paired by seed and repeat.
+
+    Args:
+        frames: of the same records.
+        table: from :func:`trials`.
+
+    Returns:
+        ``id``, ``baseline``, ``rate_mbit`` (of ZeRO-3), ``parity`` (ratio of tokens per second),
+        ``place`` told without the rate.
+    """
+    shaped = table.dropna(subset=["rate_mbit"])
+    keys = ["elsewhere", "seed", "repeat"]
+    elsewhere = [cell_without_rate(frames, identity) for identity in shaped["id"]]
+    shaped = shaped.assign(elsewhere=elsewhere, rate_mbit=pd.to_numeric(shaped["rate_mbit"]).astype(float))
+    named = shaped["contender"]
+    ours = shaped[named == NAMES[PROPOSED]].assign(full_rate=lambda t: 4 * t["rate_mbit"])
+    base = shaped[named == NAMES[BASELINE]]
+    columns = [*keys, "rate_mbit", "id", "tokens_per_second", "achieved_mbit"]
+    joined = ours.merge(
+        base[columns].rename(columns={"rate_mbit": "full_rate", "id": "baseline"}),
+        on=[*keys, "full_rate"],
+        suffixes=("", "_baseline"),
+    )
+    joined["parity"] = joined["tokens_per_second"] / joined["tokens_per_second_baseline"]
+    return joined.sort_values(["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"], ignore_index=True)
+
+
+def cell_without_rate(frames: Frames, identity: str) -> str:
+    """What trials have in common that differ in who ran, repetition and rate alone, as a hash."""
+    trial = frames.ran[identity]
+    everywhere = {"strategy": BASELINE, "policy": PolicyChanges(), "seed": 0, "repeat": 0}
+    unshaped = trial.cluster.model_copy(update={"rate": None})
+    return trial.model_copy(update=everywhere | {"cluster": unshaped, "measure_quantisation": False}).id
+
+
+def split(frames: Frames) -> pd.DataFrame:
+    """Where a step's time goes: the mean over timed steps of the slowest rank's parts.
+
+    Means, so that the parts add up to the mean step; one row per trial and part.  Where exposed
+    communication was not measured (peers), it stays inside forward and backward.
+    """
+    slowest = _slowest(_timed(frames))
+    forward = slowest["exposed_forward"].astype(float)
+    backward = slowest["exposed_backward"].astype(float)
+    parts = pd.DataFrame(
+        {
+            "id": slowest["id"],
+            "forward": slowest["forward"] - forward.fillna(0),
+            "exposed in forward": forward,
+            "backward": slowest["backward"] - backward.fillna(0),
+            "exposed in backward": backward,
+            "optimizer": slowest["optimizer"],
+            "other": slowest["total"] - slowest["forward"] - slowest["backward"] - slowest["optimizer"],
+        }
+    )
+    means = parts.groupby("id").mean()
+    means["other"] = means["other"].clip(lower=0)
+    long = means.reset_index().melt(id_vars="id", var_name="part", value_name="seconds")
+    return long.dropna(subset=["seconds"])
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Raw tables and what every figure needs of them, computed once.
+
+    Attributes:
+        frames: raw tables.
+        trials: from :func:`trials`.
+        pairs: from :func:`pairs`.
+        differing: from :func:`rates_differ`.
+        generations: from :func:`report.data.decoding.generations`.
+    """
+
+    frames: Frames
+    trials: pd.DataFrame
+    pairs: pd.DataFrame
+    differing: dict[str, float]
+    generations: pd.DataFrame
+
+    @property
+    def finished(self) -> pd.DataFrame:
+        """One row per finished trial, whether it trained or generated: the columns of ``frames.trials`` and
+        ``taken_share``.
+        """
+        columns = [*self.frames.trials.columns, "first"]
+        generated = self.generations.drop_duplicates("id")[columns]
+        both = [table for table in (self.trials[columns], generated) if len(table)]
+        found = pd.concat(both, ignore_index=True) if both else generated
+        return found.assign(taken_share=taken_share(found))
+
+    @property
+    def disturbed(self) -> frozenset[str]:
+        """Ids of finished trials in which others took more than :data:`OTHERS_WITHIN` of the processors."""
+        ran = self.finished
+        return frozenset(str(identity) for identity in ran[ran["taken_share"].gt(OTHERS_WITHIN)]["id"])
+
+
+def derive(frames: Frames) -> Derived:
+    """Everything that figures and tables start from."""
+    table = trials(frames)
+    return Derived(frames, table, pairs(table), rates_differ(table), generations(frames))

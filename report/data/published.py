@@ -1,0 +1,72 @@
+"""Numbers printed by the papers, with their sources, to be drawn beside ours.
+
+``report/published/*.csv``; a row's ``source`` column says where it was read.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Final
+
+import pandas as pd
+
+FOLDER: Final = Path(__file__).parents[1] / "published"
+PARITY_FIGURE: Final = "bandwidth parity"
+
+
+def throughput() -> pd.DataFrame:
+    """TFLOPs per GPU by model, bandwidth and tokens per GPU, with ZeRO++'s speed-up.
+
+    One row per setting: ``gpus``, ``gpu``, ``model``, ``inter_node_gbps``, ``tokens_per_gpu``,
+    ``zero3`` and ``zeropp`` (TFLOPs per GPU), ``speedup``, ``source``.
+    """
+    table = pd.read_csv(FOLDER / "zeropp_throughput.csv")
+    keys = ["source", "gpus", "gpu", "model", "inter_node_gbps", "tokens_per_gpu"]
+    wide = table.pivot_table(index=keys, columns="system", values="tflops_per_gpu", sort=False).reset_index()
+    wide.columns.name = None
+    return wide.assign(speedup=wide["zeropp"] / wide["zero3"])
+
+
+def parity() -> pd.DataFrame:
+    """ZeRO++ at a quarter of the bandwidth over ZeRO-3 at the full one: 50/47 and 48/48.
+
+    One row per model: ``model``, ``zeropp`` at ``low_gbps``, ``zero3`` at ``high_gbps`` (TFLOPs
+    per GPU), ``parity``.
+    """
+    shown = throughput()
+    shown = shown[shown["source"].str.contains(PARITY_FIGURE)]
+    low = shown.assign(high_gbps=4 * shown["inter_node_gbps"])
+    high = shown[["model", "inter_node_gbps", "zero3"]].rename(columns={"inter_node_gbps": "high_gbps"})
+    pairs = low.drop(columns=["zero3", "speedup"]).merge(high, on=["model", "high_gbps"])
+    pairs = pairs.rename(columns={"inter_node_gbps": "low_gbps"})
+    return pairs.assign(parity=pairs["zeropp"] / pairs["zero3"])
+
+
+def volume() -> pd.DataFrame:
+    """Bytes between nodes per step in units of M: ``method``, its parts, ``total_m``, ``published``.
+
+    Rows whose ``published`` is no follow from the rule of the blog and were not printed there.
+    """
+    return pd.read_csv(FOLDER / "zeropp_volume.csv")
+
+
+def total(strategy: str, contender: str) -> float:
+    """Bytes between nodes per step in units of M by the rule; NaN where it says nothing.
+
+    Args:
+        strategy: one of its methods, or any other.
+        contender: as printed; with changes in parentheses it is none of the presets, which the rule counts.
+    """
+    found = volume().set_index("method")["total_m"]
+    return float(found.get(strategy, math.nan)) if "(" not in contender else math.nan
+
+
+def generation() -> pd.DataFrame:
+    """Generated tokens per second and GPU in the blog's RLHF figure, with ZeRO++'s speed-up.
+
+    One row per model: ``source``, ``model``, ``gpus``, ``unit``, ``zero3``, ``zeropp``, ``speedup``.
+    """
+    table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
+    shown = table[table["phase"] == "generation"].reset_index(drop=True)
+    return shown.assign(speedup=shown["zeropp"] / shown["zero3"])

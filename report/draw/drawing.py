@@ -1,0 +1,281 @@
+"""Pieces that several figures share: panels, plain log axes, intervals, labels beside lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from harness.records.statistics import Interval
+from report.draw import theme
+
+LINE_POINTS: Final = 10.5  # height of a label, with its air
+ROW_INCHES: Final = 0.3  # height of a bar with its air
+_LABEL_LETTERS: Final = 20  # of a label in one line
+
+
+def panels(
+    columns: int, rows: int = 1, *, height: float, width: float = theme.WIDTH, **options: Any
+) -> tuple[Figure, list[list[Axes]]]:
+    """A figure of ``rows`` x ``columns`` axes; sizes in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, [list(row) for row in axes]
+
+
+def bars_height(rows: int, *, room: float = 0.95, row: float = ROW_INCHES) -> float:
+    """Inches of a figure with that many horizontal bars."""
+    return room + row * max(rows, 2)
+
+
+def log_ticks(ax: Axes, values: Sequence[float], *, axis: str = "x", unit: str = "") -> None:
+    """A log axis whose ticks stand at ``values``, printed plainly."""
+    kept = sorted({float(v) for v in values if v > 0})
+    getattr(ax, f"set_{axis}scale")("log")
+    part = ax.xaxis if axis == "x" else ax.yaxis
+    part.set_major_locator(FixedLocator(_thinned(kept)))
+    part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
+    part.set_minor_locator(NullLocator())
+    part.set_minor_formatter(NullFormatter())
+
+
+def _thinned(values: list[float], ratio: float = 1.35) -> list[float]:
+    """Values that are far enough apart on a log axis to be read."""
+    kept: list[float] = []
+    for value in values:
+        if not kept or value / kept[-1] >= ratio:
+            kept.append(value)
+    return kept
+
+
+def decades(ax: Axes, axis: str = "y") -> None:
+    """A log axis with plain labels: decades, or more where too few are in view."""
+    getattr(ax, f"set_{axis}scale")("log")
+    part = ax.xaxis if axis == "x" else ax.yaxis
+    low, high = ax.get_xlim() if axis == "x" else ax.get_ylim()
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 2, 5), tuple(range(1, 10))):  # the fewest that give two ticks
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        if sum(low <= tick <= high for tick in ticks) > 1:
+            break
+    part.set_major_locator(FixedLocator(ticks))
+    part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    part.set_minor_locator(NullLocator())
+    (ax.set_xlim if axis == "x" else ax.set_ylim)(low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How one contender's line is drawn: its strategy's colour and marker, its own dashes."""
+
+    colour: str
+    marker: str
+    line: str
+
+
+def looks_of(contenders: Sequence[tuple[str, str]]) -> dict[str, Look]:
+    """Looks by contender, from (strategy, contender): variants of one strategy differ in dashes."""
+    dashes = ("-", "--", ":", "-.")
+    seen: dict[str, int] = {}
+    looks: dict[str, Look] = {}
+    for strategy, contender in contenders:
+        turn = seen.setdefault(strategy, 0)
+        seen[strategy] += 1
+        looks[contender] = Look(theme.colour(strategy), theme.marker(strategy), dashes[turn % len(dashes)])
+    return looks
+
+
+def shades(count: int) -> list[str]:
+    """Ordered colours for lines that are no policies, readable on white."""
+    return list(sns.color_palette("viridis", count + 1).as_hex())[:count]  # the last is too pale
+
+
+def error_bar(ax: Axes, at: float, found: Interval, colour: str, *, across: bool) -> None:
+    """An interval; ``across`` draws it horizontally at height ``at``.  NaN ends draw nothing."""
+    if math.isnan(found.low):
+        return
+    line = [found.low, found.high]
+    place = [at, at]
+    ax.plot(
+        *((line, place) if across else (place, line)), color=colour, lw=1.4, solid_capstyle="butt", zorder=3
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A label at the right end of a line: where the line ends, and what it is called."""
+
+    x: float
+    y: float
+    text: str
+    colour: str
+
+
+def label_ends(ax: Axes, endings: Sequence[Ending], height_inches: float) -> None:
+    """Names at the right of an axes, beside the ends of their lines, pushed apart to be read.
+
+    They stay within the height of the axes where it has room for all (:func:`labels_inches`), so that
+    those of panels above one another do not meet.
+
+    Args:
+        ax: with its final limits and scales.
+        endings: one per line.
+        height_inches: about the height of the axes.
+    """
+    if not endings:
+        return
+    ax.autoscale_view()  # limits are worked out late otherwise
+    to_axes = ax.transScale + ax.transLimits
+    line = LINE_POINTS / 72 / height_inches
+    ends = sorted(
+        ((*to_axes.transform((e.x, e.y)), e) for e in endings), key=lambda found: (found[1], found[2].text)
+    )
+    names = [wrapped(end[2].text, _LABEL_LETTERS) for end in ends]
+    sizes = [line * (1 + name.count("\n")) for name in names]
+    heights = spread([float(end[1]) for end in ends], sizes, within=(0.0, 1.0))
+    for (x, y, ending), name, height in zip(ends, names, heights, strict=True):
+        ax.annotate(
+            name,
+            xy=(x, y),
+            xytext=(1.05, height),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            color=ending.colour,
+            va="center",
+            ha="left",
+            fontsize=8,
+            linespacing=1.1,
+            annotation_clip=False,
+            arrowprops={  # from the middle of the name's left edge: else it would cross other names
+                "arrowstyle": "-",
+                "color": ending.colour,
+                "lw": 0.5,
+                "relpos": (0.0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 3,
+            },
+        )
+
+
+def labels_inches(names: Sequence[str]) -> float:
+    """Least height of an axes beside which :func:`label_ends` can write these names."""
+    return sum(1 + wrapped(name, _LABEL_LETTERS).count("\n") for name in names) * LINE_POINTS / 72
+
+
+def spread(
+    values: list[float], sizes: Sequence[float], within: tuple[float, float] | None = None
+) -> list[float]:
+    """Places of labels, moved as little as needed from where they wish to be for none to touch another.
+
+    Pool adjacent violators; where they have limits, what lies beyond one stands at it.
+
+    Args:
+        values: wished middles, sorted.
+        sizes: of the labels.
+        within: limits of their edges; left aside if they are too narrow for all.
+    """
+    below = [0.0]  # from the first middle to each, where labels touch
+    for one, other in pairwise(sizes):
+        below.append(below[-1] + (one + other) / 2)
+    groups: list[list[float]] = []  # [sum of wished starts, members]
+    for value, offset in zip(values, below, strict=True):
+        groups.append([value - offset, 1])
+        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
+            last = groups.pop()
+            groups[-1][0] += last[0]
+            groups[-1][1] += last[1]
+    starts = [group[0] / group[1] for group in groups for _ in range(int(group[1]))]
+    if within is not None and sum(sizes) <= within[1] - within[0]:
+        lowest, highest = within[0] + sizes[0] / 2, within[1] - sizes[-1] / 2 - below[-1]
+        starts = [min(max(start, lowest), highest) for start in starts]
+    return [start + offset for start, offset in zip(starts, below, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Stacked horizontal bars: one row per name, one colour per part.
+
+    Attributes:
+        rows: names, top first.
+        values: parts as columns, rows as above.
+        colours: by part.
+        labels: printed names of the parts; a part's own name where it has none.
+        hatched: which values are hatched, as ``values``; None for none.
+    """
+
+    rows: Sequence[str]
+    values: pd.DataFrame
+    colours: dict[str, str]
+    labels: dict[str, str]
+    hatched: pd.DataFrame | None = None
+
+    def draw(self, ax: Axes, *, height: float = 0.62) -> None:
+        """Draw the bars and their legend entries; the axes' rows run from top to bottom."""
+        places = np.arange(len(self.rows))
+        left = np.zeros(len(self.rows))
+        for part in self.values.columns:
+            sizes = self.values[part].to_numpy(dtype=float)
+            colour = self.colours.get(part, theme.OTHER)
+            bars = ax.barh(places, sizes, height, left=left, color=colour, edgecolor="white", linewidth=0.5)
+            ax.barh(0, 0, color=colour, label=self.labels.get(part, part))  # the legend's, never hatched
+            if self.hatched is not None:
+                for bar, hatched in zip(bars, self.hatched[part], strict=True):
+                    bar.set_hatch(theme.HATCH if hatched else "")
+            left += np.nan_to_num(sizes)
+        row_names(ax, self.rows)
+
+
+def wrapped(name: str, limit: int = 24) -> str:
+    """A long name in two lines, broken before its last parenthesis or after a comma."""
+    if len(name) <= limit:
+        return name
+    for mark, kept in ((" (", "\n("), (", ", ",\n")):
+        if mark in name:
+            head, _, tail = name.rpartition(mark) if mark == " (" else name.partition(mark)
+            return f"{head}{kept}{tail}"
+    return name
+
+
+def row_names(ax: Axes, names: Sequence[str]) -> None:
+    """Names at the left of horizontal bars, the first on top; only vertical grid lines."""
+    ax.set_yticks(range(len(names)), [wrapped(name) for name in names])
+    ax.set_ylim(len(names) - 0.45, -0.55)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False, axis="y")
+
+
+def same_rows(ax: Axes) -> None:
+    """An axes whose rows are named by its left neighbour."""
+    ax.tick_params(axis="y", length=0, labelleft=False)
+    ax.grid(visible=False, axis="y")
+
+
+def legend_above(figure: Figure, ax: Axes, *, columns: int, side: Literal["left", "right"] = "left") -> None:
+    """A legend above all panels, from the handles of ``ax``, at the left or the right."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper left" if side == "left" else "outside upper right",
+        ncols=columns,
+        handlelength=1.2,
+        columnspacing=1.3,
+    )
+
+
+def beside(ax: Axes, x: float, y: float, text: str, *, colour: str = theme.INK, points: float = 4) -> None:
+    """A small label right of a bar's end or a point."""
+    if math.isnan(x):
+        return
+    ax.annotate(
+        text, (x, y), (points, 0), textcoords="offset points", va="center", fontsize=7.5, color=colour
+    )

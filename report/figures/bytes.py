@@ -1,0 +1,242 @@
+"""Figures of bytes: volume by technique beside the published, what spares it, and the link."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from report.data import bytes_and_memory, published
+from report.data.metrics import Derived
+from report.data.text import listed, plain
+from report.draw import drawing, theme
+from report.draw.plot import Plot, contenders, peers_note, unpublished_note
+
+_PLACE: Final = ["nodes", "ranks_per_node", "model", "accumulation"]
+_LEAST: Final = -1e-9  # M; what is spared is not below it but for rounding
+_SPARED: Final = {
+    "sent": "sent",
+    "quantising": "spared by quantising",
+    "copy": "spared by hpZ's copy inside the node",
+    "hops": "spared by hopping by node",
+}
+
+
+def _volume_data(derived: Derived) -> pd.DataFrame:
+    """Ledger by part, and under ``part`` also predicted, interface and what is spared."""
+    table = derived.trials[derived.trials["nodes"] > 1]
+    sent = bytes_and_memory.volume(derived.frames, table).assign(kind="ledger")
+    if sent.empty:
+        return sent.assign(first=0)
+    spared = bytes_and_memory.spared(derived.frames, table).assign(kind="split")
+    totals = []
+    for kind in ("predicted", "interface"):
+        rows = table.assign(kind=kind, part="total", bytes=table[f"{kind}_bytes"])
+        totals.append(rows.assign(m=rows["bytes"] / rows["m_bytes"]).dropna(subset=["bytes"]))
+    found = pd.concat([sent, spared, *totals], ignore_index=True)
+    kept = ["id", "kind", "part", "bytes", "m"]
+    named = ["strategy", "contender", "place", "first", *_PLACE, "m_bytes", "where", "cell"]
+    return found[kept].merge(table[["id", *named]], on="id")
+
+
+def _draw_volume(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    groups = [group for _, group in data.groupby(_PLACE, sort=True)]
+    shown = [contenders(group) for group in groups]
+    rows = sum(max(len(names), 2) for names in shown)
+    heights = [max(len(names), 2) for names in shown]
+    figure, grid = drawing.panels(
+        2, len(groups), height=0.75 + 0.55 * len(groups) + 0.32 * rows, sharey="row", height_ratios=heights
+    )
+    for (left, right), group, names in zip(grid, groups, shown, strict=True):
+        _volume_bars(left, group, names)
+        _spared_bars(right, group, names)
+        if len(groups) > 1:
+            left.set_title(", ".join(_told(group)))
+    grid[-1][0].set_xlabel("bytes between nodes per step, in M")
+    grid[-1][1].set_xlabel("against flat collectives in 16 bits, in M")
+    drawing.legend_above(figure, grid[0][0], columns=2)
+    drawing.legend_above(figure, grid[0][1], columns=1, side="right")
+    return figure
+
+
+def _told(group: pd.DataFrame) -> list[str]:
+    first = group.iloc[0]
+    told = [f"{first['nodes']}x{first['ranks_per_node']} ranks", plain(first["model"])]
+    return told + ([f"{first['accumulation']} micro-batches"] if first["accumulation"] > 1 else [])
+
+
+def _wide(group: pd.DataFrame, kind: str, names: list[str], parts: list[str]) -> pd.DataFrame:
+    rows = group[group["kind"] == kind]
+    table = rows.pivot_table(index="contender", columns="part", values="m", aggfunc="median")
+    return table.reindex(index=names, columns=[part for part in parts if part in table.columns])
+
+
+def _volume_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) -> None:
+    names = [contender for _, contender in shown]
+    values = _wide(group, "ledger", names, list(bytes_and_memory.VOLUME_PARTS))
+    drawing.Stack(names, values, theme.VOLUME, {}).draw(ax)
+    totals = {
+        kind: group[group["kind"] == kind].groupby("contender")["m"].median().reindex(names)
+        for kind in ("predicted", "interface")
+    }
+    places = np.arange(len(names))
+    marks = {"predicted": ("|", theme.INK, 13), "interface": ("o", theme.INK, 4)}
+    for kind, (marker, colour, size) in marks.items():
+        ax.plot(totals[kind], places, marker, color=colour, ms=size, mfc="none", mew=1.2, label=kind)
+    theirs = [published.total(*found) for found in shown]
+    if not np.isnan(theirs).all():
+        ax.plot(theirs, places, "x", color=theme.RULE, ms=6, mew=1.5, label="published rule")
+    for place, total in enumerate(values.sum(axis=1)):
+        most = np.nanmax([total, *(series.iloc[place] for series in totals.values()), theirs[place]])
+        drawing.beside(ax, float(most), place, f"{total or most:.3f}", points=7)
+    ax.set_xlim(0, np.nanmax([values.sum(axis=1).max(), *totals["interface"], *theirs]) * 1.2)
+
+
+def _spared_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) -> None:
+    names = [contender for _, contender in shown]
+    values = _wide(group, "split", names, list(_SPARED))
+    values = values.mask((values < _LEAST).any(axis=1))  # more than 16 bits: nothing is spared
+    drawing.Stack(names, values, theme.SPARED, _SPARED).draw(ax)
+    drawing.same_rows(ax)
+
+
+def _unsplit_in_words(data: pd.DataFrame) -> str:
+    """Which contenders have no bar on the right, and why, where there are any."""
+    split = data[data["kind"] == "split"]
+    drawn = set(split["contender"]) - set(split[split["m"] < _LEAST]["contender"])
+    without = [contender for _, contender in contenders(data) if contender not in drawn]
+    return f" (of our engine's policies of at most 16 bits: not of {listed(without)})" if without else ""
+
+
+def _volume_caption(data: pd.DataFrame) -> str:
+    places = [group for _, group in data.groupby(_PLACE, sort=True)]
+    m = [group["m_bytes"].iloc[0] / group["accumulation"].iloc[0] / 1e6 for group in places]
+    sizes = "; ".join(
+        f"{', '.join(_told(group))}: {size:.2f} MB" for group, size in zip(places, m, strict=True)
+    )
+    several = "Of several micro-batches: the mean of one. " if data["accumulation"].gt(1).any() else ""
+    return (
+        "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
+        f"padded elements x (nodes - 1) ({sizes}). Left: the ledger by purpose "
+        f"(bars and numbers{_unledgered(data)}), what impl.plan.traffic predicts ( | ), what the network "
+        "interfaces counted, headers included ( o ), and the rule printed in the ZeRO++ blog, 3M for ZeRO-3 "
+        "and 0.75M for ZeRO++, applied to each technique ( x; only the two totals were printed there); the "
+        f"rule leaves out scales and control. {unpublished_note(data)}Right: computed from the same units, "
+        "what is spared against flat (ring) collectives in 16 bits, first by hopping by node, then by hpZ's "
+        f"copy, then by quantising{_unsplit_in_words(data)}. "
+        f"{peers_note(data)}{several}Median over repeats."
+    )
+
+
+def _unledgered(data: pd.DataFrame) -> str:
+    """What the numbers are beside contenders that have no ledger, where there are any."""
+    counted = {kind: set(mine["contender"]) for kind, mine in data.groupby("kind")}
+    without = counted.get("interface", set()) - counted.get("ledger", set())
+    return "; the interfaces' where there is no ledger" if without else ""
+
+
+def _volume_alt(data: pd.DataFrame) -> str:
+    totals = data[data["kind"] == "ledger"].groupby(["contender", "id"], sort=False)["m"].sum()
+    told = [f"{name} {value:.3f}" for name, value in totals.groupby("contender", sort=False).median().items()]
+    return f"Bytes between nodes per step in units of M: {listed(told[:12])}; published 3 and 0.75."
+
+
+def _link_data(derived: Derived) -> pd.DataFrame:
+    links = derived.frames.links
+    told = ["kind", "requested_mbit", "when", "achieved_mbit"]
+    again = links["when"].eq("calibrated") & links.duplicated(told)  # records repeat their calibration
+    shaped = links[links["requested_mbit"].notna() & ~again]
+    share = pd.to_numeric(shaped["achieved_mbit"]) / pd.to_numeric(shaped["requested_mbit"])
+    named = derived.trials[["id", "strategy", "contender", "place", "first"]]
+    return shaped.assign(share=share).merge(named, on="id")
+
+
+def _draw_link(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    figure, ((ax,),) = drawing.panels(1, height=2.5)
+    requested = pd.to_numeric(data["requested_mbit"]).astype(float)
+    several = len(requested.unique()) > 1
+    if several:
+        drawing.log_ticks(ax, sorted(requested.unique()))
+        ax.set_xlabel("requested rate, Mbit/s")
+    else:
+        last = int(data["order"].max()) + 1
+        ticks = MaxNLocator(integer=True).tick_values(1, last)
+        ax.set_xticks([tick for tick in ticks if 1 <= tick <= last and tick == int(tick)])
+        ax.set_xlabel(f"trial, in order of running (requested: {requested.iloc[0]:g} Mbit/s)")
+    beside = max(1.08, (requested.max() / requested.min()) ** 0.02)  # on a log axis
+    looks = {"calibrated": ("o", 1 / beside), "probed": ("D", beside)}
+    for when, (marker, shift) in looks.items():
+        mine = data[data["when"] == when]
+        if several:
+            at = requested[mine.index] * shift
+        else:  # a calibration stands before the first trial that it served
+            turn = mine.groupby("id").cumcount()
+            within = 0.3 + 0.4 * turn / max(1, int(turn.max()) if len(turn) else 1)
+            at = mine["order"] + 1 - (within if when == "calibrated" else 0)
+        ax.plot(
+            at, 100 * mine["share"], marker, color=theme.MEASURED[when], ms=4.5, alpha=0.8, mec="white",
+            mew=0.4, label=when,
+        )  # fmt: skip
+    ax.axhline(100, color=theme.FAINT, lw=0.9, zorder=1)
+    low, high = 100 * data["share"].min(), 100 * data["share"].max()
+    room = max(5.0, 0.15 * (high - low))
+    ax.set_ylim(min(low, 100) - room, max(high, 100) + room)
+    ax.set_ylabel("achieved, % of requested")
+    drawing.legend_above(figure, ax, columns=2)
+    return figure
+
+
+def _link_caption(data: pd.DataFrame) -> str:
+    kinds = data.drop_duplicates(["kind", "why"])
+    told = "; ".join(f"{row.kind} ({row.why})" for row in kinds.itertuples())
+    return (
+        "The link between nodes: rate achieved by messages of at least "
+        f"{data['message_bytes'].min() / 1e6:.3g} MB before the sweep (calibrated) and right after each "
+        f"trial (probed), as a share of the rate asked for{_calibrations_in_words(data)}. "
+        f"Kind of link: {told}."
+    )
+
+
+def _calibrations_in_words(data: pd.DataFrame) -> str:
+    """Where a calibration stands, which is of no trial, on an axis of trials."""
+    if len(data["requested_mbit"].unique()) > 1 or not data["when"].eq("calibrated").any():
+        return ""
+    return "; a calibration stands before the first trial that it served"
+
+
+def _link_alt(data: pd.DataFrame) -> str:
+    told = [
+        f"{rate:g} Mbit/s {100 * group.min():.0f} to {100 * group.max():.0f} %"
+        for rate, group in data.groupby("requested_mbit")["share"]
+    ]
+    return f"Achieved share of the requested rate: {listed(told)}."
+
+
+PLOTS: Final = (
+    Plot(
+        name="volume",
+        title="Bytes between nodes",
+        suite="quickstart",
+        data=_volume_data,
+        draw=_draw_volume,
+        caption=_volume_caption,
+        alt=_volume_alt,
+    ),
+    Plot(
+        name="link",
+        title="The link, as asked for and as it was",
+        suite="quickstart",
+        data=_link_data,
+        draw=_draw_link,
+        caption=_link_caption,
+        alt=_link_alt,
+    ),
+)

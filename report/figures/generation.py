@@ -1,0 +1,125 @@
+"""Figure of decoding: tokens per second by policy, and what crosses between nodes for a token."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from harness.records.statistics import median_interval
+from report.data import decoding, published
+from report.data.contender import NAMES, PROPOSED
+from report.data.metrics import Derived
+from report.data.text import byte_unit, listed, number
+from report.draw import drawing, theme
+from report.draw.plot import Plot, common_to, contenders, titles_of
+
+_KEPT: Final = [
+    "id", "baseline", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "step",
+    "tokens", "sequences", "seconds", "tokens_per_second", "later_tokens_per_second", "first_bytes",
+    "later_bytes", "baseline_tokens_per_second", "speedup",
+]  # fmt: skip
+
+
+def _data(derived: Derived) -> pd.DataFrame:
+    return derived.generations[_KEPT]
+
+
+def _draw(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    titles = titles_of(data)
+    shown = {cell: contenders(data[data["cell"] == cell]) for cell in titles}
+    height = sum(drawing.bars_height(len(names), row=0.34) for names in shown.values())
+    figure, grid = drawing.panels(3, len(titles), height=height, sharey="row")
+    size, unit = byte_unit(float(np.nan_to_num(data[["first_bytes", "later_bytes"]].max().max())))
+    for row, (cell, title) in zip(grid, titles.items(), strict=True):
+        mine = data[data["cell"] == cell]
+        # Without ZeRO-3 beside them there is no ratio of ours, and the published ones stand alone.
+        top = float(np.nanmax([mine["speedup"].max(), published.generation()["speedup"].max()]))
+        drawing.row_names(row[0], [contender for _, contender in shown[cell]])
+        for place, (strategy, contender) in enumerate(shown[cell]):
+            group, colour = mine[mine["contender"] == contender], theme.colour(strategy)
+            _speed(row[0], group, place, colour)
+            _ratio(row[1], group, place, colour, 1.25 * top)
+            for offset, part, alpha in ((-0.16, "first_bytes", 1.0), (0.16, "later_bytes", 0.45)):
+                sent = group[part].median() / size
+                row[2].barh(place + offset, sent, 0.3, color=colour, alpha=alpha)
+                drawing.beside(row[2], sent, place + offset, number(3)(float(sent)))
+        row[0].set_title(title)
+        row[0].set_xlim(0, mine["tokens_per_second"].max() * 1.2)
+        row[1].axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
+        for one in published.generation().to_dict("records"):
+            row[1].axvline(one["speedup"], color=theme.PUBLISHED, lw=0.9, ls=":", zorder=1)
+        row[1].set_xlim(0, top * 1.25)
+        row[2].set_xlim(0, max(mine[["first_bytes", "later_bytes"]].max().max() / size, 1e-9) * 1.3)
+        for ax in row[1:]:
+            drawing.same_rows(ax)
+    grid[-1][0].set_xlabel("tokens/s per rank")
+    grid[-1][1].set_xlabel("over ZeRO-3's ( : published)")
+    grid[-1][2].set_xlabel(f"{unit} between nodes: first, later token")
+    return figure
+
+
+def _speed(ax: Axes, group: pd.DataFrame, place: int, colour: str) -> None:
+    found = median_interval(list(group["tokens_per_second"]))
+    ax.barh(place, found.estimate, 0.6, color=colour)
+    drawing.error_bar(ax, place, found, theme.INK, across=True)
+    values = group["tokens_per_second"]
+    ax.plot(values, [place + 0.2] * len(values), "o", color=theme.INK, ms=2.5, mec="white", mew=0.4, zorder=4)
+    most = np.nanmax([found.estimate, found.high, values.max()])
+    drawing.beside(ax, float(most), place, number(3)(found.estimate))
+
+
+def _ratio(ax: Axes, group: pd.DataFrame, place: int, colour: str, end: float) -> None:
+    paired = group.dropna(subset=["baseline"])
+    if paired.empty:
+        return
+    found = decoding.speedup(paired)
+    ax.barh(place, found.estimate, 0.6, color=colour)
+    drawing.error_bar(ax, place, found, theme.INK, across=True)
+    most = float(np.nanmax([found.estimate, found.high]))  # an interval of few pairs may leave the panel
+    label = most if most < 0.85 * end else found.estimate
+    drawing.beside(ax, label, place - (0.24 if label < most else 0), f"{found.estimate:.2f}")
+
+
+def _caption(data: pd.DataFrame) -> str:
+    theirs = published.generation()
+    told = [f"{one['speedup']:.2f} ({one['model']})" for one in theirs.to_dict("records")]
+    first = data.iloc[0]
+    return (
+        f"Greedy decoding of {first['tokens']} tokens for each of {first['sequences']} sequences a rank, "
+        "keys and values kept, on weights that have just changed. Left: decoded tokens per second of one "
+        "rank, prompt included: median with its 95 % interval, dots are single generations. Middle: over "
+        "ZeRO-3's of the same repeat, geometric mean with its 95 % interval; dotted: what the ZeRO++ blog "
+        f"prints for generation in RLHF on 32 GPUs, {listed(told)}. Right: bytes that all ranks sent "
+        "between nodes for the first token (full colour) and for each later one (pale), by the ledger. "
+        "Gradient codecs (qgZ) change nothing here: nothing is reduced. "
+        f"{common_to(data)}"
+    )
+
+
+def _alt(data: pd.DataFrame) -> str:
+    told = [
+        f"{contender} {group['tokens_per_second'].median():.3g} tokens/s, between nodes "
+        f"{group['first_bytes'].median():.3g} bytes for the first token, "
+        f"{group['later_bytes'].median():.3g} for a later one"
+        for contender, group in data.groupby("contender", sort=False)
+    ]
+    return f"Bars per policy: {listed(told[:12])}. {NAMES[PROPOSED]} keeps weights inside the node."
+
+
+PLOTS: Final = (
+    Plot(
+        name="generation",
+        title="Decoding with sharded weights",
+        suite="generation",
+        data=_data,
+        draw=_draw,
+        caption=_caption,
+        alt=_alt,
+    ),
+)

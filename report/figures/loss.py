@@ -1,0 +1,183 @@
+"""Figures of what training reaches: loss over steps, time and bytes, and the final loss."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from report.data import metrics
+from report.data.frames import groups, rate_text
+from report.data.metrics import Derived
+from report.data.text import byte_unit, counted, listed
+from report.draw import drawing, theme
+from report.draw.plot import Plot, common_to, contenders, titles_of
+
+_KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
+_SAME_LOSS: Final = 1e-6  # relative; trials of other rates compute the same sums in the same order
+_CURVES: Final = {
+    "step": "optimizer steps",
+    "train_seconds": "wall-clock seconds in steps",
+    "inter_bytes": "{} sent between nodes",
+}
+
+
+def _loss_data(derived: Derived) -> pd.DataFrame:
+    found = derived.trials[_KEPT].merge(derived.frames.validations, on="id")
+    often = found.groupby("id")["step"].transform("nunique") >= 3
+    return found.assign(inter_bytes=pd.to_numeric(found["inter_bytes"]))[often]
+
+
+def _draw_loss(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    titles = titles_of(data)
+    sent, unit = byte_unit(data["inter_bytes"].max())
+    figure, grid = drawing.panels(3, len(titles), height=0.45 + 2.3 * len(titles), sharey="row")
+    for row, (cell, title) in zip(grid, titles.items(), strict=True):
+        mine = data[data["cell"] == cell]
+        looks = drawing.looks_of(contenders(mine))
+        for ax, (column, told) in zip(row, _CURVES.items(), strict=True):
+            for _, contender in contenders(mine):
+                _loss_line(
+                    ax,
+                    mine[mine["contender"] == contender].assign(inter_bytes=mine["inter_bytes"] / sent),
+                    column,
+                    looks[contender],
+                )
+            ax.set_xlabel(told.format(unit))
+            ax.set_xlim(left=0)
+            ax.locator_params(axis="x", nbins=5)  # three panels stand side by side
+        row[0].set_title(title)
+        row[0].set_ylabel("validation loss, nats")
+    drawing.legend_above(figure, grid[0][0], columns=4)
+    return figure
+
+
+def _loss_line(ax: Axes, mine: pd.DataFrame, column: str, look: drawing.Look) -> None:
+    """The mean over seeds at each step, in a band from the lowest to the highest seed."""
+    at = mine.groupby("step")[column].mean()
+    loss = mine.groupby("step")["loss"].agg(["mean", "min", "max"])
+    if at.isna().any():  # what peers send is not always counted
+        return
+    ax.plot(
+        at, loss["mean"], look.line, color=look.colour, marker=look.marker, mec="white", mew=0.5, ms=4.5,
+        lw=1.4, label=str(mine["contender"].iloc[0]),
+    )  # fmt: skip
+    ax.fill_between(at, loss["min"], loss["max"], color=look.colour, alpha=0.15, lw=0)
+
+
+def _loss_caption(data: pd.DataFrame) -> str:
+    return (
+        "Validation loss against optimizer steps, seconds spent in steps and bytes that all ranks had sent "
+        f"between nodes. Lines: mean over {counted(data['seed'].nunique(), 'seed')}; bands: lowest to "
+        f"highest. {common_to(data)}"
+    )
+
+
+def _loss_alt(data: pd.DataFrame) -> str:
+    last = data.sort_values("step").groupby("id").tail(1).groupby("contender", sort=False)
+    told = [
+        f"{name} {group['loss'].mean():.3f} after {group['train_seconds'].mean():.3g} s"
+        for name, group in last
+    ]
+    return f"Loss curves; last values: {listed(told[:10])}."
+
+
+def _final_data(derived: Derived) -> pd.DataFrame:
+    """Last losses; cells that differ in their rate alone, and in no loss, become one."""
+    found = derived.trials.dropna(subset=["validation_loss"])
+    elsewhere = [metrics.cell_without_rate(derived.frames, identity) for identity in found["id"]]
+    found = found.assign(elsewhere=elsewhere, same_at_rates=1)
+    merged = [_without_rate(group) for _, group in groups(found, ["elsewhere"])]
+    kept = [*_KEPT, "validation_loss", "validation_step", "same_at_rates"]
+    return pd.concat(merged, ignore_index=True)[kept] if merged else found[kept]
+
+
+def _without_rate(group: pd.DataFrame) -> pd.DataFrame:
+    """Trials of several rates as one cell, if each contender and seed has one loss; else as they are."""
+    rates = group["rate_mbit"].fillna(np.inf).nunique()
+    losses = group.groupby(["contender", "seed"])["validation_loss"].agg(["min", "max"])
+    if rates < 2 or not np.allclose(losses["min"], losses["max"], rtol=_SAME_LOSS, atol=0):
+        return group
+    where = [
+        text.replace(f", {rate_text(rate)}", "", 1)
+        for text, rate in zip(group["where"], group["rate_mbit"], strict=True)
+    ]
+    return group.assign(cell=group["elsewhere"], where=where, same_at_rates=rates)
+
+
+def _after_steps(data: pd.DataFrame) -> str:
+    """``after 5 steps``, ``after 5 to 40 steps``."""
+    low, high = int(data["validation_step"].min()), int(data["validation_step"].max())
+    return f"after {counted(high, 'step')}" if low == high else f"after {low} to {high} steps"
+
+
+def _draw_final(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    titles = titles_of(data)
+    names, losses_of = [], []
+    for cell, title in titles.items():
+        mine = data[data["cell"] == cell]
+        for strategy, contender in contenders(mine):
+            names.append(f"{contender}, {title}" if title else contender)
+            losses_of.append((strategy, mine[mine["contender"] == contender]["validation_loss"]))
+    figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(names)))
+    drawing.row_names(ax, names)
+    for place, (strategy, losses) in enumerate(losses_of):
+        colour = theme.colour(strategy)
+        ax.plot([losses.min(), losses.max()], [place, place], color=colour, lw=1.2, alpha=0.6)
+        ax.plot(losses, [place] * len(losses), ".", color=colour, ms=5, alpha=0.6)
+        ax.plot(losses.mean(), place, theme.marker(strategy), color=colour, mec="white", ms=7)
+        drawing.beside(ax, float(losses.max()), place, f"{losses.mean():.4f}", points=8)
+    low, high = data["validation_loss"].min(), data["validation_loss"].max()
+    room = max(0.15 * (high - low), 0.002 * high)
+    ax.set_xlim(low - room, high + 1.6 * room)
+    ax.set_xlabel(f"validation loss {_after_steps(data)}, nats")
+    return figure
+
+
+def _final_caption(data: pd.DataFrame) -> str:
+    return (
+        f"Loss of the last validation, {_after_steps(data)} (warm-ups included): each run (dots), their mean "
+        f"(marker and number), and from the lowest to the highest (line).{_said_once(data)} "
+        f"{counted(data['seed'].nunique(), 'seed')}, {counted(data['repeat'].nunique(), 'repeat')}. The axis "
+        f"does not start at 0. {common_to(data)}"
+    )
+
+
+def _said_once(data: pd.DataFrame) -> str:
+    rates = int(data["same_at_rates"].max())
+    return f" The same at each of {rates} rates of the link, and drawn once." if rates > 1 else ""
+
+
+def _final_alt(data: pd.DataFrame) -> str:
+    means = data.groupby(["cell", "contender"], sort=False)["validation_loss"].mean()
+    told = [f"{key[1]} {value:.4f}" for key, value in zip(means.index.to_list(), means, strict=True)]
+    return f"Validation loss {_after_steps(data)}: {listed(told[:12])}."
+
+
+PLOTS: Final = (
+    Plot(
+        name="loss",
+        title="Loss against steps, time and bytes",
+        suite="convergence",
+        data=_loss_data,
+        draw=_draw_loss,
+        caption=_loss_caption,
+        alt=_loss_alt,
+    ),
+    Plot(
+        name="final_loss",
+        title="Final validation loss",
+        suite="convergence",
+        data=_final_data,
+        draw=_draw_final,
+        caption=_final_caption,
+        alt=_final_alt,
+    ),
+)

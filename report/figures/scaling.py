@@ -1,0 +1,162 @@
+"""Figures of size: throughput by number of nodes, and the largest model that one memory limit allows."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from report.data.contender import NAMES
+from report.data.frames import groups
+from report.data.metrics import Derived
+from report.data.text import listed, number
+from report.draw import drawing, theme
+from report.draw.plot import Plot, common_to, contenders, peers_note
+
+_FEWEST: Final = 3  # numbers of nodes that make a line
+_HELD: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumulation"]
+_KEPT: Final = [
+    "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "nodes",
+    "ranks_per_node", "tokens_per_rank", "achieved_mbit", "step_seconds", "tokens_per_second", "sent_bytes",
+]  # fmt: skip
+_TITLES: Final = {"weak": "weak: {} tokens a rank", "strong": "strong: {} tokens in all"}
+
+
+def _scaling_data(derived: Derived) -> pd.DataFrame:
+    """Trials between which only the number of nodes changes, with equal batches a rank or in all."""
+    table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
+    parts = []
+    for kind, held in (("weak", "tokens_per_rank"), ("strong", "everyone")):
+        for key, group in groups(table, [*_HELD, held]):
+            if group["nodes"].nunique() >= _FEWEST:
+                parts.append(group[_KEPT].assign(kind=kind, title=_TITLES[kind].format(int(key[-1]))))
+    return pd.concat(parts, ignore_index=True) if parts else table[_KEPT].iloc[:0]
+
+
+def _draw_scaling(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    panels = groups(data, ["kind", "title"])
+    figure, grid = drawing.panels(
+        len(panels), height=2.9, width=max(theme.WIDTH, 3.4 * len(panels)), sharey=True
+    )
+    looks = drawing.looks_of(contenders(data))
+    for ax, ((_, title), mine) in zip(grid[0], panels, strict=True):
+        endings = []
+        for _, contender in contenders(mine):
+            of_one, look = mine[mine["contender"] == contender], looks[contender]
+            middle = of_one.groupby("nodes")["tokens_per_second"].median()
+            ax.plot(
+                middle.index, middle, look.line, color=look.colour, marker=look.marker, mec="white", mew=0.6
+            )
+            ax.plot(of_one["nodes"], of_one["tokens_per_second"], ".", color=look.colour, ms=2.5, alpha=0.45)
+            endings.append(drawing.Ending(middle.index[-1], middle.iloc[-1], contender, look.colour))
+        ax.set_title(title)
+        ax.set_xticks(sorted(mine["nodes"].unique()))
+        ax.set_xlabel("nodes")
+        ax.set_ylim(0, data["tokens_per_second"].max() * 1.08)
+        if ax is grid[0][-1]:
+            drawing.label_ends(ax, endings, 2.1)
+    grid[0][0].set_ylabel("tokens/s of all ranks")
+    return figure
+
+
+def _scaling_caption(data: pd.DataFrame) -> str:
+    return (
+        "Throughput of all ranks by number of nodes: with as many tokens a rank (weak scaling), and with as "
+        "many in all, dealt to more ranks (strong). Lines: medians over repeats; dots: single trials. On one "
+        "machine all nodes share its processors: a further node brings a link of its own and further ranks, "
+        "not further arithmetic, so ideal weak scaling is no straight line through the origin here. "
+        f"{peers_note(data)}{common_to(data)}"
+    )
+
+
+def _scaling_alt(data: pd.DataFrame) -> str:
+    told = []
+    for (_, title), panel in groups(data, ["kind", "title"]):
+        for _, contender in contenders(panel):
+            middle = panel[panel["contender"] == contender].groupby("nodes")["tokens_per_second"].median()
+            points = [f"{value:.0f} on {nodes}" for nodes, value in middle.items()]
+            told.append(f"{contender}, {title}: {listed(points)}")
+    return f"Lines of tokens per second over nodes. {'; '.join(told)}."
+
+
+def _largest_data(derived: Derived) -> pd.DataFrame:
+    """Trials with a memory limit: those that trained within it, and those that did not fit."""
+    ran, failures = derived.frames.ran, derived.frames.failures
+    kept = ["id", "strategy", "contender", "place", "where", "cell", "parameters", "nodes", "ranks_per_node"]
+    refused = failures[failures["kind"] == "memory"][kept].assign(trained=False)
+    found = pd.concat([derived.trials[kept].assign(trained=True), refused], ignore_index=True)
+    limits = np.array([ran[identity].memory_limit or np.nan for identity in found["id"]])
+    found = found.assign(limit_bytes=limits, first=found["place"]).dropna(subset=["limit_bytes"])
+    return found if (~found["trained"].astype(bool)).any() and found["trained"].any() else found.iloc[:0]
+
+
+def _draw_largest(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    shown = contenders(data)
+    figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(shown), row=0.36))
+    drawing.row_names(ax, [contender for _, contender in shown])
+    for place, (strategy, contender) in enumerate(shown):
+        largest, smallest = _bounds(data, contender)
+        ax.barh(place, largest, 0.62, color=theme.colour(strategy))
+        ax.plot(smallest, place, "x", color=theme.INK, ms=6, label="" if place else "next size: not run")
+        words = f"{number(3)(largest)} M" + (f", not {number(3)(smallest)} M" if smallest > 0 else "")
+        drawing.beside(ax, np.fmax(largest, smallest), place, words, points=8)
+    ax.set_xlim(0, np.nanmax([_bounds(data, contender) for _, contender in shown]) * 1.25)
+    ax.set_xlabel("largest model that trained, million parameters")
+    drawing.legend_above(figure, ax, columns=1, side="right")
+    return figure
+
+
+def _bounds(data: pd.DataFrame, contender: str) -> tuple[float, float]:
+    """Million parameters of the largest model that trained (0 if none), and of the next that did not fit."""
+    mine = data[data["contender"] == contender]
+    trained = mine["trained"].astype(bool)
+    largest = mine[trained]["parameters"].max() / 1e6 if trained.any() else 0.0
+    return largest, mine[~trained]["parameters"].min() / 1e6
+
+
+def _largest_caption(data: pd.DataFrame) -> str:
+    limits = listed([f"{size / 2**20:g} MiB" for size in sorted(data["limit_bytes"].unique())])
+    rows = data.drop_duplicates("nodes")
+    places = listed([f"{row['nodes']}x{row['ranks_per_node']} ranks" for row in rows.to_dict("records")])
+    return (
+        f"The largest model whose training kept within {limits} a rank on {places}: masters, gradients, "
+        "optimizer state, copies and gathered weights by formula before the run, and as the engine counted "
+        "them after it; activations and buffers of the wire are not in it. A cross marks the next larger "
+        "size of the suite, which was recorded as a failure with its numbers and not run."
+    )
+
+
+def _largest_alt(data: pd.DataFrame) -> str:
+    told = []
+    for _, contender in contenders(data):
+        largest, smallest = _bounds(data, contender)
+        told.append(f"{contender} {largest:.3g} M, not {smallest:.3g} M")
+    return f"Bars of the largest model that trained: {listed(told)}. {NAMES['zero3']} shards all states."
+
+
+PLOTS: Final = (
+    Plot(
+        name="scaling",
+        title="More nodes",
+        suite="nodes",
+        data=_scaling_data,
+        draw=_draw_scaling,
+        caption=_scaling_caption,
+        alt=_scaling_alt,
+    ),
+    Plot(
+        name="largest_model",
+        title="The largest model under a memory limit",
+        suite="stages",
+        data=_largest_data,
+        draw=_draw_largest,
+        caption=_largest_caption,
+        alt=_largest_alt,
+    ),
+)

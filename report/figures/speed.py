@@ -1,0 +1,631 @@
+"""Figures of time: throughput, speed-up, parity with published numbers, ablation, a step's parts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from report.data import footnotes, metrics, published
+from report.data.contender import BASELINE, COMBINATIONS, NAMES, PROPOSED, TECHNIQUES
+from report.data.metrics import Derived
+from report.data.text import listed, number
+from report.draw import drawing, theme
+from report.draw.plot import Plot, common_to, contenders, peers_note, titles_of
+
+_PANEL_INCHES: Final = 2.35
+_KEPT: Final = [
+    "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "nodes",
+    "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit",
+]  # fmt: skip
+
+
+def _sizes(data: pd.DataFrame) -> list[tuple[tuple[int, int, int], str]]:
+    """(nodes, ranks per node, tokens per rank) of each panel with its title."""
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
+    found = [
+        (int(a), int(b), int(c)) for a, b, c in data[keys].drop_duplicates().sort_values(keys).to_numpy()
+    ]
+    one_place = len({(nodes, ranks) for nodes, ranks, _ in found}) == 1
+    return [
+        (size, f"{size[2]} tokens per rank" + ("" if one_place else f", {size[0]}x{size[1]} ranks"))
+        for size in found
+    ]
+
+
+def _of_size(data: pd.DataFrame, size: tuple[int, int, int]) -> pd.DataFrame:
+    nodes, ranks, tokens = size
+    return data[
+        (data["nodes"] == nodes) & (data["ranks_per_node"] == ranks) & (data["tokens_per_rank"] == tokens)
+    ]
+
+
+def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[drawing.Ending]:
+    """One line per contender through what each cell's repeats come to, raw values as dots; the ends."""
+    endings = []
+    looks = drawing.looks_of(contenders(data))
+    for strategy, contender in contenders(data):
+        mine = data[data["contender"] == contender]
+        middle = _middles(mine, value)
+        colour = theme.colour(strategy)
+        ax.plot(
+            middle["achieved_mbit"], middle[value], looks[contender].line, color=colour,
+            marker=theme.marker(strategy), mec="white", mew=0.6, zorder=3,
+        )  # fmt: skip
+        ax.plot(mine["achieved_mbit"], mine[value], ".", color=colour, ms=2.5, alpha=0.45, zorder=2)
+        last = middle.iloc[-1]
+        endings.append(drawing.Ending(last["achieved_mbit"], last[value], contender, colour))
+    return endings
+
+
+def _middles(data: pd.DataFrame, value: str) -> pd.DataFrame:
+    """Cells by rate, with their median of ``value``; of speed-ups the geometric mean, as in the Summary."""
+    cells = data.groupby("cell")
+    middle = cells[["achieved_mbit", value]].median()
+    if value == "speedup":
+        middle[value] = cells[value].agg(lambda ratios: math.exp(np.log(ratios).mean()))
+    return middle.sort_values("achieved_mbit")
+
+
+def _rate_axis(ax: Axes, data: pd.DataFrame) -> None:
+    rates = data.groupby("cell")["achieved_mbit"].median()
+    drawing.log_ticks(ax, [float(f"{rate:.2g}") for rate in rates])
+
+
+def _with_differing(rows: pd.DataFrame, derived: Derived) -> pd.DataFrame:
+    """Rows with a column ``rates_differ``: whether their cell's links had different rates."""
+    return rows.assign(rates_differ=rows["cell"].isin(list(derived.differing)))
+
+
+def _mark_differing(ax: Axes, data: pd.DataFrame, value: str) -> None:
+    """A mark above each cell of a panel over rates whose links had different rates."""
+    for _, cell in data[data["rates_differ"]].groupby("cell"):
+        at = (cell["achieved_mbit"].median(), cell[value].max())
+        ax.annotate(footnotes.RATES, at, (0, 4), textcoords="offset points", ha="center")
+
+
+def _differing_in_words(data: pd.DataFrame) -> str:
+    """What a caption says of that mark, where it is drawn."""
+    return f" {footnotes.RATES_IN_WORDS}" if data["rates_differ"].any() else ""
+
+
+def _throughput_data(derived: Derived) -> pd.DataFrame:
+    rows = _with_differing(metrics.several_rates(derived.trials), derived)
+    return rows[[*_KEPT, "step_seconds", "tokens_per_second", "rates_differ"]]
+
+
+def _draw_throughput(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    sizes = _sizes(data)
+    columns = 3 if len(sizes) == 3 else min(len(sizes), 2)
+    rows = -(-len(sizes) // columns)
+    width = max(theme.WIDTH, 3.2 * columns)
+    figure, grid = drawing.panels(columns, rows, height=0.5 + _PANEL_INCHES * rows, width=width)
+    places = [ax for row in grid for ax in row]
+    for ax, (size, title) in zip(places, sizes, strict=False):
+        mine = _of_size(data, size)
+        _rate_axis(ax, mine)
+        endings = _lines(ax, mine, "tokens_per_second")
+        ax.set_ylim(0, mine["tokens_per_second"].max() * 1.08)
+        _mark_differing(ax, mine, "tokens_per_second")
+        ax.set_title(title)
+        ax.set_ylabel("tokens/s")
+        ax.set_xlabel("achieved rate of a node's link, Mbit/s")
+        drawing.label_ends(ax, endings, _PANEL_INCHES * 0.72)
+    for ax in places[len(sizes) :]:
+        ax.set_axis_off()
+    return figure
+
+
+def _throughput_caption(data: pd.DataFrame) -> str:
+    return (
+        "Tokens per second of all ranks over the rate that the link between nodes achieved (log scale). "
+        f"Markers: median of the repeats; small dots: each repeat. {peers_note(data)}{common_to(data)}"
+        f"{_differing_in_words(data)}"
+    )
+
+
+def _throughput_alt(data: pd.DataFrame) -> str:
+    rates = data["achieved_mbit"]
+    told = []
+    for rate in (rates.min(), rates.max()):
+        near = data[data["cell"] == data.loc[(rates - rate).abs().idxmin(), "cell"]]
+        values = near.groupby("contender", sort=False)["tokens_per_second"].median()
+        told.append(
+            f"near {rate:.3g} Mbit/s " + listed([f"{name} {value:.0f}" for name, value in values.items()])
+        )
+    return f"Lines of throughput over link rate; tokens per second: {'; '.join(told)}."
+
+
+def _speedup_data(derived: Derived) -> pd.DataFrame:
+    rows = derived.pairs[derived.pairs["nodes"] > 1]
+    if not (rows["contender"] != NAMES[BASELINE]).any():
+        return rows.iloc[:0]
+    kept = [
+        *_KEPT,
+        "baseline",
+        "baseline_seconds",
+        "step_seconds",
+        "schedule_seconds",
+        "processor_seconds",
+        "best_seconds",
+        "speedup",
+        "allowed",
+        "share",
+        "schedule_share",
+        "ideal_share",
+        "processors_busy",
+        "rates_differ",
+    ]
+    return _with_differing(rows, derived)[kept]
+
+
+def _draw_speedup(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    over_rates = metrics.several_rates(data)
+    return _speedup_lines(over_rates) if len(over_rates) else _speedup_dots(data)
+
+
+def _speedup_lines(data: pd.DataFrame) -> Figure:
+    sizes = _sizes(data)
+    rows = 2 if data["share"].notna().any() else 1
+    beside = drawing.labels_inches([contender for _, contender in contenders(data)])
+    panel = max(1.6, beside)  # without titles and ticks
+    figure, grid = drawing.panels(
+        len(sizes),
+        rows,
+        height=0.4 + (panel + 0.5) * rows,
+        width=max(theme.WIDTH, 3.2 * len(sizes)),
+        sharex="col",
+        sharey="row",
+    )
+    for column, (size, title) in enumerate(sizes):
+        mine = _of_size(data, size)
+        for row, value in enumerate(["speedup", "share"][:rows]):
+            ax = grid[row][column]
+            _rate_axis(ax, mine)
+            endings = _lines(ax, mine.dropna(subset=[value]), value)
+            ax.axhline(1, color=theme.FAINT, lw=0.8, zorder=1)
+            if row == 0:
+                ax.set_title(title)
+                ax.set_ylim(0, data["speedup"].max() * 1.08)
+                _mark_differing(ax, mine, "speedup")
+            else:
+                if _knows_processors(data):
+                    _of_schedule(ax, mine)
+                ax.set_ylim(0, max(1.1, data["share"].max() * 1.05))
+            if column == len(sizes) - 1:
+                drawing.label_ends(ax, endings, panel)
+        grid[-1][column].set_xlabel("achieved rate of a node's link, Mbit/s")
+    grid[0][0].set_ylabel("speed-up over ZeRO-3")
+    if rows == 2:
+        dash = "\n(dash: share\nof schedule)" if _knows_processors(data) else ""
+        grid[1][0].set_ylabel(f"share of what is allowed{dash}")
+    return figure
+
+
+def _of_schedule(ax: Axes, data: pd.DataFrame) -> None:
+    """The share of the schedule under the markers of what is allowed."""
+    for strategy, contender in contenders(data):
+        mine = data[data["contender"] == contender]
+        middle = mine.groupby("cell")[["achieved_mbit", "schedule_share"]].median()
+        colour = theme.colour(strategy)
+        ax.plot(middle["achieved_mbit"], middle["schedule_share"], "_", color=colour, ms=9, mew=1.3, zorder=2)
+
+
+def _speedup_dots(data: pd.DataFrame) -> Figure:
+    titles = titles_of(data)
+    names: list[str] = []
+    groups = []
+    for cell, title in titles.items():
+        for strategy, contender in contenders(data[data["cell"] == cell]):
+            group = data[(data["cell"] == cell) & (data["contender"] == contender)]
+            mark = f" {footnotes.RATES}" if group["rates_differ"].any() else ""
+            names.append((f"{contender}, {title}" if title else contender) + mark)
+            groups.append((strategy, group))
+    figure, ((left, right),) = drawing.panels(
+        2, height=drawing.bars_height(len(names), row=0.38), sharey=True
+    )
+    drawing.row_names(left, names)
+    for place, (strategy, group) in enumerate(groups):
+        colour = theme.colour(strategy)
+        found = metrics.speedup(group)
+        drawing.error_bar(left, place, found, colour, across=True)
+        _pairs_as_dots(left, group["speedup"], place, colour)
+        left.plot(found.estimate, place, theme.marker(strategy), color=colour, mec="white", mew=0.6, zorder=4)
+        left.annotate(
+            f"{found.estimate:.2f}", (found.estimate, place), (0, 7), textcoords="offset points", ha="center",
+            fontsize=7.5, color=colour,
+        )  # fmt: skip
+        left.plot(group["allowed"].median(), place, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
+        share = group["share"].median()
+        right.barh(place, share, 0.6, color=colour)
+        drawing.beside(right, share, place, f"{share:.0%}{footnotes.above(share)}")
+        if _knows_processors(data):
+            alone = group["schedule_share"].median()
+            right.plot(alone, place, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
+    top = np.nanmax([data["speedup"].max(), data["allowed"].max()])
+    top = max(top, min(left.dataLim.x1, 1.5 * top))  # an interval of two pairs may leave the panel
+    left.set_xlim(0, top * 1.08)
+    left.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
+    right.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
+    right.set_xlim(0, max(1.2, float(np.nan_to_num(data["share"].max())) * 1.15))
+    drawing.same_rows(right)
+    left.set_xlabel("speed-up over ZeRO-3 ( | : allowed)")
+    stroke = "\n( | : share of schedule)" if _knows_processors(data) else ""
+    right.set_xlabel(f"share of what is allowed{stroke}")
+    return figure
+
+
+def _pairs_as_dots(ax: Axes, speedups: pd.Series[float], place: int, colour: str) -> None:
+    """Each pair under the row's interval, so that both are seen."""
+    ax.plot(speedups, [place + 0.2] * len(speedups), "o", color=colour, ms=3, mec="white", mew=0.4, zorder=4)
+
+
+def _speedup_caption(data: pd.DataFrame) -> str:
+    shown = (
+        "markers: geometric mean over pairs, small dots: single pairs; intervals are in the Summary table"
+        if len(metrics.several_rates(data))
+        else f"geometric mean {_interval_in_words(data)}, dots are single pairs"
+    )
+    return (
+        "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; "
+        f"{shown}. What is allowed: the scheduled step is the engine's schedule driven with the computation "
+        "measured (forward and backward less exposed communication, in each step of the rank for which it is "
+        "longest) and a link that carries what the busiest node sent to others at the achieved rate, one "
+        f"message after the other{_processors_in_words(data)}; the share is that step over the measured one. "
+        f"{_above_in_words(data)}{peers_note(data)}{common_to(data)}{_differing_in_words(data)}"
+    )
+
+
+def _above_in_words(data: pd.DataFrame) -> str:
+    """What a caption says of shares above 1, ending with a space, where one is drawn."""
+    drawn = data.groupby(["cell", "contender"])["share"].median()
+    if not drawn.round(2).gt(1).any():
+        return ""
+    shares = data[["schedule_share", "ideal_share", "processors_busy"]]
+    return footnotes.above_in_words(
+        shares, marked=not len(metrics.several_rates(data))
+    )  # lines have no marks
+
+
+def _knows_processors(data: pd.DataFrame) -> bool:
+    """Whether what the processors allow is known of any trial, and so what is allowed without them."""
+    return bool(data["processor_seconds"].notna().any())
+
+
+def _processors_in_words(data: pd.DataFrame) -> str:
+    """What the processors add to what the schedule allows."""
+    if not _knows_processors(data):
+        return ""
+    return (
+        "; but no step is shorter than the processor seconds of all ranks, the engine's own included, over "
+        "the processors that they share. What is allowed is the longer of the two"
+    )
+
+
+def _interval_in_words(data: pd.DataFrame) -> str:
+    """The interval that is drawn, whose it is, and from how few pairs; of single pairs there is none."""
+    pairs = data.groupby(["cell", "contender"]).size()
+    if pairs.max() == 1:
+        return "of one pair, so without an interval"
+    told = f"{pairs.min()} to {pairs.max()}" if pairs.min() < pairs.max() else str(pairs.max())
+    return f"with its 95 % interval (line; Student's t from {told} pairs, wide for few)"
+
+
+def _speedup_alt(data: pd.DataFrame) -> str:
+    told = []
+    for (_, contender), group in data.groupby(["cell", "contender"], sort=False):
+        if contender != NAMES[BASELINE]:
+            told.append(f"{contender} ({group['where'].iloc[0]}) {metrics.speedup(group).estimate:.2f}")
+    return f"Speed-up over ZeRO-3: {listed(told[:12])}{', and others' if len(told) > 12 else ''}."
+
+
+def _beside_data(derived: Derived) -> pd.DataFrame:
+    return metrics.beside_published(derived.pairs)[[*_KEPT, "baseline", "speedup"]]
+
+
+def _draw_beside(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    theirs = published.throughput()
+    figure, ((left, right),) = drawing.panels(2, height=2.9, sharey=True)
+    _rate_axis(left, data)
+    endings = []
+    for place, (size, title) in enumerate(_sizes(data)):
+        mine = _of_size(data, size)
+        colour = theme.BATCHES[place % len(theme.BATCHES)]
+        middle = _middles(mine, "speedup")
+        left.plot(middle["achieved_mbit"], middle["speedup"], "D-", color=colour, mec="white", mew=0.6)
+        left.plot(mine["achieved_mbit"], mine["speedup"], ".", color=colour, ms=2.5, alpha=0.45)
+        last = middle.iloc[-1]
+        name = title.replace(" tokens per rank", " tok.").replace(" ranks", "")
+        endings.append(drawing.Ending(last["achieved_mbit"], last["speedup"], name, colour))
+    drawing.log_ticks(right, list(theirs["inter_node_gbps"]))
+    published_ends = []
+    for place, (tokens, group) in enumerate(theirs.groupby("tokens_per_gpu")):
+        colour = (theme.PUBLISHED, theme.FAINT)[place % 2]
+        medians = group.groupby("inter_node_gbps", as_index=False)["speedup"].median()
+        right.plot(medians["inter_node_gbps"], medians["speedup"], "o-", color=colour, mfc="white")
+        right.plot(group["inter_node_gbps"], group["speedup"], ".", color=colour, ms=3)
+        last = medians.iloc[-1]
+        end = drawing.Ending(last["inter_node_gbps"], last["speedup"], f"{tokens} tok.", colour)
+        published_ends.append(end)
+    top = max(data["speedup"].max(), theirs["speedup"].max()) * 1.08
+    for ax in (left, right):
+        ax.set_ylim(0, top)
+        ax.axhline(1, color=theme.FAINT, lw=0.8, zorder=1)
+    left.set_title("here")
+    right.set_title("published (384 V100)")
+    left.set_ylabel("speed-up of ZeRO++ over ZeRO-3")
+    left.set_xlabel("achieved rate, Mbit/s")
+    right.set_xlabel("InfiniBand of a node, Gbit/s")
+    drawing.label_ends(left, endings, 2.2)
+    drawing.label_ends(right, published_ends, 2.2)
+    return figure
+
+
+def _beside_caption(data: pd.DataFrame) -> str:
+    return (
+        "Speed-up of ZeRO++ over ZeRO-3 by link rate and tokens per rank, beside the numbers printed in the "
+        "ZeRO++ blog's figures (June 2023: 18 to 138 B parameters on 24 nodes of 16 V100; TFLOPs per GPU, "
+        "rounded to integers there; dots are models, lines their medians). Rates and hardware differ by "
+        f"orders of magnitude: compare shapes, not positions. {common_to(data)}"
+    )
+
+
+def _beside_alt(data: pd.DataFrame) -> str:
+    ours, theirs = data["speedup"], published.throughput()["speedup"]
+    return (
+        f"Our speed-ups lie between {ours.min():.2f} and {ours.max():.2f}, the published between "
+        f"{theirs.min():.2f} and {theirs.max():.2f}."
+    )
+
+
+def _parity_data(derived: Derived) -> pd.DataFrame:
+    found = metrics.parity(derived.frames, derived.trials)
+    kept = [*_KEPT, "full_rate", "baseline", "achieved_mbit_baseline", "tokens_per_second"]
+    return found[[*kept, "tokens_per_second_baseline", "parity"]]
+
+
+def _draw_parity(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    theirs = published.parity()
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"]
+    groups = [group for _, group in data.groupby(keys)]
+    several = len(data[["nodes", "ranks_per_node"]].drop_duplicates()) > 1
+    names = [_parity_name(group.iloc[0], with_place=several) for group in groups]
+    names += [
+        f"published {row.model}, {row.low_gbps:g} over {row.high_gbps:g} Gbit/s"
+        for row in theirs.itertuples()
+    ]
+    figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(names)))
+    drawing.row_names(ax, names)
+    for place, group in enumerate(groups):
+        middle = float(np.exp(np.log(group["parity"]).mean()))
+        ax.plot(group["parity"], [place] * len(group), ".", color=theme.colour(PROPOSED), ms=3, alpha=0.5)
+        ax.plot(middle, place, theme.marker(PROPOSED), color=theme.colour(PROPOSED), mec="white")
+        drawing.beside(ax, float(group["parity"].max()), place, f"{middle:.2f}", points=8)
+    for place, row in enumerate(theirs.itertuples(), start=len(groups)):
+        ax.plot(float(str(row.parity)), place, "o", color=theme.PUBLISHED, mfc="white")
+        drawing.beside(ax, float(str(row.parity)), place, f"{row.zeropp:g}/{row.zero3:g}", points=8)
+    ax.axvline(1, color=theme.FAINT, lw=0.9, zorder=1)
+    low, high = data["parity"].min(), data["parity"].max()
+    ax.set_xlim(min(0.8, 0.92 * low), max(1.2, 1.12 * high))
+    ax.set_xlabel("throughput of ZeRO++ at B/4 over ZeRO-3 at B")
+    return figure
+
+
+def _parity_name(first: pd.Series[Any], *, with_place: bool) -> str:
+    place = f"{first['nodes']}x{first['ranks_per_node']} ranks " if with_place else ""
+    rates = f"{first['rate_mbit']:g} over {first['full_rate']:g} Mbit/s"
+    return f"{place}{first['tokens_per_rank']} tokens/rank, {rates}"
+
+
+def _parity_caption(data: pd.DataFrame) -> str:
+    return (
+        "Parity: tokens per second of ZeRO++ on a link of a quarter of the rate over ZeRO-3 on the full one, "
+        "paired by repeat (geometric mean, dots are pairs); at 1, ZeRO++ makes up for a four times slower "
+        f"link. Published: TFLOPs per GPU printed in the blog's figure 'bandwidth parity'. {common_to(data)}"
+    )
+
+
+def _parity_alt(data: pd.DataFrame) -> str:
+    told = [
+        f"{tokens} tokens at {rate:g} Mbit/s {group.median():.2f}"
+        for (tokens, rate), group in data.groupby(["tokens_per_rank", "full_rate"])["parity"]
+    ]
+    return f"Parity: {listed(told)}; published 1.06 and 1.00."
+
+
+def _ablation_data(derived: Derived) -> pd.DataFrame:
+    rows = derived.pairs[
+        derived.pairs["strategy"].isin(COMBINATIONS)
+        & (derived.pairs["contender"] == derived.pairs["strategy"].map(NAMES))
+        & (derived.pairs["nodes"] > 1)
+    ]
+    ran = rows.groupby("cell")["strategy"].transform(lambda names: len(set(names) & set(COMBINATIONS)))
+    kept = [*_KEPT, "baseline", "baseline_seconds", "step_seconds", "speedup", "bytes_ratio", "sent_bytes"]
+    return _with_differing(rows, derived)[ran == len(COMBINATIONS)][[*kept, "rates_differ"]]
+
+
+def _draw_ablation(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    titles = titles_of(data)
+    figure, grid = drawing.panels(2, len(titles), height=drawing.bars_height(8) * len(titles), sharey=True)
+    for (left, right), (cell, title) in zip(grid, titles.items(), strict=True):
+        mine = data[data["cell"] == cell]
+        shown = contenders(mine)
+        drawing.row_names(left, [contender for _, contender in shown])
+        for place, (strategy, contender) in enumerate(shown):
+            group = mine[mine["contender"] == contender]
+            found = metrics.speedup(group)
+            left.barh(place, found.estimate, 0.66, color=theme.colour(strategy))
+            drawing.error_bar(left, place, found, theme.INK, across=True)
+            _pairs_as_dots(left, group["speedup"], place, theme.INK)
+            high = np.nanmax([found.high, group["speedup"].max()])
+            drawing.beside(left, max(high, found.estimate), place, f"{found.estimate:.2f}")
+            ratio = group["bytes_ratio"].median()
+            right.barh(place, ratio, 0.66, color=theme.colour(strategy))
+            drawing.beside(right, ratio, place, f"{ratio:.3f}")
+        top = mine["speedup"].max()
+        left.set_xlim(0, max(top, min(left.dataLim.x1, 1.5 * top)) * 1.18)
+        right.set_xlim(0, mine["bytes_ratio"].max() * 1.18)
+        drawing.same_rows(right)
+        left.set_title(f"{title} {footnotes.RATES}".strip() if mine["rates_differ"].any() else title)
+    grid[-1][0].set_xlabel("speed-up over ZeRO-3")
+    grid[-1][1].set_xlabel("bytes between nodes over ZeRO-3's")
+    return figure
+
+
+def _ablation_caption(data: pd.DataFrame) -> str:
+    told = []
+    for cell, title in titles_of(data).items():
+        mine = data[data["cell"] == cell]
+        found = {s: metrics.speedup(g).estimate for s, g in mine.groupby("strategy")}
+        product = float(np.prod([found[name] for name in TECHNIQUES]))
+        where = f" ({title})" if title else ""
+        told.append(f"{product:.2f} against {found[PROPOSED]:.2f}{where}")
+    return (
+        "All eight combinations of quantised weight gathers (qwZ), the weight copy inside a node (hpZ) and "
+        "quantised two-hop gradient reductions (qgZ). Speed-up: geometric mean over repeats "
+        f"{_interval_in_words(data)}, dots are single pairs; bytes: ledger, all ranks. Product of the three "
+        f"single speed-ups against all three measured together: {'; '.join(told)}. "
+        f"{common_to(data)}{_differing_in_words(data)}"
+    )
+
+
+def _ablation_alt(data: pd.DataFrame) -> str:
+    told = [
+        f"{contender} {metrics.speedup(group).estimate:.2f} with {group['bytes_ratio'].median():.3f} of the "
+        "bytes"
+        for (_, contender), group in data.groupby(["cell", "contender"], sort=False)
+    ]
+    return f"Bars of speed-up and bytes: {listed(told[:8])}."
+
+
+def _split_data(derived: Derived) -> pd.DataFrame:
+    parts = metrics.split(derived.frames)
+    return derived.trials[[*_KEPT, "step_seconds"]].merge(parts, on="id")
+
+
+def _draw_split(data: pd.DataFrame) -> Figure | None:
+    if data.empty:
+        return None
+    titles = titles_of(data)
+    columns = 1 if len(titles) == 1 else 2
+    rows = -(-len(titles) // columns)
+    cells = list(titles)
+    shown = {cell: contenders(data[data["cell"] == cell]) for cell in cells}
+    most = max(len(names) for names in shown.values())
+    height = 0.35 + rows * (0.55 + 0.26 * max(most, 2))
+    figure, grid = drawing.panels(columns, rows, height=height)
+    places = [ax for row in grid for ax in row]
+    for ax, cell in zip(places, cells, strict=False):
+        mine = data[data["cell"] == cell]
+        table = mine.pivot_table(index="contender", columns="part", values="seconds", aggfunc="mean")
+        names = [contender for _, contender in shown[cell]]
+        parts = [part for part in theme.PARTS if part in table.columns]
+        values = table.reindex(index=names, columns=parts)
+        drawing.Stack(names, values, theme.PARTS, {}).draw(ax)
+        for place, total in enumerate(values.sum(axis=1)):
+            drawing.beside(ax, float(total), place, number()(total))
+        ax.set_xlim(0, values.sum(axis=1).max() * 1.12)
+        ax.set_title(titles[cell])
+    for ax in places[len(cells) :]:
+        ax.set_axis_off()
+    for ax in places[max(0, len(cells) - columns) : len(cells)]:
+        ax.set_xlabel("seconds per step")
+    drawing.legend_above(figure, places[0], columns=6)
+    return figure
+
+
+def _split_caption(data: pd.DataFrame) -> str:
+    return (
+        "Where a step's time goes, on the slowest rank of each step, mean over timed steps and repeats "
+        "(means, so that parts add up; elsewhere steps are summarised by their median). Pale parts are "
+        f"exposed communication: time in which the rank only waited. {_unexposed_in_words(data)}"
+        f"{peers_note(data)}{common_to(data)}"
+    )
+
+
+def _unexposed_in_words(data: pd.DataFrame) -> str:
+    """Of whom exposed communication is not known, ending with a space, where there are such contenders."""
+    known = set(data[data["part"].str.startswith("exposed")]["contender"])
+    without = [contender for _, contender in contenders(data) if contender not in known]
+    if not without:
+        return ""
+    return f"It is not known of {listed(without)}: theirs is inside forward and backward. "
+
+
+def _split_alt(data: pd.DataFrame) -> str:
+    exposed = data[data["part"].str.startswith("exposed")].groupby(["where", "contender", "id"], sort=False)
+    shares = exposed["seconds"].sum().groupby(["where", "contender"], sort=False).mean()
+    told = [f"{key[1]} ({key[0]}) {v:.3g} s" for key, v in zip(shares.index.to_list(), shares, strict=True)]
+    return f"Stacked bars of a step's time; exposed communication: {listed(told[:10]) or 'not measured'}."
+
+
+PLOTS: Final = (
+    Plot(
+        name="speedup",
+        title="Speed-up over ZeRO-3",
+        suite="quickstart",
+        data=_speedup_data,
+        draw=_draw_speedup,
+        caption=_speedup_caption,
+        alt=_speedup_alt,
+    ),
+    Plot(
+        name="throughput",
+        title="Throughput against bandwidth",
+        suite="bandwidth",
+        data=_throughput_data,
+        draw=_draw_throughput,
+        caption=_throughput_caption,
+        alt=_throughput_alt,
+    ),
+    Plot(
+        name="beside_published",
+        title="Speed-up beside the published",
+        suite="bandwidth",
+        data=_beside_data,
+        draw=_draw_beside,
+        caption=_beside_caption,
+        alt=_beside_alt,
+    ),
+    Plot(
+        name="parity",
+        title="Parity at a quarter of the bandwidth",
+        suite="bandwidth",
+        data=_parity_data,
+        draw=_draw_parity,
+        caption=_parity_caption,
+        alt=_parity_alt,
+    ),
+    Plot(
+        name="ablation",
+        title="Ablation",
+        suite="ablation",
+        data=_ablation_data,
+        draw=_draw_ablation,
+        caption=_ablation_caption,
+        alt=_ablation_alt,
+    ),
+    Plot(
+        name="step_split",
+        title="Where a step's time goes",
+        suite="quickstart",
+        data=_split_data,
+        draw=_draw_split,
+        caption=_split_caption,
+        alt=_split_alt,
+    ),
+)

@@ -1,0 +1,498 @@
+"""All tables of the report, in the order of the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from harness.records.statistics import Interval, median_interval
+from report.data import bytes_and_memory, decoding, footnotes, metrics, published
+from report.data.contender import NAMES
+from report.data.frames import groups
+from report.data.metrics import Derived
+from report.data.text import NOTHING, number
+from report.draw import theme
+from report.draw.plot import contenders, unpublished_note
+from report.tables.settings import setting as settings
+from report.tables.summary import summary, time
+from report.tables.table import Column, Table, placed
+
+
+def all_tables(derived: Derived) -> list[Table]:
+    """Every table that has a row, in the order of the page."""
+    made = [maker(derived) for maker in _MAKERS.values()]
+    return [table for table in made if not table.data.empty]
+
+
+def generation(derived: Derived) -> Table:
+    """Tokens per second and bytes between nodes of each contender, and the published rates."""
+    columns = (
+        Column("contender", "Contender"),
+        Column("generations_told", "n", str),
+        Column("speed_told", "Tokens/s per rank", str),
+        Column("later_tokens_per_second", "without the first token", number(3)),
+        Column("speedup_told", "over ZeRO-3's", str),
+        Column("exposed", "Exposed share", number(2)),
+        Column("first_mb", "Between nodes, first token, MB", number(4)),
+        Column("later_mb", "each later one, MB", number(4)),
+    )
+    caption = (
+        "Medians over generations and repeats with their 95 % interval; the ratio is the geometric mean over "
+        "generations of the same number, seed and repeat. n: generations. A rank decodes several sequences "
+        "at once; a token takes as long as on the slowest rank. Bytes: by the ledger, all ranks. Published: "
+        "the ZeRO++ blog's RLHF figure, tokens/s per GPU, whose batches and models are others."
+    )
+    table = derived.generations
+    if table.empty:
+        return Table("generation", "Generation", caption, pd.DataFrame(), columns)
+    rows: list[dict[str, Any]] = []
+    for (cell,), of_cell in groups(table, ["cell"]):
+        for _, contender in contenders(of_cell):
+            rows.append(_generation_row(table[(table["cell"] == cell) & (table["contender"] == contender)]))
+    for one in published.generation().to_dict("records"):
+        for name in ("zero3", "zeropp"):
+            told = f"published: {NAMES[name]}, {one['model']} on {one['gpus']} GPUs"
+            row = {"where": rows[0]["where"], "contender": told, "generations_told": NOTHING}
+            row |= {"tokens_per_second": one[name], "speed_told": number(3)(one[name])}
+            ratio = one["speedup"] if name == "zeropp" else 1.0
+            rows.append(row | {"speedup": ratio, "speedup_told": f"{ratio:.2f}"})
+    caption += footnotes.in_words(row["generations_told"] for row in rows)
+    return placed("generation", "Generation", caption, rows, *columns)
+
+
+def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
+    speed, paired = median_interval(list(mine["tokens_per_second"])), mine.dropna(subset=["baseline"])
+    row = {
+        "where": mine["where"].iloc[0],
+        "contender": mine["contender"].iloc[0],
+        "generations": len(mine),
+        "generations_told": footnotes.trials(mine.assign(taken_share=metrics.taken_share(mine))),
+        "tokens_per_second": speed.estimate,
+        "tokens_per_second_low": speed.low,
+        "tokens_per_second_high": speed.high,
+        "speed_told": _with_interval(speed, number(3)),
+        "speedup_told": NOTHING,
+        "first_mb": mine["first_bytes"].median() / 1e6,
+        "later_mb": mine["later_bytes"].median() / 1e6,
+    }
+    row |= {key: mine[key].median() for key in ("later_tokens_per_second", "exposed")}
+    if len(paired):
+        ratio = decoding.speedup(paired)
+        row |= {"speedup": ratio.estimate, "speedup_low": ratio.low, "speedup_high": ratio.high}
+        row["speedup_told"] = _with_interval(ratio, "{:.2f}".format)
+    return row
+
+
+def _with_interval(found: Interval, told: Callable[[float], str]) -> str:
+    text = told(found.estimate)
+    return text if math.isnan(found.low) else f"{text} ({told(found.low)} to {told(found.high)})"
+
+
+def volume(derived: Derived) -> Table:
+    """Bytes between nodes in units of M, and whether prediction, ledger and interface agree."""
+    parts = bytes_and_memory.volume(derived.frames, derived.trials)
+    rows: list[dict[str, Any]] = []
+    between = derived.trials[derived.trials["nodes"] > 1]
+    keys = ["nodes", "ranks_per_node", "model", "accumulation"]
+    for (nodes, ranks, model, _), of_place in groups(between.sort_values(keys, kind="stable"), keys):
+        for strategy, contender in contenders(of_place):
+            mine = of_place[of_place["contender"] == contender]
+            m = (
+                parts[parts["id"].isin(mine["id"])]
+                .groupby(["id", "part"])["m"]
+                .sum()
+                .groupby("part")
+                .median()
+            )
+            row: dict[str, Any] = {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender}
+            row |= {
+                part: float(m.get(part, 0.0 if len(m) else math.nan))
+                for part in bytes_and_memory.VOLUME_PARTS
+            }
+            row |= {
+                "predicted": (mine["predicted_bytes"] / mine["m_bytes"]).median(),
+                "ledger": (mine["sent_bytes"] / mine["m_bytes"]).median(),
+                "interface": (mine["interface_bytes"] / mine["m_bytes"]).median(),
+                "published": published.total(strategy, contender),
+                "m_bytes": mine["m_bytes"].median(),
+            }
+            rows.append(row)
+    columns = (
+        Column("contender", "Contender"),
+        Column(bytes_and_memory.VOLUME_PARTS[0], "Forward gather", number(3)),
+        Column(bytes_and_memory.VOLUME_PARTS[1], "Backward gather", number(3)),
+        Column(bytes_and_memory.VOLUME_PARTS[2], "Gradients", number(3)),
+        Column("predicted", "Predicted", number(4)),
+        Column("ledger", "Ledger", number(4)),
+        Column("interface", "Interface", number(4)),
+        Column("published", "Published rule", number(3)),
+    )
+    caption = (
+        "Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model. Interfaces "
+        "count headers too; the published rule counts no scales. "
+        f"{unpublished_note(between)}"
+    ).rstrip()
+    return placed("volume", "Volume between nodes", caption, rows, *columns)
+
+
+def checks(derived: Derived) -> Table:
+    """Whether what was measured can be believed: bytes against prediction, first loss against one process."""
+    rows: list[dict[str, Any]] = []
+    for (where,), of_place in groups(derived.trials, ["where"]):
+        for _, contender in contenders(of_place):
+            mine = of_place[of_place["contender"] == contender]
+            equal = mine["predicted_equal"].dropna().astype(bool)
+            stated = mine["sent_bytes"] + mine["header_bytes"]
+            reference = mine["reference_loss"].astype(float)
+            rows.append(
+                {
+                    "where": where,
+                    "contender": contender,
+                    "trials": len(mine),
+                    "equal": f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING,
+                    "interface_over_ledger": (mine["interface_bytes"] / mine["sent_bytes"]).median(),
+                    "interface_over_stated": (mine["interface_bytes"] / stated).median(),
+                    "first_loss_deviation": ((mine["first_loss"] - reference).abs() / reference).max(),
+                }
+            )
+    columns = (
+        Column("contender", "Contender"),
+        Column("trials", "n", str),
+        Column("equal", "Ledger as predicted", str),
+        Column("interface_over_ledger", "Interface/ledger", number(4)),
+        Column("interface_over_stated", "Interface/(ledger + headers)", number(4)),
+        Column("first_loss_deviation", "First loss, relative deviation", number(2)),
+    )
+    caption = (
+        "Trials whose ledger equals the prediction to the byte, row by row; bytes that the interfaces "
+        "counted over the ledger's, and over the ledger's with the headers of the packets; and the largest "
+        "relative difference of the first step's loss from a single process on the same batches."
+    )
+    return placed("checks", "Checks", caption, rows, *columns)
+
+
+def parity(derived: Derived) -> Table:
+    """ZeRO++ at B/4 over ZeRO-3 at B, ours and the published."""
+    ours = metrics.parity(derived.frames, derived.trials)
+    if ours.empty:
+        return Table("parity", "Parity", "", pd.DataFrame(), ())
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
+    rows = [
+        {
+            "setting": f"{key[0]}x{key[1]} ranks, {key[2]} tokens/rank",
+            "low": f"{key[3]:g} Mbit/s",
+            "high": f"{key[4]:g} Mbit/s",
+            "zeropp": group["tokens_per_second"].median(),
+            "zero3": group["tokens_per_second_baseline"].median(),
+            "unit": "tokens/s",
+            "parity": (ratio := float(np.exp(np.log(group["parity"]).mean()))),
+            "parity_told": number(3)(ratio) + footnotes.rates(behind, derived.differing),
+            "pairs": len(group),
+            **_trials(behind),
+        }
+        for key, group in groups(ours, keys)
+        for behind in [_behind(derived, {*group["id"], *group["baseline"]})]
+    ]
+    rows += [
+        {
+            "setting": f"published, {row['model']} on {row['gpus']} {row['gpu']}",
+            "low": f"{row['low_gbps']:g} Gbit/s",
+            "high": f"{row['high_gbps']:g} Gbit/s",
+            "zeropp": float(row["zeropp"]),
+            "zero3": float(row["zero3"]),
+            "unit": "TFLOPs/GPU",
+            "parity": row["parity"],
+            "parity_told": number(3)(row["parity"]),
+            "pairs": 1,
+            "trials_told": NOTHING,
+        }
+        for row in published.parity().to_dict("records")
+    ]
+    columns = (
+        Column("setting", "Setting"),
+        Column("trials_told", "n", str),
+        Column("low", "ZeRO++ at"),
+        Column("high", "ZeRO-3 at"),
+        Column("zeropp", "ZeRO++", number(3)),
+        Column("zero3", "ZeRO-3", number(3)),
+        Column("unit", "Unit"),
+        Column("parity_told", "Parity", str),
+    )
+    caption = (
+        "Throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate. n: trials of both."
+        f"{_marks_in_words(rows, 'parity_told')}"
+    )
+    return Table("parity", "Parity", caption, pd.DataFrame(rows), columns)
+
+
+def break_even(derived: Derived) -> Table:
+    """The rate at which a contender stops being faster than ZeRO-3."""
+    columns = (
+        Column("contender", "Contender"),
+        Column("trials_told", "n", str),
+        Column("break_even_told", "Break-even, Mbit/s", str),
+        Column("low_mbit", "Lowest rate, Mbit/s", number(3)),
+        Column("high_mbit", "Highest", number(3)),
+        Column("low_speedup", "Speed-up at the lowest", number(3)),
+        Column("high_speedup", "at the highest", number(3)),
+    )
+    rows: list[dict[str, Any]] = []
+    for row in metrics.break_even(derived.pairs).to_dict("records"):
+        behind = _behind(derived, str(row["records"]).split())
+        told = {
+            "where": f"{row['nodes']}x{row['ranks_per_node']} ranks, {row['tokens_per_rank']} tokens/rank",
+            "break_even_told": number(3)(row["break_even_mbit"]) + footnotes.rates(behind, derived.differing),
+        }
+        rows.append({str(key): value for key, value in row.items()} | told | _trials(behind))
+    caption = (
+        "Highest achieved rate at which the contender and ZeRO-3 are equally fast, on the straight line "
+        "between neighbouring measured rates (logarithmic), of which the lowest and the highest stand beside "
+        f"it. {NOTHING}: not crossed between these. n: trials at all rates, ZeRO-3's among them."
+        f"{_marks_in_words(rows, 'break_even_told')}"
+    )
+    return placed("break_even", "Break-even", caption, rows, *columns)
+
+
+def _behind(derived: Derived, records: Iterable[object]) -> pd.DataFrame:
+    """Trials with these ids."""
+    return derived.trials[derived.trials["id"].isin(list(records))]
+
+
+def _trials(behind: pd.DataFrame) -> dict[str, Any]:
+    """How many trials, and how much of the processors others took in them, for a row and its marks."""
+    return {
+        "trials": len(behind),
+        "trials_told": footnotes.trials(behind),
+        "taken_share": behind["taken_share"].max(),
+    }
+
+
+def _marks_in_words(rows: list[dict[str, Any]], marked: str) -> str:
+    """What the marks say in this column of the rows, and beside their numbers of trials."""
+    return footnotes.in_words(str(row[key]) for row in rows for key in ("trials_told", marked))
+
+
+def memory(derived: Derived) -> Table:
+    """Bytes of the fullest rank: engine beside formula, by part, and the process."""
+    found = bytes_and_memory.memory(derived.frames, derived.trials)
+    found = found.merge(derived.trials[["id", "first", "nodes", "ranks_per_node", "model"]], on="id")
+    rows: list[dict[str, Any]] = []
+    places = ["nodes", "ranks_per_node", "model"]
+    for key, group in groups(found.sort_values(places, kind="stable"), places):
+        for _, contender in contenders(group):
+            mine = group[group["contender"] == contender]
+            sizes = mine.groupby(["source", "part"])["bytes"].median() / 2**20
+            row: dict[str, Any] = {"where": f"{key[0]}x{key[1]} ranks, {key[2]}", "contender": contender}
+            row |= {
+                f"{pair[0]}_{pair[1]}_mib": size
+                for pair, size in zip(sizes.index.to_list(), sizes, strict=True)
+                if pair[0] in {"engine", "formula", "process"}
+            }
+            for source in ("copied", "copied_formula"):
+                told = sizes.get(source)
+                row[f"{source}_step_mib"] = math.nan if told is None else told.sum()
+            for source in ("engine", "formula"):
+                known = [size for name, size in row.items() if name.startswith(f"{source}_")]
+                row[f"{source}_mib"] = sum(known) if known else math.nan
+            measured = {name.removeprefix("engine_") for name in row if name.startswith("engine_")} - {"mib"}
+            bare = [part for part in measured if f"formula_{part}" not in row]
+            row["beyond_mib"] = sum(row[f"engine_{part}"] for part in bare)
+            row["covered_mib"] = row["engine_mib"] - row["beyond_mib"]
+            rows.append(row)
+    if not any(row["beyond_mib"] for row in rows):  # then Sum says it all
+        rows = [row | {"beyond_mib": math.nan, "covered_mib": math.nan} for row in rows]
+    data = pd.DataFrame(rows)
+    parts = [
+        name
+        for name in data.columns
+        if name.startswith("engine_") and name != "engine_mib" and data[name].gt(0).any()
+    ]
+    usual = [f"engine_{part}_mib" for part in theme.MEMORY]  # as in the figure; others after them
+    parts.sort(key=lambda name: usual.index(name) if name in usual else len(usual))
+    columns = (
+        Column("contender", "Contender"),
+        *(
+            Column(c, c.removeprefix("engine_").removesuffix("_mib").replace("_", " "), number(3))
+            for c in parts
+        ),
+        Column("engine_mib", "Sum", number(4)),
+        Column("beyond_mib", "Without formula", number(3)),
+        Column("covered_mib", "With formula", number(4)),
+        Column("formula_mib", "Formula", number(4)),
+        Column("process_peak_rss_mib", "Process peak", number(3)),
+        *(
+            Column(f"{source}_step_mib", title, number(4))
+            for source, title in (("copied", "Copied, a step"), ("copied_formula", "Copied, formula"))
+            if len(data) and data[f"{source}_step_mib"].notna().any()
+        ),
+    )
+    apart = "covered_mib" in data and data["covered_mib"].notna().any()
+    beyond = "of that, parts without and with a formula; the sum of the formulas, to compare with the latter"
+    copied = any(column.key.startswith("copied") for column in columns)
+    caption = (
+        "MiB of the fullest rank: what the engine owns, by part and in sum; "
+        f"{beyond if apart else 'the sum of the formulas'}; and the process."
+        + (
+            " Of what is offloaded (host parts) also what is copied between host and device in a step."
+            if copied
+            else ""
+        )
+    )
+    return placed("memory", "Memory per rank", caption, rows, *columns)
+
+
+def quantisation(derived: Derived) -> Table:
+    """Median vNMSE of each codec, blocks side by side."""
+    caption = (
+        "Median vNMSE = sum((decoded - x)^2) / sum(x^2) over units and trials, by elements per block; "
+        "'shard' is one scale for a whole shard."
+    )
+    return _errors(derived, "quantisation", "Quantisation error", caption, "vnmse")
+
+
+def largest_error(derived: Derived) -> Table:
+    """Largest error of each codec, blocks side by side."""
+    caption = "Largest |decoded - x| over the largest |x|, of any unit and trial, by elements per block."
+    return _errors(derived, "largest_error", "Largest quantisation error", caption, "largest")
+
+
+def _errors(derived: Derived, name: str, title: str, caption: str, value: str) -> Table:
+    """One row per tensor, bits and kind of codec, one column per block size."""
+    found = derived.frames.quantisation
+    if found.empty:
+        return Table(name, title, caption, pd.DataFrame(), ())
+    parts = [[*str(codec).split(":", 2), "", ""][:3] for codec in found["codec"]]
+    kinds = [f"{head} {options}".strip() for head, _, options in parts]
+    told = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts])
+    wide = told.pivot_table(
+        index=["purpose", "kind"],
+        columns="block",
+        values=value,
+        aggfunc="median" if value == "vnmse" else "max",
+    )
+    blocks = sorted(
+        wide.columns, key=lambda block: (not block.isdecimal(), int(block) if block.isdecimal() else 0)
+    )
+    columns = (
+        Column("purpose", "Of"),
+        Column("kind", "Codec"),
+        *(Column(block, "no blocks" if block == "none" else block, number(3)) for block in blocks),
+    )
+    return Table(name, title, caption, wide[blocks].reset_index(), columns)
+
+
+def links(derived: Derived) -> Table:
+    """Requested against achieved rate."""
+    found = derived.frames.links
+    again = found["when"].eq("calibrated") & found.duplicated(
+        ["kind", "requested_mbit", "when", "achieved_mbit"]
+    )
+    found = found[~again]  # each record of a sweep repeats its calibration
+    shaped = found.assign(requested=pd.to_numeric(found["requested_mbit"]).astype(float).fillna(np.inf))
+    keys = ["kind", "requested", "when"]
+    rows = [
+        {
+            "kind": key[0],
+            "requested_mbit": key[1] if np.isfinite(key[1]) else math.nan,
+            "when": key[2],
+            "measurements": len(group),
+            "median_mbit": group["achieved_mbit"].median(),
+            "lowest_mbit": group["achieved_mbit"].min(),
+            "highest_mbit": group["achieved_mbit"].max(),
+            "share": group["achieved_mbit"].median() / key[1] if np.isfinite(key[1]) else math.nan,
+        }
+        for key, group in groups(shaped.sort_values(keys), keys)
+    ]
+    columns = (
+        Column("kind", "Kind"),
+        Column("requested_mbit", "Requested, Mbit/s", number(3)),
+        Column("when", "When"),
+        Column("measurements", "n", str),
+        Column("median_mbit", "Median, Mbit/s", number(4)),
+        Column("lowest_mbit", "Lowest", number(4)),
+        Column("highest_mbit", "Highest", number(4)),
+        Column("share", "of requested", number(3)),
+    )
+    caption = "Rate of a node's link: calibrated before the sweep, probed after each trial."
+    return Table("links", "Links", caption, pd.DataFrame(rows), columns)
+
+
+def published_throughput(derived: Derived) -> Table:
+    """The blog's throughput table, on pages where ours stands beside it: :func:`metrics.beside_published`."""
+    columns = (
+        Column("model", "Model"),
+        Column("inter_node_gbps", "Gbit/s a node", number(3)),
+        Column("tokens_per_gpu", "Tokens/GPU", str),
+        Column("zero3", "ZeRO-3", number(3)),
+        Column("zeropp", "ZeRO++", number(3)),
+        Column("speedup", "Speed-up", number(3)),
+        Column("source", "Source"),
+    )
+    caption = (
+        "TFLOPs per GPU on 24 nodes of 16 V100, as printed (rounded) on the bars of the ZeRO++ blog; its "
+        "speed-ups are drawn in the figure 'Speed-up beside the published'."
+    )
+    ours = metrics.beside_published(derived.pairs)
+    data = published.throughput() if len(ours) else pd.DataFrame()
+    return Table("published_throughput", "Published throughput", caption, data, columns)
+
+
+def failures(derived: Derived) -> Table:
+    """Trials without a result."""
+    columns = (
+        Column("id", "Record"),
+        Column("contender", "Contender"),
+        Column("where", "Where"),
+        Column("repeat", "Repeat", str),
+        Column("kind", "Kind"),
+        Column("message", "Message"),
+        Column("log", "Log"),
+    )
+    caption = "Trials that left a record without a result; nothing of them is in a figure."
+    return Table("failures", "Failed trials", caption, derived.frames.failures, columns)
+
+
+def setting(derived: Derived) -> Table:
+    """What was trained, on what and how."""
+    data = pd.DataFrame(settings(derived.frames, derived.finished), columns=["setting", "value"])
+    caption = (
+        "What all trials were given, from their records; several values are told apart by contender where "
+        "they depend on it alone. Units are what the policies gather at once. Kernels: 'reference' (plain "
+        "PyTorch), 'cpu' or 'cuda' encode and decode."
+    )
+    return Table(
+        "setting", "Setting", caption, data, (Column("setting", "Setting"), Column("value", "Value"))
+    )
+
+
+def environment(derived: Derived) -> Table:
+    """Machine, code and what ran; a fact with several values has a row for each."""
+    facts = derived.frames.facts.replace({"value": {"null": "none", "[]": "none"}})
+    columns = [Column("fact", "Fact"), Column("value", "Value"), Column("records", "Records", str)]
+    if len(derived.frames.pools) > 1:
+        columns.insert(0, Column("pool", "Pool"))
+    caption = "Facts on the records: machine, code, link, and the algorithms and transports that really ran."
+    return Table("environment", "Environment", caption, facts, tuple(columns))
+
+
+_MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
+    "summary": summary,
+    "time": time,
+    "generation": generation,
+    "volume": volume,
+    "checks": checks,
+    "parity": parity,
+    "break_even": break_even,
+    "memory": memory,
+    "quantisation": quantisation,
+    "largest_error": largest_error,
+    "links": links,
+    "published_throughput": published_throughput,
+    "setting": setting,
+    "environment": environment,
+}
+NAMES_OF_FILES: Final = (*_MAKERS, "failures")

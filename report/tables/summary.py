@@ -1,0 +1,171 @@
+"""The two tables that say what came out: the summary, and where the time of a step went."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import pandas as pd
+
+from harness.records.statistics import median_interval
+from report.data import footnotes, metrics
+from report.data.contender import BASELINE, NAMES
+from report.data.frames import groups
+from report.data.metrics import Derived
+from report.data.text import NOTHING, counted, number
+from report.draw.plot import contenders
+from report.tables.table import Column, Table, placed
+
+_SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")
+_MEDIANS: Final = (
+    "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds",
+    "processor_seconds", "best_seconds", *_SHARES, "achieved_mbit", "validation_loss", "m_bytes",
+)  # fmt: skip
+_PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the median step: with two, no median of their own
+_OF_TIME: Final = (
+    "where", "contender", "trials", "trials_told", "step_seconds", "compute_seconds", "wire_seconds",
+    "exposed_seconds", "schedule_seconds", "processor_seconds", "best_seconds", *_SHARES, "others_share",
+    "steal_share", "taken_share", "tflops",
+)  # fmt: skip
+
+
+def summary(derived: Derived) -> Table:
+    """One row per cell and contender: times, speed-up, bytes, loss."""
+    rows = _rows(derived)
+    columns = (
+        Column("contender", "Contender"),
+        Column("trials_told", "n", str),
+        Column("step_seconds", "Step, s", number(3)),
+        Column("tokens_per_second", "Tokens/s", number(3)),
+        Column("speedup_told", "Speed-up", str),
+        Column("pairs_told", "Pairs", str),
+        Column("share", "Share allowed", footnotes.share),
+        Column("sent_mb", "Sent, MB/step", number(3)),
+        Column("bytes_ratio", "of ZeRO-3's", number(3)),
+        Column("validation_loss", "Validation loss", number(4)),
+    )
+    caption = (
+        "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
+        "interval, Student's t on their logarithms, so it is wide for few pairs; 'Pairs' has their number "
+        "and the range in which they lie. Share allowed: the best step that schedule, link and processors "
+        "allow over the measured one (told apart in Time and processors). Sent: by all ranks between nodes "
+        "in training "
+        f"(ledger).{_loss_in_words(derived)}{_marks_in_words(derived, rows, 'speedup_told', 'share')}"
+    )
+    return placed("summary", "Summary", caption, rows, *columns)
+
+
+def time(derived: Derived) -> Table:
+    """One row per cell and contender: a step beside what is possible, and who had the processors."""
+    rows = [{name: row[name] for name in _OF_TIME} for row in _rows(derived)]
+    columns = (
+        Column("contender", "Contender"),
+        Column("trials_told", "n", str),
+        Column("step_seconds", "Step, s", number(3)),
+        Column("exposed_seconds", "Exposed, s", number(2)),
+        Column("share", "Share allowed", footnotes.share),
+        Column("schedule_share", "Share of schedule", footnotes.share),
+        Column("ideal_share", "Share of ideal", footnotes.share),
+        Column("processors_busy", "Processors busy", footnotes.share),
+        Column("taken_share", "Taken by others", footnotes.part),
+        Column("tflops", "TFLOPs", number(2)),
+    )
+    caption = (
+        "Medians over repeats and seeds. Exposed: communication waited for. Each share is that of a possible "
+        "step over the measured one. Share of schedule: of the scheduled step, which the engine's order of "
+        "gathers and reductions would take with this computation and these bytes on this link if every rank "
+        "had a processor of its own. Processors busy: of the step in which the processors, never idle, could "
+        "compute what the ranks did; not known on GPUs and of older records. Share allowed: of the longer of "
+        "these two. Share of ideal: of max(compute, wire), which no schedule reaches. Taken by others: what "
+        "programs that are no ranks, and the machine's host, had of the processors' time, in the trial in "
+        f"which it was most{_unknown_in_words(derived)}. TFLOPs: of the model, per rank, by Megatron's "
+        f"formula without recomputation.{_marks_in_words(derived, rows, *_SHARES)}"
+    )
+    return placed("time", "Time and processors", caption, rows, *columns)
+
+
+def _unknown_in_words(derived: Derived) -> str:
+    if not derived.trials["taken_share"].isna().any():
+        return ""
+    return (
+        f" ({NOTHING}: not on record: the system has no /proc/stat, ranks may have stood on several "
+        "machines, or the record is older)"
+    )
+
+
+def _marks_in_words(derived: Derived, rows: list[dict[str, Any]], *keys: str) -> str:
+    """What the marks say that stand in these columns of the rows, and beside their numbers of trials."""
+    data = pd.DataFrame(rows)
+    told = footnotes.in_words(str(row[key]) for row in rows for key in ("trials_told", *keys))
+    shares = [key for key in keys if key in _SHARES]
+    if len(data) and data[shares].astype(float).round(2).gt(1).to_numpy().any():
+        told += f" {footnotes.above_in_words(derived.trials[list(_SHARES[1:])])}"
+    return told.rstrip()
+
+
+def _loss_in_words(derived: Derived) -> str:
+    steps = [int(step) for step in derived.trials["validation_step"].dropna()]
+    if not steps:
+        return ""
+    many = f"{min(steps)} to {max(steps)} steps" if min(steps) < max(steps) else counted(max(steps), "step")
+    return (
+        " Validation loss: mean cross-entropy, in nats, on data held back from training, at the end of each "
+        f"trial, after {many}; less is better."
+    )
+
+
+def _rows(derived: Derived) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for (cell,), of_cell in groups(derived.trials, ["cell"]):
+        for _, contender in contenders(of_cell):
+            mine = of_cell[of_cell["contender"] == contender]
+            paired = derived.pairs[
+                (derived.pairs["cell"] == cell) & (derived.pairs["contender"] == contender)
+            ]
+            row = _row(mine, paired)
+            row["speedup_told"] += footnotes.rates(mine, derived.differing)
+            rows.append(row)
+    return rows
+
+
+def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
+    first = mine.iloc[0]
+    step = median_interval(list(mine["step_seconds"]))
+    row: dict[str, Any] = {
+        "where": first["where"],
+        "contender": first["contender"],
+        "trials": len(mine),
+        "trials_told": footnotes.trials(mine),
+        "step_seconds": step.estimate,
+        "step_seconds_low": step.low,
+        "step_seconds_high": step.high,
+        "sent_mb": mine["sent_bytes"].median() / 1e6,
+        "speedup": math.nan,
+        "speedup_low": math.nan,
+        "speedup_high": math.nan,
+        "speedup_told": NOTHING,
+        "pairs": len(paired),
+        "pairs_lowest": math.nan,
+        "pairs_highest": math.nan,
+        "pairs_told": NOTHING,
+    }
+    for key in _MEDIANS:
+        row[key] = mine[key].median()
+    for key in _PER_SECOND:
+        row[key] = (mine[key] * mine["step_seconds"]).median() / step.estimate
+    for key in ("others_share", "steal_share", "taken_share"):
+        row[key] = mine[key].max()
+    for key in ("bytes_ratio", "interface_ratio"):
+        row[key] = paired[key].median() if len(paired) else math.nan
+    if len(paired):
+        found = metrics.speedup(paired)
+        row |= {"speedup": found.estimate, "speedup_low": found.low, "speedup_high": found.high}
+        row["speedup_told"] = f"{found.estimate:.2f}"
+        if not math.isnan(found.low) and first["contender"] != NAMES[BASELINE]:
+            row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
+    if len(paired) and first["contender"] != NAMES[BASELINE]:
+        lowest, highest = paired["speedup"].min(), paired["speedup"].max()
+        row |= {"pairs_lowest": lowest, "pairs_highest": highest}
+        between = f": {lowest:.2f} to {highest:.2f}" if len(paired) > 1 else ""
+        row["pairs_told"] = f"{len(paired)}{between}"
+    return row

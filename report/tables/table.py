@@ -1,0 +1,165 @@
+"""One table: as CSV (raw values), Markdown, LaTeX and rows for the page.
+
+Text in records may hold anything; Markdown and LaTeX are escaped here, HTML by the page's
+template.  LaTeX needs ``booktabs``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+
+from report.data.text import text
+
+LATEX: Final = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
+    "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}",
+    "†": r"\dag{}", "‡": r"\ddag{}", "§": r"\S{}",
+    "–": "--", "…": r"\ldots{}", "-": "{-}", "[": "{[}", "]": "{]}",  # noqa: RUF001 - as above
+}  # fmt: skip
+_MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$:@/])")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column as people read it.
+
+    Attributes:
+        key: of the data.
+        title: printed.
+        format: a value as text; numbers are set flush right.
+        place: whether it says where the row ran, which the rows below may share.
+    """
+
+    key: str
+    title: str
+    format: Callable[[Any], str] = text
+    place: bool = False
+
+    @property
+    def numeric(self) -> bool:
+        """Whether it is set flush right."""
+        return self.format is not text
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table.
+
+    Attributes:
+        name: file name without suffix, and anchor on the page.
+        title: heading.
+        caption: what the columns are.
+        data: raw values; all its columns go into the CSV.
+        columns: those that are printed, in order.
+    """
+
+    name: str
+    title: str
+    caption: str
+    data: pd.DataFrame
+    columns: tuple[Column, ...]
+
+    def rows(self) -> list[list[str]]:
+        """Printed cells, row by row, not escaped."""
+        return [
+            [column.format(value) for column, value in zip(self.columns, row, strict=True)]
+            for row in self.data[[column.key for column in self.columns]].astype(object).to_numpy()
+        ]
+
+    def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
+        """Printed cells with each place told once, for where a column of places is too wide.
+
+        Returns:
+            Columns, and rows under the place that they share; as they are, under no place, where no two rows
+            that follow each other share one.
+        """
+        places = [number for number, column in enumerate(self.columns) if column.place]
+        others = [number for number, column in enumerate(self.columns) if not column.place]
+        rows = self.rows()
+        found = [
+            (told, [[row[number] for number in others] for row in mine])
+            for told, mine in groupby(rows, lambda row: ", ".join(row[number] for number in places))
+        ]
+        if not places or len(found) == len(rows):
+            return self.columns, [("", rows)]
+        return tuple(self.columns[number] for number in others), found
+
+    def csv(self) -> str:
+        """Raw values."""
+        told = [name for name in self.data.columns if str(name).endswith("_told")]
+        return self.data.drop(columns=told).to_csv(index=False, lineterminator="\n")
+
+    def markdown(self) -> str:
+        """A GitHub-flavoured pipe table under its title."""
+        head = [markdown(column.title) for column in self.columns]
+        rule = ["---:" if column.numeric else ":---" for column in self.columns]
+        body = [[markdown(cell) for cell in row] for row in self.rows()]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (head, rule, *body)]
+        return f"**{markdown(self.title)}.** {markdown(self.caption)}\n\n" + "\n".join(lines) + "\n"
+
+    def latex(self) -> str:
+        """A ``table`` float with a ``tabular`` in booktabs' rules."""
+        head = [latex(column.title) for column in self.columns]
+        body = [[latex(cell) for cell in row] for row in self.rows()]
+        lines = [" & ".join(cells) + r" \\" for cells in body]
+        align = "".join("r" if column.numeric else "l" for column in self.columns)
+        return "\n".join(
+            [
+                r"\begin{table}",
+                r"\centering",
+                rf"\caption{{{latex(self.title)}. {latex(self.caption)}}}",
+                rf"\label{{tab:{self.name}}}",
+                rf"\begin{{tabular}}{{{align}}}",
+                r"\toprule",
+                " & ".join(head) + r" \\",
+                r"\midrule",
+                *lines,
+                r"\bottomrule",
+                r"\end{tabular}",
+                r"\end{table}",
+                "",
+            ]
+        )
+
+    def write(self, folder: Path) -> dict[str, Path]:
+        """Write all forms; returns where, by suffix."""
+        forms = {"csv": self.csv(), "md": self.markdown(), "tex": self.latex()}
+        files = {suffix: folder / f"{self.name}.{suffix}" for suffix in forms}
+        for suffix, path in files.items():
+            path.write_text(forms[suffix], encoding="utf-8", newline="\n")
+        return files
+
+
+def latex(value: str) -> str:
+    """Text as LaTeX that prints it."""
+    return "".join(LATEX.get(character, character) for character in text(value))
+
+
+def markdown(value: str) -> str:
+    """Text as Markdown that prints it; no HTML either."""
+    escaped = _MARKDOWN.sub(r"\\\1", text(value).replace("&", "&amp;"))
+    return escaped.replace("<", "&lt;").replace(">", "&gt;")
+
+
+def placed(name: str, title: str, caption: str, rows: list[dict[str, Any]], *columns: Column) -> Table:
+    """A table of rows that each have a ``where``: what all share goes into the caption."""
+    data = pd.DataFrame(rows)
+    told = pd.DataFrame([str(row["where"]).split(", ") for row in rows]).fillna("")
+    common = [str(told[place].iloc[0]) for place in told.columns if len(told[place].unique()) == 1]
+    if common:
+        caption = f"{caption} All: {', '.join(common)}."
+    places: list[Column] = []
+    for place in told.columns:
+        if len(told[place].unique()) > 1:
+            data[f"where_{place}_told"] = told[place]
+            places.append(Column(f"where_{place}_told", "Where" if not places else "", place=True))
+    shown = [column for column in columns if column.key not in data or data[column.key].notna().any()]
+    return Table(name, title, caption, data, (*places, *shown))

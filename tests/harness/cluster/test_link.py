@@ -1,0 +1,289 @@
+"""What joins the nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.cluster import link, namespaces
+from harness.cluster.link import (
+    HEADER_BYTES,
+    Exchange,
+    Link,
+    LinkError,
+    Pacer,
+    Port,
+    Setting,
+    counters,
+    join,
+    message_bytes,
+    open_link,
+    shape,
+    slowest,
+)
+from harness.cluster.processes import Launch, run_ranks
+from impl.plan.topology import Topology
+from tests.harness.laws import targets
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def exchanged(
+    joined: Link, tmp_path: Path, what: Exchange, per_node: int = 1
+) -> list[tuple[list[float], int, int]]:
+    topology = Topology(joined.setting.nodes, per_node)
+    launch = Launch(topology, joined.ports, joined.paced_mbit, 1, 60, tmp_path / "log")
+    return run_ranks(targets.exchange, what, launch)
+
+
+# Pure parts
+
+
+@given(rate=st.floats(0.05, 30_000))
+def test_queues_suit_their_rate(rate: float) -> None:
+    """A packet fits the burst, the queue holds 0.4 s, and a calibration message outlasts the burst 20
+    times, and 0.19 s.
+    """
+    form = shape(rate)
+    assert 2 * namespaces.MTU <= form.segment <= 65536
+    assert form.segment + HEADER_BYTES <= form.burst < form.limit
+    assert form.limit - form.burst == pytest.approx(0.4 * form.rate, abs=1)
+    assert message_bytes(rate) >= 20 * form.burst
+    assert message_bytes(rate) >= 0.19 * form.rate
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=30), st.floats(0.1, 1e4))
+def test_a_pacer_serves_one_message_after_the_other(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], rate: float
+) -> None:
+    """Bookings end in order, each no sooner than its bytes take, and nodes do not wait for each other."""
+    path = Pacer.create(tmp_path_factory.mktemp("pacer") / "file", 2)
+    pacer, again, other = Pacer(path, 0, rate), Pacer(path, 0, rate), Pacer(path, 1, rate)
+    end = time.monotonic()
+    for number, size in enumerate(sizes):
+        booked = (pacer, again)[number % 2].book(size)
+        assert booked >= end + 8 * size / (rate * 1e6) * (1 - 1e-6) - 1e-6
+        end = booked
+    before = time.monotonic()
+    assert before <= other.book(0) <= time.monotonic()
+    for each in (pacer, again, other):
+        each.close()
+
+
+@pytest.mark.parametrize("held_up", [False, True])
+def test_threads_share_a_pacer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_up: bool) -> None:
+    """Bytes booked by threads of one process at once add up, whoever is held up in between."""
+    now = time.monotonic
+
+    def late() -> float:
+        time.sleep(1e-5)
+        return now()
+
+    if held_up:
+        monkeypatch.setattr("harness.cluster.link.time.monotonic", late)
+    path = Pacer.create(tmp_path / "file", 1)
+    pacers = [Pacer(path, 0, 8.0) for _ in range(2)]  # 1 byte a microsecond
+    ends: list[float] = []
+    start = time.monotonic()
+    threads = [
+        threading.Thread(target=lambda p=pacer: ends.extend(p.book(1000) for _ in range(500)))
+        for pacer in pacers
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(ends)) == 2000
+    assert max(ends) - start >= 2.0 - 1e-6
+    for pacer in pacers:
+        pacer.close()
+
+
+def test_the_slowest_node_counts() -> None:
+    """A repetition's rate is that of its slowest node."""
+    assert slowest([[1.0, 5.0], [2.0, 4.0]]) == [1.0, 4.0]
+    assert slowest([]) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        (Setting("auto", 1, 50.0), "none"),
+        (Setting("namespaces", 1, None), "none"),
+        (Setting("none", 3, None), "none"),
+        (Setting("paced", 2, 50.0), "paced"),
+        (Setting("paced", 2, None), "none"),
+        (Setting("real", 2, None), "real"),
+    ],
+)
+def test_links_without_namespaces(setting: Setting, kind: str) -> None:
+    """One node has no link; paced, none and real need nothing from the kernel."""
+    with open_link(setting, "abc123") as joined:
+        assert joined.kind == kind
+        assert joined.paced_mbit == (50.0 if kind == "paced" else None)
+        assert len(joined.ports) == setting.nodes
+        assert all(port.holder is None for port in joined.ports)
+
+
+@pytest.mark.parametrize("kind", ["none", "real"])
+def test_a_rate_that_nothing_holds_is_refused(kind: link.Kind) -> None:
+    """Links that shape nothing refuse a rate, naming it."""
+    with pytest.raises(LinkError, match="50 Mbit/s"):
+        open_link(Setting(kind, 2, 50.0), "abc123")
+
+
+def test_impossible_namespaces_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for, they raise the kernel's reason and what to do; under auto the link is paced, saying why."""
+
+    def refuse(process: object, request: str) -> dict[str, object]:
+        raise LinkError("no network namespaces here: unshare(NEWUSER|NEWNET): Operation not permitted")
+
+    monkeypatch.setattr(link, "_answer", refuse)
+    with pytest.raises(LinkError, match="Operation not permitted"):
+        open_link(Setting("namespaces", 2, 50.0), "abc123")
+    with open_link(Setting("auto", 2, 50.0), "abc123") as joined:
+        assert joined.kind == "paced"
+        assert "Operation not permitted" in joined.why
+    with open_link(Setting("auto", 2, None), "abc123") as joined:
+        assert joined.kind == "none"
+
+
+def test_the_keeper_reports_what_failed() -> None:
+    """A keeper that cannot make its nodes answers with the error and ends."""
+    request = json.dumps({"nodes": 2, "prefix": "a-name-that-is-too-long", "shape": None})
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.cluster.namespaces"],
+        input=request + "\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert "error" in json.loads(done.stdout)
+
+
+def test_joining_a_process_that_is_gone_is_refused() -> None:
+    """The namespaces of a missing process raise a LinkError."""
+    with pytest.raises(LinkError, match="4194304"):
+        join(Port("x", "", holder=4194304))
+    with pytest.raises(LinkError, match="no interface 'nowhere'"):
+        counters("nowhere")
+
+
+def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
+    """Through the pacer a message runs at the rate, and not faster."""
+    with open_link(Setting("paced", 2, 40.0), "abc123") as joined:
+        found = exchanged(joined, tmp_path, Exchange(500_000, 2, (0, 1)))
+    for rates, _, _ in found:
+        assert all(5 < rate <= 40.1 for rate in rates)
+
+
+# With the kernel
+
+
+@pytest.mark.link
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
+def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -> None:
+    """Each node sends at the rate and no faster; its interface counts the messages plus 66 bytes a packet."""
+    setting = Setting("namespaces", nodes, 50.0)
+    what = Exchange(message_bytes(50.0), 3, tuple(range(0, nodes * per_node, per_node)))
+    with open_link(setting, "abc123") as joined:
+        assert joined.kind == "namespaces"
+        found = exchanged(joined, tmp_path, what, per_node)
+        assert counters(joined.ports[0].interface or "", joined.ports[0].holder or 0).tx_bytes > 0
+    sent = (what.repetitions + 1) * what.message_bytes
+    for rates, tx_bytes, tx_packets in found[::per_node]:
+        assert all(5 < rate < 52 for rate in rates)
+        assert (tx_bytes - HEADER_BYTES * tx_packets) / sent == pytest.approx(1, abs=0.005)
+
+
+@pytest.mark.link
+def test_two_links_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Links of two runs, even of one id, stand side by side; closing one leaves the other."""
+    first = open_link(Setting("namespaces", 2, 50.0), "abc123")
+    with open_link(Setting("namespaces", 2, 80.0), "abc123") as second:
+        first.close()
+        found = exchanged(second, tmp_path, Exchange(message_bytes(80.0), 1, (0, 1)))
+        assert all(rates[0] < 83 for rates, _, _ in found)
+
+
+@pytest.mark.link
+def test_nothing_is_left_of_a_link() -> None:
+    """Closing removes holders and namespaces; nothing was made in the namespace of the host."""
+    before = Path("/proc/self/net/dev").read_text().count("\n")
+    joined = open_link(Setting("namespaces", 3, 50.0), "abc123")
+    holders = [port.holder for port in joined.ports]
+    assert all(Path(f"/proc/{holder}").exists() for holder in holders)
+    assert Path("/proc/self/net/dev").read_text().count("\n") == before
+    joined.close()
+    assert gone(holders)
+
+
+@pytest.mark.link
+def test_a_killed_parent_leaves_no_namespace(tmp_path: Path) -> None:
+    """After kill -9 of the process that opened a link, its keeper and holders end."""
+    code = (
+        "import time; from harness.cluster.link import *\n"
+        "joined = open_link(Setting('namespaces', 2, 50.0), 'abc123')\n"
+        "print(*(port.holder for port in joined.ports), flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        holders = [int(word) for word in parent.stdout.readline().split()]
+        assert len(holders) == 2
+        parent.kill()
+    assert gone(holders)
+
+
+@pytest.mark.link
+def test_rootless_namespaces_work_like_roots(tmp_path: Path) -> None:
+    """Without CAP_SYS_ADMIN the nodes stand in a user namespace; ranks join, and the rate holds."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root, to give capabilities up, and setpriv")
+    code = f"""
+from pathlib import Path
+from harness.cluster.link import *
+from tests.harness.cluster.test_link import exchanged
+if __name__ == "__main__":
+    with open_link(Setting("namespaces", 2, 50.0), "abc123") as joined:
+        print(joined.details["mode"], joined.ports[0].user_namespace)
+        what = Exchange(message_bytes(50.0), 2, (0, 1))
+        for rates, sent, packets in exchanged(joined, Path({str(tmp_path)!r}), what):
+            print(min(rates), max(rates))
+"""
+    (tmp_path / "main.py").write_text(code)
+    done = subprocess.run(
+        ["setpriv", "--bounding-set=-sys_admin", sys.executable, tmp_path / "main.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    first, *rates = done.stdout.splitlines()
+    assert first == "rootless True", done.stderr
+    assert all(5 < float(rate) < 52 for line in rates for rate in line.split())
+    assert len(rates) == 2
+
+
+def gone(processes: list[int | None] | list[int]) -> bool:
+    """Whether all ended within a while."""
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{process}").exists() for process in processes):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,109 @@
+"""Starting ranks and watching them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.cluster.link import Port
+from harness.cluster.processes import Launch, LaunchError, run_ranks
+from harness.cluster.rank import Progress
+from impl.plan.topology import Topology
+from tests.harness.laws import targets
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def local(topology: Topology, log: Path, seconds: float = 60) -> Launch:
+    ports = (Port("lo", "127.0.0.1"),) * topology.nodes
+    return Launch(topology, ports, None, threads=1, timeout_seconds=seconds, log=log)
+
+
+def test_results_come_back_in_rank_order(tmp_path: Path) -> None:
+    """Every rank knows its place, has its threads, and its result stands at its number."""
+    seen: list[Progress] = []
+    found = run_ranks(targets.place, "word", local(Topology(2, 2), tmp_path / "log"), seen.append)
+    assert found == [("word", rank, rank // 2, 4, 1) for rank in range(4)]
+    assert seen == [Progress("placed", 1, 2)]
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("raise", "crashed", "rank 1: ZeroDivisionError: a planted error"),
+        ("refuse", "refused", "rank 1: 7 does not divide 4"),
+        ("memory", "memory", "rank 1: RuntimeError"),
+        ("leave", "crashed", "rank 1 ended with status 3"),
+        ("signal", "crashed", "rank 1 was killed by signal 11"),
+    ],
+)
+def test_the_rank_that_failed_is_named(tmp_path: Path, how: str, kind: str, words: str) -> None:
+    """One failing rank ends the others; the error is its own and the log of all ranks is kept."""
+    with pytest.raises(LaunchError) as caught:
+        run_ranks(targets.crash, how, local(Topology(1, 3), tmp_path / "logs" / "log"))
+    assert caught.value.kind == kind
+    assert words in str(caught.value)
+    assert caught.value.log is not None
+    log = caught.value.log.read_text()
+    assert all(f"rank {rank} was here" in log for rank in range(3))
+
+
+def test_a_hanging_rank_leaves_its_stack(tmp_path: Path) -> None:
+    """After its time a trial is killed, and the log shows where every rank stood."""
+    with pytest.raises(LaunchError) as caught:
+        run_ranks(targets.hang, None, local(Topology(1, 2), tmp_path / "log", seconds=4))
+    assert caught.value.kind == "timeout"
+    log = (tmp_path / "log").read_text()
+    assert "in hang" in log
+    assert "in barrier" in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_rank_outlives_its_parent(tmp_path: Path, number: signal.Signals) -> None:
+    """Killed without warning or by Ctrl-C, the parent takes all its ranks with it."""
+    code = f"""
+from pathlib import Path
+from tests.harness import targets
+from tests.harness.cluster.test_processes import local
+from harness.cluster.processes import run_ranks
+from impl.plan.topology import Topology
+if __name__ == "__main__":
+    try:
+        run_ranks(targets.announce_and_hang, {json.dumps(str(tmp_path))}, local(Topology(1, 2), Path("log")))
+    except KeyboardInterrupt:
+        print("clean")
+"""
+    (tmp_path / "main.py").write_text(code)
+    parent = subprocess.Popen(
+        [sys.executable, tmp_path / "main.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+    time.sleep(0.2)
+    below = psutil.Process(parent.pid).children(recursive=True)
+    ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert set(ranks) <= {process.pid for process in below}
+    parent.send_signal(number)
+    out, _ = parent.communicate(timeout=20)
+    until(lambda: not any(process.is_running() for process in below))
+    assert out.strip() == ("clean" if number == signal.SIGINT else "")
+
+
+def until(true: object, seconds: float = 30) -> None:
+    """Wait until ``true()`` is."""
+    end = time.monotonic() + seconds
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)

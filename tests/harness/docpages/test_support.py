@@ -1,0 +1,138 @@
+"""Everything that docs/reference/support.md says goes together trains like one process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.docpages import support
+from impl.codecs.codec import IntCodec
+from impl.plan.policy import LossScale, Policy, preset
+from impl.plan.topology import Topology
+from tests.support.models import Net
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import mean_losses, model, single, train
+
+EXACT = preset("exact", memory=ROOMY)
+INT8 = IntCodec(8, 32)
+PARTS = support.parts(INT8, INT8, ROOMY)
+FIVE = [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(4, 1)]
+PAIRS = list(support.together(PARTS, EXACT))
+STEPS, ACCUMULATION = 2, 2
+
+
+def net() -> Net:
+    """A model with a frozen bias in each block."""
+    made = model()
+    assert isinstance(made, Net)
+    for block in made.blocks:
+        block.up.bias.requires_grad_(requires_grad=False)
+    return made
+
+
+def tolerance(policy: Policy) -> float:
+    """How far mean losses may be from one process's: 1e-5 where nothing is rounded, else 2 %."""
+    rounds = policy.compute != "fp32" or policy.frozen is not None
+    rounds = rounds or policy.weights != EXACT.weights or policy.gradients != EXACT.gradients
+    return 0.02 if rounds else 1e-5
+
+
+@functools.cache
+def alone(world: int) -> list[float]:
+    """Losses of one process on the batches of ``world`` ranks."""
+    return single(net(), world, STEPS, ACCUMULATION)
+
+
+def follows(topology: Topology, policy: Policy) -> None:
+    """Assert that training under ``policy`` follows one process."""
+    policy.check(topology)
+    results = on_threads(topology, train, net(), policy, STEPS, ACCUMULATION)
+    assert mean_losses(results) == pytest.approx(alone(topology.world), rel=tolerance(policy))
+
+
+def test_the_page_is_not_stale() -> None:
+    """docs/reference/support.md holds what ``python -m harness.docpages.support`` would write."""
+    assert support.PAGE.read_text(encoding="utf-8") == support.render()
+
+
+def covering() -> list[tuple[str, ...]]:
+    """Few combinations in which every accepted pair occurs: each grows from a pair that is missing."""
+    missing = {(one, other) for one, other, found in PAIRS if isinstance(found, Policy)}
+    chosen = []
+    while missing:
+        names = list(min(missing, key=lambda pair: [list(PARTS).index(name) for name in pair]))
+        for name in PARTS:
+            said = {field for each in names for field in PARTS[each]}
+            fits = not said & PARTS[name].keys()
+            new = any(pair in missing for pair in itertools.product(names, [name])) or any(
+                pair in missing for pair in itertools.product([name], names)
+            )
+            wider = support.combined(EXACT, *(PARTS[each] for each in names), PARTS[name]) if fits else ""
+            if fits and new and isinstance(wider, Policy):
+                names.append(name)
+        missing -= set(itertools.permutations(names, 2))
+        chosen.append(tuple(sorted(names, key=list(PARTS).index)))
+    return chosen
+
+
+@pytest.mark.parametrize("names", covering(), ids=", ".join)
+def test_pairs_train(names: tuple[str, ...]) -> None:
+    """Every pair that is accepted, in combinations with others, follows a single process."""
+    policy = support.combined(EXACT, *(PARTS[name] for name in names))
+    assert isinstance(policy, Policy)
+    follows(Topology(2, 2), policy)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("one", "other", "policy"),
+    [pair for pair in PAIRS if isinstance(pair[2], Policy)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_pairs_train_alone(one: str, other: str, policy: Policy) -> None:
+    """Every pair that is accepted follows a single process: unquantised ones within 1e-5."""
+    follows(Topology(2, 2), policy)
+
+
+def test_what_is_refused_says_both() -> None:
+    """A refusal is one line."""
+    refused = [found for _, _, found in PAIRS if isinstance(found, str)]
+    assert refused
+    assert all("\n" not in words for words in refused)
+
+
+CHOICES: Mapping[str, list[Any]] = {
+    "stage": [0, 1, 2, 3],
+    "group": [0, "node", 1],
+    "weights": [EXACT.weights, INT8],
+    "gradients": [EXACT.gradients, (INT8, INT8)],
+    "secondary": [0, "node"],
+    "gather": ["hierarchical", "flat"],
+    "reduce": ["two_hop", "one_hop", "ring"],
+    "precision": [("fp32", None), ("bf16", None), ("fp16", LossScale(initial=256.0))],
+    "reduce_every": ["stage", "step"],
+    "max_reuse": [0, 2000],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("topology", FIVE, ids=str)
+def test_everything_trains_everywhere(topology: Topology) -> None:
+    """The product of stages, groups, techniques, hops, types, accumulation and limits, on every topology."""
+    trained = 0
+    for values in itertools.product(*CHOICES.values()):
+        given = dict(zip(CHOICES, values, strict=True))
+        compute, scale = given.pop("precision")
+        memory = replace(ROOMY, max_reuse=given.pop("max_reuse"))
+        policy = support.combined(EXACT, given, {"compute": compute, "loss_scale": scale, "memory": memory})
+        if isinstance(policy, Policy):
+            follows(topology, policy)
+            trained += 1
+    assert trained > 500

@@ -1,0 +1,99 @@
+"""What test ranks run: functions of a module, since fresh processes import them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.cluster.link import Exchange, counters
+from harness.cluster.rank import Progress, Rank, Refusal
+from harness.runs.strategies import build_optimizer, prepare
+from harness.suites.trial import Trial
+from harness.workloads.models import build
+
+
+def place(rank: Rank, word: str) -> tuple[str, int, int, int, int]:
+    """Where it finds itself, after a collective with all others."""
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    rank.report(Progress("placed", 1, 2))
+    return word, rank.rank, rank.node, int(total), torch.get_num_threads()
+
+
+def environment(rank: Rank, name: str) -> str | None:
+    """An environment variable as a rank sees it."""
+    return os.environ.get(name)
+
+
+def crash(rank: Rank, how: str) -> None:
+    """Rank 1 fails in the given way, while the others wait for it in a collective."""
+    print(f"rank {rank.rank} was here")
+    dist.barrier()
+    if rank.rank == 1:
+        if how == "raise":
+            raise ZeroDivisionError("a planted error")
+        if how == "refuse":
+            raise Refusal("7 does not divide 4")
+        if how == "memory":
+            torch.empty(1 << 60, dtype=torch.uint8)
+        if how == "leave":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def hang(rank: Rank, _: None) -> None:
+    """Rank 1 never arrives."""
+    if rank.rank == 1:
+        time.sleep(600)
+    dist.barrier()
+
+
+def announce_and_hang(rank: Rank, path: str) -> None:
+    """Write one's process id into a folder, then wait for ever."""
+    with open(os.path.join(path, f"{rank.rank}"), "w", encoding="ascii") as file:  # noqa: PTH118, PTH123
+        file.write(str(os.getpid()))
+    time.sleep(600)
+
+
+def exchange(rank: Rank, what: Exchange) -> tuple[list[float], int, int]:
+    """Exchange messages; achieved rates, and what the interface sent meanwhile."""
+    before = counters(rank.port.interface or "lo")
+    rates = what.run(rank.pacer)
+    sent = counters(rank.port.interface or "lo") - before
+    return rates, sent.tx_bytes, sent.tx_packets
+
+
+def train(rank: Rank, trial: Trial) -> list[float]:
+    """Losses of a few steps on random tokens, the same ones for every strategy."""
+    torch.manual_seed(trial.seed)
+    model = build(trial.model, trial.sequence)
+    strategy = prepare(trial, model, rank, torch.device("cpu"))
+    optimizer = build_optimizer(trial.optimizer, strategy)
+    world, losses = trial.topology().world, []
+    mine = range(world) if trial.strategy == "single" else [rank.rank]
+    for step in range(trial.steps):
+        total: Any = 0.0
+        for micro in range(trial.accumulation):
+            strategy.begin(last=micro == trial.accumulation - 1)
+            for part in mine:
+                tokens = _tokens(step, micro, part, trial.sequence)
+                loss = strategy.model(tokens[:, :-1], tokens[:, 1:])
+                strategy.backward(loss / (trial.accumulation * len(mine)))
+                total = total + loss.detach() / (trial.accumulation * len(mine))
+            strategy.finish_backward()
+        strategy.step(optimizer, trial.clip)
+        optimizer.zero_grad()
+        losses.append(float(total))
+    strategy.close()
+    return losses
+
+
+def _tokens(step: int, micro: int, part: int, sequence: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + part)
+    return torch.randint(0, 8, (2, sequence + 1), generator=generator)  # few: there is something to learn

@@ -1,0 +1,291 @@
+"""``zeropp check codecs`` tells what holds, what does not and what cannot be tried; its page is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness import cli
+from harness.docpages.codecs import PAGE, SHOWN, formula, refreshed
+from harness.laws import command
+from harness.laws.subject import REPRESENTATIVE, missing
+from impl.codecs.codec import Codec, FloatCodec, IntCodec, Law, Raw, parse
+from impl.cpu import kernels as cpu_kernels
+from impl.cuda import kernels as cuda_kernels
+
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+
+
+def kinds(texts: tuple[str, ...]) -> set[tuple[object, ...]]:
+    """What there is of codecs, without widths and blocks."""
+    found: set[tuple[object, ...]] = set()
+    for codec in map(parse, texts):
+        if isinstance(codec, Raw):
+            found.add((codec.dtype,))
+            continue
+        shard, options = codec.block == "shard", (bool(codec.hadamard), codec.stochastic)
+        if isinstance(codec, FloatCodec):
+            found |= {(codec.element, codec.scale), ("shard", shard), options}
+        else:
+            found |= {(codec.bits,), ("asymmetric", codec.asymmetric), ("shard", shard), options}
+    return found
+
+
+def plain(text: str) -> str:
+    """Printed lines without the blanks at their ends, and without empty ones."""
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the page's codec in it, as ``mine`` and, mended, as ``mended``."""
+    code = dict(BLOCK.findall(PAGE.read_text(encoding="utf-8")))["python"]
+    (tmp_path / "mine.py").write_text(code, encoding="utf-8")
+    (tmp_path / "mended.py").write_text(code.replace("block.max()", "block.abs().max()"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_the_page_is_not_stale() -> None:
+    """docs/reference/codecs.md holds what ``python -m harness.docpages.codecs`` would write."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert refreshed(page) == page
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_pages_example_is_real(capsys: pytest.CaptureFixture[str]) -> None:
+    """The codec of the page breaks what the page says, by the smallest row that it shows; mended it holds."""
+    wanted = dict(BLOCK.findall(PAGE.read_text(encoding="utf-8")))["text"]
+    assert cli.main(["check", "codecs", "--codec", "mine:Int8"]) == command.VIOLATED
+    assert plain(capsys.readouterr().out) == plain(wanted)
+    assert cli.main(["check", "codecs", "--codec", "mended:Int8"]) == cli.OK
+    out = capsys.readouterr().out
+    assert out.count("holds") == 5
+    assert "FAILS" not in out
+
+
+@pytest.mark.parametrize("texts", [SHOWN, REPRESENTATIVE])
+def test_codecs_of_every_kind_are_shown_and_tried(texts: tuple[str, ...]) -> None:
+    """The page's table and the command's default name every element type, width and option."""
+    every = ("fp32", "bf16", "fp16", "int4:8:asym", "fp8e4m3:8", "fp8e5m2:8", "mxfp8", "mxfp8e5m2", "mxfp4")
+    more = ("int8:shard", "int4:8:hadamard8", "int4:8:stochastic", "int4:8:hadamard8:stochastic")
+    assert kinds(texts) >= kinds((*every, *more)) | {(bits,) for bits in range(2, 9)}
+    assert [str(parse(text)) for text in texts] == [*texts]
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_formulas_are_those_of_the_code(text: str) -> None:
+    """The page's largest errors are the declared bounds of a block in [-1, 1]."""
+    codec: Codec = parse(text)
+    value = formula(codec).replace("max", "1").replace("range", "2")
+    factors, _, divisor = value.partition(" / ")
+    product = 1.0
+    for factor in factors.split(" * "):
+        product *= float(factor)
+    shown = product / float(divisor or 1)
+    assert shown == pytest.approx(codec.error_bound(-1.0, 1.0), rel=1e-3, abs=2e-7)
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "mxfp8e5m2", "mxfp4"])
+def test_the_formula_of_shared_scales_is_their_worst(text: str) -> None:
+    """Where the bound depends on where the largest element lies in its binade, the page gives the most."""
+    codec = parse(text)
+    most = max(codec.error_bound(0.0, 1 + i / 64) / (1 + i / 64) for i in range(64))
+    assert most == pytest.approx(1 / float(formula(codec).partition(" / ")[2]), rel=1e-3)
+
+
+def test_kernels_answer_without_a_compiler_or_a_device() -> None:
+    """What the table says of kernels is what both backends say of themselves."""
+    for backend in (cpu_kernels, cuda_kernels):
+        assert not backend.supports(Raw("bf16"))
+        assert backend.supports(IntCodec(4, 256))
+
+
+def test_the_default_is_every_kind_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without options all representative codecs are tried, and hold, on the backends found."""
+    assert cli.main(["check", "codecs", "--examples", "2"]) == cli.OK
+    out = capsys.readouterr().out
+    for text in REPRESENTATIVE:
+        assert f"  {text} on reference " in out
+    assert (" on cpu " in out) == (missing("cpu") is None)
+
+
+def test_one_codec_on_one_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    """Options choose; laws that a codec does not declare are dashes."""
+    arguments = ["--backend", "reference", "--codec", "int4:8:asym", "--examples", "5", "--seed", "3"]
+    assert cli.main(["check", "codecs", *arguments]) == cli.OK
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "int4:8:asym" in line]
+    #                                   frame   bits bound    zero    idem sign power    non      unbiased
+    assert row[3:] == ["holds", "-", "holds", "holds", "-", "-", "holds", "holds", "-"]
+
+
+KERNEL = """
+import torch
+from impl import reference
+from impl.codecs.codec import parse
+
+class Kernel:
+    codec = "int4:8:stochastic"
+    kinds = ["fp32", "bf16"]
+
+    def encode(self, x, frame, noise):
+        reference.encode(parse(self.codec), x, frame, noise=noise)
+
+    def decode(self, frame, out):
+        reference.decode(parse(self.codec), frame, out)
+
+class Deaf(Kernel):
+    def encode(self, x, frame, noise):
+        super().encode(x, frame, type(noise)(noise.words))
+
+kernel = Kernel()
+
+class Nothing: pass
+class Half(Nothing):
+    def encode(self, x, frame): pass
+class Lawless(Half):
+    def decode(self, frame, out): pass
+class Outlaw(Lawless): laws = ["bound", "speed"]
+class Unsized(Lawless): laws = ["zero"]
+class Unbounded(Unsized):
+    laws = ["bound"]
+    def frame_bytes(self, numel): return numel
+class Unblocked(Unbounded): laws = ["zero"]
+class Certain(Unblocked):
+    laws, block = ["unbiased"], 4
+    def error_bound(self, low, high, out): return 1.0
+class Odd(Lawless): codec = "int9:4"
+class Wide(Lawless): codec, kinds = "int8:4", ["fp64"]
+class Counted(Lawless): codec, kinds = "int8:4", 3
+class Numbered(Lawless): laws = 5
+class Elsewhere(Lawless): codec, device = "int8:4", "nonsense"
+class Raising(Lawless):
+    def __init__(self): raise RuntimeError("boom\\nand more")
+class Needy(Lawless):
+    def __init__(self, size): pass
+class Secret(Lawless):
+    codec = property(lambda self: 1 / 0)
+class Leaving(Lawless):
+    def __init__(self): raise SystemExit(0)
+def __getattr__(name):
+    raise SystemExit(0) if name == "exit" else AttributeError(f"no {name} here")
+"""
+
+
+def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object that claims to be a codec holds if its bits do; one that is deaf to where it is fails."""
+    monkeypatch.setattr("harness.laws.laws.DRAWS", 64)
+    (folder / "kernels_of_mine.py").write_text(KERNEL, encoding="utf-8")
+    arguments = ["check", "codecs", "--examples", "100", "--codec"]
+    assert cli.main([*arguments, "kernels_of_mine:kernel"]) == cli.OK
+    capsys.readouterr()
+    assert cli.main([*arguments, "kernels_of_mine:Deaf"]) == command.VIOLATED
+    out = capsys.readouterr().out
+    assert "kernels_of_mine:Deaf breaks bits: frames and decoded elements equal the reference's" in out
+    assert re.search(r"byte \d+ of the frame \(codes\) is [0-9a-f]{2}, the reference's [0-9a-f]{2}\n", out)
+    assert "  its scales, from byte 16: " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--codec", "int9:64"), "codec 'int9:64': int9: integer codecs have 2 to 8 bits"),
+        (("--codec", "int8:x"), "block 'x' is not a number"),
+        (("--codec", "nonsense"), "codec 'nonsense': expected fp32"),
+        (("--codec", "no_such_module:thing"), "cannot import 'no_such_module'"),
+        (("--codec", "leaves:thing"), "cannot import 'leaves': SystemExit: 0"),
+        (("--codec", "users:thing"), "users has no 'thing'"),
+        (("--codec", "users:exit"), "users has no 'exit': SystemExit: 0"),
+        (("--codec", "int4:99999999999999999999"), "99999999999999999999"),
+        (("--codec", "int4:" + "9" * 5000), ""),
+        (("--codec", "users:Nothing"), "users:Nothing: has no method 'encode'"),
+        (("--codec", "users:Half"), "has no method 'decode'"),
+        (("--codec", "users:Lawless"), "has neither 'codec' nor a list 'laws' with some of bound, zero"),
+        (("--codec", "users:Outlaw"), "unknown law 'speed': expected some of bound"),
+        (("--codec", "users:Unsized"), "has no method 'frame_bytes'"),
+        (("--codec", "users:Unbounded"), "has no method 'error_bound'"),
+        (("--codec", "users:Unblocked"), "block None: expected a number of elements from 1, or 'shard'"),
+        (("--codec", "users:Certain"), "promises unbiased, and is not stochastic"),
+        (("--codec", "users:Odd"), "users:Odd: codec 'int9:4': int9: integer codecs"),
+        (("--codec", "users:Wide"), "kinds ['fp64']: expected a list with some of fp32, bf16, fp16"),
+        (("--codec", "users:Counted"), "users:Counted: kinds 3: expected a list"),
+        (("--codec", "users:Numbered"), "has neither 'codec' nor a list 'laws' with some of bound, zero"),
+        (("--codec", "users:Elsewhere"), "users:Elsewhere: device 'nonsense': expected cpu or cuda"),
+        (("--codec", "users:Raising"), "users:Raising: raised RuntimeError: boom"),
+        (("--codec", "users:Needy"), "users:Needy: raised TypeError: "),
+        (("--codec", "users:Secret"), "users:Secret: raised ZeroDivisionError: "),
+        (("--codec", "users:Leaving"), "users:Leaving: raised SystemExit: 0"),
+        (("--codec", "users:kernel", "--backend", "cpu"), "users:kernel brings its own code"),
+        (("--backend", "gpu"), "unknown backend 'gpu': expected one of reference, cpu, cuda"),
+        (("--examples", "0"), "--examples"),
+    ],
+)
+def test_what_cannot_be_tried_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    """Unknown codecs, backends and objects, and objects that lack something, are refused with status 2."""
+    (folder / "users.py").write_text(KERNEL, encoding="utf-8")
+    (folder / "leaves.py").write_text("raise SystemExit(0)", encoding="utf-8")
+    assert cli.main(["check", "codecs", *arguments]) == cli.REFUSED
+    out, err = capsys.readouterr()
+    assert words in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_a_backend_that_is_not_here_is_refused_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a CUDA device the CUDA backend is refused, saying that."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["check", "codecs", "--backend", "cuda"]) == cli.REFUSED
+    assert re.search("no CUDA device|CuPy is not installed", capsys.readouterr().err)
+
+
+def test_backends_that_are_left_out_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where all backends found are tried, a line for each of the others says why it is not."""
+    reasons = {"cpu": "backend 'cpu': no C++ compiler", "cuda": "backend 'cuda': no device"}
+    monkeypatch.setattr("harness.laws.subject.missing", reasons.get)
+    arguments = ["check", "codecs", "--examples", "2", "--codec", "int8:4"]
+    assert cli.main(arguments) == cli.OK
+    out = capsys.readouterr().out
+    for reason in reasons.values():
+        assert out.count(f"not here: {reason}\n") == 1
+    assert cli.main([*arguments, "--backend", "reference"]) == cli.OK
+    assert "not here" not in capsys.readouterr().out
+
+
+def test_the_largest_block_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """A block of 2^31 - 1 elements is tried with rows of some thousands."""
+    arguments = ["--backend", "reference", "--codec", "int8:2147483647", "--examples", "5"]
+    assert cli.main(["check", "codecs", *arguments]) == cli.OK
+    assert "int8:2147483647 on reference" in capsys.readouterr().out
+
+
+def test_a_codec_without_kernels_is_said_to_have_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reference does not stand in silently: the line names it, and alone it is refused."""
+    monkeypatch.setattr("harness.laws.subject.missing", lambda _: None)
+    monkeypatch.setattr(
+        "harness.laws.subject.served", lambda codec, name: str(codec) != "mxfp4" or name == "reference"
+    )
+    arguments = ["check", "codecs", "--examples", "2", "--codec", "mxfp4", "--backend", "cpu"]
+    assert cli.main(arguments) == cli.REFUSED
+    assert "cpu: no kernels for mxfp4" in capsys.readouterr().err
+    assert cli.main([*arguments, "--backend", "reference"]) == cli.OK
+    assert "cpu: no kernels for mxfp4; the reference serves them" in capsys.readouterr().out
+
+
+def test_every_law_has_a_column() -> None:
+    """The table on the page has each law, by its name in ``laws``."""
+    page = PAGE.read_text(encoding="utf-8")
+    for law in Law:
+        assert f"| `{law.name.lower()}` | {law.value} |" in page

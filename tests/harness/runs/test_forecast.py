@@ -1,0 +1,334 @@
+"""Predictions add up, scale to what does not fit here, and say what cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.runs.forecast import Forecast, Host, forecast, per_node_bytes
+from harness.suites.trial import Cluster, Generate, Model, Optimizer, PolicyChanges, Trial
+from impl.plan import traffic
+from impl.plan.geometry import ParameterSpec, lay_out
+from impl.plan.policy import PRESETS, PolicyError, preset
+from impl.plan.topology import Topology
+
+GIB = 2**30
+HERE = Host(memory=24 * GIB, gpus=(), namespaces=lambda: None)
+SHAPED = Cluster(rate="50 Mbit/s")  # type: ignore[arg-type]
+
+
+def one(host: Host = HERE, **fields: Any) -> Forecast:
+    (found,) = forecast([Trial(**{"model": Model(name="gpt-small")} | fields)], host)
+    return found
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(list(PRESETS)),
+    gather=st.sampled_from(["flat", "hierarchical"]),
+    reduce=st.sampled_from(["ring", "one_hop", "two_hop"]),
+    topology=st.builds(Topology, st.integers(1, 4), st.integers(1, 4)),
+    accumulation=st.integers(1, 4),
+    clip=st.booleans(),
+)
+def test_nodes_send_alike(
+    *, name: str, gather: str, reduce: str, topology: Topology, accumulation: int, clip: bool
+) -> None:
+    """What all ranks send is what node 0 sends times the nodes, for every policy and topology; a norm
+    is sent only where gradients are clipped.
+    """
+    try:
+        policy = preset(name, gather=gather, reduce=reduce)
+        policy.check(topology)
+    except PolicyError:
+        return
+    units = [
+        lay_out(
+            f"u{i}", [ParameterSpec("w", (size,))], grain=policy.grain, world=topology.world, max_padding=9e9
+        )
+        for i, size in enumerate((70_000, 3, 150_000))
+    ]
+    load = traffic.Load(micro_batches=accumulation, steps=1, norms=int(clip))
+    total = {"inter": 0, "intra": 0}
+    for rank in range(topology.world):
+        for key, sent in traffic.predict(policy, topology, units, rank, load).items():
+            total[key.link] += sent.bytes
+    inter, intra = per_node_bytes(
+        policy, topology, units, Trial(accumulation=accumulation, clip=1.0 if clip else None)
+    )
+    assert (inter * topology.nodes, intra * topology.nodes) == (total["inter"], total["intra"])
+
+
+def test_quickstart_ratio() -> None:
+    """ZeRO++ is predicted to send at most 0.26 of ZeRO-3's bytes between two nodes of two ranks."""
+    zero3, zeropp = (one(strategy=name, cluster=SHAPED) for name in ("zero3", "zeropp"))
+    assert zeropp.inter is not None
+    assert zero3.inter is not None
+    assert 0.25 < zeropp.inter / zero3.inter < 0.26
+    assert not zero3.problems
+    assert not zeropp.problems
+
+
+def test_wire_seconds() -> None:
+    """The time on the wire is a node's bytes over the rate, and unknown without a rate."""
+    found = one(strategy="zero3", cluster=SHAPED)
+    assert found.egress is not None
+    assert found.inter == 2 * found.egress
+    assert found.wire_seconds == pytest.approx(found.egress * 8 / 50e6)
+    assert one(strategy="zero3").wire_seconds is None
+
+
+def test_repeats_share() -> None:
+    """Repeats and seeds of a trial share its prediction."""
+    trials = [Trial(seed=seed, repeat=repeat) for seed in (0, 1) for repeat in (0, 1)]
+    found = forecast(trials, HERE)
+    assert [each.trial for each in found] == trials
+    assert len({each.inter for each in found}) == 1
+
+
+def test_peers() -> None:
+    """A peer has memory and parameters but no predicted bytes: they do not go through our wire."""
+    found = {name: one(strategy=name) for name in ("single", "ddp", "fsdp2")}
+    assert all(each.inter is None and each.padded is None for each in found.values())
+    sizes = {name: sum((each.memory or {}).values()) for name, each in found.items()}
+    assert sizes["single"] == sizes["ddp"] == 16 * (found["ddp"].parameters or 0)
+    assert sizes["fsdp2"] == sizes["ddp"] // 4
+
+
+def test_hundred_billion() -> None:
+    """100 B parameters on 64 nodes of 16 are planned, with hpZ's copy as large as the paper's."""
+    cluster = Cluster(nodes=64, ranks_per_node=16)
+    plain = one(strategy="zero3", cluster=cluster, model=Model(name="gpt-100b"))
+    hpz = one(strategy="hpz", cluster=cluster, model=Model(name="gpt-100b"))
+    assert plain.parameters == pytest.approx(100e9, rel=0.02)
+    assert plain.memory is not None
+    assert hpz.memory is not None
+    copy = hpz.memory["secondary"] - plain.memory["secondary"]
+    assert copy == pytest.approx(2 * 64 * plain.parameters / 1024, rel=0.01)  # 2 alpha M / P, facts A4
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model": Model(name="gpt-18b")}, "too big for memory: 4 ranks x"),
+        ({"model": Model(name="gpt-18b"), "strategy": "ddp"}, "too big for memory: 4 ranks x"),
+        ({"cluster": Cluster(nodes=64, ranks_per_node=2)}, "128 ranks are more than this machine can hold"),
+        ({"corpus": "/no/such/corpus"}, "no such file or folder"),
+        ({"policy": PolicyChanges(align=100_000)}, "would be padding"),
+        ({"model": Model(name="gpt-smal")}, "did you mean 'gpt-small'?"),
+        ({"model": Model(name="gpt-tiny", arguments={"layer": 1})}, "did you mean 'layers'?"),
+        ({"model": Model(name="no_such_module_at_all:model")}, "cannot import 'no_such_module_at_all'"),
+        ({"model": Model(name="tests.harness.runs.test_forecast:broken")}, "RuntimeError: two lines"),
+        ({"optimizer": Optimizer(name="Adamw")}, "torch.optim has no such optimizer"),
+        ({"optimizer": Optimizer(name="LBFGS")}, "not elementwise"),
+        ({"optimizer": Optimizer(arguments={"momentum": 0.9})}, "unexpected keyword argument 'momentum'"),
+        ({"optimizer": Optimizer(arguments={"lr": -1.0})}, "Invalid learning rate"),
+        ({"optimizer": Optimizer(arguments={"betas": [0.9]})}, "optimizer.arguments of AdamW: IndexError"),
+        ({"optimizer": Optimizer(arguments={"betas": [0.9, 0.9, 0.9]})}, "arguments of AdamW: ValueError"),
+        ({"model": Model(name="tests.harness.runs.test_forecast:leaving")}, "SystemExit: 3"),
+        ({"tokens_per_rank": 128 * 10**9}, "too big for memory"),
+        ({"cluster": Cluster(link="real")}, "2 nodes are 2 machines"),
+        ({"cluster": Cluster(link="real")}, "expected 'torchrun'"),
+        (
+            {"cluster": Cluster(launcher="torchrun")},
+            "torchrun --nnodes=2 --nproc-per-node=2 --no-python zeropp",
+        ),
+        ({"cluster": Cluster(launcher="slurm")}, "expected 'torchrun', started through srun"),
+        ({"cluster": Cluster(device="cuda")}, "4 ranks need a GPU each, this machine has 0"),
+        ({"cluster": Cluster(device="cuda"), "strategy": "single"}, "no GPU"),
+        ({"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})}, "our own wire only"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_problems(fields: dict[str, Any], words: str) -> None:
+    """What cannot run is explained in one line with its numbers."""
+    problems = one(**fields).problems
+    assert any(words in problem for problem in problems), problems
+    assert all("\n" not in problem for problem in problems)
+
+
+def broken(sequence: int) -> None:
+    """A user's model that cannot be built."""
+    raise RuntimeError("two\nlines")
+
+
+def leaving(sequence: int) -> None:
+    """A user's model that ends the process."""
+    raise SystemExit(3)
+
+
+def test_a_module_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's module that calls sys.exit when it is imported is a problem of that trial."""
+    (tmp_path / "leaving_at_import.py").write_text("import sys\nsys.exit('bye')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (problem,) = one(model=Model(name="leaving_at_import:build")).problems
+    assert "SystemExit: bye" in problem
+
+
+def test_huge_accumulation() -> None:
+    """A million micro-batches are planned as quickly as one, and sent a million times."""
+    few, many = (one(strategy="hpz", accumulation=number) for number in (2, 1_000_000))
+    first = one(strategy="hpz")
+    assert few.inter is not None
+    assert many.inter is not None
+    assert first.inter is not None
+    assert many.inter == first.inter + 999_999 * (few.inter - first.inter)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_element"),
+    [
+        (Optimizer(), 8),
+        (Optimizer(name="SGD", arguments={"lr": 0.1}), 0),
+        (Optimizer(name="SGD", arguments={"lr": 0.1, "momentum": 0.9}), 4),
+        (Optimizer(name="RMSprop", arguments={"lr": 0.1}), 4),
+        (Optimizer(name="Adam", arguments={"lr": 0.1, "amsgrad": True}), 12),
+    ],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_optimizer_state(strategy: str, optimizer: Optimizer, per_element: int) -> None:
+    """The optimizer's predicted bytes are those that one of its steps leaves."""
+    memory = one(strategy=strategy, optimizer=optimizer).memory or {}
+    assert memory["optimizer"] == per_element * memory["masters"] // 4
+
+
+def test_frozen_root_is_gathered_around_the_rest() -> None:
+    """Both units of the root, trained and frozen, count beside the largest other one."""
+    found = one(
+        model=Model(name="tests.harness.runs.test_forecast:half_frozen"),
+        strategy="exact",
+        policy=PolicyChanges(max_padding=9.0),
+        sequence=32,
+        tokens_per_rank=32,
+    )
+    assert found.memory is not None
+    assert found.memory["gathered"] == 4 * (64 * 128 + 64 * 256 + 64 * 64)
+
+
+def half_frozen(sequence: int) -> Any:
+    """A user's model with a frozen and a trained part around its blocks."""
+    from torch import nn
+
+    model = nn.Module()
+    model.frozen = nn.Linear(64, 128, bias=False).requires_grad_(False)
+    model.trained = nn.Linear(64, 256, bias=False)
+    model.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    return model
+
+
+def test_no_namespaces() -> None:
+    """Without namespaces, what needs them is refused with the reason, and the rest is not."""
+    host = Host(memory=24 * GIB, gpus=(), namespaces=lambda: "forbidden here")
+    asked = SHAPED.model_copy(update={"link": "namespaces"})
+    assert one(host, strategy="zero3", cluster=asked).problems == (
+        "cluster.link = 'namespaces': forbidden here",
+    )
+    assert "forbidden here" in one(host, strategy="fsdp2", cluster=SHAPED).problems[0]
+    assert one(host, strategy="zero3", cluster=SHAPED).problems == ()
+    assert one(host, strategy="single", cluster=SHAPED).problems == ()
+    assert one(host, strategy="ddp").problems == ()
+
+
+def test_gpus() -> None:
+    """On GPUs a rank must fit its device, and every rank needs one."""
+    host = Host(memory=24 * GIB, gpus=(16 * GIB,) * 4, namespaces=lambda: None)
+    cluster = Cluster(device="cuda")
+    assert one(host, cluster=cluster).problems == ()
+    (problem,) = one(host, cluster=cluster, model=Model(name="gpt-18b")).problems
+    assert "a GPU here has 16.00 GiB" in problem
+
+
+def test_standalone(tmp_path: Path) -> None:
+    """A model may come from any function that takes the sequence."""
+    found = one(
+        model=Model(name="tests.harness.runs.test_forecast:tiny"),
+        strategy="zero3",
+        policy=PolicyChanges(align=32),
+    )
+    assert found.parameters == 64 * 128
+    assert found.problems == ()
+
+
+def tiny(sequence: int) -> Any:
+    """A user's model."""
+    from torch import nn
+
+    return nn.Linear(64, sequence, bias=False)
+
+
+def test_generations_are_planned() -> None:
+    """Decoding sends a gather for each token, with hpZ one between nodes in all, and trains nothing."""
+    decode = {"workload": "generate", "generate": Generate(prompt=8, tokens=10), "cluster": SHAPED}
+    found = {name: one(strategy=name, **decode) for name in ("zero3", "hpz", "ddp")}
+    sent = {name: forecast.inter for name, forecast in found.items()}
+    assert sent["zero3"] is not None
+    assert sent["hpz"] is not None
+    assert sent["zero3"] == 10 * sent["hpz"]
+    for each in found.values():
+        assert each.memory is not None
+        assert each.memory["masters"] > 0
+        assert not {"gradients", "optimizer"} & set(each.memory)
+
+
+@pytest.mark.parametrize("name", ["bert-small", "vit-small"])
+def test_other_models_are_planned(name: str) -> None:
+    """An encoder and a vision model fit ZeRO++'s blocks on two nodes of two ranks, with their own data."""
+    images = {"corpus": "glyphs", "sequence": 64} if name == "vit-small" else {}
+    found = one(model=Model(name=name), cluster=SHAPED, **images)
+    assert found.problems == ()
+    assert found.parameters is not None
+    assert 3.2e6 < found.parameters < 3.4e6
+
+
+def test_data_of_another_form_are_a_problem() -> None:
+    """A vision model on text, and patches that make no image, cannot run, and plan says why."""
+    assert any(
+        "reads images" in problem for problem in one(model=Model(name="vit-small"), sequence=64).problems
+    )
+    (problem,) = one(model=Model(name="vit-small"), corpus="glyphs").problems
+    assert "sequence = 128 patches" in problem
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_limit_is_told_exactly(strategy: str) -> None:
+    """A trial keeps within a limit of what it holds and not within a byte less, which is no problem of
+    the machine's.
+    """
+    held = sum((one(strategy=strategy).memory or {}).values())
+    assert one(strategy=strategy, memory_limit=f"{held / 2**20:.9f} MiB").beyond_limit is None
+    within = Trial(strategy=strategy, model=Model(name="gpt-small")).model_copy(
+        update={"memory_limit": held - 1}
+    )
+    (found,) = forecast([within], HERE)
+    assert found.beyond_limit is not None
+    assert f"holds {held:,} bytes" in found.beyond_limit
+    assert f"memory_limit is {held - 1:,}" in found.beyond_limit
+    assert found.problems == ()
+
+
+def test_what_is_offloaded_is_foreseen_and_not_the_devices() -> None:
+    """Host parts are beside the device's and outside a limit on it; copies of a step are told."""
+    shares = PolicyChanges(offload_optimizer=1.0, offload_weights=1.0, max_padding=0.1)
+    plain, moved = (
+        forecast([Trial(strategy="zeropp", policy=policy)], HERE)[0]
+        for policy in (PolicyChanges(max_padding=0.1), shares)
+    )
+    assert plain.memory is not None
+    assert moved.memory is not None
+    for part in ("masters", "optimizer", "secondary"):
+        assert (moved.memory[part], moved.memory[f"host_{part}"]) == (0, plain.memory[part])
+    assert plain.copied == 0
+    # gradients in fp32; the frame once, int8; the secondary of two ranks out and in
+    assert (
+        moved.copied
+        == plain.memory["gradients"] + moved.memory["host_frames"] + 2 * plain.memory["secondary"]
+    )
+    device = sum(size for part, size in moved.memory.items() if not part.startswith("host_"))
+    limited = Trial(strategy="zeropp", policy=shares, memory_limit=f"{device / 2**20 + 1} MiB")  # type: ignore[arg-type]
+    assert forecast([limited], HERE)[0].beyond_limit is None

@@ -1,0 +1,121 @@
+"""FSDP2 and DDP with our collectives as strategies of suites: planned, run, and refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.runs.forecast import Host, forecast
+from harness.suites.expansion import Suite, SuiteError, load
+from harness.suites.trial import Trial
+from impl.adapters.traffic import HOSTED
+from impl.codecs.codec import parse
+from tests.harness.runs.test_trial import result, text, trial
+
+__all__ = ["text"]  # a fixture
+HERE = Host(memory=1 << 36, gpus=(), namespaces=lambda: None)
+
+
+def suite(tmp_path: Path, body: str) -> Suite:
+    file = tmp_path / "q.toml"
+    file.write_text(f'name = "q"\nquestion = "?"\n{body}', encoding="utf-8")
+    return load(file)
+
+
+@pytest.mark.parametrize("name", ["fsdp2+exact", "fsdp2+qwz+qgz", "ddp+qgz"])
+def test_a_hosted_trial_runs(text: str, tmp_path: Path, name: str) -> None:  # the fixture
+    """Its loss before training is that of its codecs, every rank sent what was predicted, steps and
+    validation alike, and a step what was planned.
+    """
+    settings: dict[str, Any] = {"accumulation": 2, "clip": 1.0, "warmup": 0, "steps": 2}
+    found = result(trial(text, name, validate_every=1, **settings), tmp_path / "log")
+    assert found.predicted is not None
+    assert found.predicted.equal
+    rows = [row for rank in found.ranks for row in rank.ledger or []]
+    phases = {row.phase for row in rows}
+    assert phases == ({"backward"} if name == "ddp+qgz" else {"forward", "backward", "evaluate", "step"})
+    assert len(found.units) == 3
+    assert found.ran["host"] == name.split("+", 1)[0]
+    assert found.ran["transports"]["local"] == "shm"
+    assert all(step.exposed_backward is not None for rank in found.ranks for step in rank.steps)
+    (planned,) = forecast([trial(text, name, **settings)], HERE)
+    sent = sum(row.bytes for row in rows if row.link == "inter" and row.phase != "evaluate")
+    assert planned.problems == ()
+    assert planned.inter == sent / 2
+    assert planned.padded == sum(padded for _, _, padded in found.units)
+
+
+def test_exact_hosts_have_the_losses_of_peers(text: str, tmp_path: Path) -> None:
+    """DDP with our fp32 messages has DDP's losses within 1e-6, in the first step to the bit."""
+    own, ours = (
+        [[step.loss for step in rank.steps] for rank in result(trial(text, name), tmp_path / "log").ranks]
+        for name in ("ddp", "ddp+exact")
+    )
+    for one, other in zip(own, ours, strict=True):
+        assert one[0] == other[0]
+        assert one == pytest.approx(other, abs=1e-6)
+
+
+def test_suites_of_hosts(tmp_path: Path) -> None:
+    """Hosts stand beside peers and policies; keys that a host does not carry stay away from it, and are
+    told; a host's trial is not our engine's of the same policy.
+    """
+    found = suite(
+        tmp_path,
+        "[defaults]\npolicy.weights = 'int8:512'\npolicy.feedback = 'classic'\npolicy.prefetch = 5\n"
+        "policy.max_padding = 1.0\n"
+        "[matrix]\nstrategy = ['ddp', 'fsdp2', 'qwz+qgz', 'fsdp2+qwz+qgz', 'fsdp2+exact', 'ddp+qgz']\n",
+    )
+    by_name = {one.strategy: one for one in found.trials}
+    assert len(by_name) == 6
+    assert found.merged == 0
+    ours, fsdp2, ddp = (by_name[name].resolved_policy() for name in ("qwz+qgz", "fsdp2+qwz+qgz", "ddp+qgz"))
+    assert ours is not None
+    assert fsdp2 is not None
+    assert ddp is not None
+    assert ours.weights == fsdp2.weights == parse("int8:512")
+    assert ours.feedback is not None
+    assert fsdp2.feedback is None
+    assert ddp.weights == parse("fp32")
+    assert ddp.gradients == ours.gradients
+    exact = by_name["fsdp2+exact"].resolved_policy()
+    assert exact is not None
+    assert exact.weights == parse("fp32")
+    assert any("policy.feedback" in line and "ddp+qgz" in line for line in found.kept)
+    assert any("policy.prefetch" in line and "fsdp2+qwz+qgz" in line for line in found.kept)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "key", "words"),
+    [
+        ("fsdp2+qgz", "policy.secondary = 2", "secondary = 2 inside fsdp2: it gathers anew in backward"),
+        ("fsdp2+qgz", "policy.feedback = 'classic'", "feedback = classic inside fsdp2"),
+        ("ddp+qgz", "policy.weights = 'int8:64'", "weights = int8:64 inside ddp: it keeps whole weights"),
+        ("ddp+qgz", "policy.gradients = 'int4:64:stochastic'", "stochastic inside ddp: it tells no steps"),
+        ("ddp+exact", "policy.gather = 'flat'", "gather = flat inside ddp"),
+        ("fsdp2+exact", "cluster.device = 'cuda'", "expected 'cpu'"),
+    ],
+)
+def test_what_a_host_cannot_do_is_refused(tmp_path: Path, strategy: str, key: str, words: str) -> None:
+    """A suite that asks it of a host alone is refused in one line, with the value."""
+    with pytest.raises(SuiteError, match=words) as caught:
+        suite(tmp_path, f"[defaults]\nstrategy = '{strategy}'\n{key}\n")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", HOSTED)
+def test_every_host_is_planned(name: str) -> None:
+    """Of every strategy inside a host it is told before it runs what a step sends and a rank holds."""
+    one = Trial.model_validate(
+        {"strategy": name, "policy": {"max_padding": 1.0}, "cluster": {"rate": "50 Mbit/s"}}
+    )
+    one.check()
+    (found,) = forecast([one], HERE)
+    assert found.problems == ()
+    assert found.inter is not None
+    assert found.inter > 0
+    assert found.wire_seconds == pytest.approx(found.inter / 2 * 8 / 50e6)
+    assert math.fsum((found.memory or {}).values()) > 0

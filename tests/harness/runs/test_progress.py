@@ -1,0 +1,54 @@
+"""Progress lines say which trial it is by what varies."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from harness.records.record import Failure, Record
+from harness.runs.progress import Display
+from harness.suites.trial import Cluster, PolicyChanges, Trial
+
+
+def line(trials: list[Trial], log: str | None = None) -> str:
+    """What is printed when the first of ``trials`` is over."""
+    shown = io.StringIO()
+    with Display(Console(file=shown, width=400), trials, 0, Path("results/q")) as display:
+        display.began(trials[0])
+        fields: dict[str, Any] = {"machine": {}, "code": {}}
+        failure = Failure(kind="refused", message="no", log=log)
+        trial = trials[0].canonical()
+        display.finished(
+            Record(
+                id=trials[0].id, suite="q", trial=trial, started="1", finished="2", order=0, pool="p",
+                failure=failure, **fields,
+            )
+        )  # fmt: skip
+    return shown.getvalue()
+
+
+def test_what_varies_is_said() -> None:
+    """Strategy, place and rate always stand there, axes by name, and nothing that all share."""
+    cluster = Cluster(rate="50 Mbit/s")  # type: ignore[arg-type]
+    trials = [
+        Trial(
+            strategy="zeropp", cluster=cluster, seed=seed,
+            policy=PolicyChanges(weights=weights, align=2048, max_padding=0.1),
+        )
+        for seed in (0, 1) for weights in ("int8:64", "int4:64")
+    ]  # fmt: skip
+    text = line(trials)
+    assert "zeropp, 2x2, 50 Mbit/s, " in text
+    assert "weights int8:64" in text
+    assert "seed 0" in text
+    assert "align" not in text
+    assert "max_padding" not in text
+    assert "tokens" not in text
+
+
+def test_a_log_is_named_by_a_path_that_can_be_opened() -> None:
+    """From where the user stands, not from the results folder."""
+    assert "; log: results/q/logs/x.log (" in line([Trial()], "logs/x.log")

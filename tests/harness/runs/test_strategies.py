@@ -1,0 +1,104 @@
+"""Peers and policies train the same model to the same losses."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from harness.cluster.processes import ALLOCATOR, LaunchError, run_ranks
+from harness.runs.strategies import Sharded
+from harness.suites.trial import Optimizer, Trial
+from impl.plan.policy import Policy
+from impl.plan.topology import Topology
+from tests.harness.cluster.test_processes import local
+from tests.harness.laws import targets
+
+STEPS = 20
+
+
+def trial(strategy: str, **changes: Any) -> Trial:
+    return Trial.model_validate(
+        {
+            "strategy": strategy,
+            "model": {"name": "gpt-tiny"},
+            "policy": {"max_padding": 1.0},
+            "cluster": {"nodes": 2, "ranks_per_node": 2},
+            "sequence": 16,
+            "tokens_per_rank": 32,
+            "steps": STEPS,
+            **changes,
+        }
+    )
+
+
+def losses(one: Trial, tmp_path: Path) -> list[float]:
+    """Mean loss over ranks of every step."""
+    topology = Topology(1, 1) if one.strategy == "single" else one.topology()
+    ranks = run_ranks(targets.train, one, local(topology, tmp_path / "log"))
+    return [sum(step) / len(step) for step in zip(*ranks, strict=True)]
+
+
+@cache
+def reference(clip: float | None, accumulation: int, tied: bool, folder: Path) -> list[float]:
+    return losses(trial("single", **changes(clip, accumulation, tied)), folder)
+
+
+def changes(clip: float | None, accumulation: int, tied: bool) -> dict[str, Any]:
+    return {
+        "clip": clip,
+        "accumulation": accumulation,
+        "model": {"name": "gpt-tiny", "arguments": {"tied": tied}},
+    }
+
+
+@pytest.mark.parametrize(("clip", "accumulation", "tied"), [(None, 1, False), (0.5, 2, True)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "exact"])
+def test_all_train_like_a_single_process(
+    tmp_path_factory: pytest.TempPathFactory, strategy: str, clip: float | None, accumulation: int, tied: bool
+) -> None:
+    """DDP, FSDP2 and the exact policy have a single process's losses within 1e-4 over 20 steps."""
+    folder = tmp_path_factory.getbasetemp()
+    found = losses(trial(strategy, **changes(clip, accumulation, tied)), folder)
+    expected = reference(clip, accumulation, tied, folder)
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"name": "AdanW"}, "'AdanW': torch.optim has no such optimizer"),
+        ({"name": "Adam", "arguments": {"lrr": 1.0}}, "arguments of Adam: .*lrr"),
+        ({"name": "Optimizer"}, "arguments of Optimizer"),
+    ],
+)
+def test_an_impossible_optimizer_is_refused(tmp_path: Path, optimizer: dict[str, Any], words: str) -> None:
+    """An optimizer that torch has not, or not so, is a refusal that names it."""
+    with pytest.raises(LaunchError, match=words) as caught:
+        losses(trial("single", optimizer=optimizer), tmp_path)
+    assert caught.value.kind == "refused"
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 1.5), ("cuda", None)])
+def test_exposed_time_is_unknown_on_gpus(device: str, seconds: float | None) -> None:
+    """Where the stream waits and not the process, the time it waited is unknown rather than 0."""
+    wire = SimpleNamespace(mesh=SimpleNamespace(device=torch.device(device)), exposed_seconds=1.5)
+    engine: Any = SimpleNamespace(wire=wire)
+    assert Sharded(torch.nn.Linear(1, 1), engine, Policy(), Optimizer(), 1).exposed_seconds() == seconds
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_every_contender_has_the_same_allocator(tmp_path: Path, name: str) -> None:
+    """Ranks run with the allocator's settings, and the sweep's own environment is left alone."""
+    import os
+
+    before = dict(os.environ)
+    assert run_ranks(targets.environment, name, local(Topology(1, 1), tmp_path / "log")) == [ALLOCATOR[name]]
+    assert dict(os.environ) == before
+    assert torch.get_num_threads() >= 1
+    assert "GLOO_SOCKET_IFNAME" not in os.environ

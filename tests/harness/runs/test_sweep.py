@@ -1,0 +1,391 @@
+"""Sweeps: every trial leaves a record, whatever becomes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from harness.cluster import link
+from harness.cluster.link import LinkError
+from harness.records.record import RecordError, read, read_all
+from harness.runs import forecast as plan
+from harness.runs.sweep import LOCK, SCRATCH, SweepOutcome, alone, finished, run_sweep
+from harness.suites.trial import Trial
+from harness.workloads import input_digests
+from tests.harness.cluster.test_processes import until
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY: dict[str, Any] = {
+    "model": {"name": "gpt-tiny"},
+    "policy": {"max_padding": 1.0},
+    "sequence": 16,
+    "tokens_per_rank": 32,
+    "steps": 2,
+    "warmup": 1,
+}
+
+
+def trial(strategy: str, *, rate: str = "unshaped", kind: str = "none", **changes: Any) -> Trial:
+    cluster = {"nodes": 2, "ranks_per_node": 1, "link": kind, "rate": rate}
+    return Trial.model_validate({**TINY, "strategy": strategy, "cluster": cluster, **changes})
+
+
+def sweep(trials: list[Trial], results: Path) -> tuple[SweepOutcome, str]:
+    shown = io.StringIO()
+    outcome = run_sweep("test", trials, results, Console(file=shown, width=60))
+    return outcome, shown.getvalue()
+
+
+def diverging(sequence: int) -> Any:
+    """A model whose rank dies in its first step."""
+    from harness.workloads.models import GPT, GPTShape
+
+    class Dying(GPT):
+        def forward(self, tokens: Any, targets: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return Dying(GPTShape(1, 16, 1), sequence)
+
+
+def slow(sequence: int) -> Any:
+    """A model that takes its time."""
+    from harness.workloads.models import GPT, GPTShape
+
+    class Slow(GPT):
+        def forward(self, tokens: Any, targets: Any) -> Any:
+            time.sleep(5)
+            return super().forward(tokens, targets)
+
+    return Slow(GPTShape(1, 16, 1), sequence)
+
+
+def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
+    """Each trial's record lies under its id, tells what ran, and is skipped the next time."""
+    trials = [trial(strategy, seed=seed) for seed in range(2) for strategy in ("single", "ddp", "zeropp")]
+    outcome, shown = sweep(trials[:4], tmp_path)
+    assert outcome == SweepOutcome(ok=4, failed=0, skipped=0)
+    assert [line.split()[0] for line in shown.splitlines()] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
+    outcome, shown = sweep(trials, tmp_path)
+    assert outcome == SweepOutcome(ok=2, failed=0, skipped=4)
+    assert "4 of 6 trials have a record" in shown
+    records = read_all(tmp_path)
+    assert [record.order for record in records] == list(range(6))
+    for one, record in zip(trials, records, strict=True):
+        assert record.id == one.id
+        assert Trial.from_canonical(record.trial) == one
+        assert record.failure is None
+        assert record.link is not None
+        assert record.link.kind == "none"
+        assert record.reference_loss is not None
+        assert len(record.ranks) == (1 if one.strategy == "single" else 2)
+        assert bool(record.link.probed_mbit) == (one.strategy != "single")
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("threshold", "kinds"),
+    [(100_000, ["without effect", "without effect"]), (0, ["honoured", "changed"])],
+)
+def test_a_deepspeed_configuration_leaves_its_findings(
+    threshold: int, kinds: list[str], tmp_path: Path
+) -> None:
+    """A trial by one sends what its policy predicts; its record says what became of each key on its model.
+
+    Below a threshold of 100,000 elements all parameters of a toy persist, which ZeRO++ leaves alone.
+    """
+    zero = {"stage": 3, "stage3_param_persistence_threshold": threshold, "zero_quantized_weights": True}
+    config = json.dumps({"zero_optimization": zero | {"zero_hpz_partition_size": 16}})
+    asked = trial("recipe", deepspeed_config=config, policy={"max_padding": 1e9})
+    outcome, text = sweep([asked], tmp_path)
+    assert outcome.failed == 0, text
+    (record,) = read_all(tmp_path)
+    assert [finding.kind for finding in record.findings] == ["honoured", "honoured", *kinds]
+    assert record.predicted is not None
+    assert record.predicted.equal
+
+
+def test_a_trial_beyond_its_limit_is_recorded_and_not_run(tmp_path: Path) -> None:
+    """It leaves a failure of kind memory with its numbers and the model's size, at once and for good."""
+    large = trial("zero3", memory_limit="0.1 MiB", model={"name": f"{__name__}:slow"})
+    small = trial("zero3", memory_limit="64 MiB")
+    outcome, _ = sweep([large, small], tmp_path)
+    assert outcome == SweepOutcome(ok=2, failed=0, skipped=0), "that it does not fit is the answer"
+    record = read(tmp_path / f"{large.id}.json")
+    assert record.failure is not None
+    assert record.failure.kind == "memory"
+    assert "not run: a rank holds" in record.failure.message
+    assert "memory_limit is 104,858" in record.failure.message
+    assert record.parameters > 0
+    assert record.ranks == []
+    outcome, _ = sweep([large, small], tmp_path)
+    assert outcome == SweepOutcome(ok=0, failed=0, skipped=2)
+
+
+def test_an_engine_that_held_more_than_foreseen_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine counted is held to the limit too, after the run."""
+    foreseen = plan.forecast
+    limited = trial("zero3", memory_limit="0.1 MiB")
+
+    def blind(trials: Iterable[Trial], host: plan.Host) -> list[plan.Forecast]:
+        return [dataclasses.replace(one, beyond_limit=None) for one in foreseen(trials, host)]
+
+    monkeypatch.setattr("harness.runs.sweep.forecast", blind)
+    assert sweep([limited], tmp_path)[0].failed == 1
+    failure = read(tmp_path / f"{limited.id}.json").failure
+    assert failure is not None
+    assert failure.kind == "memory"
+    assert failure.message.startswith("it ran, and a rank holds")
+
+
+def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    """Crashed, refused and late trials say so, with their log; the ones after them run."""
+    here = __name__
+    trials = [
+        trial("ddp", model={"name": f"{here}:diverging"}),
+        trial("fsdp2", kind="paced", rate="50 Mbit/s"),
+        trial("zeropp", policy={}),
+        trial("single", model={"name": f"{here}:slow"}, timeout_seconds=3),
+        trial("exact", optimizer={"name": "SGD", "arguments": {"lr": 1.0, "weight_decay": 1e30}}),
+        trial("zero3"),
+    ]
+    outcome, shown = sweep(trials, tmp_path)
+    assert outcome == SweepOutcome(ok=1, failed=5, skipped=0)
+    found = [read(tmp_path / f"{one.id}.json").failure for one in trials]
+    assert [failure and failure.kind for failure in found] == [
+        "crashed", "refused", "refused", "timeout", "wrong", None,
+    ]  # fmt: skip
+    words = [
+        "was killed by signal 9",
+        "'fsdp2' sends past our wire",
+        "padding",
+        "after 3 s",
+        "the loss of rank",
+    ]
+    for failure, word in zip(found, words, strict=False):
+        assert failure is not None
+        assert word in failure.message
+        assert word in shown
+        assert "\n" not in failure.message
+    for failure in (found[0], found[2], found[3]):
+        assert failure is not None
+        assert failure.log is not None
+        assert (tmp_path / failure.log).read_text().startswith("== rank 0 ==")
+    again, _ = sweep(trials, tmp_path)
+    # Refused trials cost nothing and are tried again; the others have failed still.
+    assert again == SweepOutcome(ok=0, failed=5, skipped=4)
+
+
+def test_what_failed_runs_again_once_its_model_is_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of one's own model is skipped while nothing has changed, and run again after an edit; then its
+    log is gone, as its record is.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    good = "from harness.workloads.models import GPT, GPTShape\ndef build(sequence):\n    {}\n"
+    model = tmp_path / "edited_model.py"
+    model.write_text(good.format("raise ValueError('not yet')"))
+    one = trial("single", model={"name": "edited_model:build"})
+    outcome, shown = sweep([one], tmp_path / "results")
+    assert (outcome.ok, outcome.failed, outcome.skipped) == (0, 1, 0)
+    assert "not yet" in shown
+    log = tmp_path / "results" / "logs" / f"{one.id}.log"
+    assert log.exists()
+    outcome, _ = sweep([one], tmp_path / "results")
+    assert (outcome.ok, outcome.failed, outcome.skipped) == (0, 1, 1)
+    model.write_text(good.format("return GPT(GPTShape(1, 16, 1), sequence)"))
+    input_digests._module_digest.cache_clear()
+    outcome, _ = sweep([one], tmp_path / "results")
+    assert (outcome.ok, outcome.failed, outcome.skipped) == (1, 0, 0)
+    assert not log.exists()
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    """A second sweep into a folder is refused in one line and touches nothing of the first."""
+    with alone(tmp_path):
+        (tmp_path / SCRATCH).mkdir()
+        with pytest.raises(RecordError, match="another zeropp run is writing there"):
+            sweep([trial("single")], tmp_path)
+        assert (tmp_path / SCRATCH).exists()
+    assert not (tmp_path / SCRATCH).exists()
+    assert not read_all(tmp_path)
+
+
+def test_what_a_killed_run_left_is_cleared_away(tmp_path: Path) -> None:
+    """Scratch files of a run that was killed are gone after the next one, and so are its own."""
+    (tmp_path / SCRATCH / "zeropp-old").mkdir(parents=True)
+    outcome, _ = sweep([trial("single")], tmp_path)
+    assert outcome.ok == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == [LOCK]
+
+
+def test_a_link_that_cannot_be_is_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without namespaces the trials that ask for them are refused; auto runs paced, and says why."""
+    asked = []
+
+    def refuse(process: object, request: str) -> dict[str, object]:
+        asked.append(request)
+        raise LinkError("no network namespaces here: Operation not permitted")
+
+    monkeypatch.setattr(link, "_answer", refuse)
+    trials = [
+        trial("zero3", kind="namespaces", rate="200 Mbit/s"),
+        trial("zeropp", kind="namespaces", rate="200 Mbit/s"),
+        trial("zeropp", kind="auto", rate="200 Mbit/s"),
+    ]
+    outcome, _ = sweep(trials, tmp_path)
+    assert outcome == SweepOutcome(ok=1, failed=2, skipped=0)
+    assert len(asked) == 2
+    record = read(tmp_path / f"{trials[2].id}.json")
+    assert record.link is not None
+    assert record.link.kind == "paced"
+    assert "Operation not permitted" in record.link.why
+    assert record.interfaces is None
+    assert all(rate < 200.5 for rate in record.link.calibrated_mbit + record.link.probed_mbit)
+
+
+@pytest.mark.link
+def test_a_shaped_sweep_calibrates_each_setting_once(tmp_path: Path) -> None:
+    """Trials of one rate share a link and its calibration; each is probed by itself and counted."""
+    trials = [
+        trial(strategy, kind="namespaces", rate=rate)
+        for rate in ("100 Mbit/s", "200 Mbit/s")
+        for strategy in ("ddp", "zeropp")
+    ]
+    outcome, _ = sweep(trials, tmp_path)
+    assert outcome.ok == 4
+    records = read_all(tmp_path)
+    links = [record.link for record in records if record.link is not None]
+    assert [found.requested_mbit for found in links] == [100, 100, 200, 200]
+    assert links[0].calibrated_mbit == links[1].calibrated_mbit
+    assert links[1].calibrated_mbit != links[2].calibrated_mbit
+    assert len({tuple(found.probed_mbit) for found in links}) == 4
+    assert all(len(record.interfaces or []) == 2 for record in records)
+    assert links[0].details["queue"] == "tbf"
+
+
+@pytest.mark.link
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_a_sweep_that_was_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """Killed without warning or by Ctrl-C, a sweep leaves no process, namespace or shared memory; after
+    Ctrl-C the trial under way is recorded as interrupted, and run the next time.
+    """
+    one = trial("zeropp", kind="namespaces", rate="100 Mbit/s", steps=100_000)
+    (tmp_path / "main.py").write_text(
+        f"""
+import json
+from pathlib import Path
+from rich.console import Console
+from harness.suites.trial import Trial
+from harness.runs.sweep import run_sweep
+if __name__ == "__main__":
+    trial = Trial.from_canonical(json.loads({one.model_dump_json()!r}))
+    print(run_sweep("test", [trial], Path({str(tmp_path)!r}) / "results", Console()))
+"""
+    )
+    shared = set(os.listdir("/dev/shm"))  # noqa: S108, PTH208
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "main.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as parent:
+        try:
+            sweeping = psutil.Process(parent.pid)
+            own = namespaces_of([psutil.Process()])
+            # the keeper with two holders, the fork server with two ranks, and the resource tracker
+            until(lambda: len(sweeping.children(recursive=True)) >= 7, 120)
+            until(lambda: len(namespaces_of(sweeping.children(recursive=True)) - own) >= 3, 120)
+            time.sleep(0.5)
+            below = sweeping.children(recursive=True)
+            made = namespaces_of(below) - own
+            assert len(made) == 3
+            if number == signal.SIGINT:
+                os.killpg(parent.pid, number)  # as a terminal does
+            else:
+                parent.send_signal(number)
+        except BaseException:
+            os.killpg(parent.pid, signal.SIGKILL)  # or the rest of the run would share the machine with it
+            raise
+        assert parent.stdout is not None
+        shown = parent.stdout.read()
+    until(lambda: not any(process.is_running() for process in below))
+    until(lambda: not made & namespaces_of(psutil.process_iter()))
+    left = set(os.listdir("/dev/shm")) - shared  # noqa: S108, PTH208
+    assert not {name for name in left if "zeropp" in name or "torch" in name}
+    if number == signal.SIGKILL:
+        assert not list((tmp_path / "results").glob("*.json"))
+        with alone(tmp_path / "results"):
+            assert not (tmp_path / "results" / SCRATCH).exists()
+        return
+    assert "the same command goes on" in shown
+    record = read(tmp_path / "results" / f"{one.id}.json")
+    assert record.failure is not None
+    assert record.failure.kind == "interrupted"
+    assert not finished(tmp_path / "results", one, record.pool)
+
+
+def namespaces_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """Network namespaces in which the processes stand."""
+    found = set()
+    for process in processes:
+        try:
+            found.add(str(Path(f"/proc/{process.pid}/ns/net").readlink()))
+        except OSError:
+            continue
+    return found
+
+
+def test_torchruns_ranks_are_the_trials(tmp_path: Path) -> None:
+    """Under torchrun a trial runs in the ranks that it started, and the first one writes the record."""
+    one = trial("zeropp", kind="auto").model_dump()
+    one["cluster"] |= {"launcher": "torchrun", "transport": "gloo"}
+    (tmp_path / "main.py").write_text(
+        f"""
+from pathlib import Path
+from rich.console import Console
+from harness.suites.trial import Trial
+from harness.runs.sweep import run_sweep
+trials = [Trial.from_canonical({one!r})]
+root = Path({str(tmp_path)!r})
+outcome = run_sweep("test", trials, root / "results", Console())
+said = "leads" if outcome.leads else "follows"
+(root / said).write_text(str(outcome.ok))  # two ranks share one stdout, whose lines may mix
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(tmp_path / "main.py")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "leads").read_text() == "1"
+    assert (tmp_path / "follows").read_text() == "1"
+    (record,) = read_all(tmp_path / "results")
+    assert record.failure is None
+    assert record.predicted is not None
+    assert record.predicted.equal
+    assert record.link is not None
+    assert record.link.kind == "real"
+    assert len(record.ranks) == 2

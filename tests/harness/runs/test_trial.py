@@ -1,0 +1,342 @@
+"""One trial on its ranks, and what their outcomes make."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cluster.link import HEADER_BYTES, Setting, open_link
+from harness.cluster.processes import Launch, LaunchError, run_ranks
+from harness.measure.cpu_usage import busy
+from harness.measure.machine import cores
+from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
+from harness.records.record import LedgerRow
+from harness.runs.trial import Assignment, Outcome, Result, TrialError, assemble, run
+from harness.suites.trial import Trial
+from impl.codecs.codec import parse
+from impl.plan.policy import PRESETS
+from impl.plan.topology import Topology
+from tests.harness.cluster.test_processes import local
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small corpus."""
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    path.write_text("".join(f"line {i}: {i * i} is the square of {i}\n" for i in range(2000)))
+    return str(path)
+
+
+def trial(text: str, strategy: str, **changes: Any) -> Trial:
+    return Trial.model_validate(
+        {
+            "strategy": strategy,
+            "model": {"name": "gpt-tiny"},
+            "policy": {"max_padding": 1.0},
+            "cluster": {"nodes": 2, "ranks_per_node": 2},
+            "corpus": text,
+            "sequence": 16,
+            "tokens_per_rank": 32,
+            "steps": 3,
+            "warmup": 2,
+            "validation_batches": 2,
+            **changes,
+        }
+    )
+
+
+def outcomes(one: Trial, log: Path) -> list[Outcome]:
+    topology = Topology(1, 1) if one.strategy == "single" else one.topology()
+    return run_ranks(run, Assignment(one, None, count=False), local(topology, log))
+
+
+def result(one: Trial, log: Path) -> Result:
+    return assemble(outcomes(one, log))
+
+
+@pytest.mark.parametrize("strategy", ["exact", "zero3", "hpz", "zeropp"])
+@pytest.mark.parametrize("every", [None, 0, 2, 3])
+def test_the_ledger_is_the_prediction(text: str, tmp_path: Path, strategy: str, every: int | None) -> None:
+    """Whenever validation comes in between, every rank sent what was predicted, to the byte."""
+    one = trial(text, strategy, validate_every=every, accumulation=2, clip=1.0)
+    found = result(one, tmp_path / "log")
+    assert found.predicted is not None
+    assert found.predicted.equal
+    rows = [row for rank in found.ranks for row in rank.ledger or []]
+    assert {row.phase for row in rows} >= {"forward", "backward", "step"}
+    assert any(row.phase == "evaluate" for row in rows) == (every is not None)
+    between = sum(row.bytes for row in rows if row.link == "inter" and row.phase == "backward")
+    weights = sum(row.bytes for row in rows if row.link == "inter" and row.purpose == "weights")
+    assert between > 0
+    assert weights > 0
+    expected = {None: [], 0: [5], 2: [2, 4, 5], 3: [3, 5]}[every]
+    assert [validation.step for validation in found.validations] == expected
+
+
+def test_a_result_holds_what_the_machine_did_meanwhile(text: str, tmp_path: Path) -> None:
+    """Over the timed steps the ranks' processor seconds are no less than those of their steps, and no more
+    than what the machine's programs had or the processors could give; without /proc/stat nothing is told.
+    """
+    found = result(trial(text, "zero3", steps=30), tmp_path / "log")
+    if busy() is None:
+        assert found.processor_use is None
+        return
+    use = found.processor_use
+    assert use is not None
+    timed = [[step for step in rank.steps if not step.warmup] for rank in found.ranks]
+    assert use.seconds >= sum(step.total for step in timed[0])  # the first rank's clock
+    assert use.ranks >= sum(step.cpu_seconds or 0.0 for steps in timed for step in steps)
+    assert use.processors == cores()
+    assert use.ranks <= use.seconds * use.processors * 1.05
+    assert use.user + use.system >= 0.7 * use.ranks - 0.2  # ticks are samples
+    assert use.user + use.system + use.interrupts + use.steal <= use.seconds * use.processors * 1.05 + 0.2
+
+
+def test_ranks_that_may_stand_on_several_machines_say_nothing_of_one(text: str, tmp_path: Path) -> None:
+    """Started by torchrun, no rank's machine stands for all."""
+    found = result(trial(text, "zero3", cluster={"launcher": "torchrun"}), tmp_path / "log")
+    assert found.processor_use is None
+
+
+def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
+    """Every step of every rank is there, its parts within its total, its exposed time within its parts,
+    and the processor seconds of its process within what the machine has in it.
+    """
+    found = result(trial(text, "zeropp"), tmp_path / "log")
+    assert [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
+    assert [(rank.node, rank.local) for rank in found.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank in found.ranks:
+        assert [(step.index, step.warmup) for step in rank.steps] == [
+            (index, index < 2) for index in range(5)
+        ]
+        for step in rank.steps:
+            assert 0 < step.forward + step.backward + step.optimizer <= step.total
+            assert 0 <= (step.exposed_forward or 0) <= step.forward
+            assert 0 <= (step.exposed_backward or 0) <= step.backward
+            assert step.cpu_seconds
+            assert step.cpu_seconds <= step.total * cores()
+        for part in ("masters", "gradients", "optimizer", "secondary", "gathered"):
+            assert rank.memory.engine[part] == rank.memory.formula[part]
+        assert rank.memory.peak_rss > 50 << 20
+    assert found.ran["transports"]["node"].startswith("tcp")
+    assert found.ran["transports"]["local"] == "shm"
+    assert len(found.units) == 3
+    assert found.interfaces is None
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "exact"])
+def test_all_strategies_see_the_same_data(text: str, tmp_path: Path, strategy: str) -> None:
+    """Losses, validation losses and the reference loss are a single process's on the same text."""
+    settings = {"validate_every": 2, "accumulation": 2}
+    one, single = trial(text, strategy, **settings), trial(text, "single", **settings)
+    found, expected = result(one, tmp_path / "log"), result(single, tmp_path / "log")
+    assert found.reference_loss == pytest.approx(expected.reference_loss, abs=1e-6)
+    means = [
+        [
+            sum(losses) / len(losses)
+            for losses in zip(*([s.loss for s in r.steps] for r in each.ranks), strict=True)
+        ]
+        for each in (found, expected)
+    ]
+    assert means[0] == pytest.approx(means[1], abs=1e-4)
+    assert means[0][0] == pytest.approx(found.reference_loss, abs=1e-4)
+    for ours, theirs in zip(found.validations, expected.validations, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-4)
+    if strategy != "exact":
+        assert found.ranks[0].ledger is None
+        assert found.predicted is None
+
+
+def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
+    """Measured on all ranks' weights and gradients, an error falls with every bit and grows by block."""
+    found = result(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log").quantisation
+    by_codec = {(e.purpose, e.unit, e.codec): e for e in found}
+    units = {e.unit for e in found}
+    assert len(units) == 3
+    assert len(found) >= 2 * len(units) * len(BITS) * len(BLOCKS)
+    for purpose in ("weights", "gradients"):
+        for unit in units:
+            ladder = [by_codec[purpose, unit, f"int{bits}:64"].vnmse for bits in BITS]
+            assert all(0 < finer < coarser for coarser, finer in pairwise(ladder))
+            small, large = (by_codec[purpose, unit, f"int4:{block}"].vnmse for block in (64, "shard"))
+            assert small < large
+    for error in found:
+        if error.codec == "int8:64":
+            assert error.largest <= parse("int8:64").error_bound(-1, 1)
+
+
+def test_a_tensor_of_zeros_has_no_error() -> None:
+    """Sums of ranks add up to one figure; where all values are zero there is none."""
+    key, zero = ("weights", "root", "int8:64"), ("weights", "empty", "int8:64")
+    ranks = [
+        {key: Squares(1.0, 10.0, 0.5, 2.0), zero: Squares(0, 0, 0, 0)},
+        {key: Squares(2.0, 20.0, 0.25, 4.0), zero: Squares(0, 0, 0, 0)},
+    ]
+    (error,) = errors_of(ranks)
+    assert (error.vnmse, error.largest) == (pytest.approx(0.1), pytest.approx(0.125))
+
+
+@pytest.mark.link
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "fsdp2"])
+def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
+    """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
+    one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
+    with open_link(Setting("namespaces", 2, 1000.0), "abc123") as link:
+        launch = Launch(one.topology(), link.ports, None, 1, 120, tmp_path / "log")
+        found = assemble(run_ranks(run, Assignment(one, 1_000_000, count=True), launch))
+    assert len(found.probed_mbit) == 2
+    assert found.interfaces is not None
+    assert [counted.node for counted in found.interfaces] == [0, 1]
+    sent = [counted.tx_bytes - HEADER_BYTES * counted.tx_packets for counted in found.interfaces]
+    last = found.validations[-1].inter_bytes
+    assert last is not None
+    if strategy == "fsdp2":
+        assert last > sum(sent) > 0
+        return
+    for node in (0, 1):
+        booked = sum(training(row) for rank in found.ranks if rank.node == node for row in rank.ledger or [])
+        assert sent[node] == pytest.approx(booked, rel=0.03)
+    assert sum(sent) < last < 2 * sum(sent)  # of all four steps, warm-up included
+
+
+def training(row: LedgerRow) -> int:
+    return row.bytes if row.link == "inter" and row.phase != "evaluate" else 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"corpus": "/nowhere"}, "/nowhere"),
+        ({"model": {"name": "gpt-tin"}}, "gpt-tiny"),
+        ({"policy": {"secondary": 3}}, "hpZ group of 3 ranks does not fit"),
+        ({"policy": {}}, "padding"),
+        ({"cluster": {"device": "cuda"}}, "this machine has 0"),
+    ],
+)
+def test_what_cannot_run_is_refused(text: str, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    """A trial that cannot run as asked is refused on its ranks, with the numbers."""
+    with pytest.raises(LaunchError, match=words) as caught:
+        outcomes(trial(text, "zeropp", **changes), tmp_path / "log")
+    assert caught.value.kind == "refused"
+
+
+def test_a_loss_that_is_not_finite_is_no_result(text: str, tmp_path: Path) -> None:
+    """A diverged trial raises, naming rank and step, instead of leaving NaN in a record."""
+    one = trial(text, "exact", optimizer={"name": "SGD", "arguments": {"lr": 1.0, "weight_decay": 1e30}})
+    with pytest.raises(TrialError, match=r"in step [1-4]"):
+        result(one, tmp_path / "log")
+
+
+def test_a_trial_that_takes_no_step_is_no_result(text: str, tmp_path: Path) -> None:
+    """In fp16 under a loss scale that overflows every step, it raises and names the scale."""
+    one = trial(
+        text, "zero2", policy={"max_padding": 9.0, "compute": "fp16", "loss_scale": "1e9"}, accumulation=1
+    )
+    with pytest.raises(TrialError, match=r"steps were skipped: .* loss scale of 1e\+09"):
+        result(one, tmp_path / "log")
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "mics"])
+def test_stages_types_and_accumulation_run_as_trials(text: str, tmp_path: Path, strategy: str) -> None:
+    """Below stage 3 and in groups, in bf16, with micro-batches: the ledger is the prediction there too."""
+    policy = {"max_padding": 9.0, "compute": "bf16"}
+    assert (
+        result(trial(text, strategy, policy=policy, accumulation=2), tmp_path / "log").predicted is not None
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_offload_is_recorded_as_foreseen(text: str, tmp_path: Path, accumulation: int) -> None:
+    """Bytes held on host and device, and copied between them, are those of the formulas."""
+    shares = {"offload_optimizer": 0.5, "offload_weights": 0.5, "prefetch": 0, "max_padding": 1.0}
+    policy = {**shares, "weights": "int8:64", "gradients": "int4:64"}
+    for rank in result(trial(text, "zeropp", policy=policy, accumulation=accumulation), tmp_path).ranks:
+        held = rank.memory
+        assert held.copied == held.copied_formula != {}
+        assert {part: held.engine.get(part, 0) for part in held.formula} == held.formula
+
+
+@pytest.mark.parametrize("strategy", ["exact", "zero3", "zeropp"])
+def test_a_loss_before_training_that_is_not_a_single_processs_is_no_result(
+    text: str, tmp_path: Path, strategy: str
+) -> None:
+    """Also with quantised weights the sharded model has the loss of equal weights in one process."""
+    found = outcomes(trial(text, strategy), tmp_path / "log")
+    assert math.isfinite(assemble(found).reference_loss)
+    first = found[1].first_loss
+    found[1] = dataclasses.replace(found[1], first_loss=dataclasses.replace(first, found=first.found + 2e-3))
+    with pytest.raises(TrialError, match=r"loss of rank 1 is .* differ by more than"):
+        assemble(found)
+
+
+@pytest.mark.parametrize("weights", ["int8:64", "int4:256", "int4:64:asym", "int3:shard", "int2:96:asym"])
+def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Path, weights: str) -> None:
+    """The loss before training is exactly that of a process whose weights went through the codec once."""
+    one = trial(text, "qwz", policy={"weights": weights, "max_padding": 9.0}, steps=1, warmup=0)
+    for outcome in outcomes(one, tmp_path / "log"):
+        assert outcome.first_loss.found == pytest.approx(outcome.first_loss.expected, abs=1e-6)
+        assert outcome.first_loss.expected != outcome.first_loss.reference
+
+
+def dropping(sequence: int) -> Any:
+    """A model with dropout and a buffer that training changes."""
+    from torch import nn
+
+    from harness.workloads.models import GPT, GPTShape
+
+    class Dropping(GPT):
+        def __init__(self) -> None:
+            super().__init__(GPTShape(1, 32, 2), sequence)
+            self.dropout = nn.Dropout(0.5)
+            self.norm = nn.Sequential(self.norm, self.dropout)  # type: ignore[assignment]
+
+    return Dropping()
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zeropp"])
+def test_dropout_is_no_error(text: str, tmp_path: Path, strategy: str) -> None:
+    """A model with dropout passes the check, and is trained with dropout."""
+    one = trial(text, strategy, model={"name": f"{__name__}:dropping"}, policy={"max_padding": 1e6})
+    found = result(one, tmp_path / "log")
+    first = math.fsum(rank.steps[0].loss for rank in found.ranks) / len(found.ranks)
+    assert abs(first - found.reference_loss) > 1e-3
+
+
+def test_training_is_charged_alike_whether_it_validates(text: str, tmp_path: Path) -> None:
+    """A validation spares the next step no byte: what training sends does not depend on it."""
+    sent = []
+    for every in (None, 1):
+        found = result(trial(text, "zeropp", validate_every=every), tmp_path / "log")
+        rows = [row for rank in found.ranks for row in rank.ledger or [] if row.phase != "evaluate"]
+        sent.append(rows)
+    assert sent[0] == sent[1]
+
+
+def test_a_ledger_that_is_not_the_prediction_is_no_result(text: str, tmp_path: Path) -> None:
+    """A ledger off by one byte fails the trial, naming rank, row and both numbers."""
+    found = outcomes(trial(text, "zero3"), tmp_path / "log")
+    ledger = list(found[2].record.ledger or [])
+    ledger[0] = ledger[0].model_copy(update={"bytes": ledger[0].bytes + 1})
+    record = found[2].record.model_copy(update={"ledger": ledger})
+    found[2] = dataclasses.replace(found[2], record=record)
+    words = f"rank 2 sent {ledger[0].bytes} bytes .* predicted are {ledger[0].bytes - 1} bytes"
+    with pytest.raises(TrialError, match=words):
+        assemble(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", sorted(PRESETS))
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (2, 3), (3, 2), (4, 1)])
+def test_every_policy_runs_on_every_topology(
+    text: str, tmp_path: Path, strategy: str, nodes: int, per_node: int
+) -> None:
+    """Every preset's ledger is its prediction on every small topology."""
+    one = trial(text, strategy, cluster={"nodes": nodes, "ranks_per_node": per_node}, validate_every=1)
+    found = result(one, tmp_path / "log")
+    assert found.predicted is not None
+    assert found.predicted.equal

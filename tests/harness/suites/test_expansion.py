@@ -1,0 +1,428 @@
+"""Suite files become trials, and complaints about them are one line."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from harness.suites.expansion import MOST_TRIALS, Suite, SuiteError, differing, load
+from harness.suites.trial import RECIPE, STRATEGIES, Trial
+from impl.codecs.codec import parse
+
+HEAD = 'name = "q"\nquestion = "?"\n'
+SUITES = Path(__file__).parents[3] / "suites"
+NAMED = [name for name in STRATEGIES if name != RECIPE]  # that need nothing else
+
+
+def suite(tmp_path: Path, body: str, head: str = HEAD) -> Suite:
+    file = tmp_path / "q.toml"
+    file.write_text(head + body, encoding="utf-8")
+    return load(file)
+
+
+def refusal(tmp_path: Path, body: str, head: str = HEAD) -> str:
+    with pytest.raises(SuiteError) as caught:
+        suite(tmp_path, body, head)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith(str(tmp_path / "q.toml"))
+    return text
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    policies=st.lists(st.sampled_from(NAMED), min_size=1, max_size=5, unique=True),
+    steps=st.lists(st.integers(1, 9), min_size=1, max_size=4, unique=True),
+    zipped=st.integers(1, 4),
+    repeats=st.integers(1, 4),
+)
+def test_product(tmp_path: Path, policies: list[str], steps: list[int], zipped: int, repeats: int) -> None:
+    """Matrix and zips multiply, repeats come outermost, and ids are unique."""
+    found = suite(
+        tmp_path,
+        f"repeats = {repeats}\n[matrix]\nstrategy = {policies}\nsteps = {steps}\n"
+        f"[[zip]]\nsequence = {[64 * (i + 1) for i in range(zipped)]}\n"
+        f"tokens_per_rank = {[128 * (i + 1) for i in range(zipped)]}\n",
+    )
+    cells = len(policies) * len(steps) * zipped
+    assert len(found.trials) == cells * repeats
+    assert len({trial.id for trial in found.trials}) == len(found.trials)
+    assert [trial.repeat for trial in found.trials] == [r for r in range(repeats) for _ in range(cells)]
+    assert all(trial.tokens_per_rank == 2 * trial.sequence for trial in found.trials)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(NAMED), min_size=2, max_size=6, unique=True), st.integers(2, 4))
+def test_interleaving(tmp_path: Path, policies: list[str], repeats: int) -> None:
+    """Compared trials stand together in every repeat, and none of them always runs first."""
+    found = suite(
+        tmp_path, f"repeats = {repeats}\n[matrix]\ncluster.nodes = [1, 2, 3]\nstrategy = {policies}\n"
+    )
+    blocks = [found.trials[i : i + len(policies)] for i in range(0, len(found.trials), len(policies))]
+    for block in blocks:
+        assert len({(trial.repeat, trial.cluster.nodes) for trial in block}) == 1
+        assert Counter(trial.strategy for trial in block) == Counter(policies)
+    assert len({block[0].strategy for block in blocks}) > 1
+
+
+def test_one_geometry(tmp_path: Path) -> None:
+    """All policies of a suite start on the least common multiple of all their grains."""
+    found = suite(
+        tmp_path, '[matrix]\nstrategy = ["zero3", "zeropp"]\npolicy.weights = ["int8:96", "bf16"]\n'
+    )
+    grains = {policy.grain for trial in found.trials if (policy := trial.resolved_policy())}
+    assert grains == {math.lcm(96, 256)}
+
+
+def test_peers_run_once(tmp_path: Path) -> None:
+    """A peer's cells that differ in policy alone are one run, and that is said."""
+    found = suite(tmp_path, '[matrix]\nstrategy = ["zero3", "ddp"]\npolicy.weights = ["int8:64", "bf16"]\n')
+    assert Counter(trial.strategy for trial in found.trials) == {"zero3": 2, "ddp": 1}
+    assert found.merged == 1
+
+
+def test_groups_under_two_names_run_once(tmp_path: Path) -> None:
+    """On two nodes of two ranks a group of the node is one of 2, and one of 4 is none."""
+    found = suite(tmp_path, '[matrix]\nstrategy = ["zero3"]\npolicy.group = ["node", 2, 0, 4]\n')
+    assert len(found.trials) == 2
+    assert found.merged == 2
+
+
+def test_what_a_stage_cannot_hold_is_left_out(tmp_path: Path) -> None:
+    """Reducing each micro-batch is stage 2: stage 0 runs once, as it does anyway, which is said."""
+    found = suite(
+        tmp_path,
+        '[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n',
+    )
+    assert Counter(trial.strategy for trial in found.trials) == {"zero0": 1, "zero2": 2}
+    assert any("does not apply to zero0" in line for line in found.kept)
+
+
+def resolved(found: Suite) -> list[tuple[str, str, str, object]]:
+    """Strategy, weights, gradients and secondary of every trial."""
+    rows = []
+    for trial in found.trials:
+        policy = trial.resolved_policy()
+        assert policy is not None
+        rows.append((trial.strategy, str(policy.weights), str(policy.gradients[0]), policy.secondary))
+    return sorted(rows, key=str)
+
+
+def test_a_strategy_stays_what_it_is(tmp_path: Path) -> None:
+    """What all strategies are given alike quantises none that does not, and copies for none without hpZ."""
+    found = suite(
+        tmp_path,
+        'defaults.policy.secondary = 2\n[matrix]\nstrategy = ["exact", "zero3", "qgz", "zeropp"]\n'
+        'policy.weights = ["int8:64", "int6:64"]\n',
+    )
+    assert resolved(found) == [
+        ("exact", "fp32", "fp32", 0),
+        ("qgz", "bf16", "int4:256", 0),
+        ("zero3", "bf16", "bf16", 0),
+        ("zeropp", "int6:64", "int4:256", 2),
+        ("zeropp", "int8:64", "int4:256", 2),
+    ]
+    assert found.merged == 3
+    assert any(
+        'policy.weights = "int6:64" of [matrix] does not apply to zero3' in line for line in found.kept
+    )
+    assert not any("zeropp" in line for line in found.kept)
+
+
+def test_what_is_said_of_a_strategy_holds(tmp_path: Path) -> None:
+    """A zip or an override that names the strategy changes it, and so does a suite of one policy."""
+    zipped = suite(tmp_path, '[[zip]]\nstrategy = ["zero3", "qgz"]\npolicy.weights = ["int8:64", "bf16"]\n')
+    assert [row[:2] for row in resolved(zipped)] == [("qgz", "bf16"), ("zero3", "int8:64")]
+    override = '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int8:64" }\n'
+    overridden = suite(tmp_path, '[matrix]\nstrategy = ["zero3", "hpz"]\n' + override)
+    assert [row[2] for row in resolved(overridden)] == ["bf16", "int8:64"]
+    alone = suite(
+        tmp_path, '[defaults]\nstrategy = "zero3"\n[matrix]\npolicy.weights = ["int8:64", "bf16"]\n'
+    )
+    assert [row[1] for row in resolved(alone)] == ["bf16", "int8:64"]
+    assert not zipped.kept + overridden.kept + alone.kept
+
+
+def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
+    """Two strategies that resolve to one policy are one run, under the plainer name."""
+    found = suite(
+        tmp_path,
+        '[[zip]]\nstrategy = ["zero3", "qgz", "hpz", "hpz"]\n'
+        'policy.gradients = [["int4:256", "int4:256"], "int4:256", "bf16", "bf16"]\n'
+        'policy.secondary = [0, 0, "node", 2]\n',
+    )
+    assert len(found.trials) == 2
+    assert found.merged == 2
+    qgz = suite(
+        tmp_path,
+        '[matrix]\nstrategy = ["zero3", "qgz"]\n'
+        '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int4:256" }\n',
+    )
+    assert [trial.strategy for trial in qgz.trials] == ["qgz"]
+
+
+CELLS = {
+    "ablation": 8, "algorithms": 8, "bandwidth": 30, "bits": 13, "block_size": 8, "convergence": 15,
+    "feedback": 10, "formats": 12, "generation": 9, "hpz_group": 10, "models": 6, "nodes": 14, "offload": 8,
+    "paper_scale": 20, "quickstart": 5, "smoke": 3, "stages": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_suites_ask_what_they_say(path: Path) -> None:
+    """No shipped suite loses a cell to merging, and none changes what a strategy is by accident."""
+    found = load(path)
+    assert len({trial.model_copy(update={"repeat": 0}).id for trial in found.trials}) == CELLS[path.stem]
+    assert found.merged == 0
+    assert found.kept == ()
+
+
+def test_data_follow_from_a_model_of_images(tmp_path: Path) -> None:
+    """A vision model has images and as many patches as fit, unless the suite says otherwise."""
+    found = suite(tmp_path, '[matrix]\nmodel.name = ["gpt-tiny", "vit-tiny"]\n')
+    assert [(t.corpus, t.sequence) for t in found.trials] == [("stdlib", 128), ("glyphs", 64)]
+    found = suite(tmp_path, '[defaults]\nmodel.name = "vit-tiny"\nsequence = 16\n')
+    assert [(t.corpus, t.sequence) for t in found.trials] == [("glyphs", 16)]
+
+
+def test_a_match_on_what_only_generation_has_hits_no_training(tmp_path: Path) -> None:
+    """An override of generations by their tokens leaves alone trials that train."""
+    found = suite(
+        tmp_path,
+        '[[zip]]\nworkload = ["train", "generate"]\ngenerate.tokens = [32, 8]\n'
+        "[[override]]\nmatch = { generate.tokens = 8 }\nset = { steps = 3 }\n",
+    )
+    assert [(t.workload, t.steps) for t in found.trials] == [("train", 8), ("generate", 3)]
+
+
+def test_the_readmes_example(tmp_path: Path) -> None:
+    """The README's own suite compares ZeRO-3, DDP and ZeRO++ twice."""
+    text = (SUITES.parent / "README.md").read_text(encoding="utf-8")
+    found = suite(tmp_path, text.partition("```toml\n")[2].partition("```")[0], head="")
+    assert Counter(trial.strategy for trial in found.trials if trial.repeat == 0) == {
+        "zero3": 1, "ddp": 1, "zeropp": 2,
+    }  # fmt: skip
+
+
+def test_exclude_and_override(tmp_path: Path) -> None:
+    """Excludes and overrides match by value, and a list of a match is any of its members."""
+    found = suite(
+        tmp_path,
+        '[matrix]\nstrategy = ["zero3", "hpz", "qgz"]\ncluster.rate = ["1 Gbit/s", "50 Mbit/s"]\n'
+        '[[exclude]]\nstrategy = ["hpz", "qgz"]\ncluster.rate = "1000 Mbit/s"\n'
+        '[[override]]\nmatch = { strategy = "zero3" }\nset = { steps = 3, cluster.link = "paced" }\n',
+    )
+    assert {(t.strategy, t.cluster.rate) for t in found.trials} == {
+        ("zero3", 1000.0), ("zero3", 50.0), ("hpz", 50.0), ("qgz", 50.0),
+    }  # fmt: skip
+    assert all((t.steps == 3) == (t.strategy == "zero3") for t in found.trials)
+    assert all((t.cluster.link == "paced") == (t.strategy == "zero3") for t in found.trials)
+
+
+def test_quoted_and_nested_axes(tmp_path: Path) -> None:
+    """An axis may be a quoted path, a dotted key or a list of tables; free keys reach the model."""
+    found = suite(
+        tmp_path,
+        '[matrix]\n"model.arguments.layers" = [1, 2]\ncluster = [{ nodes = 1 }, { nodes = 4 }]\n',
+    )
+    assert {(t.model.arguments["layers"], t.cluster.nodes) for t in found.trials} == {
+        (1, 1), (1, 4), (2, 1), (2, 4),
+    }  # fmt: skip
+
+
+def test_differing() -> None:
+    """What differs between trials is named by path, repeats left out."""
+    trials = [Trial(seed=seed, repeat=seed).canonical() for seed in (0, 1)]
+    assert differing(trials) == ["seed"]
+
+
+@pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
+def test_shipped_suites(path: Path) -> None:
+    """Every shipped suite expands, is named like its file, and states its time at its top."""
+    found = load(path)
+    assert found.name == path.stem
+    assert found.trials
+    assert path.read_text(encoding="utf-8").startswith("# Time: ")
+    assert found.time != "not stated"
+
+
+CASES = {
+    "unknown key at the top": ("matrx = 1\n", "unknown key 'matrx'", "did you mean 'matrix'?"),
+    "unknown field": (
+        "[defaults]\nclustr.rate = 1\n",
+        "[defaults] clustr.rate",
+        "did you mean 'cluster.rate'?",
+    ),
+    "unknown field by last name": (
+        "[defaults]\ntoken_per_rank = 1\n",
+        "token_per_rank",
+        "'tokens_per_rank'?",
+    ),
+    "axis that names no field": ("[matrix]\nbandwidth = [1]\n", "[matrix] bandwidth", "no such field"),
+    "misspelt strategy": ('[matrix]\nstrategy = ["zero3", "zerop"]\n', '"zerop"', "'zeropp'?"),
+    "misspelt literal": (
+        '[defaults]\ncluster.link = "namespace"\n',
+        '"namespace"',
+        "did you mean 'namespaces'?",
+    ),
+    "block size 0": ('[defaults]\npolicy.weights = "int8:0"\n', '"int8:0"', "at least 1 element"),
+    "bits 9": ('[matrix]\npolicy.gradients = ["int9:256"]\n', '"int9:256"', "2 to 8 bits"),
+    "bits 9 in one hop": ('[defaults]\npolicy.gradients = ["int9:256", "bf16"]\n', "int9", "2 to 8 bits"),
+    "one hop of two": (
+        '[defaults]\npolicy.gradients = ["bf16"]\n',
+        '["bf16"]',
+        "expected text or a list of two",
+    ),
+    "hpZ group": ("[matrix]\npolicy.secondary = [2, 3]\n", "policy.secondary = 3", "2 nodes x 2 ranks"),
+    "hpZ word": ('[defaults]\npolicy.secondary = "nod"\n', '"nod"', "a whole number or 'node'"),
+    "part of a sequence": ("[defaults]\ntokens_per_rank = 100\n", "tokens_per_rank = 100", "sequence = 128"),
+    "rate without unit": ("[matrix]\ncluster.rate = [50]\n", "[matrix] cluster.rate = 50", "kbit/s, Mbit/s"),
+    "rate of unknown unit": ('[defaults]\ncluster.rate = "50 Mb"\n', '"50 Mb"', "Gbit/s"),
+    "unequal zip": ("[[zip]]\nseed = [1, 2]\nsteps = [1]\n", "seed has 2, steps has 1", "equal numbers"),
+    "axis twice": ("[matrix]\nseed = [1, 2]\n[[zip]]\nseed = [1, 2]\n", "seed", "each field once"),
+    "value twice": ("[matrix]\nseed = [1, 1]\n", "seed: 1", "twice"),
+    "axis without list": ("[matrix]\nseed = 1\n", "seed = 1", "a list of at least one value"),
+    "empty axis": ("[matrix]\nseed = []\n", "seed = []", "a list of at least one value"),
+    "text for a number": ('[defaults]\nsteps = "8"\n', '"8"', "expected a whole number"),
+    "fraction for a whole number": ("[defaults]\nsteps = 1.5\n", "1.5", "expected a whole number"),
+    "truth for a number": ("[defaults]\nsteps = true\n", "true", "expected a whole number"),
+    "no steps": ("[defaults]\nsteps = 0\n", "steps = 0", "expected at least 1"),
+    "infinite": ("[defaults]\ntimeout_seconds = inf\n", "timeout_seconds", "finite"),
+    "table for a value": ("[defaults]\nsteps = { a = 1 }\n", "steps.a", "no such field"),
+    "value for a table": ("[defaults]\ncluster = 5\n", "cluster = 5", "expected a table"),
+    "absurd learning rate": ("[defaults]\noptimizer.arguments.lr = 1e9\n", "1e+09", "less than 1000"),
+    "infinite learning rate": ("[defaults]\noptimizer.arguments.lr = inf\n", "arguments.lr", "finite"),
+    "no learning rate": ("[matrix]\noptimizer.arguments.lr = [nan]\n", "arguments.lr", "finite"),
+    "no corpus": ('[defaults]\ncorpus = ""\n', 'corpus = ""', "expected text"),
+    "absurd accumulation": ("[defaults]\naccumulation = 1000000000000\n", "accumulation", "at most 1000000"),
+    "absurd rate": ('[defaults]\ncluster.rate = "9999 Gbit/s"\n', "cluster.rate", "to 1000 Gbit/s"),
+    "repeat as a field": ("[matrix]\nrepeat = [0, 1]\n", "repeat", "`repeats`"),
+    "no repeats": ("repeats = 0\n", "repeats = 0", "at least 1"),
+    "too many": (
+        f"repeats = 3\n[matrix]\nseed = {list(range(MOST_TRIALS))}\n",
+        "6000 trials",
+        "at most 2000",
+    ),
+    "match of nothing": ('[[exclude]]\nstrategy = "ddp"\n', "ddp", "matches no trial"),
+    "match of no field": ("[[exclude]]\nstrateg = 1\n", "strateg", "'strategy'?"),
+    "override of no field": ("[[override]]\nmatch = {}\nset = { stepz = 1 }\n", "stepz", "'steps'?"),
+    "override without set": ("[[override]]\nmatch = {}\n", "override.0.set", "missing"),
+    "nothing left": ("[[exclude]]\nseed = 0\n", "[[exclude]]", "no trial"),
+    "syntax error": ("[defaults\n", "not TOML", "line 3"),
+    "nesting": (f"x = {'[' * 5000}\n", "not TOML", "recursion"),
+    "huge number": (f"repeats = {'9' * 5000}\n", "not TOML", "digits"),
+}
+
+
+@pytest.mark.parametrize(("body", "found", "allowed"), CASES.values(), ids=CASES)
+def test_refusals(tmp_path: Path, body: str, found: str, allowed: str) -> None:
+    """What cannot be used is one line with file, key, value and what is allowed."""
+    text = refusal(tmp_path, body)
+    assert found in text
+    assert allowed in text
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ('question = "?"\n', "'name' is missing"),
+        ('name = "q"\n', "'question' is missing"),
+        ('name = "../q"\nquestion = "?"\n', "expected letters, digits"),
+        ('name = ".q"\nquestion = "?"\n', "expected letters, digits"),
+        (f'name = "{"q" * 101}"\nquestion = "?"\n', "expected at most 100 characters"),
+        ('name = 3\nquestion = "?"\n', "expected text"),
+    ],
+)
+def test_refused_heads(tmp_path: Path, head: str, words: str) -> None:
+    """A suite has a question and a name that can name a folder."""
+    assert words in refusal(tmp_path, "", head)
+
+
+def test_binary_file(tmp_path: Path) -> None:
+    """A binary file is refused as such."""
+    file = tmp_path / "q.toml"
+    file.write_bytes(b"\x7fELF\xff\x00")
+    with pytest.raises(SuiteError, match="not a text file: byte 4"):
+        load(file)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    """A missing file, or a folder, is refused with the system's reason."""
+    with pytest.raises(SuiteError, match="No such file"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(SuiteError, match="Is a directory"):
+        load(tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_no_traceback(tmp_path: Path, junk: bytes) -> None:
+    """Any file is a suite or a refusal of one line."""
+    file = tmp_path / "q.toml"
+    file.write_bytes(junk)
+    with pytest.raises(SuiteError) as caught:
+        load(file)
+    assert "\n" not in str(caught.value)
+
+
+# DeepSpeed's configurations
+
+STAGE_3 = '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true, "overlap_comm": true}}'
+
+
+def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
+    """A file beside the suite or a table: the same trial, of the recipe's policy, which holds its text."""
+    (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
+    head = '[defaults]\nstrategy = "recipe"\n'
+    of_file = suite(tmp_path, head + 'deepspeed_config = "ds.json"\n')
+    table = "{ stage = 3, zero_quantized_weights = true, overlap_comm = true }"
+    of_table = suite(tmp_path, head + f"deepspeed_config.zero_optimization = {table}\n")
+    assert of_file == of_table
+    (trial,) = of_file.trials
+    policy = trial.resolved_policy()
+    assert policy is not None
+    assert policy.weights == parse("int8:2048")
+    assert Trial.from_canonical(trial.canonical()) == trial
+
+
+def test_configurations_are_compared_with_presets_and_one_another(tmp_path: Path) -> None:
+    """As an axis of files, and in an override of strategy ``recipe`` beside a preset."""
+    for stage in (2, 3):
+        text = f'{{"zero_optimization": {{"stage": {stage}}}}}'
+        (tmp_path / f"ds{stage}.json").write_text(text, encoding="utf-8")
+    axis = '[defaults]\nstrategy = "recipe"\n[matrix]\ndeepspeed_config = ["ds2.json", "ds3.json"]\n'
+    found = suite(tmp_path, axis).trials
+    assert [policy.stage for trial in found if (policy := trial.resolved_policy())] == [2, 3]
+    beside = (
+        '[matrix]\nstrategy = ["zero3", "recipe"]\n[[override]]\nmatch = { strategy = "recipe" }\n'
+        'set = { deepspeed_config = "ds3.json" }\n'
+    )
+    assert [trial.strategy for trial in suite(tmp_path, beside).trials] == ["zero3", "recipe"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ("", "strategy = 'recipe': expected deepspeed_config"),
+        ('deepspeed_config = "none.json"', "none.json: cannot read"),
+        ('deepspeed_config = "ds.json"\nclip = 0.5', "clip = 0.5, but gradient_clipping of deepspeed_config"),
+        ('deepspeed_config = "ds.json"\naccumulation = 2', "accumulation = 2, but"),
+        ("deepspeed_config = 3", "expected text"),
+        ("deepspeed_config.zero_optimization.stge = 3", "did you mean 'zero_optimization.stage'"),
+        ('deepspeed_config.optimizer.type = "AdamW"', "has an optimizer"),
+        ("deepspeed_config.train_micro_batch_size_per_gpu = 3", "but deepspeed_config says 3 of a rank"),
+        ('deepspeed_config = "ds.json"\nstrategy = "zero3"', "expected strategy = 'recipe'"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, fields: str, words: str) -> None:
+    """In one line that names the suite's file."""
+    (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
+    strategy = "" if "strategy =" in fields else 'strategy = "recipe"\n'
+    line = refusal(tmp_path, f"[defaults]\n{strategy}{fields}\n")
+    assert words in line
+    assert line.count("none.json") == ("none.json" in fields)

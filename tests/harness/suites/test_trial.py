@@ -1,0 +1,222 @@
+"""A trial's identity, and what its text forms resolve to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from harness.suites.trial import PEERS, Cluster, Generate, Model, PolicyChanges, Trial, parse_rate
+from impl.codecs.codec import IntCodec, Raw
+from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
+
+codecs = st.one_of(
+    st.sampled_from(["fp32", "bf16", "fp16"]),
+    st.builds(
+        lambda bits, block, asym: f"int{bits}:{block}{asym}",
+        st.integers(2, 8),
+        st.one_of(st.integers(1, 4096), st.just("shard")),
+        st.sampled_from(["", ":asym"]),
+    ),
+)
+rates = st.one_of(
+    st.none(),
+    st.just("unshaped"),
+    st.builds(
+        lambda number, unit: f"{number} {unit}/s",
+        st.integers(1, 1000),
+        st.sampled_from(["kbit", "Mbit", "Gbit"]),
+    ),
+)
+trials = st.builds(
+    Trial,
+    strategy=st.sampled_from([*PEERS, *PRESETS]),
+    policy=st.builds(
+        PolicyChanges,
+        weights=st.none() | codecs,
+        gradients=st.none() | codecs | st.tuples(codecs, codecs),
+        align=st.integers(1, 4096),
+    ),
+    cluster=st.builds(Cluster, nodes=st.integers(1, 64), ranks_per_node=st.integers(1, 16), rate=rates),
+    workload=st.sampled_from(["train", "generate"]),
+    memory_limit=st.sampled_from([None, "64 MiB", "1.5 GiB"]),
+    seed=st.integers(0, 2**63 - 1),
+    repeat=st.integers(0, 100),
+)
+
+
+@given(trials)
+def test_round_trip(trial: Trial) -> None:
+    """A trial's canonical JSON gives back the trial, and so its id."""
+    again = Trial.from_canonical(trial.canonical())
+    assert again == trial
+    assert again.id == trial.id
+
+
+@given(trials, trials)
+def test_ids(one: Trial, other: Trial) -> None:
+    """Two trials have one id exactly if they are equal."""
+    assert (one.id == other.id) == (one == other)
+
+
+@given(st.integers(1, 1000))
+def test_rate_units(number: int) -> None:
+    """A rate means the same in any of its units."""
+    assert parse_rate(f"{number} Mbit/s") == number
+    assert parse_rate(f"{number * 1000} kbit/s") == pytest.approx(number)
+    assert parse_rate(f"{number} Gbit/s") == number * 1000
+
+
+@pytest.mark.parametrize(
+    "value", [50, 50.0, "50", "50 Mbps", "50 MB/s", "0 Mbit/s", "-1 Mbit/s", "", "fast", True]
+)
+def test_rate_without_unit(value: object) -> None:
+    """A rate without a known unit, or of nothing, is refused, and the allowed units are named."""
+    with pytest.raises(ValueError, match="kbit/s, Mbit/s or Gbit/s, or 'unshaped'"):
+        parse_rate(value)
+
+
+@pytest.mark.parametrize("value", ["0.5 kbit/s", "0.0001 Mbit/s", "1001 Gbit/s", "9999999 Gbit/s"])
+def test_rates_that_no_link_has(value: str) -> None:
+    """A rate below 1 kbit/s or above 1 Tbit/s is refused."""
+    with pytest.raises(ValueError, match="from 1 kbit/s to 1000 Gbit/s"):
+        parse_rate(value)
+
+
+def test_unshaped() -> None:
+    """An unshaped link has no rate."""
+    assert parse_rate("unshaped") is None
+
+
+@given(trials.filter(lambda trial: trial.strategy in PEERS))
+def test_peers_have_no_policy(trial: Trial) -> None:
+    """A peer resolves to no policy."""
+    assert trial.resolved_policy() is None
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name: str) -> None:
+    """A strategy without changes is its preset."""
+    assert Trial(strategy=name).resolved_policy() == PRESETS[name]
+
+
+@given(codecs)
+@example("int4:shard")
+def test_one_codec_for_both_hops(text: str) -> None:
+    """A single gradient codec is meant for both hops, a pair for one each."""
+    one = Trial(strategy="zero3", policy=PolicyChanges(gradients=text)).resolved_policy()
+    two = Trial(strategy="zero3", policy=PolicyChanges(gradients=(text, "fp32"))).resolved_policy()
+    assert one is not None
+    assert two is not None
+    assert one.gradients == (one.gradients[0],) * 2
+    assert two.gradients == (one.gradients[0], Raw("fp32"))
+
+
+def test_changes_replace_fields() -> None:
+    """Every field of the policy table replaces the preset's."""
+    changes = PolicyChanges(
+        weights="int6:64", gather="hierarchical", reduce="one_hop", gradients="int4:64", secondary=0,
+        prefetch=7, max_padding=0.5, align=3,
+    )  # fmt: skip
+    policy = Trial(strategy="hpz", policy=changes).resolved_policy()
+    assert policy is not None
+    assert policy.weights == IntCodec(6, 64)
+    assert (policy.reduce, policy.secondary, policy.align) == ("one_hop", 0, 3)
+    assert (policy.memory.prefetch, policy.memory.max_padding) == (7, 0.5)
+
+
+def test_every_field_of_a_policy_can_be_said() -> None:
+    """What a suite may change are the fields of policies and of their limits, all of them."""
+    named = {field.name for kind in (Policy, MemoryLimits) for field in dataclasses.fields(kind)}
+    shares = {f"offload_{field.name}" for field in dataclasses.fields(Offload)}
+    assert set(PolicyChanges.model_fields) == named - {"memory", "offload"} | shares
+    changes = {
+        "stage": 2, "group": "node", "compute": "fp16", "loss_scale": "dynamic:window7", "frozen": "int8:64",
+        "reduce_every": "step", "max_live": 1, "max_reuse": 2, "persist_below": 3, "reduce_bucket": 4,
+        "order_every": 5, "feedback": "none", "offload_optimizer": 0.5, "offload_weights": 0.25,
+        "persist_most": 6, "largest_unit": 7,
+    }  # fmt: skip
+    policy = Trial(strategy="zero3", policy=PolicyChanges(**changes)).resolved_policy()  # type: ignore[arg-type]
+    assert policy is not None
+    assert (policy.stage, policy.group, policy.compute, policy.reduce_every) == (2, "node", "fp16", "step")
+    assert (str(policy.loss_scale), str(policy.frozen)) == ("dynamic:window7", "int8:64")
+    limits = policy.memory
+    assert (limits.max_live, limits.max_reuse, limits.persist_below, limits.reduce_bucket) == (1, 2, 3, 4)
+    assert (limits.persist_most, limits.largest_unit, policy.order_every) == (6, 7, 5)
+    assert policy.offload == Offload(optimizer=0.5, weights=0.25)
+    assert Trial.from_canonical(Trial(policy=PolicyChanges(**changes)).canonical()).policy.stage == 2  # type: ignore[arg-type]
+
+
+def test_impossible_policy() -> None:
+    """A combination that no topology could run is refused when it is resolved."""
+    with pytest.raises(PolicyError, match="hpZ"):
+        Trial(strategy="hpz", policy=PolicyChanges(gather="flat")).resolved_policy()
+
+
+def test_what_came_later_changes_no_id() -> None:
+    """A trial that trains without a limit over gloo between nodes has the id of before there was more."""
+    assert Trial(cluster=Cluster(transport="shm")).id == "0dc9ea488555"
+    assert not {"workload", "generate", "memory_limit"} & set(Trial().canonical())
+    assert {"workload", "generate"} <= set(Trial(workload="generate").canonical())
+    assert Trial(policy=PolicyChanges(stage=2)).canonical()["policy"]["stage"] == 2
+
+
+@given(st.integers(1, 2**20), st.sampled_from(["MiB", "GiB"]))
+def test_sizes(number: int, unit: str) -> None:
+    """A size with a unit is bytes, and stays so in the canonical form."""
+    trial = Trial(memory_limit=f"{number} {unit}")  # type: ignore[arg-type]
+    assert trial.memory_limit == number * {"MiB": 2**20, "GiB": 2**30}[unit]
+    assert Trial.from_canonical(trial.canonical()) == trial
+
+
+@pytest.mark.parametrize("text", ["64", "64 MB", "0 MiB", "-1 MiB", "MiB", 64])
+def test_bad_size(text: object) -> None:
+    """A size without a known unit, or of nothing, is refused."""
+    with pytest.raises(ValidationError, match="a number above 0 with a unit, MiB or GiB"):
+        Trial(memory_limit=text)  # type: ignore[arg-type]
+
+
+def test_topology() -> None:
+    """A trial's topology is its cluster's nodes and ranks."""
+    assert str(Trial(cluster=Cluster(nodes=3, ranks_per_node=5)).topology()) == "3x5"
+
+
+GENERATES: dict[str, Any] = {"workload": "generate"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"sequence": 128, "tokens_per_rank": 100},
+            "tokens_per_rank = 100: expected a multiple of sequence = 128",
+        ),
+        ({"cluster": Cluster(link="none", rate="50 Mbit/s")}, "cluster.rate = 50 Mbit/s"),  # type: ignore[arg-type]
+        ({"cluster": Cluster(transport="nccl")}, "cluster.device = 'cuda'"),
+        ({"generate": Generate(tokens=5)}, "expected workload = 'generate'"),
+        (
+            GENERATES | {"model": Model(name="bert-small")},
+            "model 'bert-small' cannot; expected one of gpt-tiny",
+        ),
+        (GENERATES | {"model": Model(name="a:b")}, "model 'a:b' cannot"),
+        (GENERATES | {"sequence": 32}, "generate.prompt = 32 and generate.tokens = 32: together at most"),
+        (GENERATES | {"clip": 1.0}, "trains nothing"),
+        (GENERATES | {"accumulation": 2}, "accumulation = 2: expected 1"),
+        ({"policy": PolicyChanges(secondary=3)}, "hpZ group of 3 ranks does not fit 2 nodes x 2 ranks"),
+    ],
+)
+def test_impossible_together(fields: dict[str, Any], words: str) -> None:
+    """Fields that are fine alone and impossible together are refused, naming both."""
+    with pytest.raises(ValueError, match=words):
+        Trial(**fields).check()
+
+
+@pytest.mark.parametrize("text", ["int9:256", "int1:256", "int8:0", "int8", "bf17", "int8:2048:sym"])
+def test_bad_codec(text: str) -> None:
+    """A codec that means nothing is refused where it is named."""
+    with pytest.raises(ValidationError):
+        PolicyChanges(weights=text)

@@ -1,0 +1,415 @@
+"""``zeropp train``: the tutorials' launch lines, what fits, and a log line a step."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness.cli import main
+from harness.cluster import processes
+from harness.suites.model_sizes import GPTShape
+from harness.train import command as train_command
+from harness.train.loop import Job
+from harness.train.memory_table import activation_bytes
+from harness.workloads.models import GPT
+from impl.checkpoint.atomic_files import CheckpointError
+from impl.engine.loss_scaler import LossScaleError
+from impl.errors import ZeroError
+from impl.plan.policy import Policy, preset
+from tests.impl.deepspeed.test_recipe import ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, ZEROPP_TUTORIAL
+
+TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
+LINE = re.compile(
+    r"step \d+/2 \| loss (?P<loss>[\d.]+) \| [\d.]+ ms \(forward [\d.]+, backward [\d.]+, optimizer [\d.]+\) "
+    r"\| [\d.]+ samples/s \| [\d.e-]+ TFLOP/s per rank \| [\d.]+ MB at most"
+)
+
+
+STEP = re.compile(r"loss ([\d.]+)")
+
+
+def config(folder: Path, text: str) -> str:
+    file = folder / "ds.config"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def losses(output: str) -> list[float]:
+    return [float(found["loss"]) for found in LINE.finditer(output)]
+
+
+def trained(capfd: pytest.CaptureFixture[str], *flags: str) -> list[float]:
+    """Losses of two steps on two nodes of two ranks."""
+    ranks = ["--nodes", "2", "--ranks-per-node", "2", "--steps", "2"]
+    assert main(["train", *TOY, *ranks, *flags]) == 0
+    return losses(capfd.readouterr().out)
+
+
+def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(["train", *flags]) == 2
+    text = capfd.readouterr().err
+    assert text.count("\n") == 1
+    return text
+
+
+def test_zeropp_tutorial_launch_line_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its flags, at toy scale: two steps, each with loss, time split, rates and memory."""
+    found = trained(
+        capfd, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",
+        "--batch-size", "1", "--zero-stage", "3", "--deepspeed_config", config(tmp_path, ZEROPP_TUTORIAL),
+        "--deepspeed-activation-checkpointing", "--fp16", "--checkpoint-activations",
+    )  # fmt: skip
+    assert len(found) == 2
+    assert all(abs(loss - 5.55) < 0.3 for loss in found)  # ln 256 and a little
+
+
+def test_zero_tutorial_launch_lines_train_alike(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Stage 1 and, with activation checkpoints, stage 2: the same losses, as all is in fp32."""
+    first = trained(
+        capfd, "--model-parallel-size", "1", "--batch-size", "1",
+        "--deepspeed_config", config(tmp_path, ZERO_TUTORIAL_STAGE_1),
+    )  # fmt: skip
+    second = trained(
+        capfd, "--model-parallel-size", "1", "--batch-size", "1",
+        "--deepspeed_config", config(tmp_path, ZERO_TUTORIAL_STAGE_2), "--checkpoint-activations",
+    )  # fmt: skip
+    assert len(first) == 2
+    assert first == pytest.approx(second, abs=2e-6)
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Three steps in one go are one, and two more from its checkpoint on the same ranks: the same losses.
+
+    On other ranks, under another stage, it goes on too, and says what it did not take over.
+    """
+    folder = str(tmp_path / "checkpoints")
+    base = ["train", *TOY, "--batch-size", "1", "--zero-stage", "3"]
+    two = ["--ranks-per-node", "2"]
+    assert main([*base, *two, "--steps", "3"]) == 0
+    whole = STEP.findall(capfd.readouterr().out)
+    assert main([*base, *two, "--steps", "1", "--save", folder]) == 0
+    first = capfd.readouterr().out
+    assert "saved " in first
+    assert main([*base, *two, "--steps", "3", "--load", folder, "--save", folder, "--keep", "1"]) == 0
+    then = capfd.readouterr().out
+    assert "goes on after step 1" in then
+    assert STEP.findall(first) + STEP.findall(then) == whole
+    assert [path.name for path in Path(folder).iterdir()] == ["checkpoint-000002"]
+    other = ["train", *TOY, "--batch-size", "1", "--zero-stage", "1", "--ranks-per-node", "3"]
+    assert main([*other, "--steps", "4", "--load", folder]) == 0
+    assert "goes on after step 3\nnot taken over: " in capfd.readouterr().out
+
+
+def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No checkpoint there, no step left, another seed, nowhere to save: one line each."""
+    folder = str(tmp_path / "checkpoints")
+    base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1"]
+    assert "no such folder" in refusal(capfd, *base, "--load", folder)
+    assert main(["train", *base, "--steps", "1", "--save", folder]) == 0
+    capfd.readouterr()
+    assert "has 1 steps behind it, --steps 1 leaves none" in refusal(
+        capfd, *base, "--load", folder, "--steps", "1"
+    )
+    assert "seed 0, not 3" in refusal(capfd, *base, "--load", folder, "--seed", "3")
+    assert "--save-every: where to?" in refusal(capfd, *base, "--save-every", "1")
+
+
+def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank is started for a folder that cannot be written, or one without a checkpoint."""
+    monkeypatch.setattr(train_command, "_run", _never)
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nope")):
+        assert f"--save {place}: not writable: " in refusal(capfd, *TOY, "--save", str(place))
+    assert "no such folder" in refusal(capfd, *TOY, "--load", str(tmp_path / "none"))
+    assert "no checkpoint in it" in refusal(capfd, *TOY, "--load", str(tmp_path))
+
+
+def _never(job: object, asked: object) -> None:
+    raise AssertionError((job, asked))
+
+
+def test_a_run_goes_on_with_the_learning_rate_that_is_asked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration's and the flags' options count, not the checkpoint's, and what differs is said."""
+    folder = str(tmp_path / "checkpoints")
+    base = ["train", *TOY, "--batch-size", "1", "--ranks-per-node", "1"]
+    assert main([*base, "--lr", "0.001", "--steps", "1", "--save", folder]) == 0
+    capfd.readouterr()
+    assert main([*base, "--lr", "0.0", "--steps", "3", "--load", folder, "--save", folder]) == 0
+    assert "\nas asked: lr = 0.0, not the checkpoint's 0.001\n" in capfd.readouterr().out
+    weights = []
+    for path in sorted(Path(folder).iterdir()):
+        assert main(["export", str(path), str(tmp_path / path.name)]) == 0
+        weights.append((tmp_path / path.name).read_bytes())
+    assert len(weights) == 2
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "flags", "lr"),
+    [
+        (None, [], 3e-4),
+        (None, ["--lr", "0.5"], 0.5),
+        ({"type": "AdamW"}, [], 1e-3),
+        ({"type": "AdamW"}, ["--lr", "0.5"], 0.5),
+        ({"type": "AdamW", "params": {"lr": 0.5}}, ["--lr", "0.5"], 0.5),
+        ({"type": "AdamW", "params": {"lr": 0.5}}, [], 0.5),
+        ({"type": "AdamW", "params": {"lr": "auto"}}, [], 3e-4),
+        ({"type": "AdamW", "params": {"lr": "auto"}}, ["--lr", "0.5"], 0.5),
+    ],
+)
+def test_the_learning_rate_is_the_flag_s_or_the_configuration_s(
+    optimizer: object, flags: list[str], lr: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then DeepSpeed's default where an optimizer is named, else 3e-4, which "auto" also means."""
+    jobs: list[Job] = []
+    monkeypatch.setattr(train_command, "_run", lambda job, _: jobs.append(job))
+    file = config(tmp_path, json.dumps({} if optimizer is None else {"optimizer": optimizer}))
+    assert main(["train", *TOY, "--deepspeed-config", file, *flags]) == 0
+    assert jobs[0].trial.optimizer.arguments["lr"] == lr
+
+
+def test_a_toy_whose_parameters_all_persist_is_told_that_zeropp_has_no_effect(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At DeepSpeed's default threshold of 100,000."""
+    monkeypatch.setattr(train_command, "_run", lambda *_: None)
+    assert main(["train", *TOY, "--deepspeed-config", config(tmp_path, ZEROPP_TUTORIAL)]) == 0
+    out = capfd.readouterr().out
+    assert len(re.findall(r"without effect: all parameters persist: .* = 100,000", out)) == 3
+
+
+def test_padding_is_refused_with_the_option_that_allows_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A toy's root unit would be 19.8 % padding: refused, and trained with as much allowed."""
+    keys = {"stage": 3, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    small = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--steps", "1"]
+    flags = [*small, "--deepspeed-config", config(tmp_path, json.dumps({"zero_optimization": keys}))]
+    said = refusal(capfd, *flags)
+    assert "19.8% of 20512, allowed 5.0%" in said
+    assert said.endswith("raise max_padding: --max-padding SHARE\n")
+    assert "allowed 19.0%" in refusal(capfd, *flags, "--max-padding", "0.19")
+    assert "'--max-padding'" in refusal(capfd, *flags, "--max-padding", "nan")
+    assert main(["train", *flags, "--max-padding", "0.7"]) == 0
+    assert "step 1/1 | loss " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "words"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, ["--nodes", "3"], "started 2 ranks, --nodes x"),
+        ({"WORLD_SIZE": "2"}, [], "LOCAL_WORLD_SIZE = ''"),
+        ({"LOCAL_WORLD_SIZE": "2"}, [], "WORLD_SIZE = ''"),
+        ({"WORLD_SIZE": "two", "LOCAL_WORLD_SIZE": "2"}, [], "WORLD_SIZE = 'two'"),
+    ],
+)
+def test_torchrun_s_variables_are_checked(
+    environment: dict[str, str],
+    flags: list[str],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one line."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert words in refusal(capfd, *TOY, *flags)
+
+
+@pytest.mark.parametrize("error", [LossScaleError("too small"), ZeroError("odd"), CheckpointError("gone")])
+def test_what_a_rank_of_torchrun_refuses_is_one_line(
+    error: Exception, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the rank is this process, errors of training end it with status 2, not a traceback."""
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(processes, "run_in_place", fails)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("RANK", "0")
+    assert refusal(capfd, *TOY) == f"zeropp: {error}\n"
+
+
+def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """1.5 B parameters: some 18 GB of Adam's states become an eighth on 8 ranks; nothing is built."""
+    file = config(tmp_path, ZERO_TUTORIAL_STAGE_1)
+    flags = [
+        "--num-layers",
+        "48",
+        "--hidden-size",
+        "1600",
+        "--num-attention-heads",
+        "16",
+        "--batch-size",
+        "1",
+    ]
+    assert main(["train", *flags, "--deepspeed_config", file, "--ranks-per-node", "8", "--plan"]) == 0
+    found = re.search(r"states are ([\d.]+) GB, and ([\d.]+) GB on each rank", capfd.readouterr().out)
+    assert found is not None
+    whole, share = float(found[1]), float(found[2])
+    assert whole == pytest.approx(18, rel=0.05)
+    assert share == pytest.approx(whole / 8, rel=0.01)
+
+
+def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Half of Adam's states on the host: each stage has a row of the device and one of the host, whose sum
+    is what Adam's states are without offload; the sentence above the table counts both.
+    """
+    flags = ["train", "--preset", "1.5b", "--ranks-per-node", "8", "--batch-size", "1", "--plan"]
+    keys: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    without = config(tmp_path, json.dumps({"zero_optimization": keys}))
+    assert main([*flags, "--deepspeed-config", without]) == 0
+    plain = capfd.readouterr().out
+    ((adam, *_),) = rows(plain, r"3 <")
+    assert " host " not in plain
+    keys["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+    assert (
+        main([*flags, "--deepspeed-config", config(tmp_path, json.dumps({"zero_optimization": keys}))]) == 0
+    )
+    half = capfd.readouterr().out
+    ((device, *on_device),) = rows(half, r"3 < +device")
+    ((host, *on_host),) = rows(half, r"3 < +host")
+    assert device > 0.4 * adam
+    assert host > 0.4 * adam
+    assert device + host == pytest.approx(adam, abs=2e-3)
+    for first, *others, last in ((device, *on_device), (host, *on_host)):
+        assert first + sum(others) == pytest.approx(last, abs=4e-3)
+    assert "host: offloaded states, beside what lies on the device; on a CPU both are one memory" in half
+    states = re.compile(r"Adam's states are [\d.]+ GB, and [\d.]+ GB")
+    assert states.findall(half) == states.findall(plain)
+
+
+def test_why_stages_1_and_2_need_the_same_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With one micro-batch a step they are equal, and a line says why; with two they differ."""
+    flags = ["train", "--preset", "1.5b", "--ranks-per-node", "8", "--batch-size", "1", "--plan"]
+    for micro_batches in (1, 2):
+        file = config(tmp_path, json.dumps({"gradient_accumulation_steps": micro_batches}))
+        assert main([*flags, "--deepspeed-config", file]) == 0
+        text = capfd.readouterr().out
+        (one,), (two,) = rows(text, "1"), rows(text, "2")
+        assert (one == two) == (micro_batches == 1)
+        assert ("stages 1 and 2 need the same: a single micro-batch" in text) == (micro_batches == 1)
+
+
+def rows(text: str, head: str) -> list[list[float]]:
+    """The numbers of a table's rows that begin so."""
+    return [
+        [float(cell) for cell in found.split()]
+        for found in re.findall(rf"^ *{head} +(\d.*)$", text, re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("preset_name", ["10b", "18b"])
+def test_too_large_a_shape_is_refused_with_its_numbers(
+    preset_name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is allocated, with a table of all stages."""
+    assert main(["train", "--preset", preset_name, "--zero-stage", "0", "--ranks-per-node", "64"]) == 2
+    captured = capfd.readouterr()
+    assert re.search(r"too big for memory: 64 of 64 ranks x [\d.]+ GB = [\d.]+ GB at stage 0", captured.err)
+    assert all(re.search(rf"^ +{stage}( <)? ", captured.out, re.MULTILINE) for stage in range(4))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
+        (["--model-parallel-size", "4"], "--model-parallel-size 4: only 1"),
+        (["--fp16", "--bf16"], "at most one of them"),
+        (["--hidden-size", "65"], "--hidden-size 65: 4 heads do not divide it"),
+        (["--deepspeed_config", "none.json"], "none.json: cannot read"),
+        (["--zero-stage", "7"], "zero-stage"),
+        (["--num-layers", "300000", "--plan"], "--num-layers"),
+        (["--hidden-size", "1000000000", "--plan"], "e+19 parameters, expected at most 1e+15"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(
+    flags: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In one line."""
+    assert words in refusal(capfd, *flags)
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "{", '{"a": 1, "a": 2}', "\0", '{"zero_optimization": {"stage": 9}}']
+)
+def test_a_wrong_configuration_is_named_once(
+    text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it is no JSON, no table, or says what cannot be."""
+    assert refusal(capfd, "--deepspeed-config", config(tmp_path, text)).count("ds.config") == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "flags", "words"),
+    [
+        ({"zero_optimization": {"stage": 2}}, ["--zero-stage", "3"], "--zero-stage 3, but .* stage = 2"),
+        ({"fp16": {"enabled": False}}, ["--fp16"], "--fp16 true, but .* enabled = false"),
+        ({"bf16": {"enabled": True}}, ["--fp16"], "fp16.enabled = true and bf16.enabled = true"),
+        ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2, but .* = 4"),
+        ({"train_batch_size": 3}, [], "train_batch_size = 3"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 2}}},
+            ["--lr", "0.5"],
+            "--lr 0.5, but .*lr = 2",
+        ),
+    ],
+)
+def test_flags_and_configuration_must_agree(
+    table: dict[str, object], flags: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What both say must be the same."""
+    file = config(tmp_path, json.dumps(table))
+    assert re.search(words, refusal(capfd, *TOY, "--deepspeed-config", file, *flags))
+
+
+def test_torchrun_starts_its_ranks(tmp_path: Path) -> None:
+    """Under torchrun each process is a rank, and rank 0 alone prints; a process of torchrun takes seconds."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
+        sys.executable, "-m", "harness.cli", "train", *TOY, "--steps", "2", "--zero-stage", "3",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(done.stdout)) == 2
+
+
+def test_recomputing_blocks_changes_no_gradient() -> None:
+    """Bit for bit, in fp32."""
+    shape = GPTShape(layers=2, width=32, heads=2)
+    tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = GPT(shape, 16, recompute=recompute)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_recomputing_saves_activations() -> None:
+    """The estimate with activation checkpoints is less, the more so the deeper the model."""
+    shape = GPTShape(layers=40, width=6144, heads=32)
+    policy: Policy = preset("zeropp", compute="fp16")
+    whole, less = (
+        activation_bytes(shape, policy, sequences=1, length=512, recompute=recompute)
+        for recompute in (False, True)
+    )
+    assert less < whole / 8

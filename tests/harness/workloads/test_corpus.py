@@ -1,0 +1,120 @@
+"""A corpus deals the same bytes to everyone who asks alike."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from harness.workloads import corpus
+from harness.workloads.corpus import Corpus, CorpusError, check, load
+
+LETTERS = np.arange(10_000, dtype=np.uint16).astype(np.uint8)
+SMALL = Corpus("small", 1, "", LETTERS[:9_500], LETTERS[9_500:])
+keys = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**63 - 1),
+        "step": st.integers(0, 10_000),
+        "micro_batch": st.integers(0, 64),
+        "rank": st.integers(0, 1023),
+    }
+)
+
+
+@given(keys, st.integers(1, 4), st.integers(1, 400))
+def test_batches_are_windows(key: dict[str, int], sequences: int, length: int) -> None:
+    """A batch is windows of training text, one token longer than a sequence, and int64."""
+    batch = SMALL.batch(**key, sequences=sequences, length=length)
+    assert batch.shape == (sequences, length + 1)
+    assert batch.dtype == np.int64
+    assert (np.diff(batch) % 256 == 1).all()  # consecutive bytes of the text
+
+
+@given(keys, keys)
+def test_batches_depend_on_their_key(one: dict[str, int], other: dict[str, int]) -> None:
+    """Equal keys draw equal batches, different keys different ones."""
+    draw = [SMALL.batch(**key, sequences=8, length=16) for key in (one, one, other)]
+    assert (draw[0] == draw[1]).all()
+    assert (draw[0] == draw[2]).all() == (one == other)
+
+
+def test_batches_are_pinned() -> None:
+    """The first batch of seed 0 is the same on every machine and with every version of numpy."""
+    batch = SMALL.batch(seed=0, step=0, micro_batch=0, rank=0, sequences=3, length=1)
+    assert batch[:, 0].tolist() == [107, 234, 99]
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(1, 100))
+@example(1, 1, 1, 499)
+def test_validation(batches: int, world: int, sequences: int, length: int) -> None:
+    """Validation windows lie in the validation split, spread from its start to its end."""
+    found = [
+        SMALL.validation_batches(batches=batches, rank=rank, world=world, sequences=sequences, length=length)
+        for rank in range(world)
+    ]
+    assert all(batch.shape == (sequences, length + 1) for one in found for batch in one)
+    flat = np.concatenate([np.concatenate(one) for one in found])
+    assert (np.diff(flat) % 256 == 1).all()
+    starts = {int(row[0]) for row in flat}
+    assert int(SMALL.validation[0]) in starts
+    if len(flat) > 1:
+        assert int(SMALL.validation[-length - 1]) in starts
+
+
+def test_split(tmp_path: Path) -> None:
+    """A folder is its files in alphabetical order; the last 5 % of the bytes validate."""
+    (tmp_path / "b.txt").write_bytes(b"b" * 500)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "z.txt").write_bytes(b"a" * 499)
+    found = load(str(tmp_path))
+    assert bytes(found.train) == b"a" * 499 + b"\n" + b"b" * 450
+    assert bytes(found.validation) == b"b" * 50
+    assert found.files == 2
+    assert found.sha256 == hashlib.sha256(b"a" * 499 + b"\n" + b"b" * 500).hexdigest()
+
+
+def test_standard_library() -> None:
+    """The default corpus is the interpreter's standard library, megabytes of it."""
+    found = load("stdlib")
+    assert len(found.train) > 2_000_000
+    assert b"def " in bytes(found.validation)
+    check("stdlib", 4096)
+
+
+@given(size=st.integers(0, 200), length=st.integers(1, 12))
+def test_check_agrees(tmp_path_factory: pytest.TempPathFactory, size: int, length: int) -> None:
+    """What is refused before reading is exactly what could not be drawn afterwards."""
+    file = tmp_path_factory.mktemp("corpus") / "text"
+    file.write_bytes(b"x" * size)
+
+    def possible(try_it: object) -> bool:
+        try:
+            try_it()  # type: ignore[operator]
+        except CorpusError:
+            return False
+        return True
+
+    def draw() -> None:
+        found = load(str(file))
+        found.batch(seed=0, step=0, micro_batch=0, rank=0, sequences=1, length=length)
+        found.validation_batches(batches=1, rank=0, world=1, sequences=1, length=length)
+
+    assert possible(lambda: check(str(file), length)) == possible(draw)
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing, empty or huge corpus is refused in one line that names it."""
+    with pytest.raises(CorpusError, match=r"'/nowhere/at/all': no such file or folder"):
+        load("/nowhere/at/all")
+    with pytest.raises(CorpusError, match="no files"):
+        load(str(tmp_path))
+    (tmp_path / "text").write_bytes(b"x" * 100)
+    with pytest.raises(CorpusError, match="5 validation bytes do not hold one sequence of 8 tokens"):
+        check(str(tmp_path), 8)
+    monkeypatch.setattr(corpus, "LARGEST_BYTES", 99)
+    with pytest.raises(CorpusError, match="100 bytes, at most 99"):
+        load(str(tmp_path))

@@ -1,0 +1,89 @@
+"""Images of characters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from harness.suites.model_sizes import IMAGE_CLASSES, IMAGE_SIDE
+from harness.workloads import glyph_images
+
+
+@pytest.fixture(scope="module")
+def found() -> glyph_images.Glyphs:
+    return glyph_images.load()
+
+
+def test_items_are_cut_once(found: glyph_images.Glyphs) -> None:
+    """No item is in both splits; every class is trained in most fonts, and some items are held out."""
+    assert not set(found.train) & set(found.validation)
+    assert len(found.train) + len(found.validation) == 12 * IMAGE_CLASSES
+    fonts = Counter(item.label for item in found.train)
+    assert set(fonts) == set(range(IMAGE_CLASSES))
+    assert min(fonts.values()) >= 6
+    assert 0.03 < len(found.validation) / (12 * IMAGE_CLASSES) < 0.07
+
+
+def test_a_class_looks_like_no_other(found: glyph_images.Glyphs) -> None:
+    """In the first font no two classes have the same picture, and no picture is empty."""
+    font = found.train[0].font
+    pictures = {
+        item.label: glyph_images._glyph(font, item.character)
+        for item in (*found.train, *found.validation)
+        if item.font == font
+    }
+    assert len(pictures) == IMAGE_CLASSES
+    assert len({(one.shape, one.tobytes()) for one in pictures.values()}) == IMAGE_CLASSES
+    assert all(one.any() for one in pictures.values())
+
+
+def test_every_glyph_fits(found: glyph_images.Glyphs) -> None:
+    """The largest of every font's characters leaves room to move."""
+    for item in found.train[::37]:
+        assert max(glyph_images._glyph(item.font, item.character).shape) < IMAGE_SIDE
+
+
+def test_batches_follow_from_their_key(found: glyph_images.Glyphs) -> None:
+    """Equal keys give equal images, any other key others; all from 0 to 1 and of known classes."""
+    key = {"seed": 0, "step": 1, "micro_batch": 2, "rank": 3}
+    images, labels = found.batch(**key, sequences=16)
+    again, _ = found.batch(**key, sequences=16)
+    assert images.shape == (16, IMAGE_SIDE, IMAGE_SIDE)
+    assert images.dtype == np.float32
+    assert (images == again).all()
+    assert images.min() == 0
+    assert 0.5 < images.max() <= 1
+    assert labels.dtype == np.int64
+    assert ((labels >= 0) & (labels < IMAGE_CLASSES)).all()
+    for name, value in key.items():
+        other, _ = found.batch(**{**key, name: value + 1}, sequences=16)
+        assert (images != other).any()
+
+
+def test_validation_depends_on_no_world(found: glyph_images.Glyphs) -> None:
+    """The images of all ranks together are the same for every number of ranks, and of held-out items."""
+    whole, labels = found.validation_batches(batches=1, rank=0, world=1, sequences=12)[0]
+    dealt = [found.validation_batches(batches=1, rank=rank, world=3, sequences=4)[0] for rank in range(3)]
+    assert (np.concatenate([images for images, _ in dealt]) == whole).all()
+    assert (np.concatenate([classes for _, classes in dealt]) == labels).all()
+    held_out = {item.label for item in found.validation}
+    assert set(labels.tolist()) <= held_out
+
+
+def test_an_image_shows_its_class(found: glyph_images.Glyphs) -> None:
+    """What is drawn is a character of the label's class in one of the fonts, whole and nothing else."""
+    shapes: dict[int, list[np.ndarray]] = {}
+    for item in (*found.train, *found.validation):
+        shapes.setdefault(item.label, []).append(trimmed(glyph_images._glyph(item.font, item.character)))
+    images, labels = found.batch(seed=3, step=0, micro_batch=0, rank=0, sequences=32)
+    for image, label in zip(images, labels, strict=True):
+        drawn = trimmed((image * 255).round().astype(np.uint8))
+        assert any(np.array_equal(drawn, shape) for shape in shapes[int(label)])
+
+
+def trimmed(picture: np.ndarray) -> np.ndarray:
+    """A picture without its empty margins."""
+    rows, columns = np.flatnonzero(picture.any(1)), np.flatnonzero(picture.any(0))
+    return picture[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]

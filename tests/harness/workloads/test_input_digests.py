@@ -1,0 +1,89 @@
+"""What a trial reads is on its record by digest, and another input is not taken for it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from harness import cli
+from harness.measure import machine
+from harness.records.record import Failure, Record, write
+from harness.runs.sweep import finished
+from harness.suites.trial import Model, Trial
+from harness.workloads import input_digests as inputs
+from harness.workloads.input_digests import digests
+
+
+@pytest.fixture(autouse=True)
+def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working folder, and no digests of an earlier one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    inputs._corpus_digest.cache_clear()
+    inputs._module_digest.cache_clear()
+
+
+def test_digests(tmp_path: Path) -> None:
+    """Corpus and model module are named by the SHA-256 of their bytes; a preset needs none."""
+    (tmp_path / "text").write_text("some text")
+    (tmp_path / "mine_a.py").write_text("x = 1\n")
+    found = digests(Trial(corpus="text", model=Model(name="mine_a:build")))
+    assert found == {
+        "corpus": hashlib.sha256(b"some text").hexdigest(),
+        "model": hashlib.sha256(b"x = 1\n").hexdigest(),
+    }
+    assert set(digests(Trial())) == {"corpus"}
+
+
+def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
+    """A missing corpus or module is no error here: running the trial says what is wrong."""
+    (tmp_path / "leaving").mkdir()
+    (tmp_path / "leaving" / "__init__.py").write_text("raise SystemExit(3)\n")
+    assert digests(Trial(corpus="none", model=Model(name="no_such_module:f"))) == {}
+    assert digests(Trial(corpus="none", model=Model(name="leaving.part:f"))) == {}
+
+
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("changed", ["corpus", "model"])
+def test_another_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: str, *, failed: bool
+) -> None:
+    """A result of another corpus or model source is not skipped over silently: run refuses, naming it and
+    what to do.  A failure of which nothing was measured stops no run, and its trial is run again.
+    """
+    (tmp_path / "text").write_text("some text " * 1000)
+    (tmp_path / "mine_b.py").write_text("from tests.harness.runs.test_forecast import tiny as build\n")
+    (tmp_path / "q.toml").write_text(
+        'name = "q"\nquestion = "?"\n[defaults]\nstrategy = "single"\ncorpus = "text"\nsequence = 32\n'
+        'tokens_per_rank = 64\nmodel.name = "mine_b:build"\n'
+    )
+    from harness.suites.expansion import load
+
+    (trial,) = load(tmp_path / "q.toml").trials
+    facts, code = machine.facts(), machine.code()
+    pool = machine.pool_key(facts, code)
+    write(
+        tmp_path / "results" / "q",
+        Record(
+            id=trial.id, suite="q", trial=trial.canonical(), started="1", finished="2", order=0,
+            machine=facts, code=code, inputs=digests(trial), pool=pool,
+            failure=Failure(kind="crashed", message="it broke", log=None) if failed else None,
+        ),
+    )  # fmt: skip
+    cli._check_inputs(tmp_path / "results" / "q", [trial])
+    assert finished(tmp_path / "results" / "q", trial, pool)
+    assert finished(tmp_path / "results" / "q", trial, "another") == (not failed)
+    (tmp_path / {"corpus": "text", "model": "mine_b.py"}[changed]).write_text("# another\n" * 100)
+    inputs._corpus_digest.cache_clear()
+    inputs._module_digest.cache_clear()
+    if failed:
+        cli._check_inputs(tmp_path / "results" / "q", [trial])
+        assert not finished(tmp_path / "results" / "q", trial, pool)
+        return
+    assert cli.main(["run", "q.toml"]) == cli.REFUSED
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{trial.id}.json: was made of another {changed}" in error
+    assert "keep it under another name (mv results/q results/q-before), or choose another folder" in error

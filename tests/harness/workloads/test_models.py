@@ -1,0 +1,273 @@
+"""The models, and the arithmetic of a step of them."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.suites.model_sizes import (
+    IMAGE_SIDE,
+    PATCHES,
+    PRESETS,
+    GPTShape,
+    ViTShape,
+    step_flops,
+    tflops_per_rank,
+)
+from harness.suites.trial import Model, Trial
+from harness.workloads.data import Data
+from harness.workloads.generation import decode
+from harness.workloads.models import GPT, WorkloadError, build, shape_of
+
+LOG = Path(__file__).resolve().parents[3] / "report" / "published" / "zeropp_tutorial_log.csv"
+
+
+def batch(sequence: int, vocab: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, vocab, (2, sequence + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@given(
+    layers=st.integers(1, 3),
+    heads=st.sampled_from([1, 2, 4]),
+    vocab=st.integers(2, 300),
+    tied=st.booleans(),
+    sequence=st.integers(1, 16),
+)
+def test_any_shape_starts_near_a_uniform_guess(
+    layers: int, heads: int, vocab: int, tied: bool, sequence: int
+) -> None:
+    """A fresh model's loss is a scalar near ln(vocab), and every parameter gets a gradient."""
+    model = GPT(GPTShape(layers, 16, heads, vocab, tied), sequence)
+    loss = model(*batch(sequence, vocab))
+    assert loss.shape == ()
+    assert abs(loss.item() - math.log(vocab)) < 0.5
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert (model.head.weight is model.embedding.weight) == tied
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "vit-tiny"])
+def test_a_loss_is_formed_in_fp32(name: str) -> None:
+    """A model in bf16 gives the loss of its logits in fp32: 16 bits would round it to 1/32 near 5."""
+    net = build(Model(name=name), 16).to(torch.bfloat16)
+    seen: list[torch.Tensor] = []
+    net.head.register_forward_hook(lambda _, __, logits: seen.append(logits))
+    inputs, targets = batch(16)
+    if name.startswith("vit"):
+        inputs, targets = torch.rand(4, IMAGE_SIDE, IMAGE_SIDE), torch.arange(4)
+    loss = net(inputs, targets)
+    (logits,) = seen
+    assert logits.dtype == torch.bfloat16
+    wanted = torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, wanted)
+
+
+def test_the_seed_decides_the_weights() -> None:
+    """The same seed builds the same weights, another seed others."""
+    weights = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        weights.append(torch.cat([p.flatten() for p in build(Model(name="gpt-tiny"), 32).parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "vit-tiny"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_formula_counts_what_runs(name: str, layers: int) -> None:
+    """FLOPs by formula are exactly those that torch counts in a forward and a backward pass."""
+    images = {"corpus": "glyphs", "sequence": 16} if name == "vit-tiny" else {"sequence": 24}
+    arguments = {"layers": layers, "width": 32}
+    one = Trial.model_validate(
+        {"model": {"name": name, "arguments": arguments}, "tokens_per_rank": 48, **images}
+    )
+    model = build(one.model, one.sequence)
+    ((batch,),) = Data(one, 0, torch.device("cpu")).step(0)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(*batch).backward()
+    sizes = {"sequences": 48 // one.sequence, "length": one.sequence}
+    assert counter.get_total_flops() == step_flops(shape_of(one.model), **sizes, recompute=False)
+
+
+def test_an_encoder_sees_all_tokens() -> None:
+    """In a BERT, unlike in a GPT, an earlier answer depends on a later token."""
+    torch.manual_seed(0)
+    model = build(Model(name="bert-tiny"), 8)
+    tokens = torch.randint(0, 256, (1, 8))
+    changed, targets = tokens.clone(), torch.full((1, 8), -100)
+    changed[0, 6] = (changed[0, 6] + 1) % 256
+    targets[0, 1] = 65
+    assert not torch.equal(model(tokens, targets), model(changed, targets))
+
+
+def test_an_image_is_cut_into_its_patches() -> None:
+    """A vision model reads every pixel once: patch by patch, row by row."""
+    model = build(Model(name="vit-tiny"), 16)
+    side = PATCHES[16]
+    image = torch.arange(32.0 * 32).view(1, 32, 32)
+    seen = []
+    model.embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))  # type: ignore[union-attr]
+    model(image, torch.tensor([0]))
+    (patches,) = seen
+    assert patches.shape == (1, 16, side * side)
+    for number in range(16):
+        row, column = divmod(number, 4)
+        expected = image[0, row * side : (row + 1) * side, column * side : (column + 1) * side]
+        assert torch.equal(patches[0, number], expected.flatten())
+
+
+@settings(max_examples=20)
+@given(
+    prompt=st.integers(1, 6),
+    tokens=st.integers(1, 6),
+    layers=st.integers(1, 3),
+    heads=st.sampled_from([1, 2]),
+)
+def test_decoding_remembers(prompt: int, tokens: int, layers: int, heads: int) -> None:
+    """Tokens decoded with kept keys and values are those of reading everything anew for each."""
+    torch.manual_seed(prompt * 100 + tokens)
+    model = GPT(GPTShape(layers, 16, heads), prompt + tokens).eval()
+    given_tokens = torch.randint(0, 256, (3, prompt))
+    found = torch.stack(list(decode(model, given_tokens, tokens, layers)), 1)
+    text = given_tokens
+    with torch.no_grad():
+        for _ in range(tokens):
+            text = torch.cat([text, model(text, None).argmax(-1)[:, None]], 1)
+    assert torch.equal(found, text[:, prompt:])
+
+
+def test_a_token_sees_only_its_past() -> None:
+    """Changing a later token leaves the losses of earlier positions alone."""
+    torch.manual_seed(0)
+    model = build(Model(name="gpt-tiny"), 8)
+    tokens = torch.randint(0, 256, (1, 9))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 256
+    early = [model(x[:, :5], tokens[:, 1:6]) for x in (tokens, changed)]
+    whole = [model(x[:, :8], tokens[:, 1:9]) for x in (tokens, changed)]
+    assert torch.equal(*early)
+    assert not torch.equal(*whole)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-18b", 18.4), ("gpt-100b", 101.2)])
+def test_models_too_big_for_here_build_on_meta(name: str, billions: float) -> None:
+    """The large presets have their parameters without their memory."""
+    with torch.device("meta"):
+        model = build(Model(name=name), 512)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def custom(sequence: int, width: int = 4) -> nn.Module:
+    """A user's own model."""
+    return GPT(GPTShape(1, width, 1), sequence)
+
+
+def not_a_model(sequence: int) -> int:
+    return sequence
+
+
+def without_sequence(width: int = 4) -> nn.Module:
+    return nn.Linear(width, 1)
+
+
+def by_place(sequence: int, /) -> nn.Module:
+    return nn.Linear(sequence, 1)
+
+
+def of_anything(**sizes: int) -> nn.Module:
+    return nn.Linear(sizes["sequence"], 1)
+
+
+def test_a_users_function_builds_the_model() -> None:
+    """``module:function`` is called with the sequence and the arguments."""
+    model = build(Model(name=f"{__name__}:custom", arguments={"width": 8}), 16)
+    assert isinstance(model, GPT)
+    assert model.positions.weight.shape == (16, 8)
+    assert isinstance(build(Model(name=f"{__name__}:of_anything", arguments={"depth": 2}), 16), nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("without_sequence", {"width": 3}, "(sequence=16, width=3), .* but it is without_sequence\\(width: "),
+        ("by_place", {}, "(sequence=16), .* but it is by_place\\(sequence: 'int', /\\)"),
+        ("custom", {"widht": 3}, "(sequence=16, widht=3), .* unexpected keyword argument 'widht'"),
+        ("custom", {"sequence": 3}, "model.arguments has 'sequence', which is the suite's own field"),
+    ],
+)
+def test_a_function_of_another_signature_is_refused(name: str, arguments: dict[str, int], words: str) -> None:
+    """In one line: how it is called, and what it takes."""
+    words = words.replace("(sequence", "\\(sequence", 1).replace("), .*", "\\), .*")
+    with pytest.raises(WorkloadError, match=words) as caught:
+        build(Model(name=f"{__name__}:{name}", arguments=arguments), 16)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Model(name="gpt-smal"), "did you mean 'gpt-small'"),
+        (Model(arguments={"widht": 3}), "did you mean 'width'"),
+        (Model(arguments={"width": 0}), "width = 0"),
+        (Model(arguments={"layers": 1.5}), "layers = 1.5"),
+        (Model(arguments={"tied": 1}), "true or false"),
+        (Model(arguments={"width": 257}), "4 heads do not divide a width of 257"),
+        (Model(name="no_such_module:f"), "cannot import 'no_such_module'"),
+        (Model(name=f"{__name__}:nothing"), "no function 'nothing'"),
+        (Model(name=f"{__name__}:not_a_model"), "not an nn.Module"),
+        (Model(name="os.path:join"), "called as join.sequence=16.*unexpected|missing"),
+        (Model(name="vit-tiny", arguments={"classes": 5}), "unknown argument 'classes'"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_named(model: Model, words: str) -> None:
+    """Bad names and sizes raise one line that says what is wrong."""
+    with pytest.raises(WorkloadError, match=words) as caught:
+        build(model, 16)
+    assert "\n" not in str(caught.value)
+
+
+def test_published_teraflops_follow_from_their_shapes() -> None:
+    """The formula gives the tutorial log's TFLOPs per GPU to its two digits."""
+    rows = list(csv.DictReader(LOG.read_text().splitlines()))
+    assert [row["tflops_per_gpu"] for row in rows] == ["7.24", "7.65", "10.70", "20.70"]
+    for row in rows:
+        shape = PRESETS["gpt-18b"]
+        assert (shape.layers, shape.width) == (int(row["layers"]), int(row["hidden"]))
+        found = tflops_per_rank(
+            shape,
+            sequences=int(row["global_batch"]),
+            length=int(row["seq_length"]),
+            recompute=True,
+            seconds=float(row["ms_per_iteration"]) / 1e3,
+            ranks=int(row["gpus"]),
+        )
+        assert f"{found:.2f}" == row["tflops_per_gpu"]
+
+
+def test_recomputation_repeats_the_blocks() -> None:
+    """With recomputation each block's forward pass is counted once more, and the logits are not."""
+    sizes = {"sequences": 3, "length": 64}
+    for shape in (shape_of(Model()), ViTShape(layers=2, width=64, heads=2)):
+        more = step_flops(shape, **sizes, recompute=True) - step_flops(shape, **sizes, recompute=False)
+        assert more == pytest.approx(
+            24 * 3 * 64 * shape.layers * shape.width**2 * (1 + 64 / (6 * shape.width))
+        )
+
+
+def test_patches_that_make_no_image_are_refused() -> None:
+    """A vision model whose sequence is no square of equal patches is refused, naming those that are."""
+    with pytest.raises(
+        WorkloadError, match=r"sequence = 128 patches do not .* one of 1, 4, 16, 64, 256, 1024"
+    ):
+        build(Model(name="vit-tiny"), 128)

@@ -1,0 +1,400 @@
+"""Other engines with our collectives: equal to themselves, and sending what is predicted."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from impl.adapters.fsdp2_ddp import (
+    HostError,
+    InDDP,
+    InFSDP2,
+    fsdp2_groups,
+    hosted_units,
+    join_ddp,
+    join_fsdp2,
+)
+from impl.adapters.traffic import (
+    BASES,
+    HOSTED,
+    GroupGeometry,
+    Host,
+    check_host,
+    predict_ddp,
+    predict_fsdp2,
+    predict_hosted,
+)
+from impl.codecs.codec import Codec, parse
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Transport, Wire
+from impl.engine.unit_planning import find_blocks, plan_units
+from impl.plan.geometry import ParameterSpec
+from impl.plan.policy import FEEDBACKS, MemoryLimits, Policy, PolicyError, preset
+from impl.plan.topology import Topology
+from impl.plan.traffic import Event, LedgerKey, Sent
+from tests.support.models import Net
+from tests.support.ranks import on_processes
+from tests.support.strategies import engine_codecs, raw_codecs, topologies
+
+STEPS, ACCUMULATION = 3, 2
+WIDTH = 18  # rows divide neither by 4 nor by 8
+FP32 = parse("fp32")
+PADDED = MemoryLimits(max_padding=99.0)  # the model is tiny
+EXACT: dict[Host, Policy] = {
+    "fsdp2": preset("exact", memory=PADDED),
+    "ddp": replace(BASES["ddp"], gradients=(FP32, FP32), memory=PADDED),
+}
+HOSTS: tuple[Host, ...] = ("fsdp2", "ddp")
+
+
+def quantised(host: Host, **changes: Any) -> Policy:
+    """4-bit gradients inside ``host``, and 8-bit weights where it gathers them."""
+    codec = parse("int4:32")
+    own = {"weights": parse("int8:64")} if host == "fsdp2" else {}
+    return replace(EXACT[host], **own, **{"gradients": (codec, codec), **changes})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run of a host; with its own collectives if there is no policy."""
+
+    host: Host
+    policy: Policy | None = None
+    transport: Transport = "backend"
+    clip: float | None = 0.01  # which every step exceeds
+
+
+@dataclass
+class Trained:
+    """Losses of every micro-batch, whole gradients of the last step, what was sent and predicted."""
+
+    losses: list[float]
+    gradients: list[torch.Tensor]
+    sent: dict[LedgerKey, Sent] | None
+    predicted: dict[LedgerKey, Sent] | None
+
+
+def net() -> Net:
+    """The same on every rank."""
+    torch.manual_seed(3)
+    return Net(width=WIDTH, hidden=42, depth=2)
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def wrapped(host: Host, model: nn.Module, shape: tuple[int, ...]) -> Any:
+    """``model`` in its host over a device mesh of ``shape``."""
+    if host == "ddp":
+        return DistributedDataParallel(model, bucket_cap_mb=0.004)  # several buckets for this small model
+    # torch 2.13 renames two collectives that its own FSDP2 still calls by their old names.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    for block in find_blocks(model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def joined_with(host: Host, model: Any, wire: Wire, policy: Policy) -> InFSDP2 | InDDP:
+    return join_fsdp2(model, wire, policy) if host == "fsdp2" else join_ddp(model, wire, policy)
+
+
+def train(mesh: Mesh, case: Case) -> Trained:
+    """An evaluation, then a few steps of AdamW."""
+    model = wrapped(case.host, net(), (mesh.topology.world,))
+    wire = Wire(mesh, transport=case.transport)
+    joined = None if case.policy is None else joined_with(case.host, model, wire, case.policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    events: list[Event] = ["evaluate"]
+    losses: list[float] = []
+    gradients: list[torch.Tensor] = []
+    with torch.no_grad():
+        model(inputs(99, mesh.rank))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(ACCUMULATION):
+            if case.host == "ddp":
+                model.require_backward_grad_sync = micro == ACCUMULATION - 1
+            loss = model(inputs(step * ACCUMULATION + micro, mesh.rank)) / ACCUMULATION
+            loss.backward()
+            losses.append(loss.item())
+            events += ["forward", "backward"]
+        if case.clip is not None:
+            if joined is None:
+                nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            else:
+                joined.clip_grad_norm_(case.clip)
+            events.append("norm")
+        gradients = [_whole(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        events.append("step")
+    if joined is None:
+        return Trained(losses, gradients, None, None)
+    assert [(u.name, u.padded) for u in joined.units] == [(u.name, u.padded) for u in planned(case, mesh)]
+    wire.close()
+    return Trained(losses, gradients, wire.ledger.rows(), joined.predict(events))
+
+
+def planned(case: Case, mesh: Mesh) -> Sequence[Any]:
+    """Units as they are planned before anything runs."""
+    assert case.policy is not None
+    with torch.device("meta"):
+        return hosted_units(case.host, Net(width=WIDTH, hidden=42, depth=2), mesh.topology, case.policy)
+
+
+def _whole(gradient: Any) -> torch.Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+
+
+def _train_all(mesh: Mesh, cases: list[Case]) -> list[Trained]:
+    return [train(mesh, case) for case in cases]
+
+
+def cases_of(host: Host) -> dict[str, Case]:
+    """Runs of one host on 2x2 ranks, each with what the others have not."""
+    int4, int8 = parse("int4:32"), parse("int8:96")
+    other = {"fsdp2": {"gather": "flat", "reduce": "one_hop"}, "ddp": {"reduce": "ring"}}[host]
+    return {
+        "own": Case(host),
+        "exact": Case(host, EXACT[host], "shm"),
+        "quantised": Case(host, quantised(host, gradients=(int8, int4), chunks=3), "shm"),
+        "flat": Case(host, quantised(host, **other)),
+    }
+
+
+Runs = dict[str, list[Trained]]  # of each case, by rank
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_four_ranks(host: Host) -> None:
+    """On 2x2 gloo processes each host with our collectives equals itself, trains when quantised, and sends
+    what is predicted.
+    """
+    cases = cases_of(host)
+    ranks = on_processes(Topology(2, 2), _train_all, list(cases.values()))  # once: they are what takes time
+    runs = {name: [rank[index] for rank in ranks] for index, name in enumerate(cases)}
+    equals_its_host(runs)
+    sends_what_is_predicted(runs)
+    trains_when_quantised(runs)
+    has_equal_gradients_on_all_ranks(runs)
+    sends_less_between_nodes(runs)
+
+
+def equals_its_host(runs: Runs) -> None:
+    """With fp32 frames the first loss is the host's bit for bit, and all losses and gradients are within
+    1e-6: sums have another order.
+    """
+    for own, ours in zip(runs["own"], runs["exact"], strict=True):
+        assert ours.losses[0] == own.losses[0]
+        assert ours.losses == pytest.approx(own.losses, abs=1e-6)
+        for mine, theirs in zip(ours.gradients, own.gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
+
+
+def sends_what_is_predicted(runs: Runs) -> None:
+    """Whatever the codecs, hops, chunks and transport, each rank's ledger is the prediction, row by row."""
+    for name, trained in runs.items():
+        for rank in trained:
+            assert rank.sent == rank.predicted, name
+            assert name == "own" or rank.sent
+
+
+def trains_when_quantised(runs: Runs) -> None:
+    """With 4-bit gradients, and 8-bit weights in FSDP2, mean losses follow the host's within a tenth of the
+    first, and halve.
+    """
+    means = {
+        name: [math.fsum(losses) / 4 for losses in zip(*(rank.losses for rank in ranks), strict=True)]
+        for name, ranks in runs.items()
+    }
+    for name in ("quantised", "flat"):
+        assert means[name] == pytest.approx(means["own"], abs=0.1 * means["own"][0])
+        assert means[name] != means["exact"]
+        assert means[name][-1] < means[name][0] / 2
+
+
+def has_equal_gradients_on_all_ranks(runs: Runs) -> None:
+    """Every rank decodes what was sent, its own part too: replicas of DDP cannot drift apart."""
+    for ranks in runs.values():
+        for other in ranks[1:]:
+            assert all(map(torch.equal, ranks[0].gradients, other.gradients))
+
+
+def sends_less_between_nodes(runs: Runs) -> None:
+    """Quantised, at most half of fp32's bytes cross between nodes."""
+    exact, small = (
+        sum(sent.bytes for key, sent in (runs[name][0].sent or {}).items() if key.link == "inter")
+        for name in ("exact", "quantised")
+    )
+    assert 0 < 2 * small < exact
+
+
+def _train_on_both(mesh: Mesh) -> list[tuple[Trained, Trained]]:
+    """Each host by itself and with fp32 frames, on two ranks as one node and as two."""
+    found = []
+    for host in HOSTS:
+        own = train(mesh, Case(host, clip=None))
+        for topology in (Topology(1, 2), Topology(2, 1)):
+            split = Mesh(topology, mesh.rank, mesh.device)
+            found.append((own, train(split, Case(host, EXACT[host], clip=None))))
+    return found
+
+
+def test_two_ranks_equal_their_host_bit_for_bit() -> None:
+    """With fp32 frames on two ranks, in one node or two, losses and gradients are the host's own bits."""
+    for rank in on_processes(Topology(1, 2), _train_on_both):
+        for own, ours in rank:
+            assert ours.losses == own.losses
+            assert all(map(torch.equal, ours.gradients, own.gradients))
+            assert ours.sent == ours.predicted
+
+
+# Predictions
+
+shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+groups = st.builds(
+    lambda found, world: GroupGeometry(
+        "g",
+        tuple(ParameterSpec(str(i), shape) for i, (shape, _) in enumerate(found)),
+        tuple(trained for _, trained in found),
+        world,
+    ),
+    st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=4),
+    st.integers(1, 7),
+)
+
+
+@given(groups)
+def test_a_group_holds_every_element_and_little_more(group: GroupGeometry) -> None:
+    """Padding of a group is below one row of each parameter per rank, and what is trained is in it."""
+    rows = sum(math.prod(parameter.shape[1:]) for parameter in group.parameters)
+    assert 0 <= group.padded - group.numel < group.world * rows
+    assert 0 <= group.piece <= group.shard
+    assert (group.piece == group.shard) == all(group.trained)
+
+
+@given(topologies(6), shapes, st.one_of(raw_codecs, engine_codecs.filter(lambda c: not c.stochastic)))
+def test_a_hierarchical_gather_crosses_each_link_once(
+    topology: Topology, shape: tuple[int, ...], codec: Codec
+) -> None:
+    """All ranks together send every rank's frame once to each other node."""
+    group = GroupGeometry("g", (ParameterSpec("w", shape),), (True,), topology.world)
+    policy = replace(BASES["fsdp2"], weights=codec)
+    sent = [predict_fsdp2(policy, topology, [group], rank, ["evaluate"]) for rank in range(topology.world)]
+    inter = sum(one.bytes for rows in sent for key, one in rows.items() if key.link == "inter")
+    assert inter == topology.world * codec.frame_bytes(group.shard) * (topology.nodes - 1)
+
+
+@given(topologies(6), st.integers(1, 4), st.integers(1, 4))
+def test_ddp_reduces_once_a_step(topology: Topology, accumulation: int, steps: int) -> None:
+    """What DDP sends grows with the steps, not with their micro-batches; norms and evaluations cost
+    nothing.
+    """
+    policy = EXACT["ddp"]
+    units = plan_units(net(), topology, policy)
+    one: list[Event] = ["forward", "backward", "step"]
+    many: list[Event] = [*["forward", "backward"] * accumulation, "norm", "step", "evaluate", "step"]
+    once = predict_ddp(policy, topology, units, 0, one)
+    often = predict_ddp(policy, topology, units, 0, many * steps)
+    assert often == {key: Sent(sent.bytes * steps, sent.messages * steps) for key, sent in once.items()}
+
+
+def test_tied_and_frozen_parameters() -> None:
+    """A tied weight is in its group once, a frozen one is gathered and not reduced."""
+    model = Net(width=8, hidden=8, depth=1, tied=True)
+    model.blocks[0].up.weight.requires_grad_(requires_grad=False)
+    root, block = fsdp2_groups(model, find_blocks(model), Topology(1, 2))
+    assert [parameter.name for parameter in root.parameters] == ["embed.weight", "embed.bias", "head.bias"]
+    assert block.shard - block.piece == 8 * 8 // 2
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("host", "changes", "words"),
+    [
+        ("fsdp2", {"secondary": "node"}, "secondary = node inside fsdp2: it gathers anew in backward"),
+        ("fsdp2", {"feedback": FEEDBACKS["classic"]}, "feedback = classic inside fsdp2: it tells no steps"),
+        ("ddp", {"feedback": FEEDBACKS["loco"]}, "feedback = loco inside ddp"),
+        ("fsdp2", {"weights": parse("int8:64:stochastic")}, "int8:64:stochastic inside fsdp2"),
+        ("ddp", {"gradients": (FP32, parse("int4:32:stochastic"))}, "int4:32:stochastic inside ddp"),
+        ("ddp", {"weights": parse("int8:64")}, "weights = int8:64 inside ddp: it keeps whole weights"),
+        ("ddp", {"gather": "flat"}, "gather = flat inside ddp"),
+        ("ddp", {"stage": 3}, "stage = 3 inside ddp.*expected 0"),
+        ("fsdp2", {"stage": 2}, "stage = 2 inside fsdp2.*expected 3"),
+        ("fsdp2", {"memory": MemoryLimits(prefetch=7)}, "memory.prefetch = 7 inside fsdp2"),
+        ("fsdp2", {"compute": "bf16"}, "compute = bf16 inside fsdp2"),
+    ],
+)
+def test_what_a_host_cannot_do_is_refused(host: Host, changes: dict[str, Any], words: str) -> None:
+    """A field that a host cannot carry out is refused with its value, before anything is wrapped."""
+    policy = replace(EXACT[host], **changes)
+    with pytest.raises(PolicyError, match=words):
+        check_host(host, policy)
+    with pytest.raises(PolicyError, match=words):
+        predict_hosted(host, policy, Topology(1, 2), [], rank=0, events=["forward"])
+
+
+@pytest.mark.parametrize(("host", "policy"), HOSTED.values())
+def test_every_named_policy_fits_its_host(host: Host, policy: Policy) -> None:
+    """Each strategy's own policy is one that its host carries out."""
+    check_host(host, policy)
+    assert host in HOSTS
+
+
+def test_a_scalar_parameter_is_refused() -> None:
+    """FSDP2 cannot cut a parameter without a dimension; its name is told."""
+    model = nn.Linear(2, 2)
+    model.gain = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(HostError, match="'gain'"):
+        fsdp2_groups(model, [], Topology(1, 2))
+
+
+def _refusals(mesh: Mesh) -> list[str]:
+    """Messages of what the hosts refuse when they run."""
+    wire, said = Wire(mesh), []
+
+    def expect(body: Any) -> None:
+        with pytest.raises((HostError, PolicyError)) as caught:
+            body()
+        said.append(str(caught.value))
+
+    expect(lambda: join_fsdp2(net(), wire, EXACT["fsdp2"]))
+    expect(lambda: join_fsdp2(net(), wire, replace(EXACT["fsdp2"], secondary="node")))
+    expect(lambda: join_fsdp2(wrapped("fsdp2", net(), (2, 1)), wire, EXACT["fsdp2"]))
+    pairs = net()
+    fully_shard([pairs.embed, pairs.head], mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(pairs, mesh=init_device_mesh("cpu", (2,)))
+    join_fsdp2(pairs, wire, EXACT["fsdp2"])
+    expect(lambda: pairs(inputs(0, mesh.rank)))
+    ddp = wrapped("ddp", net(), ())
+    join_ddp(ddp, wire, EXACT["ddp"])
+    expect(lambda: ddp(inputs(0, mesh.rank)).backward())
+    return said
+
+
+def test_what_a_host_refuses_when_it_runs() -> None:
+    """A model that is not sharded, replicas, one group of two modules, and a hook whose owner is gone are
+    each refused in one line.
+    """
+    for said in on_processes(Topology(1, 2), _refusals):
+        assert "Net is not sharded" in said[0]
+        assert "secondary = node" in said[1]
+        assert "on a device mesh of (2, 1), expected (2,)" in said[2]
+        assert "call fully_shard() on one module at a time" in said[3]
+        assert "what join_ddp() returned is gone" in said[4]
+        assert all("\n" not in line for line in said)

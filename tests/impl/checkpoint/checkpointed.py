@@ -1,0 +1,147 @@
+"""What tests of checkpoints share: a run in training, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impl.checkpoint.manifest import WEIGHT, Parts, read_manifest
+from impl.checkpoint.save_load import save
+from impl.checkpoint.tensor_bytes import tensor_of
+from impl.codecs.codec import parse
+from impl.comm.mesh import Mesh
+from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, preset
+from impl.zero import shard
+from tests.support.models import Odd
+from tests.support.strategies import ROOMY
+from tests.support.training import batch, model
+
+# Made once: thread ranks share torch's generator, and would draw each other's values.
+NET, ODD = model(), model(Odd)
+EXACT = preset("exact", memory=ROOMY)
+INT4 = parse("int4:8")
+NOISY = parse("int4:8:stochastic")
+
+
+POLICIES = {
+    **{name: replace(policy, memory=ROOMY) for name, policy in PRESETS.items()},
+    "stochastic": Policy(weights=NOISY, gradients=(NOISY, NOISY), secondary="node", memory=ROOMY),
+    "feedback": Policy(
+        gradients=(INT4, NOISY), feedback=Feedback(decay=0.5, reset=3, hops="all"), memory=ROOMY
+    ),
+    # The scale falls and rises, and steps are skipped, before and after the save.
+    "fp16": Policy(compute="fp16", loss_scale=LossScale(initial=2.0**18, window=1), memory=ROOMY),
+    "persistent": replace(PRESETS["zeropp"], memory=replace(ROOMY, persist_below=30)),
+    "offload": replace(PRESETS["zeropp"], memory=ROOMY, offload=Offload(optimizer=0.5, weights=0.5)),
+    "mics+feedback": Policy(group=2, gradients=(INT4, INT4), feedback=Feedback(), memory=ROOMY),
+}
+
+
+class Run:
+    """A sharded model in training on one rank."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        policy: Policy,
+        net: nn.Module,
+        *,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        width: int = 16,
+        **options: Any,
+    ) -> None:
+        self.net = copy.deepcopy(net)
+        self.rank, self.policy, self.width = mesh.rank, policy, width
+        self.zero = shard(self.net, mesh=mesh, policy=policy, group_of=_group_of, **options)
+        groups = self.zero.param_groups({1: {"weight_decay": 0.0}})
+        self.optimizers = [optimizer(groups, lr=1e-2)]
+
+    def step(self, number: int, accumulation: int = 1) -> float:
+        """One optimizer step on this rank's batches; its loss."""
+        total = 0.0
+        for micro in range(accumulation):
+            local = micro < accumulation - 1 and not self.policy.reduces_each_micro_batch
+            with self.zero.accumulating() if local else contextlib.nullcontext():
+                loss = self.net(batch(accumulation * number + micro, self.rank, self.width))
+                self.zero.scaler.scaled(loss).backward()
+                self.zero.finish_backward()
+            total += loss.item()
+        self.zero.step(*self.optimizers)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return total
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, and this rank's codecs' state."""
+        return {**self.zero.full_state_dict(), **self.zero.communication_state()}
+
+
+def _group_of(name: str, parameter: nn.Parameter) -> int:
+    return int(parameter.dim() < 2)
+
+
+class Dropping(nn.Module):
+    """Draws random numbers, and counts its passes in a buffer and in extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.norm = nn.BatchNorm1d(16)
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 16) to a loss."""
+        self.passes += 1
+        for block in self.blocks:
+            x = torch.dropout(block(x), 0.5, self.training)
+        return self.norm(x).tanh().square().mean()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What no tensor holds."""
+        return {"passes": self.passes, "of": (1, 2)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take it over."""
+        self.passes = state["passes"]
+
+
+def written(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module, width: int) -> None:
+    run = Run(mesh, policy, net, width=width)
+    run.step(0)
+    run.step(1)
+    save(folder, run.zero, run.optimizers)
+
+
+def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All that a checkpoint holds by name: whole tensors of weights and states, and numbers."""
+    manifest = read_manifest(path)
+    tensors, numbers = {}, {}
+    with Parts(path, manifest) as parts:
+        for name, parameter in manifest.parameters.items():
+            numel = torch.Size(parameter.shape).numel()
+            kinds = [WEIGHT]
+            for number, optimizer in enumerate(manifest.optimizers):
+                if name in optimizer.state:
+                    kinds += [f"optimizer{number}.{key}" for key in optimizer.state[name].elements]
+                    numbers[f"{number}/{name}"] = optimizer.state[name].numbers
+            for kind in kinds:
+                runs = [tensor_of(entry, data) for _, entry, data in parts.read(kind, name, 0, numel)]
+                tensors[f"{kind}/{name}"] = torch.cat(runs) if runs else torch.empty(0)
+        for value in manifest.state:
+            if value.kind == "buffer":
+                entry = parts.file(0).entry(f"buffer/{value.name}")
+                tensors[value.name] = tensor_of(entry, parts.file(0).read(f"buffer/{value.name}"))
+        numbers["options"] = [[group.options for group in one.groups] for one in manifest.optimizers]
+    return tensors, numbers
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two dicts hold the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

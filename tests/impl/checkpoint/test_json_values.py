@@ -1,0 +1,52 @@
+"""What is no tensor goes through JSON without loss, or is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impl.checkpoint.atomic_files import CheckpointError
+from impl.checkpoint.json_values import from_json, to_json
+
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_values_come_back_through_text(value: Any) -> None:
+    """Types too: tuples stay tuples, infinities are infinite, floats keep their bits."""
+    assert repr(from_json(json.loads(json.dumps(to_json(value, "value"), allow_nan=False)))) == repr(value)
+
+
+def test_nan_comes_back() -> None:
+    """NaN has no JSON, and comes back all the same."""
+    assert math.isnan(from_json(to_json(math.nan, "value")))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"a": [1, {2}]}, r"extra\['a'\]\[1\]: set cannot be written"),
+        ({1: 2}, "extra: key 1 cannot be written"),
+        ({"__tuple__": []}, "extra: key '__tuple__' cannot"),
+        ({"__number__": ["F32", 1.0]}, "extra: key '__number__' cannot"),
+        (b"", "extra: bytes cannot"),
+    ],
+)
+def test_what_has_no_json_is_refused_by_its_place(value: Any, words: str) -> None:
+    """Nothing is pickled, guessed or left out."""
+    with pytest.raises(CheckpointError, match=words):
+        to_json(value, "extra")

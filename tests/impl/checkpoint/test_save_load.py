@@ -1,0 +1,359 @@
+"""Checkpoints: a run goes on bit for bit, and is not held up by a save."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from impl.checkpoint import atomic_files
+from impl.checkpoint import save_load as checkpoint
+from impl.checkpoint.all_ranks import MESSAGE_BYTES
+from impl.checkpoint.manifest import checkpoints, read_manifest
+from impl.checkpoint.save_load import CheckpointError, Loaded, latest, load, save
+from impl.codecs.codec import parse
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.plan.policy import PRESETS, LossScale, Offload, Policy
+from impl.plan.topology import Topology
+from impl.zero import shard
+from tests.impl.checkpoint.checkpointed import (
+    EXACT,
+    NET,
+    NOISY,
+    ODD,
+    POLICIES,
+    Dropping,
+    Run,
+    same,
+)
+from tests.support.ranks import on_processes, on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import model
+
+# Going on
+
+
+def _resumed(  # noqa: PLR0917  # thread ranks pass by position
+    mesh: Mesh, folder: Path, policy: Policy, accumulation: int, net: nn.Module, into: Policy | None = None
+) -> bool:
+    """Whether a run that is loaded after two steps, ``into`` another policy, ends as the one that went on."""
+    run = Run(mesh, policy, net)
+    for number in range(2):
+        run.step(number, accumulation)
+    save(folder, run.zero, run.optimizers, extra={"next": 2})
+    done = run.zero.clock.step
+    losses = [run.step(number, accumulation) for number in range(2, 5)]
+
+    again = Run(mesh, into or policy, net)
+    with torch.no_grad():
+        for unit in again.zero.units:
+            unit.owned.master.add_(1.0)  # nothing of the new model's own may be left
+    loaded = load(folder, again.zero, again.optimizers)
+    assert loaded == Loaded({"next": 2}, done, ())
+    same_losses = losses == [again.step(number, accumulation) for number in range(loaded.extra["next"], 5)]
+    if policy.loss_scale is not None:
+        assert 0 < run.zero.scaler.skipped < 5
+    scales = again.zero.scaler.state_dict() == run.zero.scaler.state_dict()
+    return same_losses and scales and same(again.state(), run.state())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
+    """Under every preset, loss scale, feedback and noise: losses and weights are equal bit for bit."""
+    assert all(on_threads(Topology(2, 2), _resumed, tmp_path, POLICIES[name], 1, model(tied=True)))
+
+
+@pytest.mark.parametrize("shares", [(0, 1), (1, 0), (0.5, 1)], ids=str)
+def test_a_run_may_be_offloaded_from_here_on(tmp_path: Path, shares: tuple[float, float]) -> None:
+    """A run goes on bit for bit with another share of its optimizer and weights on the host."""
+    before, after = (
+        replace(PRESETS["zeropp"], memory=ROOMY, offload=Offload(optimizer=share, weights=share))
+        for share in shares
+    )
+    assert all(on_threads(Topology(2, 2), _resumed, tmp_path, before, 1, model(), after))
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(1, 3)], ids=str)
+@pytest.mark.parametrize("group", [0, 1])
+def test_frozen_weights_keep_their_codes(tmp_path: Path, topology: Topology, group: int) -> None:
+    """Weights held as codes come back as these codes, which encoding them again might not give."""
+    policy = Policy(group=group, frozen=parse("int4:8:asym"), memory=ROOMY)
+    assert all(on_threads(topology, _resumed_odd, tmp_path, policy, ODD))
+
+
+def _resumed_odd(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module) -> bool:
+    run = Run(mesh, policy, net, width=7)
+    run.step(0)
+    save(folder, run.zero, run.optimizers)
+    held = [unit.owned.held.clone() for unit in run.zero.units]
+    loss = run.step(1)
+    again = Run(mesh, policy, net, width=7)
+    assert load(folder, again.zero, again.optimizers).dropped == ()
+    codes = [
+        torch.equal(unit.owned.held, before) for unit, before in zip(again.zero.units, held, strict=True)
+    ]
+    return all(codes) and again.step(1) == loss and same(again.state(), run.state())
+
+
+def _frozen_resumed(mesh: Mesh, folder: Path, policy: Policy) -> bool:
+    net = copy.deepcopy(NET)
+    net.blocks[1].requires_grad_(requires_grad=False)
+    return _resumed(mesh, folder, policy, 1, net)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        replace(PRESETS["zeropp"], weights=NOISY, memory=ROOMY),
+        replace(PRESETS["zero2"], weights=NOISY, memory=ROOMY),
+        replace(PRESETS["zeropp"], weights=NOISY, memory=ROOMY, offload=Offload(optimizer=1, weights=1)),
+    ],
+    ids=["hpz", "stage2", "offload"],
+)
+def test_frozen_weights_keep_their_noise(tmp_path: Path, policy: Policy) -> None:
+    """What was gathered of them by a stochastic codec at the first step is gathered again by a later one."""
+    assert all(on_threads(Topology(2, 2), _frozen_resumed, tmp_path, policy))
+
+
+@pytest.mark.parametrize("name", ["zero1", "feedback"])
+def test_resuming_at_a_boundary_of_accumulation(tmp_path: Path, name: str) -> None:
+    """With micro-batches added up locally, or in shards, a run that is saved between steps goes on alike."""
+    assert all(on_threads(Topology(1, 2), _resumed, tmp_path, POLICIES[name], 3, NET))
+
+
+def _processes(mesh: Mesh, folder: str) -> tuple[bool, int, list[bool]]:
+    run = Run(mesh, replace(PRESETS["zeropp"], memory=ROOMY), model(Dropping))
+    torch.manual_seed(mesh.rank)
+    random.seed(mesh.rank)
+    run.step(0)
+    saving = save(folder, run.zero, run.optimizers, asynchronous=True)
+    drawn = [torch.rand(1).item(), random.random(), np.random.random()]  # noqa: NPY002
+    losses = [run.step(1), run.step(2)]
+    saving.wait()
+    again = Run(mesh, replace(PRESETS["zeropp"], memory=ROOMY), model(Dropping))
+    load(folder, again.zero, again.optimizers)
+    redrawn = [torch.rand(1).item(), random.random(), np.random.random()]  # noqa: NPY002
+    passes = again.net.passes
+    equal = losses == [again.step(1), again.step(2)] and same(
+        _tensors(again.zero.full_state_dict()), _tensors(run.zero.full_state_dict())
+    )
+    return equal, passes, [one == other for one, other in zip(drawn, redrawn, strict=True)]
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def test_random_numbers_buffers_and_extra_state_go_on_in_processes(tmp_path: Path) -> None:
+    """Over gloo: dropout, Python's and NumPy's numbers, running means, extra states are as before."""
+    for result in on_processes(Topology(2, 1), _processes, str(tmp_path)):
+        assert result == (True, 1, [True, True, True])
+
+
+class Mixed(torch.optim.Optimizer):
+    """Momentum in 16 bits, a count of 64 and a sum in 64, for each element; a number of 64."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master.grad is None:
+                    continue
+                state = self.state[master]
+                if not state:
+                    state["mean"] = torch.zeros_like(master, dtype=torch.bfloat16)
+                    state["count"] = torch.zeros_like(master, dtype=torch.int64)
+                    state["sum"] = torch.zeros_like(master, dtype=torch.float64)
+                    state["seen"] = torch.tensor(1 << 40)
+                state["mean"].mul_(0.9).add_(master.grad.bfloat16())
+                state["count"] += (master.grad != 0).long() << 40  # padding has no gradient, and no state
+                state["sum"] += master.grad.double() / 3
+                state["seen"] += 1
+                master.add_(state["mean"].float(), alpha=-group["lr"])
+
+
+def _mixed(mesh: Mesh, folder: Path) -> bool:
+    run = Run(mesh, EXACT, NET, optimizer=Mixed)
+    run.step(0)
+    save(folder, run.zero, run.optimizers)
+    again = Run(mesh, EXACT, NET, optimizer=Mixed)
+    load(folder, again.zero, again.optimizers)
+    states = [[*one.optimizers[0].state_dict()["state"].values()] for one in (run, again)]
+    equal = [
+        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key])
+        for one, other in zip(*states, strict=True)
+        for key in one
+    ]
+    losses = [[one.step(1), one.step(2)] for one in (run, again)]  # all ranks step, whatever they found
+    return all(equal) and losses[0] == losses[1]
+
+
+def test_state_keeps_its_types(tmp_path: Path) -> None:
+    """State of an optimizer that is not fp32 is not made so: bits come back, and the run goes on alike."""
+    assert all(on_threads(Topology(1, 3), _mixed, tmp_path))
+
+
+def _least(mesh: Mesh, folder: Path) -> tuple[str, ...]:
+    for least in (1.0, 4.0):
+        policy = replace(EXACT, compute="fp16", loss_scale=LossScale(initial=8.0, least=least))
+        zero = shard(copy.deepcopy(NET), mesh=mesh, policy=policy)
+        dropped = load(folder, zero).dropped if least > 1 else ()
+        save(folder, zero)
+    return dropped
+
+
+def test_another_least_loss_scale_is_another_setting(tmp_path: Path) -> None:
+    """The scale's state is not taken over by a run that would let it fall less far."""
+    told = on_threads(Topology(1, 1), _least, tmp_path)
+    assert told == [("loss scale of dynamic:from8: here dynamic:from8:least4",)]
+
+
+# In the background, and what travels
+
+
+def _asynchronous(mesh: Mesh, folder: Path) -> bool:
+    run = Run(mesh, EXACT, NET)
+    run.step(0)
+    before = run.state()
+    saving = save(folder, run.zero, run.optimizers, asynchronous=True, extra=0)
+    run.step(1)  # at once
+    assert checkpoints(folder) == []
+    path = saving.wait()
+    assert path == saving.wait() == latest(folder)
+    again = Run(mesh, EXACT, NET)
+    load(folder, again.zero, again.optimizers)
+    one = same(again.state(), before)
+    save(folder, run.zero, run.optimizers, asynchronous=True, extra=1)
+    save(folder, run.zero, run.optimizers, asynchronous=True, extra=2)  # waits for the other
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-000001", "checkpoint-000002"]
+    return one and load(folder, run.zero, run.optimizers).extra == 2  # so does a load
+
+
+def test_a_save_in_the_background_holds_the_moment_it_began(tmp_path: Path) -> None:
+    """Training goes on at once; the checkpoint is of before, and the next save or load waits for it."""
+    assert all(on_threads(Topology(1, 2), _asynchronous, tmp_path))
+
+
+def _two_engines(mesh: Mesh, folder: Path) -> list[Any]:
+    runs = [Run(mesh, EXACT, NET) for _ in range(2)]
+    saving = [save(folder, run.zero, extra=number, asynchronous=True) for number, run in enumerate(runs)]
+    paths = [one.wait() for one in saving]
+    return [load(path, run.zero).extra for path, run in zip(paths, runs, strict=True)]
+
+
+def test_two_engines_may_save_into_one_folder_at_once(tmp_path: Path) -> None:
+    """Each has a checkpoint of its own, whole."""
+    assert on_threads(Topology(1, 2), _two_engines, tmp_path) == [[0, 1], [0, 1]]
+
+
+def _forgotten(mesh: Mesh, folder: Path) -> bool:
+    run = Run(mesh, EXACT, NET)
+    saving = save(folder, run.zero, asynchronous=True)
+    engine = weakref.ref(run.zero)
+    del run
+    gc.collect()
+    gone = engine() is None
+    saving.wait()
+    return gone
+
+
+def test_a_save_in_the_background_does_not_hold_the_engine(tmp_path: Path) -> None:
+    """It holds copies of values alone, and is completed without the engine."""
+    assert on_threads(Topology(1, 1), _forgotten, tmp_path) == [True]
+
+
+def _never_waited(mesh: Mesh, folder: Path) -> str:
+    run = Run(mesh, EXACT, NET)
+    saving = save(folder, run.zero, asynchronous=True)
+    checkpoint._say_what_is_lost()
+    saving.wait()
+    checkpoint._say_what_is_lost()
+    return saving.path.name
+
+
+def test_a_save_that_nobody_waits_for_is_said_at_exit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning names the checkpoint that will not be; of one that is complete nothing is said."""
+    assert on_threads(Topology(1, 1), _never_waited, tmp_path) == ["checkpoint-000001"]
+    (line,) = caplog.messages
+    assert line.endswith("checkpoint-000001: not complete, and lost: nobody called wait() of its save")
+
+
+def _full(mesh: Mesh, folder: Path, asynchronous: bool) -> tuple[str, str]:
+    run = Run(mesh, EXACT, NET)
+    save(folder, run.zero, run.optimizers)
+    saving = None
+    try:
+        saving = save(folder, run.zero, run.optimizers, extra="full", asynchronous=asynchronous)
+        save(folder, run.zero, run.optimizers)
+    except CheckpointError as error:
+        if saving is not None:
+            with pytest.raises(CheckpointError, match="No space left"):
+                saving.wait()
+        save(folder, run.zero, run.optimizers, extra="after")
+        return str(error), load(folder, run.zero, run.optimizers).extra
+    return "accepted", ""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_of_one_rank_is_an_error_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """In the background too, where wait() or the next save says it; what was complete stays."""
+    sync, failed = atomic_files.sync, set()
+
+    def full(file: Any) -> None:
+        if "rank-00001" in str(file.name) and "000002" in str(file.name) and not failed:
+            failed.add(1)
+            raise OSError(28, "No space left on device", str(file.name))
+        sync(file)
+
+    monkeypatch.setattr(atomic_files, "sync", full)
+    (told,) = set(on_threads(Topology(1, 2), _full, tmp_path, asynchronous))
+    assert told[0].startswith("rank 1: ")
+    assert told[0].endswith("rank-00001.safetensors: No space left on device")
+    assert told[1] == "after"
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["checkpoint-000001", "checkpoint-000002"]
+
+
+def _kept(mesh: Mesh, folder: Path) -> None:
+    run = Run(mesh, EXACT, NET)
+    for number in range(5):
+        save(folder, run.zero, run.optimizers, extra=number, keep=2)
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    """keep=2 leaves the last two, under their own numbers, and nothing else."""
+    on_threads(Topology(1, 2), _kept, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000004", "checkpoint-000005"]
+    assert [read_manifest(path).extra for path in checkpoints(tmp_path)] == [3, 4]
+
+
+def _sent(mesh: Mesh, folder: Path) -> list[tuple[str, int, int]]:
+    zero = shard(copy.deepcopy(NET), mesh=mesh, policy=EXACT, wire=Wire(mesh))
+    zero.make_buffers_equal()
+    zero.wire.ledger.clear()
+    save(folder, zero)
+    load(folder, zero)
+    return [(key.purpose, *sent) for key, sent in zero.wire.ledger.rows().items()]
+
+
+def test_ranks_send_each_other_outcomes_alone(tmp_path: Path) -> None:
+    """A save and a load are four and three small messages of purpose control to each rank: no values."""
+    for rows in on_threads(Topology(1, 3), _sent, tmp_path):
+        assert rows == [("control", 7 * 2 * MESSAGE_BYTES, 7 * 2)]

@@ -1,0 +1,465 @@
+"""What every backend of the codecs must do: equal the reference, byte by byte.
+
+A backend's test module imports the tests that stand here, and its conftest gives the fixture ``backend``.
+Codecs that a backend leaves to the reference are equal by themselves: which ones it must not leave to it,
+its own tests say.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.laws.rounding_edges import edge_rows
+from impl.codecs import reference
+from impl.codecs.codec import Blocked, Codec, IntCodec, Raw, parse
+from impl.codecs.reference import Carried
+from impl.codecs.rounding_noise import Key, Noise
+from impl.ops import Operations
+from tests.support.strategies import blocked_codecs, blocks_of_values, codecs, stochastic_codecs
+
+
+class Run(Protocol):
+    """How kernels run.
+
+    Attributes:
+        order: of threads, where it can be chosen.
+        ran: kernels launched so far, where launches can be seen.
+    """
+
+    order: int
+    ran: list[str]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Kernels, what runs them, and where its tensors lie."""
+
+    kernels: Operations
+    run: Run
+    device: torch.device
+
+    def put(self, x: Tensor) -> Tensor:
+        """``x`` on the device, with its strides."""
+        if x.device == self.device:
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device).copy_(x)
+
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = st.sampled_from(FLOATS)
+ORDERS = st.sampled_from([0, 1, 7])
+BUDGET = settings(max_examples=max(100, settings.default.max_examples))  # 2 ms each
+ALL_CODECS = st.one_of(codecs, stochastic_codecs)
+ALL_BLOCKED = st.one_of(blocked_codecs, stochastic_codecs)
+KEY = Key(1, 2, 3, "blocks.0", "gradients", 1, 4)
+EDGES = [1, 7, 8, 9, 255, 256, 257, 2047, 2048, 2049]
+LARGE = [  # (block, numel) around what one launch holds, one tile stages and one scan covers
+    *itertools.product([2048], [2048, 6144, 6145]),
+    *itertools.product([8184, 8192, 8200, 16_384, "shard"], [8192, 8193, 16_384]),
+    *itertools.product([16_392, 24_579, "shard"], [16_385, 49_159]),
+    *itertools.product([100, 999, 1023, 1025, 4097], [1024, 8193, 10_001]),
+]
+VERSIONS = [(64, 300), (8192, 8193), (16_384, 16_400), (100, 1001), (1028, 2100), ("shard", 16_390)]
+
+
+def garbage(codec: Codec, shape: torch.Size, device: torch.device, skew: int = 0) -> Tensor:
+    """(..., F) uint8 frames of 0xA5 for ``shape`` elements, each row ``skew`` bytes off any alignment."""
+    flat = torch.full(
+        (*shape[:-1], codec.frame_bytes(shape[-1]) + skew), 0xA5, dtype=torch.uint8, device=device
+    )
+    return flat[..., skew:]
+
+
+def noise_of(codec: Codec, lead: torch.Size, start: int = 8 * (2**32 - 3), apart: int = 1) -> Noise | None:
+    """Random bits for rows that lie ``apart`` octets apart, in no order of a dense tensor."""
+    return (
+        KEY.noise(start, tuple(8 * (apart + dim) for dim in range(len(lead)))) if codec.stochastic else None
+    )
+
+
+def encoded(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:
+    """The reference's frames of ``x``, on the CPU."""
+    frames = garbage(codec, x.shape, x.device)
+    reference.encode(codec, x, frames, noise=noise or noise_of(codec, x.shape[:-1]))
+    return frames
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bits, or both NaN."""
+    bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    a, b = a.contiguous().cpu(), b.contiguous().cpu()
+    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
+
+
+def check(
+    backend: Backend,
+    codec: Codec,
+    x: Tensor,
+    out: torch.dtype,
+    *,
+    skew: int = 0,
+    noise: Noise | None = None,
+) -> None:
+    """Encode ``x`` and decode it on both, and compare every byte."""
+    noise = noise or noise_of(codec, x.shape[:-1])
+    wanted, got = encoded(codec, x, noise), garbage(codec, x.shape, backend.device, skew)
+    backend.kernels.encode(codec, backend.put(x), got, noise=noise)
+    assert torch.equal(got.cpu(), wanted), f"{codec} of {tuple(x.shape)} {x.dtype}: {backend.run.ran[-2:]}"
+    decoded, again = torch.empty(x.shape, dtype=out), torch.empty(x.shape, dtype=out, device=backend.device)
+    reference.decode(codec, wanted, decoded)
+    backend.kernels.decode(codec, got, again)
+    assert same(again, decoded), f"{codec} of {tuple(x.shape)} to {out}: {backend.run.ran[-1:]}"
+
+
+def check_carried(
+    backend: Backend, codec: Codec, x: Tensor, error: Tensor, decay: float, *, rounds: int = 2
+) -> None:
+    """Encode ``x`` with carried error some times on both, and compare frames and errors every time."""
+    noise = noise_of(codec, x.shape[:-1])
+    there = Carried(backend.put(error).clone(memory_format=torch.preserve_format), decay)
+    here = Carried(error.clone(memory_format=torch.preserve_format), decay)
+    wanted, got = garbage(codec, x.shape, x.device), garbage(codec, x.shape, backend.device)
+    for each in range(rounds):
+        reference.encode(codec, x, wanted, noise=noise, carried=here)
+        backend.kernels.encode(codec, backend.put(x), got, noise=noise, carried=there)
+        what = f"{codec} of {tuple(x.shape)} {x.dtype}, {error.dtype}, round {each}: {backend.run.ran[-2:]}"
+        assert torch.equal(got.cpu(), wanted), f"frames, {what}"
+        assert same(there.error, here.error), f"errors, {what}"
+
+
+@BUDGET
+@given(
+    codec=ALL_CODECS,
+    x=blocks_of_values(),
+    broken=blocks_of_values(finite=False),
+    kind=DTYPES,
+    out=DTYPES,
+    order=ORDERS,
+    skew=st.sampled_from([0, 3]),
+)
+@example(
+    codec=parse("int4:8"),
+    x=torch.tensor([-1e-45, 0.0, 1e-45]),
+    broken=torch.zeros(1),
+    kind=torch.float32,
+    out=torch.float16,
+    order=0,
+    skew=0,
+)
+@example(
+    codec=parse("int3:shard:asym"),
+    x=torch.tensor([3.4028234e38, -3.4028234e38, 1.0]),
+    broken=torch.tensor([torch.nan]),
+    kind=torch.float32,
+    out=torch.bfloat16,
+    order=1,
+    skew=3,
+)
+@example(  # which zero the minimum is depends on the order
+    codec=parse("int2:2:asym"),
+    x=torch.tensor([0.0, -0.0]),
+    broken=torch.tensor([-0.0]),
+    kind=torch.float32,
+    out=torch.float32,
+    order=0,
+    skew=0,
+)
+@example(  # the largest sum of scale and rotation
+    codec=parse("int2:32:hadamard32"),
+    x=torch.full((32,), 3.4028234e38),
+    broken=torch.full((32,), torch.inf),
+    kind=torch.float32,
+    out=torch.float32,
+    order=0,
+    skew=0,
+)
+def test_hostile_blocks_are_coded_as_the_reference_does(
+    backend: Backend,
+    *,
+    codec: Codec,
+    x: Tensor,
+    broken: Tensor,
+    kind: torch.dtype,
+    out: torch.dtype,
+    order: int,
+    skew: int,
+) -> None:
+    """Frames and decoded values of every codec are equal, in every order of threads, aligned or not."""
+    backend.run.order = order
+    for values in (x, broken):
+        check(backend, codec, values.to(kind), out, skew=0 if isinstance(codec, Raw) else skew)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [*(f"int{b}:{{}}{s}" for b in range(2, 9) for s in ("", ":asym")), "fp8e4m3:{}", "fp8e5m2:{}",
+     "mxfp8", "mxfp8e5m2", "mxfp4"],
+)  # fmt: skip
+@pytest.mark.parametrize("option", ["", ":stochastic"])
+def test_every_edge_between_two_levels_is_rounded_as_the_reference_does(
+    backend: Backend, head: str, option: str
+) -> None:
+    """Ties, and the numbers beside them, at scales where a reciprocal's product is not the quotient."""
+    for index, (kind, dtype) in enumerate(reference.DTYPES.items()):
+        codec = parse(head.format((64, "shard", 100)[index]) + option)
+        assert not isinstance(codec, Raw)
+        noise = Noise(KEY.noise(0).words)
+        for row in edge_rows(codec, kind, noise):
+            check(backend, codec, row, dtype, noise=noise if option else None)
+
+
+@BUDGET
+@given(
+    codec=ALL_BLOCKED,
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 80)),
+    seed=st.integers(0, 2**31),
+    kind=DTYPES,
+    start=st.integers(0, 2**58),
+    strides=st.tuples(*[st.integers(0, 2**40)] * 3),
+)
+def test_strided_batches_are_coded_in_place(
+    backend: Backend,
+    *,
+    codec: Blocked,
+    sizes: tuple[int, int, int],
+    seed: int,
+    kind: torch.dtype,
+    start: int,
+    strides: tuple[int, int, int],
+) -> None:
+    """A transposed batch becomes the reference's frames, each row with random bits of its own place."""
+    (a, b, numel), generator = sizes, torch.Generator().manual_seed(seed)
+    x = torch.randn(b, 2, a, numel + seed % 3, generator=generator).to(kind).transpose(0, 2)[..., :numel]
+    noise = KEY.noise(8 * start, tuple(8 * stride for stride in strides)) if codec.stochastic else None
+    check(backend, codec, x, torch.float32, noise=noise)
+
+
+@pytest.mark.parametrize(
+    "text", ["int5:24", "int4:150", "fp8e5m2:24", "int8:32:hadamard16:stochastic", "mxfp4"]
+)
+def test_elements_need_not_be_contiguous(backend: Backend, text: str) -> None:
+    """Every second element of a tensor is coded, and decoded into, where it lies."""
+    codec, x = parse(text), torch.randn(4, 150)[:, ::2]
+    check(backend, codec, x, torch.float32)
+    frames = encoded(codec, x)
+    out, whole = torch.zeros(4, 75), torch.zeros(4, 150, device=backend.device)
+    reference.decode(codec, frames, out)
+    backend.kernels.decode(codec, backend.put(frames), whole[:, ::2])
+    assert same(whole[:, ::2], out)
+    assert not whole[:, 1::2].any()
+
+
+@pytest.mark.parametrize("head", ["int4", "int5", "int8", "fp8e4m3", "fp8e5m2"])
+@pytest.mark.parametrize("block", [8, 64, 96, 256, 1, 3, 20, "shard"])
+def test_lengths_at_the_edges_of_octets_and_tiles(backend: Backend, head: str, block: int | str) -> None:
+    """Lengths one below, at and one above every boundary of a kernel are coded alike."""
+    backend.run.order = 1
+    for index, numel in enumerate(EDGES):
+        codec = parse(f"{head}:{block}" + (":stochastic" if index // 2 % 2 else ""))
+        if isinstance(codec, IntCodec):
+            codec = replace(codec, asymmetric=bool(index % 2))
+        check(backend, codec, torch.randn(2, numel).to(FLOATS[index % 3]), torch.float32)
+
+
+@pytest.mark.parametrize(("block", "numel"), LARGE)
+def test_blocks_at_the_limits_of_each_version(backend: Backend, block: int | str, numel: int) -> None:
+    """Blocks around what registers, shared memory and one scan hold are coded alike."""
+    backend.run.order = 7
+    head = ("int7", "int4", "fp8e4m3")[numel % 3]
+    codec = parse(f"{head}:{block}" + (":stochastic" if numel % 2 else ""))
+    if isinstance(codec, IntCodec):
+        codec = replace(codec, asymmetric=numel % 5 == 0)
+    check(backend, codec, torch.randn(numel).to(torch.bfloat16), torch.bfloat16)
+    if head == "int4":  # the versions compiled for their types
+        check(backend, codec, torch.randn(numel), torch.float32)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128, 256, 512, 1024, 4096, 8192])
+@pytest.mark.parametrize("option", ["", ":stochastic"])
+def test_long_rows_of_regular_blocks(backend: Backend, block: int, option: str) -> None:
+    """Rows of many blocks whose threads divide evenly, aligned, and a tail that does not, are coded alike."""
+    backend.run.order = 7 if option else 1
+    for index, kind in enumerate(FLOATS):
+        codec, numel = parse(f"int{4 if index % 2 else 8}:{block}{option}"), 20_011 + 16_384 * (block > 1024)
+        check(backend, codec, torch.randn(numel).to(kind), FLOATS[2 - index])
+    asymmetric = parse(f"int4:{block}:asym{option}")
+    check(backend, asymmetric, torch.randn(20_000), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *itertools.product(["int4:{}", "int6:{}:asym", "fp8e4m3:{}"], [2, 4, 8, 16, 64, 128, 256]),
+        *itertools.product(["mxfp4"], [2, 4, 8, 16, 32]),
+    ],
+)
+def test_rotations_of_every_size(backend: Backend, text: str, size: int) -> None:
+    """Groups inside an octet, of a few octets and of a whole warp are rotated and back, remainders not."""
+    backend.run.order = 7
+    for multiple, numel in [(1, 3 * size + size // 2 + 1), (3, 9 * size - 1), (0, 8195), (0, 1)]:
+        codec = parse(f"{text.format(multiple * size or 'shard')}:hadamard{size}")
+        check(backend, codec, torch.randn(2, numel).to(FLOATS[size % 3]), FLOATS[numel % 3])
+    twice = parse(f"{text.format('shard')}:hadamard{size}:stochastic")  # reads each element twice
+    check(backend, twice, torch.randn(16_384 + size + 3), torch.float32)
+
+
+@BUDGET
+@given(
+    codec=ALL_BLOCKED,
+    x=st.one_of(blocks_of_values(), blocks_of_values(finite=False)),
+    kind=DTYPES,
+    state=DTYPES,
+    decay=st.sampled_from([0.0, 0.8]),
+    seed=st.integers(0, 2**31),
+    order=ORDERS,
+)
+def test_error_feedback_is_that_of_the_reference(
+    backend: Backend,
+    *,
+    codec: Blocked,
+    x: Tensor,
+    kind: torch.dtype,
+    state: torch.dtype,
+    decay: float,
+    seed: int,
+    order: int,
+) -> None:
+    """Frames and what they leave over are bit-equal, for any block, type of state and stride of either."""
+    backend.run.order = order
+    numel, random = x.numel(), torch.Generator().manual_seed(seed)
+    error = (torch.randn(2, numel + 1, generator=random) * x.abs().nan_to_num(0, 0).mean()).to(state)
+    values = x * torch.randn(2, 1, generator=random)
+    check_carried(backend, codec, values.to(kind), error[:, seed % 2 :][:, :numel], decay)
+
+
+@pytest.mark.parametrize("state", FLOATS, ids=str)
+@pytest.mark.parametrize(("block", "numel"), VERSIONS)
+@pytest.mark.parametrize("head", ["int4:{}", "int8:{}:stochastic", "fp8e4m3:{}", "int4:{}:hadamard4"])
+def test_error_feedback_in_each_version(
+    backend: Backend, head: str, block: int | str, numel: int, state: torch.dtype
+) -> None:
+    """Blocks of every size, held, staged or read twice, carry their error alike."""
+    backend.run.order = 1
+    x, error = torch.randn(numel).to(FLOATS[numel % 3]), torch.randn(numel).mul(0.1).to(state)
+    check_carried(backend, parse(head.format(block)), x, error, 0.8 if numel % 2 else 0.0, rounds=1)
+
+
+@BUDGET
+@given(
+    codec=blocked_codecs,
+    sources=st.integers(1, 9),
+    x=blocks_of_values(finite=False),
+    seed=st.integers(0, 2**31),
+    order=ORDERS,
+)
+def test_sums_are_those_of_the_reference(
+    backend: Backend, *, codec: Blocked, sources: int, x: Tensor, seed: int, order: int
+) -> None:
+    """The sum over sources is bit-equal: fp32, ascending, saturating term by term."""
+    backend.run.order = order
+    values = x * torch.randn(sources, 2, 1, generator=torch.Generator().manual_seed(seed))
+    frames, wanted = encoded(codec, values), torch.empty(2, x.numel())
+    got = torch.empty(2, x.numel(), device=backend.device)
+    reference.decode_sum(codec, frames, wanted)
+    backend.kernels.decode_sum(codec, backend.put(frames), got)
+    assert same(got, wanted)
+
+
+@BUDGET
+@given(
+    hops=st.tuples(codecs, ALL_CODECS),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 3)),
+    x=blocks_of_values(),
+    seed=st.integers(0, 2**31),
+    order=ORDERS,
+    state=st.one_of(st.none(), DTYPES),
+)
+@example(  # spare codes of the last octet decode to the offset, which once widened the block
+    hops=(parse("int2:shard:asym"), parse("int2:shard")),
+    sizes=(2, 1),
+    x=torch.tensor([0.1257, -0.1321]),
+    seed=0,
+    order=0,
+    state=None,
+)
+@example(  # threads that rotate back together are not neighbours where blocks of 24 are encoded
+    hops=(parse("int4:64:hadamard64"), parse("int4:24")),
+    sizes=(2, 1),
+    x=torch.arange(-80.0, 70.0),
+    seed=0,
+    order=7,
+    state=None,
+)
+@example(  # blocks of 32 cut groups of 64, but threads stay neighbours
+    hops=(parse("int4:64:hadamard64"), parse("mxfp4")),
+    sizes=(2, 1),
+    x=torch.arange(-80.0, 70.0),
+    seed=0,
+    order=7,
+    state=torch.float32,
+)
+def test_sums_encoded_again_are_those_of_the_reference(
+    backend: Backend,
+    *,
+    hops: tuple[Codec, Codec],
+    sizes: tuple[int, int],
+    x: Tensor,
+    seed: int,
+    order: int,
+    state: torch.dtype | None,
+) -> None:
+    """Frames of sums are bit-equal for any two codecs, also into strided frames, with carried error too."""
+    backend.run.order = order
+    (first, second), (sources, rows), random = hops, sizes, torch.Generator().manual_seed(seed)
+    values = x.clamp(-6e4, 6e4) * torch.randn(sources, rows, 1, generator=random)
+    frames, shape = encoded(first, values), values.shape[1:]
+    wanted = garbage(second, shape, frames.device)
+    got = garbage(second, shape, backend.device, skew=16)
+    noise, here, there = noise_of(second, shape[:-1]), None, None
+    if state is not None:
+        error = torch.randn(shape, generator=random).mul(float(values.abs().mean())).clamp(-6e4, 6e4)
+        here = Carried(error.to(state), 0.8 if seed % 2 else 0.0)
+        there = replace(here, error=backend.put(here.error).clone())
+    reference.decode_sum_encode(first, second, frames, wanted, x.numel(), noise=noise, carried=here)
+    backend.kernels.decode_sum_encode(
+        first, second, backend.put(frames), got, x.numel(), noise=noise, carried=there
+    )
+    assert torch.equal(got.cpu(), wanted), backend.run.ran[-2:]
+    if here is not None and there is not None:
+        assert same(there.error, here.error), backend.run.ran[-2:]
+
+
+@pytest.mark.parametrize("block", [64, 256, 2048, 4096, 8200, 1001, "shard"])
+@pytest.mark.parametrize("option", ["", ":stochastic"])
+def test_large_sums_encoded_again(backend: Backend, block: int | str, option: str) -> None:
+    """Blocks below and above what the fused kernel holds give the reference's frames."""
+    first, second, numel = parse("int4:256"), parse(f"int8:{block}{option}"), 16_411
+    values = torch.randn(9, numel)
+    frames, noise = encoded(first, values), noise_of(second, torch.Size([]))
+    wanted, got = (garbage(second, values.shape[1:], place) for place in (frames.device, backend.device))
+    reference.decode_sum_encode(first, second, frames, wanted, numel, noise=noise)
+    backend.kernels.decode_sum_encode(first, second, backend.put(frames), got, numel, noise=noise)
+    assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "head", [*(f"int{b}{s}" for b in range(2, 9) for s in ("", ":asym")), "fp8e4m3", "fp8e5m2"]
+)
+@pytest.mark.parametrize("option", ["", ":stochastic"])
+@pytest.mark.parametrize("kind", FLOATS, ids=str)
+def test_the_full_product(backend: Backend, head: str, option: str, kind: torch.dtype) -> None:
+    """Every scheme, rounding and type at every block and length of the other tests, in three orders."""
+    name, _, scheme = head.partition(":")
+    small = itertools.product([1, 3, 8, 12, 64, 100, 256, "shard"], EDGES)
+    for backend.run.order, (block, numel) in itertools.product([0, 1, 7], [*small, *LARGE]):
+        codec = parse(f"{name}:{block}{scheme and ':' + scheme}{option}")
+        check(backend, codec, torch.randn(2, numel).to(kind), kind)

@@ -1,0 +1,127 @@
+"""Codecs as values: text forms, sizes, promises, refusals."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impl.codecs.codec import Codec, CodecError, FloatCodec, IntCodec, Law, common_grain, parse
+from tests.support.strategies import codecs, stochastic_codecs
+
+every_codec = st.one_of(codecs, stochastic_codecs)
+
+
+@given(every_codec)
+def test_text_form_reads_back(codec: Codec) -> None:
+    """Reading a codec's text form gives the codec."""
+    assert parse(str(codec)) == codec
+
+
+@given(every_codec, st.integers(0, 5000))
+def test_frames_hold_codes_and_scales_and_nothing_else(codec: Codec, numel: int) -> None:
+    """A frame is its codes and scales, each padded to 16 bytes, and grows with the elements."""
+    size = codec.frame_bytes(numel)
+    assert size % 16 == 0
+    assert 0 <= size - codec.code_bytes(numel) - codec.scale_bytes(numel) < 32
+    assert codec.frame_bytes(numel + 1) >= size
+
+
+@given(every_codec, st.integers(1, 5000))
+def test_every_block_has_one_scale(codec: Codec, numel: int) -> None:
+    """Scales are fp32, 4 bytes, or E8M0, 1 byte; asymmetric blocks have an offset beside them."""
+    width = 1 if isinstance(codec, FloatCodec) and codec.scale == "e8m0" else 4
+    offsets = isinstance(codec, IntCodec) and codec.asymmetric
+    assert codec.scale_bytes(numel) == codec.blocks(numel) * width * (2 if offsets else 1)
+
+
+@given(every_codec)
+def test_laws_follow_from_what_a_codec_does(codec: Codec) -> None:
+    """All are bounded, keep zeros and powers of two; chance, offsets and rotations cost what they must."""
+    plain = not codec.stochastic
+    offsets = isinstance(codec, IntCodec) and codec.asymmetric
+    assert {Law.BOUND, Law.ZERO, Law.POWER_OF_TWO, Law.NONFINITE} <= codec.laws
+    assert (Law.UNBIASED in codec.laws) == codec.stochastic
+    assert (Law.SIGN in codec.laws) == (plain and not offsets)
+    assert (Law.IDEMPOTENT in codec.laws) == (plain and not offsets and codec.hadamard == 0)
+
+
+@given(every_codec, st.floats(0, 1e30), st.floats(0, 1e30))
+def test_larger_blocks_may_err_more(codec: Codec, small: float, more: float) -> None:
+    """The bound grows with the values of a block, and with the coarseness of the output."""
+    assert codec.error_bound(-small, small) <= codec.error_bound(-small - more, small)
+    assert codec.error_bound(-small, small, "fp32") <= codec.error_bound(-small, small, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_element"),
+    [
+        ("int8:2048", 8.015625),
+        ("int4:256", 4.125),
+        ("int4:64", 4.5),
+        ("int4:64:asym", 5.0),
+        ("int4:64:hadamard32:stochastic", 4.5),
+        ("fp8e4m3:128", 8.25),
+        ("mxfp8", 8.25),
+        ("mxfp4", 4.25),
+        ("bf16", 16),
+    ],
+)
+def test_bytes_equal_the_published_ratio(text: str, bits_per_element: float) -> None:
+    """Overhead is that of facts A2, 32 / block bits, twice that with offsets, and of MX, 8 / 32."""
+    numel = 1 << 20
+    assert parse(text).frame_bytes(numel) * 8 / numel == bits_per_element
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("int9:64", "2 to 8 bits"),
+        ("int1:64", "2 to 8 bits"),
+        ("int8:0", "at least 1"),
+        ("int4:99999999999999999999", "int4:99999999999999999999: a block has at most 2147483647 elements"),
+        ("fp8e4m3:2147483648", "at most 2147483647"),
+        ("int8", "expected fp32, bf16, fp16, int"),
+        ("int8:x", "not a number"),
+        ("int8:64:round", "unknown option 'round'"),
+        ("bf16:3", "takes no options"),
+        ("float", "expected"),
+        ("", "expected"),
+        ("int8:-4", "not a number"),
+        ("fp8e4m3", "expected"),
+        ("fp8e4m3:0", "at least 1"),
+        ("fp8e4m3:64:asym", "unknown option 'asym'"),
+        ("mxfp4:64", "unknown option '64'"),
+        ("mxfp4:hadamard64", "does not divide the block"),
+        ("int4:64:hadamard24", "no power of two from 2 to 256"),
+        ("int4:1024:hadamard512", "no power of two from 2 to 256"),
+        ("int4:64:hadamard0", "rotates nothing"),
+        ("int4:48:hadamard32", "hadamard32 does not divide the block"),
+        ("int4:64:stochastic:hadamard32", "unknown option 'hadamard32'"),
+        ("int4:64:stochastic:stochastic", "unknown option 'stochastic'"),
+    ],
+)
+def test_impossible_codecs_are_refused_by_name(text: str, words: str) -> None:
+    """A text that is no codec raises one line that says what is allowed."""
+    with pytest.raises(CodecError, match=words):
+        parse(text)
+
+
+def test_impossible_elements_are_refused_by_name() -> None:
+    """Values that no text gives are refused too."""
+    for other in (5, None, ["int8:64"], b"int8:64"):
+        with pytest.raises(CodecError, match=f"is a {type(other).__name__}: expected"):
+            parse(other)  # type: ignore[arg-type]
+    with pytest.raises(CodecError, match="an MX block has 32 elements, not 64"):
+        FloatCodec("e4m3", 64, "e8m0")
+    with pytest.raises(CodecError, match="e2m1 has an E8M0 scale: mxfp4"):
+        FloatCodec("e2m1", 32)
+    with pytest.raises(CodecError, match="element 'e3m4': expected one of e4m3, e5m2, e2m1"):
+        FloatCodec("e3m4", 32)  # type: ignore[arg-type]
+
+
+def test_grain_suits_all_codecs() -> None:
+    """The common grain is a multiple of every block, rotation and 16-byte vector of 4-bit codes."""
+    assert common_grain(parse("int8:2048"), parse("int4:96"), parse("bf16")) == 6144
+    assert common_grain(IntCodec(4, "shard")) == 32
+    assert common_grain(parse("int4:shard:hadamard128"), parse("mxfp4")) == 128

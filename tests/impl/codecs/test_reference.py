@@ -1,0 +1,205 @@
+"""The specification: codes, scales and packing against other sources; layouts, sums and refusals.
+
+That it keeps the laws of its codecs is tested in ``tests/harness/laws/test_laws.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.linalg import hadamard
+from torch import Tensor
+
+from impl.codecs import reference
+from impl.codecs.codec import MX_BLOCK, Block, Blocked, Codec, FloatCodec, IntCodec, parse
+from impl.codecs.rounding_noise import Key, Noise
+from tests.support.strategies import (
+    any_block,
+    blocked_codecs,
+    blocks_of_values,
+    codecs,
+    keys,
+    rotated_codecs,
+    stochastic_codecs,
+)
+
+NOISE = Noise((1, 2, 3, 4))
+
+
+def encoded(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:
+    """The frames (..., F) of ``x`` (..., S)."""
+    frames = torch.full((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), 0xA5, dtype=torch.uint8)
+    reference.encode(codec, x, frames, noise=noise)
+    return frames
+
+
+def through(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:
+    """``x`` encoded and decoded to fp32."""
+    out = torch.empty(x.shape)
+    reference.decode(codec, encoded(codec, x, noise), out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("text", "cast"), [("fp8e4m3:2", torch.float8_e4m3fn), ("fp8e5m2:2", torch.float8_e5m2)]
+)
+def test_eight_bit_floats_are_those_of_torch(text: str, cast: torch.dtype) -> None:
+    """Codes of all bf16 values in range are those of torch's cast, and decode to what it decodes to."""
+    codec = parse(text)
+    assert isinstance(codec, FloatCodec)
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = every[every.abs() <= codec.largest]  # NaN is not
+    x = torch.stack([values, torch.full_like(values, codec.largest)], dim=-1)  # whose scale is 1
+    codes = encoded(codec, x)[:, 0]
+    wanted = values.to(cast)
+    assert len(values) > 33_000
+    assert torch.equal(codes, wanted.view(torch.uint8))
+    assert torch.equal(through(codec, x)[:, 0], wanted.float())
+
+
+def test_four_bit_floats_are_those_of_the_table() -> None:
+    """MXFP4's codes are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; ties go to the even code."""
+    sizes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    values = torch.arange(-48, 49).float() / 8
+    x = torch.zeros(len(values), MX_BLOCK)
+    x[:, 0], x[:, 1] = values, 6.0  # whose scale is 1
+    frames = encoded(parse("mxfp4"), x)
+    for value, code in zip(values.tolist(), (frames[:, 0] & 0xF).tolist(), strict=True):
+        nearest = min(range(8), key=lambda i: (abs(sizes[i] - abs(value)), i % 2))
+        assert code == nearest + (8 if value < 0 else 0)
+    decoded = through(parse("mxfp4"), x)[:, 0]
+    assert {*decoded.abs().tolist()} == {*sizes}
+    assert bool((frames[:, 16] == 127).all())  # 2^0
+
+
+@given(st.sampled_from(["mxfp8", "mxfp8e5m2", "mxfp4"]), blocks_of_values(most=MX_BLOCK))
+def test_shared_scales_are_the_least_powers_of_two_that_hold_the_block(text: str, x: Tensor) -> None:
+    """An E8M0 byte is the biased exponent of the smallest scale at which no element saturates."""
+    codec = parse(text)
+    assert isinstance(codec, FloatCodec)
+    exponent = int(encoded(codec, x)[-16]) - 127
+    top = x.abs().max().double().item()
+    quotient = np.float32(top) / np.float32(codec.largest)  # the specification divides in fp32
+    assert quotient <= 2.0**exponent
+    assert exponent == -126 or quotient > 2.0 ** (exponent - 1)
+
+
+def test_a_broken_shared_scale_is_255() -> None:
+    """A block with an infinity has E8M0's NaN, and codes 0."""
+    frame = encoded(parse("mxfp8"), torch.tensor([1.0, torch.inf, 3.0]))
+    assert frame[:3].tolist() == [0, 0, 0]
+    assert frame[-16].item() == 255
+
+
+@given(rotated_codecs(), st.integers(1, 100), st.integers(0, 2**31))
+def test_rotations_are_hadamards(codec: Blocked, numel: int, seed: int) -> None:
+    """Groups are multiplied by Sylvester's matrix over their size; what is left over stays."""
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    size = codec.hadamard
+    whole = numel // size * size
+    matrix = torch.from_numpy(hadamard(size)).double() / size
+    wanted = x.double()
+    wanted[:whole] = (wanted[:whole].view(-1, size) @ matrix).flatten()  # the matrix is symmetric
+    assert torch.allclose(reference.rotated(codec, x).double(), wanted, rtol=0, atol=1e-6)
+
+
+@given(any_block, blocks_of_values(), keys)
+def test_random_rounding_takes_a_neighbour(block: Block, x: Tensor, key: Key) -> None:
+    """A code is the one above or the one below, so at most one away from the nearest."""
+    plain, numel = IntCodec(8, block), x.numel()
+    drawn = encoded(replace(plain, stochastic=True), x, key.noise())
+    nearest, chosen = (frame[:numel].view(torch.int8).int() for frame in (encoded(plain, x), drawn))
+    assert bool(((nearest - chosen).abs() <= 1).all())
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_packing_is_exact_for_every_byte(bits: int) -> None:
+    """Every sequence of codes unpacks to itself, exhaustively where the space is small."""
+    top = 1 << bits
+    if bits <= 4:
+        sequences = torch.tensor(list(itertools.product(range(top), repeat=3)), dtype=torch.uint8)
+    else:
+        values = torch.arange(top, dtype=torch.int32).to(torch.uint8)
+        sequences = torch.stack([values, values.flip(0), values.roll(7), values ^ 1, values], dim=-1)
+    packed = torch.zeros((len(sequences), -(-sequences.shape[1] * bits // 8)), dtype=torch.uint8)
+    reference._pack(sequences, bits, packed)
+    assert torch.equal(reference._unpack(packed, bits, sequences.shape[1]), sequences)
+    words = [sum(int(code) << (i * bits) for i, code in enumerate(row)) for row in sequences[:64]]
+    wanted = [list(word.to_bytes(packed.shape[1], "little")) for word in words]
+    assert packed[:64].tolist() == wanted
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("rest", [0x00, 0xFF, 0x5A])
+def test_unpacking_is_exact_for_every_byte(bits: int, rest: int) -> None:
+    """Every byte at every place of a group of codes is unpacked and packed again unchanged."""
+    rows = torch.full((bits, 256, bits), rest, dtype=torch.uint8)  # bits bytes hold 8 codes
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    for place in range(bits):
+        rows[place, :, place] = every
+    codes = reference._unpack(rows, bits, 8)
+    assert int(codes.max()) < 1 << bits
+    again = torch.empty_like(rows)
+    reference._pack(codes, bits, again)
+    assert torch.equal(again, rows)
+
+
+@given(
+    st.one_of(codecs, stochastic_codecs), st.integers(1, 4), st.integers(1, 3), st.integers(1, 40),
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_batches_and_strides_do_not_matter(codec: Codec, a: int, b: int, numel: int, seed: int) -> None:
+    """A strided batch encodes to the frames of its rows, and decodes into strided places."""
+    x = torch.randn(b, a, numel, generator=torch.Generator().manual_seed(seed)).transpose(0, 1)
+    frames = encoded(codec, x, replace(NOISE, strides=(400, 80)))
+    out = torch.empty(b, a, numel).transpose(0, 1)
+    reference.decode(codec, frames, out)
+    for i, j in itertools.product(range(a), range(b)):
+        row, noise = x[i, j].contiguous(), replace(NOISE, start=400 * i + 80 * j)
+        assert torch.equal(frames[i, j], encoded(codec, row, noise))
+        assert torch.equal(out[i, j], through(codec, row, noise))
+
+
+@given(codecs, st.integers(1, 5), st.integers(1, 60), st.integers(0, 2**31))
+def test_sum_is_in_ascending_order(codec: Codec, sources: int, numel: int, seed: int) -> None:
+    """The sum over sources equals adding them one by one, in order, in fp32."""
+    x = torch.randn(sources, numel, generator=torch.Generator().manual_seed(seed))
+    out = torch.empty(numel)
+    reference.decode_sum(codec, encoded(codec, x), out)
+    wanted = through(codec, x[0])
+    for row in x[1:]:
+        wanted = wanted + through(codec, row)
+    assert torch.equal(out, wanted)
+
+
+@given(
+    st.one_of(blocked_codecs, stochastic_codecs).filter(lambda codec: codec.block != "shard"),
+    keys,
+    st.integers(1, 6),
+    st.integers(0, 2**31),
+)
+def test_gather_then_quantise_equals_quantise_then_gather(
+    codec: Blocked, key: Key, shards: int, seed: int
+) -> None:
+    """With shards cut on block boundaries, encoding each and joining equals encoding the whole."""
+    size = 8 * codec.grain  # of a shard: whole blocks, whole octets of random bits
+    x = torch.randn(shards, size, generator=torch.Generator().manual_seed(seed))
+    apart = [through(codec, part, key.noise(rank * size)) for rank, part in enumerate(x)]
+    assert torch.equal(torch.cat(apart), through(codec, x.flatten(), key.noise()))
+
+
+def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
+    """Frames of the wrong size and noise that is missing or of other rows raise, naming what was given."""
+    with pytest.raises(ValueError, match=r"int8:4: \(9,\) elements need frames of 32 uint8, got \(33,\)"):
+        reference.encode(parse("int8:4"), torch.zeros(9), torch.zeros(33, dtype=torch.uint8))
+    random, frames = parse("int8:4:stochastic"), torch.zeros(2, 32, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="int8:4:stochastic rounds stochastically: it needs noise"):
+        reference.encode(random, torch.zeros(2, 9), frames)
+    with pytest.raises(ValueError, match=r"rows \(2,\) need noise with 1 strides, got \(\)"):
+        reference.encode(random, torch.zeros(2, 9), frames, noise=NOISE)

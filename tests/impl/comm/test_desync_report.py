@@ -1,0 +1,227 @@
+"""A rank that waits in vain says where every rank stands; what each may be doing is told apart."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from impl.comm.desync_report import Answer, RollCall, report
+from impl.comm.fingerprint import Trail
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Tag, Wire, WireError
+from impl.plan.topology import Topology
+
+GATHER = "all_gather of 64 B along world"
+
+
+def _rank(rank: int, world: int, folder: str, body: Callable[[Mesh, Any], str], argument: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # this process is an entry point
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store)
+    topology = Topology(world, 1) if argument == "tcp" else Topology(1, world)
+    text = body(Mesh.create(topology), argument)
+    Path(folder, f"{rank}.txt").write_text(text, encoding="utf-8")
+    time.sleep(20 if rank == 0 else 0)  # until the others have ended: gloo tells them at once if it goes
+
+
+def _survivors(folder: Path, world: int, body: Callable[[Mesh, Any], str], argument: Any) -> dict[int, str]:
+    """What ranks returned, by rank; it may be that others died, sleep or were stopped: they are killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "impl.zero"])
+    ranks = [
+        context.Process(target=_rank, args=(rank, world, str(folder), body, argument), daemon=True)
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    found: dict[int, str] = {}
+    try:
+        deadline = time.monotonic() + 120
+        while 0 not in found and time.monotonic() < deadline:
+            time.sleep(0.1)
+            found = {int(path.stem): path.read_text(encoding="utf-8") for path in folder.glob("*.txt")}
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return found
+
+
+def _exchange(wire: Wire, unit: str) -> None:
+    exchange = wire.all_gather(wire.mesh.topology.world_axis, 64, Tag("forward", "weights", unit))
+    exchange.send.zero_()
+    exchange.post()
+    exchange.wait()
+    exchange.close()
+
+
+def _fails(wire: Wire, unit: str) -> str:
+    try:
+        _exchange(wire, unit)
+    except WireError as error:
+        return str(error)
+    return "arrived"
+
+
+def _think() -> None:
+    time.sleep(60)  # a rank in its own code
+
+
+def _scattered(mesh: Mesh, transport: str) -> str:
+    """Rank 0 waits; rank 1 is in its own code, rank 2 dies, rank 3 closes its wire, rank 4 is stopped."""
+    wire = Wire(mesh, transport=transport, timeout=8 if transport == "backend" else 20)
+    _exchange(wire, "a")
+    if mesh.rank == 1:
+        _think()
+    if mesh.rank == 2:
+        os._exit(3)
+    if mesh.rank == 3:
+        wire.close()
+        time.sleep(60)
+    if mesh.rank == 4:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)  # until all are there
+    return _fails(wire, "b")
+
+
+def _said_of(rank: int, text: str) -> str:
+    """The lines of a report about one rank."""
+    parts = text.split(f"\nrank {rank}: ")
+    assert len(parts) == 2, text
+    return parts[1].split("\nrank ")[0]
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm", "tcp"])
+def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> None:
+    """Waiting, computing, exited, closed and silent ranks are told apart, with exchanges and stacks."""
+    text = _survivors(tmp_path, 5, _scattered, transport)[0]
+    first = text.splitlines()[0]
+    assert first.startswith(f"rank 0 could not finish exchange 2, {GATHER} (5 ranks) for forward weights b: ")
+    if transport == "shm":
+        assert first.endswith("rank 2 did not send, and exited")  # found long before the timeout
+    if transport == "tcp":
+        assert re.search("rank [23] (has ended its connection|is lost)", first)  # at once
+    waits = _said_of(0, text)
+    assert waits.startswith(f"gave up waiting for exchange 2, {GATHER} (5 ranks) for forward weights b")
+    assert "finished last: 1," in waits
+    assert "in _exchange: exchange." in waits
+    computes = _said_of(1, text)
+    assert computes.startswith("in code outside the wire, after 1 exchanges")
+    assert f"finished last: 1, {GATHER} (5 ranks) for forward weights a" in computes
+    assert f"next: 2, {GATHER} (5 ranks) for forward weights b, as rank 0 opened it" in computes
+    assert "in _think: time.sleep(60)  # a rank in its own code" in computes
+    assert _said_of(2, text) == "has exited"
+    assert _said_of(3, text).startswith("closed its wire after 1 exchanges")
+    assert _said_of(4, text) == "did not answer within 5 s"
+
+
+def _late(mesh: Mesh, _: None) -> str:
+    wire = Wire(mesh, timeout=4)
+    _exchange(wire, "a")
+    if mesh.rank == 1:
+        time.sleep(12)
+    text = _fails(wire, "b")
+    if mesh.rank == 0:  # whose result ends the test
+        time.sleep(12)
+    return text
+
+
+def test_a_rank_that_comes_late_learns_who_gave_up(tmp_path: Path) -> None:
+    """Gloo closes what timed out; the late rank is told that its peer gave up, and where."""
+    texts = _survivors(tmp_path, 2, _late, None)
+    assert "Timed out waiting 4000ms" in texts[0].splitlines()[0]
+    assert _said_of(1, texts[0]).startswith("in code outside the wire, after 1 exchanges")
+    assert _said_of(0, texts[1]).startswith(f"gave up waiting for exchange 2, {GATHER} (2 ranks)")
+
+
+def _orphaned(mesh: Mesh, folder: str) -> str:
+    """The ranks' store lives in rank 1, which dies."""
+    port = Path(folder, "port")
+    if mesh.rank == 1:
+        server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(server.port), encoding="utf-8")
+        port.with_suffix(".new").rename(port)
+    while not port.exists():
+        time.sleep(0.02)
+    number = int(port.read_text(encoding="utf-8"))
+    store = dist.TCPStore("127.0.0.1", number, 2, is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=mesh.rank, world_size=2, store=store)
+    wire = Wire(Mesh.create(Topology(1, 2)), timeout=5)
+    _exchange(wire, "a")
+    if mesh.rank == 1:
+        os._exit(3)
+    return _fails(wire, "b")
+
+
+def test_a_lost_store_is_said_to_be_lost(tmp_path: Path) -> None:
+    """Where the store went with the rank that held it, the error still names the exchange, in one line."""
+    text = _survivors(tmp_path, 2, _orphaned, str(tmp_path))[0]
+    assert text.startswith(f"rank 0 could not finish exchange 2, {GATHER} (2 ranks) for forward weights b: ")
+    assert "the other ranks cannot be asked, their store is lost (" in text
+    assert "\n" not in text
+
+
+class _Stuck:
+    def is_completed(self) -> bool:
+        return False
+
+
+class _Done:
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_what_is_overdue_on_a_device_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the host does not wait, an exchange that does not end is told in the log, with all ranks."""
+    store, trails = dist.HashStore(), [Trail(), Trail()]
+    calls = [RollCall(store, rank, 2, trails[rank], 0.3) for rank in range(2)]
+    entries = [trails[0].open(("shift", "node", 2, 1, 8 * n, "step", "state", "u", False)) for n in (1, 2, 3)]
+    with caplog.at_level(logging.ERROR, logger="zeropp"):
+        for entry, work in zip(entries, (_Done(), _Stuck(), _Stuck()), strict=True):
+            calls[0].follow(entry, [work])
+        deadline = time.monotonic() + 60
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)
+        for call in calls:
+            call.end()
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("rank 0: exchange 2, shift of 16 B along node (2 ranks) for step state u is not")
+    assert "\nrank 1: in code outside the wire, after 0 exchanges" in text
+
+
+def test_an_answer_survives_the_store() -> None:
+    """What a rank says of itself arrives as it was."""
+    trail = Trail()
+    for n in (1, 2, 1):
+        trail.open(("shift", "node", 2, 1, 8 * n, "step", "state", "u", n == 2))
+    steps = trail.steps()
+    for waiting in (None, "shared memory along local to be made", steps[2]):
+        answer = Answer(waiting, steps[1], steps, [["a.py:1 in f: g()"]], gave_up=True, gone=[3])
+        assert Answer.from_json(answer.to_json().encode()) == answer
+
+
+def test_ranks_that_stand_alike_are_told_together() -> None:
+    """A report of many ranks names those of which the same is said in one place."""
+    trail = Trail()
+    trail.open(("shift", "node", 4, 1, 8, "step", "state", "u", False))
+    steps = trail.steps()
+    waits = Answer(steps[0], None, steps, [])
+    lines = report({0: waits, 1: "has exited", 2: waits, 3: waits}).splitlines()
+    assert lines == [
+        "ranks 0, 2 and 3: waits for exchange 1, shift of 8 B along node (4 ranks) for step state u",
+        "    opened 1, shift of 8 B along node (4 ranks) for step state u",
+        "rank 1: has exited",
+    ]

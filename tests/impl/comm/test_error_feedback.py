@@ -1,0 +1,269 @@
+"""Error feedback: what is lost is made up for, and nothing lost is carried too far."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from impl.codecs import reference
+from impl.codecs.codec import parse
+from impl.codecs.reference import Carried
+from impl.comm.error_feedback import Errors
+from impl.comm.mesh import Mesh
+from impl.plan.policy import Feedback, MemoryLimits, Policy, preset
+from impl.plan.topology import Topology
+from impl.plan.traffic import memory
+from impl.zero import Zero, ZeroError, shard
+from tests.impl.comm.test_collectives import hop_error, reduced
+from tests.support.ranks import on_threads
+from tests.support.strategies import blocks_of_values, engine_codecs, feedbacks, topologies
+
+STEPS = 40
+NET = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8))
+INT4 = Policy(gradients=(parse("int4:8"),) * 2, memory=MemoryLimits(max_padding=1e9))
+
+
+@given(blocks_of_values(finite=False), blocks_of_values(), st.sampled_from([0.0, 0.5, 0.8]), engine_codecs)
+def test_the_carried_error_is_never_broken(x: Tensor, error: Tensor, decay: float, codec) -> None:  # noqa: ANN001
+    """A NaN or an infinity in a gradient leaves no NaN and no infinity in the error that is carried on."""
+    numel = min(x.numel(), error.numel())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        kept = error[:numel].clamp(-6e4, 6e4).to(dtype)
+        frames = torch.empty(codec.frame_bytes(numel), dtype=torch.uint8)
+        noise = reference.Noise((1, 2, 3, 4))
+        reference.encode(codec, x[:numel], frames, noise=noise, carried=Carried(kept, decay))
+        assert kept.isfinite().all()
+
+
+@given(st.sampled_from([0.0, 0.8, 0.25]), st.integers(0, 2**31))
+def test_the_carried_error_follows_its_formula(decay: float, seed: int) -> None:
+    """It becomes decay * error + (1 - decay) * (x + error - decoded), element by element."""
+    generator = torch.Generator().manual_seed(seed)
+    codec = parse("int4:8")
+    kept = torch.zeros(64)
+    frames, decoded = torch.empty(codec.frame_bytes(64), dtype=torch.uint8), torch.empty(64)
+    for _ in range(5):
+        x, before = torch.randn(64, generator=generator), kept.double()
+        reference.encode(codec, x, frames, carried=Carried(kept, decay))
+        reference.decode(codec, frames, decoded)
+        wanted = decay * before + (1 - decay) * (x.double() + before - decoded.double())
+        assert torch.allclose(kept.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def _accumulated(mesh: Mesh, policy: Policy, seed: int) -> tuple[Tensor, list[Tensor]]:
+    """(world * S,) this rank's constant gradient, and the running sums of its shard of the mean."""
+    generator = torch.Generator().manual_seed(seed + mesh.rank)
+    gradient = torch.rand(mesh.topology.world * policy.grain, generator=generator) + 0.2
+    errors = Errors.zero(policy, mesh.topology, policy.grain, mesh.device)
+    total, sums = torch.zeros(policy.grain, dtype=torch.float64), []
+    for _ in range(STEPS):
+        total += reduced(mesh, policy, gradient.clone(), errors=errors).double()
+        sums.append(total.clone())
+    return gradient, sums
+
+
+@given(topologies(6), st.sampled_from(["two_hop", "one_hop"]), st.integers(0, 1000))
+def test_with_classic_feedback_the_accumulated_error_stays_bounded(
+    topology: Topology, reduce: str, seed: int
+) -> None:
+    """After any number of steps the sum of means is off by what the last encodings lost, and no more."""
+    feedback = Feedback(hops="all")
+    policy = replace(INT4, reduce=reduce, feedback=feedback)
+    results = on_threads(topology, _accumulated, policy, seed)
+    mean = torch.stack([gradient for gradient, _ in results]).double().mean(0).view(topology.world, -1)
+    codec, top, ranks = policy.gradients[0], torch.tensor([1.2]), topology.ranks_per_node
+    first = hop_error(codec, top * 1.2)  # the error itself is encoded too: within a fifth of the values
+    lost = topology.world * first
+    if reduce == "two_hop":
+        lost += topology.nodes * hop_error(codec, ranks * top * 1.44)
+    for rank, (_, sums) in enumerate(results):
+        for step, total in enumerate(sums, 1):
+            assert (total - step * mean[rank]).abs().max() <= lost / topology.world + 1e-4 * step
+
+
+def _last_gap(mesh: Mesh, policy: Policy) -> float:
+    gradient, sums = _accumulated(mesh, policy, 3)
+    exact = reduced(mesh, replace(policy, gradients=(parse("fp32"),) * 2, feedback=None), gradient)
+    return float((sums[-1] - STEPS * exact.double()).abs().max())
+
+
+def test_without_feedback_the_accumulated_error_grows() -> None:
+    """A constant gradient loses the same at every step: 40 steps lose ten times what feedback loses."""
+    topology = Topology(2, 2)
+    without = max(on_threads(topology, _last_gap, INT4))
+    classic = max(on_threads(topology, _last_gap, replace(INT4, feedback=Feedback(hops="all"))))
+    assert without > 10 * classic
+
+
+def _train(
+    mesh: Mesh,
+    policy: Policy,
+    steps: int,
+    load: dict[int, tuple[dict[str, Tensor], dict[str, Tensor]]] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and communication state after ``steps`` of SGD, going on from what ``load`` holds."""
+    net = copy.deepcopy(NET)
+    zero = shard(net, mesh=mesh, policy=policy, blocks=[net[0], net[2]], seed=5)
+    first = 0
+    if load is not None:
+        weights, state = load[mesh.rank]
+        zero.load_full_state_dict(weights)
+        zero.load_communication_state(state)
+        first = int(state["step"])
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    for step in range(first, first + steps):
+        _backward(zero, net, step, mesh.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    return zero.full_state_dict(), zero.communication_state()
+
+
+def _backward(zero: Zero, net: nn.Module, step: int, rank: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    net(torch.randn(4, 16, generator=generator) * scale).square().mean().backward()
+    zero.finish_backward()
+
+
+def _resumed(mesh: Mesh, policy: Policy) -> bool:
+    through, end = _train(mesh, policy, 4)
+    half = _train(mesh, policy, 2)
+    again, state = _train(mesh, policy, 2, {mesh.rank: half})
+    same = all(torch.equal(through[name], again[name]) for name in through)
+    return same and all(torch.equal(end[name], state[name]) for name in end)
+
+
+@pytest.mark.parametrize("text", ["int4:8", "int4:8:stochastic"])
+@pytest.mark.parametrize("feedback", [None, Feedback(hops="all"), Feedback(decay=0.8, reset=3, state="bf16")])
+def test_a_resumed_run_equals_an_uninterrupted_one(text: str, feedback: Feedback | None) -> None:
+    """With weights and communication state restored, training goes on bit for bit as it would have."""
+    codec = parse(text)
+    policy = replace(INT4, weights=codec, gradients=(codec, codec), feedback=feedback)
+    assert all(on_threads(Topology(2, 2), _resumed, policy))
+
+
+def _reset(mesh: Mesh, micro_batches: int) -> list[bool]:
+    """Before each step, whether any error is carried."""
+    net = copy.deepcopy(NET)
+    policy = replace(INT4, feedback=Feedback(decay=0.5, reset=2, hops="all"))
+    zero = shard(net, mesh=mesh, policy=policy)
+    optimizers = [torch.optim.SGD([group], lr=0.1) for group in zero.param_groups()]
+    optimizers.append(optimizers[0])  # two that step after one backward pass are one step
+    carried = []
+    for step in range(5):
+        carried.append(_any_error(zero))
+        for _ in range(micro_batches):
+            _backward(zero, net, step, mesh.rank)
+        for optimizer in optimizers:
+            optimizer.step()
+    return carried
+
+
+def _any_error(zero: Zero) -> bool:
+    return any(
+        v.any()
+        for unit in zero.units
+        for name, v in unit.averaging.feedback_state().items()
+        if name != "since"
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_resets_are_counted_in_optimizer_steps(micro_batches: int) -> None:
+    """With reset=2 errors are forgotten before every second step, whatever the accumulation."""
+    for carried in on_threads(Topology(2, 2), _reset, micro_batches):
+        assert carried == [False, True, False, True, False]
+
+
+def _overflow(mesh: Mesh, how: str) -> tuple[bool, bool, bool]:
+    net = copy.deepcopy(NET)
+    zero = shard(net, mesh=mesh, policy=replace(INT4, feedback=Feedback(hops="all")))
+    _backward(zero, net, 0, mesh.rank)
+    before = _any_error(zero)
+    torch.optim.SGD(zero.param_groups(), lr=0.1).zero_grad()
+    _backward(zero, net, 1, mesh.rank, scale=float("inf") if mesh.rank == 3 else 1.0)
+    overflowed = zero.overflowed() if how == "overflowed" else not zero.clip_grad_norm_(1.0).isfinite()
+    return before, bool(overflowed), _any_error(zero)
+
+
+@pytest.mark.parametrize("how", ["overflowed", "clip_grad_norm_"])
+def test_an_overflow_clears_the_errors_of_all_ranks(how: str) -> None:
+    """When one rank's gradient is infinite, no rank carries an error into the next step."""
+    assert on_threads(Topology(2, 2), _overflow, how) == [(True, True, False)] * 4
+
+
+def _held(mesh: Mesh, policy: Policy) -> tuple[dict[str, int], dict[str, int]]:
+    net = copy.deepcopy(NET)
+    zero = shard(net, mesh=mesh, policy=policy)
+    _backward(zero, net, 0, mesh.rank)
+    formula = memory(policy, mesh.topology, [unit.geometry for unit in zero.units])
+    return zero.memory(), formula
+
+
+@given(topologies(6), feedbacks, st.sampled_from(["two_hop", "one_hop"]))
+def test_kept_errors_are_the_formulas(topology: Topology, feedback: Feedback, reduce: str) -> None:
+    """The bytes of kept errors are what traffic.memory says: sharded inside the node for hops=last."""
+    policy = replace(preset("zeropp", memory=MemoryLimits(max_padding=1e9)), reduce=reduce, feedback=feedback)
+    for held, formula in on_threads(topology, _held, policy):
+        assert held["feedback"] == formula["feedback"]
+        assert (formula["feedback"] > 0) == (topology.world > 1)
+
+
+def test_foreign_state_is_refused() -> None:
+    """Errors of other hops or shapes raise, naming what does not fit."""
+    errors = Errors(Feedback(), [None, (2, 8)], torch.device("cpu"))
+    state = errors.state()
+    with pytest.raises(ValueError, match="'hop0' is on one side only"):
+        errors.load({**state, "hop0": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"'hop1' is \(3, 8\) torch.float32, expected \(2, 8\)"):
+        errors.load({**state, "hop1": torch.zeros(3, 8)})
+
+
+def _foreign(mesh: Mesh, how: str) -> str:
+    net = copy.deepcopy(NET)
+    zero = shard(net, mesh=mesh, policy=replace(INT4, feedback=Feedback()), seed=5)
+    state = zero.communication_state()
+    other = {"policy": replace(INT4, feedback=Feedback(decay=0.5)), "seed": 5}
+    match how:
+        case "seed":
+            other = {"policy": zero.policy, "seed": 6}
+        case "entry":
+            other = {"policy": zero.policy, "seed": 5}
+            state["nowhere/hop0"] = torch.zeros(1)
+        case "step":
+            del state["step"]
+        case "rank":
+            other = {"policy": zero.policy, "seed": 5}
+            text = bytes(state["of"].tolist()).replace(b"of 2x2", b"of 4x1")
+            state["of"] = torch.tensor(list(text), dtype=torch.uint8)
+    fresh = shard(copy.deepcopy(NET), mesh=mesh, **other)
+    before = fresh.communication_state()
+    try:
+        fresh.load_communication_state(state)
+    except ZeroError as error:
+        after = fresh.communication_state()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("policy", "is of feedback classic, not loco:decay0.5:reset0:last"),
+        ("seed", "is of seed 5, not 6"),
+        ("entry", "has 1 entries of unknown units"),
+        ("step", "lacks 'step'"),
+        ("rank", "not"),
+    ],
+)
+def test_the_state_of_another_run_is_refused_whole(how: str, words: str) -> None:
+    """State of another policy, seed, topology or rank raises, names what differs, and changes nothing."""
+    for message in on_threads(Topology(2, 2), _foreign, how):
+        assert words in message
+        assert message.startswith("communication state")

@@ -1,0 +1,230 @@
+"""Ranks that part are found, and the first exchange in which they differ is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impl.comm.fingerprint import ORDER_BYTES, REMEMBERED, Fields, Trail, parting, unpacked
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Tag, Wire, WireError
+from impl.plan.topology import Axis, Topology
+from impl.plan.traffic import LedgerKey
+from tests.support.ranks import on_processes, on_threads
+
+UNITS = ("", "embed", "blocks.0", "blocks.1")
+AXES = (("world", 4, 1), ("local", 2, 1), ("node", 2, 2))
+
+
+def _fields() -> st.SearchStrategy[Fields]:
+    return st.builds(
+        lambda kind, axis, size, phase, unit, ring: (kind, *axis, size, phase, "weights", unit, ring),
+        st.sampled_from(["all_gather", "all_to_all", "shift"]),
+        st.sampled_from(AXES),
+        st.integers(1, 4).map(lambda n: 16 * n),
+        st.sampled_from(["forward", "backward"]),
+        st.sampled_from(UNITS),
+        st.booleans(),
+    )
+
+
+def _trail(opened: list[Fields]) -> Trail:
+    trail = Trail()
+    for fields in opened:
+        trail.open(fields)
+    return trail
+
+
+@given(st.lists(_fields(), max_size=30), st.lists(_fields(), max_size=30))
+def test_fingerprints_are_equal_exactly_where_the_orders_are(one: list[Fields], other: list[Fields]) -> None:
+    """Two ranks send the same fingerprint if, and only if, they opened the same exchanges in one order."""
+    assert (_trail(one).packed() == _trail(other).packed()) == (one == other)
+    assert _trail(one).packed() == _trail(list(one)).packed()
+    assert len(_trail(one).packed()) == ORDER_BYTES
+    assert unpacked(_trail(one).packed())[0] == len(one)
+
+
+@given(st.lists(_fields(), min_size=2, max_size=30), st.data())
+def test_two_exchanges_that_change_places_change_the_fingerprint(
+    opened: list[Fields], data: st.DataObject
+) -> None:
+    """Swapping any two exchanges that differ is seen: the order counts, not the set."""
+    i, j = data.draw(st.tuples(*[st.integers(0, len(opened) - 1)] * 2), label="places")
+    swapped = list(opened)
+    swapped[i], swapped[j] = swapped[j], swapped[i]
+    assert (_trail(swapped).fingerprint == _trail(opened).fingerprint) == (opened[i] == opened[j])
+
+
+@given(st.lists(_fields(), max_size=20), st.lists(st.lists(_fields(), max_size=20), min_size=2, max_size=4))
+def test_the_first_exchange_that_differs_is_found(common: list[Fields], rests: list[list[Fields]]) -> None:
+    """Ranks part at the first number at which two of them opened something else; one may be behind."""
+    orders = [common + rest for rest in rests]
+    found = parting({rank: _trail(order).steps() for rank, order in enumerate(orders)})
+    longest = max(len(order) for order in orders)
+    expected = next((n for n in range(longest) if len({o[n] for o in orders if n < len(o)}) > 1), None)
+    if expected is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.number == expected + 1
+        opened = {rank: order[expected] for rank, order in enumerate(orders) if expected < len(order)}
+        assert found.opened == opened
+
+
+@pytest.mark.parametrize("differs_at", [0, 3, 10, REMEMBERED])
+def test_a_parting_that_is_no_longer_remembered_is_said_to_be_earlier(differs_at: int) -> None:
+    """Histories end somewhere; what lies before is known to differ by the fingerprints alone."""
+    same: Fields = ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False)
+    other: Fields = ("all_to_all", "world", 4, 1, 16, "forward", "weights", "u", False)
+    total = REMEMBERED + 10
+    histories = {0: _trail([same] * total).steps()}
+    histories[1] = _trail([other if n == differs_at else same for n in range(total)]).steps()
+    found = parting(histories)
+    assert found is not None
+    assert found.earlier == (differs_at < 10)
+    assert found.number == (11 if differs_at < 10 else differs_at + 1)
+    assert ("before exchange 11" in str(found)) == found.earlier
+
+
+def test_a_fingerprint_is_the_same_in_another_process() -> None:
+    """Nothing of an interpreter's own (the seed of ``hash``) is in a fingerprint."""
+    code = (
+        "from impl.comm.fingerprint import Trail; t = Trail();"
+        "t.open(('shift', 'node', 2, 2, 48, 'backward', 'gradients', 'u', False)); print(t.fingerprint)"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, env={"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(seen) == 1
+
+
+Plan = list[tuple[str, int, int, str, bool]]  # kind, which axis, bytes, unit, ring
+
+
+def _axes(topology: Topology) -> tuple[Axis, ...]:
+    return topology.world_axis, topology.local_axis, topology.node_axis
+
+
+def _play(wire: Wire, plan: Plan) -> None:
+    """Open, post and receive each exchange of the plan."""
+    for kind, place, nbytes, unit, ring in plan:
+        axis, tag = _axes(wire.mesh.topology)[place], Tag("forward", "weights", unit)
+        if kind == "all_gather":
+            exchange = wire.all_gather(axis, nbytes, tag, ring=ring)
+        else:
+            exchange = wire.all_to_all(axis, nbytes, tag)
+        exchange.send.zero_()
+        exchange.post()
+        exchange.wait()
+        exchange.close()
+
+
+def _checked(mesh: Mesh, plan: Plan, times: int) -> tuple[bytes, dict[LedgerKey, tuple[int, int]]]:
+    wire = Wire(mesh)
+    for _ in range(times):
+        _play(wire, plan)
+        wire.check_order()
+    return wire._trail.packed(), {k: v for k, v in wire.ledger.rows().items() if k.purpose == "control"}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["all_gather", "all_to_all"]),
+            st.integers(0, 2),
+            st.integers(1, 3).map(lambda n: 16 * n),
+            st.sampled_from(UNITS),
+            st.booleans(),
+        ),
+        max_size=8,
+    )
+)
+def test_equal_runs_never_raise_and_book_their_checks(plan: Plan) -> None:
+    """Ranks that do the same pass every check, and each check sends 16 bytes to every other rank."""
+    topology = Topology(2, 2)
+    told = on_threads(topology, _checked, plan, 2)
+    assert len({trail for trail, _ in told}) == 1
+    for _, control in told:
+        assert {key.link: tuple(sent) for key, sent in control.items()} == {
+            "inter": (2 * 2 * ORDER_BYTES, 4),
+            "intra": (2 * ORDER_BYTES, 2),
+        }
+        assert all((key.phase, key.unit, key.hop) == ("step", "", "world") for key in control)
+
+
+def _one_rank(mesh: Mesh) -> int:
+    wire = Wire(mesh)
+    wire.check_order()
+    return len(wire.ledger.rows())
+
+
+def test_one_rank_is_always_in_order() -> None:
+    """A check of one rank sends nothing and passes."""
+    assert on_threads(Topology(1, 1), _one_rank) == [0]
+
+
+def _differing(mesh: Mesh) -> str:
+    wire = Wire(mesh)
+    _play(wire, [("all_gather", 0, 16, "embed", False), ("all_gather", 0, 16, f"blocks.{mesh.rank}", False)])
+    with pytest.raises(WireError) as caught:
+        wire.check_order()
+    return str(caught.value)
+
+
+def test_thread_ranks_that_differ_are_told_apart_by_their_fingerprints() -> None:
+    """Where ranks cannot be asked, the error still says who differs, and that nobody could be asked."""
+    for rank, text in enumerate(on_threads(Topology(1, 2), _differing)):
+        assert text.startswith(f"rank {rank} found that the ranks' exchanges differ: rank 0 opened 3 (")
+        assert "rank 1 opened 3 (" in text
+        assert "no store to be asked by" in text
+
+
+PLAN: Plan = [
+    ("all_gather", 0, 48, "embed", False),
+    ("all_to_all", 1, 16, "blocks.0", False),
+    ("all_gather", 2, 32, "blocks.1", False),
+]
+
+
+def _play_and_check(wire: Wire, plan: Plan) -> None:
+    _play(wire, plan)
+    wire.check_order()
+
+
+def _parted(mesh: Mesh, transport: str) -> tuple[bytes, str]:
+    wire = Wire(mesh, transport=transport, timeout=4)
+    _play(wire, PLAN)
+    wire.check_order()
+    same = wire._trail.packed()
+    units = ["blocks.0", "blocks.1" if mesh.rank == 2 else "blocks.0", "embed"]
+    with pytest.raises(WireError) as caught:
+        _play_and_check(wire, [("all_gather", 1, 16, unit, False) for unit in units])
+    return same, str(caught.value)
+
+
+def test_the_first_differing_exchange_is_named_whatever_the_transport() -> None:
+    """Every rank learns where the ranks part and who opened what there; transports share fingerprints.
+
+    Those whose messages do not fit stop there; the others when they check, and nobody answers.
+    """
+    marks = set()
+    for transport in ("backend", "shm"):
+        for rank, (mark, text) in enumerate(on_processes(Topology(2, 2), _parted, transport)):
+            marks.add(mark)
+            first, second = text.splitlines()[:2]
+            found = "found that the ranks' exchanges differ: it is in exchange 6"
+            waited = f"could not finish exchange {6 if rank >= 2 else 8}"
+            assert first.startswith(f"rank {rank} {found if transport == 'shm' and rank >= 2 else waited}")
+            gather = "all_gather of 16 B along local (2 ranks) for forward weights"
+            assert second == (
+                f"the ranks part at exchange 6: ranks 0, 1 and 3 opened {gather} blocks.0; "
+                f"rank 2 opened {gather} blocks.1"
+            )
+    assert len(marks) == 1

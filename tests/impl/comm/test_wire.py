@@ -1,0 +1,193 @@
+"""What leaves a rank is booked, and arrives; what does not arrive is an error that names who."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from impl.comm.mesh import Mesh, MeshError
+from impl.comm.wire import Tag, Transport, Wire, WireError
+from impl.plan.topology import Topology
+from impl.transport.shared_memory import SLOTS
+from tests.support.ranks import on_processes, on_threads
+
+TAG = Tag("forward", "weights", "u")
+
+
+def _rounds(mesh: Mesh, transport: str, rounds: int) -> bool:
+    """Exchange changing messages of changing size many times; True if all arrived intact."""
+    wire = Wire(mesh, transport=transport)
+    axis = mesh.topology.local_axis if mesh.topology.nodes == 1 else mesh.topology.node_axis
+    place = mesh.local + mesh.node
+    intact = True
+    for number in range(rounds):
+        size = 16 * (1 + number % 5)
+        gather = wire.all_gather(axis, size, TAG)
+        gather.send.fill_((7 * number + place) % 251)
+        gather.post()
+        scatter = wire.all_to_all(axis, size, TAG)
+        for target in range(axis.size):
+            scatter.send.view(axis.size, size)[target] = (number + 16 * place + target) % 251
+        scatter.post()
+        for source, row in enumerate(gather.wait()):
+            intact &= bool((row == (7 * number + source) % 251).all()) and row.numel() == size
+        for source, row in enumerate(scatter.wait()):
+            intact &= bool((row == (number + 16 * source + place) % 251).all())
+        gather.close()
+        scatter.close()
+    return intact
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm", "tcp"])
+def test_many_exchanges_arrive_intact(transport: str) -> None:
+    """Hundreds of interleaved exchanges of changing sizes arrive unmixed, slots reused many times."""
+    topology = Topology(3, 1) if transport == "tcp" else Topology(1, 3)
+    assert all(on_processes(topology, _rounds, transport, 40 * SLOTS))
+
+
+def _late(mesh: Mesh) -> str:
+    wire = Wire(mesh, transport="shm", timeout=0.3)
+    axis = mesh.topology.local_axis
+    wire.reserve(axis, 64)
+    if mesh.rank == 1:
+        time.sleep(1)
+        return ""
+    exchange = wire.all_gather(axis, 64, TAG)
+    exchange.post()
+    try:
+        exchange.wait()
+    except WireError as error:
+        return str(error)
+    return "arrived"
+
+
+def test_a_missing_rank_is_named() -> None:
+    """Waiting for a rank that does not come ends in an error that names it."""
+    assert "rank 1 did not send" in on_processes(Topology(1, 2), _late)[0]
+
+
+def _alone(mesh: Mesh) -> int:
+    wire = Wire(mesh)
+    exchange = wire.all_gather(mesh.topology.node_axis, 32, TAG)
+    exchange.send.fill_(5)
+    exchange.post()
+    assert exchange.wait().tolist() == [[5] * 32]
+    return len(wire.ledger.rows())
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    """An exchange of one rank gives back what was written and books nothing."""
+    assert on_threads(Topology(1, 2), _alone) == [0, 0]
+
+
+class _Slow:
+    """A link that carries everything 0.2 s after it was booked."""
+
+    def __init__(self) -> None:
+        self.booked: list[int] = []
+
+    def book(self, nbytes: int) -> float:
+        self.booked.append(nbytes)
+        return time.monotonic() + 0.2
+
+
+def _paced(mesh: Mesh) -> tuple[list[int], bool, float]:
+    pacer = _Slow()
+    wire = Wire(mesh, pacer=pacer)
+    for axis in (mesh.topology.local_axis, mesh.topology.node_axis):
+        begin = time.monotonic()
+        exchange = wire.all_gather(axis, 48, TAG)
+        exchange.send.zero_()
+        exchange.post()
+        exchange.wait()
+        waited = time.monotonic() - begin
+        exchange.close()
+    return pacer.booked, waited >= 0.2, wire.exposed_seconds
+
+
+def test_a_modelled_link_carries_only_what_crosses_nodes() -> None:
+    """The pacer is asked for bytes to other nodes alone, and messages do not complete before it says."""
+    for booked, held_back, exposed in on_threads(Topology(3, 2), _paced):
+        assert booked == [96]
+        assert held_back
+        assert exposed >= 0.19
+
+
+def _wrong_world(mesh: Mesh) -> str:
+    with pytest.raises(MeshError) as caught:
+        Mesh.create(Topology(3, 5))
+    return str(caught.value)
+
+
+def test_a_topology_of_another_size_is_refused() -> None:
+    """A mesh over a process group of another size is refused, naming both sizes."""
+    assert on_threads(Topology(1, 2), _wrong_world)[0] == (
+        "topology 3x5 needs 15 ranks, the process group has 2"
+    )
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_our_own_transports_are_for_cpus(transport: Transport) -> None:
+    """Transports shm and tcp are refused for a mesh on another device."""
+    mesh = Mesh(Topology(1, 1), 0, torch.device("cuda"))
+    with pytest.raises(WireError, match=f"transport '{transport}' exchanges CPU memory"):
+        Wire(mesh, transport=transport)
+
+
+def _described(mesh: Mesh) -> dict[str, str]:
+    wire = Wire(mesh, transport="shm")
+    world = mesh.topology.world_axis
+    for exchange in (wire.shift(world, 16, TAG), wire.all_gather(world, 16, Tag("step", "control"))):
+        exchange.post()
+        exchange.wait()
+        exchange.close()
+    return wire.describe()
+
+
+def test_the_record_names_what_carried_each_kind_of_message() -> None:
+    """A ring's steps and a norm along one axis are told apart, though their transports differ."""
+    for found in on_processes(Topology(1, 3), _described):
+        assert found == {"world": "gloo point to point", "world (control)": "shm"}
+
+
+def _shifted(mesh: Mesh) -> list[int]:
+    wire = Wire(mesh)
+    got = []
+    for number in range(20):
+        steps = [wire.shift(mesh.topology.world_axis, 16 * (1 + number % 3), TAG) for _ in range(2)]
+        for index, step in enumerate(steps):
+            step.send.fill_(mesh.rank + 10 * index)
+            step.post()
+        got += [int(step.wait()[0, -1]) for step in steps]
+        for step in steps:
+            step.close()
+    return got
+
+
+def test_shifts_arrive_from_the_rank_before() -> None:
+    """Each rank receives its predecessor's messages, in the order in which they were posted."""
+    for rank, got in enumerate(on_processes(Topology(1, 3), _shifted)):
+        assert got == [(rank - 1) % 3, (rank - 1) % 3 + 10] * 20
+
+
+def _parted(mesh: Mesh) -> str:
+    """Rank 1 opens its two exchanges the other way round."""
+    wire = Wire(mesh, transport="shm", timeout=60.0)
+    wire.reserve(mesh.topology.world_axis, 64)
+    tags = [Tag("backward", "gradients", "blocks.1"), Tag("backward", "weights", "blocks.0")]
+    first, _ = tags if mesh.rank == 0 else reversed(tags)
+    exchange = wire.all_gather(mesh.topology.world_axis, 64, first)
+    exchange.post()
+    with pytest.raises(WireError) as caught:
+        exchange.wait()
+    return str(caught.value)
+
+
+def test_ranks_that_part_in_shared_memory_are_told_at_once() -> None:
+    """A rank never takes another exchange's message for its own: the first one that differs is an error."""
+    for said in on_processes(Topology(1, 2), _parted):
+        assert "found that the ranks' exchanges differ" in said
+        assert "blocks.1" in said
+        assert "blocks.0" in said

@@ -1,0 +1,657 @@
+"""DeepSpeed's configurations: the tutorials' snippets as they stand there, and what each key promises."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from harness.docpages import deepspeed as deepspeed_page
+from impl.codecs.codec import BF16, FP16, FP32
+from impl.comm.mesh import Mesh
+from impl.deepspeed.keys import KEYS, SECTIONS, ZERO
+from impl.deepspeed.recipe import QGZ, QWZ, AdamOptions, DeepSpeedError, Finding, Recipe, laid_out, recipe
+from impl.engine.unit_planning import find_blocks, plan_units
+from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, preset
+from impl.plan.topology import Topology
+from impl.plan.traffic import Load, predict
+from impl.zero import ZeroError, shard
+from tests.support.models import Net
+from tests.support.ranks import on_threads
+from tests.support.training import batch, mean_losses, model, single, train
+
+FOUR: Final = Topology(2, 2)
+
+# As they stand in the tutorials, character for character.
+ZERO_TUTORIAL_STAGE_1: Final = """\
+{
+    "zero_optimization": {
+        "stage":1,
+        "reduce_bucket_size": 5e8
+    }
+}
+"""
+ZERO_TUTORIAL_STAGE_2: Final = """\
+{
+    "zero_optimization": {
+        "stage":2,
+        "contiguous_gradients": true,
+        "overlap_comm": true,
+        "reduce_scatter": true,
+        "reduce_bucket_size": 5e8,
+        "allgather_bucket_size": 5e8
+    }
+}
+"""
+ZERO_TUTORIAL_STAGE_3_OFFLOAD: Final = """\
+{
+  "zero_optimization": {
+    "stage": 3,
+    "cpu_offload": true,
+    "cpu_offload_params": true,
+    "overlap_comm": true,
+    "contiguous_gradients": true,
+    "stage3_max_live_parameters": 6000000,
+    "stage3_max_reuse_distance": 100000000,
+    "stage3_prefetch_bucket_size": 200000,
+    "stage3_param_persitance_threshold": 100000,
+    "reduce_bucket_size": 3000000,
+    "sub_group_size": 1e6
+  }
+}
+"""
+ZEROPP_TUTORIAL: Final = """\
+{
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 10000000,
+        "reduce_scatter": true,
+
+        "zero_quantized_weights": true,
+        "zero_hpz_partition_size": 16,
+        "zero_quantized_gradients": true,
+
+        "contiguous_gradients": true,
+        "overlap_comm": true
+    }
+}
+"""
+SNIPPETS: Final = {
+    "zero_tutorial stage 1": ZERO_TUTORIAL_STAGE_1,
+    "zero_tutorial stage 2": ZERO_TUTORIAL_STAGE_2,
+    "zero_tutorial stage 3 offload": ZERO_TUTORIAL_STAGE_3_OFFLOAD,
+    "zeropp_tutorial": ZEROPP_TUTORIAL,
+}
+
+
+def of(found: Recipe, name: str) -> Finding:
+    """The finding of a key of ``zero_optimization``."""
+    (finding,) = [one for one in found.findings if one.key == f"{ZERO}.{name}"]
+    return finding
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    """A configuration of stage 3 with more keys."""
+    return {ZERO: {"stage": 3, **keys}}
+
+
+def test_zero_tutorial_stage_1() -> None:
+    """Stage 1 with a bucket of 5e8 elements; without fp16 or bf16, all in fp32 as DeepSpeed has it."""
+    found = recipe(ZERO_TUTORIAL_STAGE_1, topology=Topology(1, 8))
+    limits = MemoryLimits(reduce_bucket=500_000_000)
+    assert found.policy == Policy(stage=1, weights=FP32, gradients=(FP32, FP32), memory=limits)
+    assert (found.clip, found.accumulation, found.micro_batch, found.optimizer) == (None, 1, None, None)
+
+
+def test_zero_tutorial_stage_2() -> None:
+    """Stage 2; the knobs of its buffers are accepted and said to be without effect."""
+    found = recipe(ZERO_TUTORIAL_STAGE_2, topology=Topology(2, 16))
+    limits = MemoryLimits(reduce_bucket=500_000_000)
+    assert found.policy == Policy(stage=2, weights=FP32, gradients=(FP32, FP32), memory=limits)
+    assert {name: of(found, name).kind for name in ("contiguous_gradients", "allgather_bucket_size")} == {
+        "contiguous_gradients": "without effect", "allgather_bucket_size": "without effect",
+    }  # fmt: skip
+
+
+def test_zero_tutorial_stage_3_offload() -> None:
+    """Both offloads by their deprecated switches, and the misspelt threshold, understood and reported."""
+    found = recipe(ZERO_TUTORIAL_STAGE_3_OFFLOAD, topology=FOUR)
+    assert found.policy.stage == 3
+    assert found.policy.offload == Offload(optimizer=1.0, weights=1.0)
+    assert found.policy.memory == MemoryLimits(
+        prefetch=200_000, max_live=6_000_000, max_reuse=100_000_000, persist_below=100_001,
+        reduce_bucket=3_000_000, largest_unit=6_000_000,
+    )  # fmt: skip
+    for name, means in {
+        "cpu_offload": "offload_optimizer.device",
+        "cpu_offload_params": "offload_param.device",
+        "stage3_param_persitance_threshold": "stage3_param_persistence_threshold",
+    }.items():
+        assert of(found, name).kind == "renamed"
+        assert means in of(found, name).text
+
+
+def test_zeropp_tutorial() -> None:
+    """All three techniques; hpZ groups of 16 on its 4 nodes of 16, of all ranks where there are fewer."""
+    found = recipe(ZEROPP_TUTORIAL, topology=Topology(4, 16))
+    policy = found.policy
+    assert (policy.stage, policy.weights, policy.gradients, policy.secondary) == (3, QWZ, (QGZ, QGZ), 16)
+    assert policy.memory.reduce_bucket == 10_000_000
+    assert of(found, "zero_hpz_partition_size").kind == "honoured"
+    fewer = recipe(ZEROPP_TUTORIAL, topology=FOUR)
+    assert fewer.policy.secondary == 4
+    assert of(fewer, "zero_hpz_partition_size") == Finding(
+        f"{ZERO}.zero_hpz_partition_size",
+        16,
+        "changed",
+        "the hpZ group became all 4 ranks, which span 2 nodes: then hpZ saves no traffic between nodes",
+    )
+    alone = recipe(ZEROPP_TUTORIAL, topology=Topology(1, 4))
+    assert of(alone, "zero_hpz_partition_size").text == "the hpZ group became all 4 ranks"
+
+
+def test_an_hpz_group_of_all_ranks_saves_no_traffic_between_nodes() -> None:
+    """What is said of a group that is the world: its backward gathers send what those without hpZ send."""
+    policy = replace(preset("zero3"), secondary=4, memory=MemoryLimits(max_padding=1e9))
+    without = replace(policy, secondary=0)
+    sent = [
+        sum(
+            one.bytes
+            for key, one in predict(of_one, FOUR, plan_units(model(), FOUR, of_one), 0, Load()).items()
+            if key.link == "inter"
+        )
+        for of_one in (policy, without)
+    ]
+    assert sent[0] == sent[1] > 0
+
+
+def test_zeropp_tutorial_on_one_rank_has_no_hpz() -> None:
+    """min(16, 1) ranks share a copy: none."""
+    assert recipe(ZEROPP_TUTORIAL, topology=Topology(1, 1)).policy.secondary == 0
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_snippet_is_one_recipe_as_text_table_and_file(name: str, tmp_path: Path) -> None:
+    """However it is given."""
+    text, file = SNIPPETS[name], tmp_path / "ds.config"
+    file.write_text(text, encoding="utf-8")
+    wanted = recipe(text, topology=FOUR)
+    assert recipe(json.loads(text), topology=FOUR) == wanted
+    assert recipe(file, topology=FOUR) == recipe(str(file), topology=FOUR) == wanted
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_model_trains_with_a_snippet(name: str, persistent: bool) -> None:
+    """As it stands, where small parameters persist, and sharded all: losses follow one process.
+
+    Within 1e-5 in fp32, within 2 % where ZeRO++ quantises.
+    """
+    table = json.loads(SNIPPETS[name])
+    if not persistent and table[ZERO]["stage"] == 3:
+        table[ZERO].pop("stage3_param_persitance_threshold", None)
+        table[ZERO]["stage3_param_persistence_threshold"] = 0
+    policy = recipe(table, topology=FOUR).policy
+    roomy = replace(policy, memory=replace(policy.memory, max_padding=1e9))  # of a model this small
+    results = on_threads(FOUR, train, model(), roomy, 3)
+    tolerance = 0.02 if policy.weights == QWZ else 1e-5
+    assert mean_losses(results) == pytest.approx(single(model(), 4, 3), rel=tolerance)
+
+
+def test_the_page_is_not_stale() -> None:
+    """docs/guide/deepspeed.md holds what ``python -m harness.docpages.deepspeed`` would write."""
+    assert deepspeed_page.PAGE.read_text(encoding="utf-8") == deepspeed_page.render()
+
+
+# Any configuration
+
+VALUES: Final = {
+    "switch": st.booleans(),
+    "count": st.one_of(st.integers(0, 64), st.sampled_from([5e8, 1e6, 2**63 - 1])),
+    "number": st.one_of(st.integers(-1, 16), st.floats(0, 4)),
+    "text": st.sampled_from(["none", "cpu", "nvme", "fp32", "fp16", "bfp16", "Adam", "AdamW", "Lamb"]),
+    "list": st.sampled_from([[0.9, 0.95], [0.9], []]),
+    "anything": st.sampled_from([{"enabled": False}, {"enabled": True}, 1, "x"]),
+}
+WRONG: Final = st.sampled_from([None, "auto", -1, 0.5, [], {}, True, "yes", 1e400, 10**400])
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of dotted keys."""
+    table: dict[str, Any] = {}
+    for path, value in flat.items():
+        *sections, name = path.split(".")
+        place = table
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return table
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, Any]:
+    """Some of the known keys, flat, with values of their type, the default often, sometimes nonsense."""
+    flat = {}
+    for key in draw(st.lists(st.sampled_from(list(KEYS.values())), max_size=8, unique=True)):
+        right = st.one_of(st.just(key.default), VALUES[key.takes])
+        flat[key.path] = draw(st.one_of(right, right, right, WRONG))
+    return flat
+
+
+@given(flat=configurations(), topology=st.sampled_from([Topology(1, 1), FOUR, Topology(2, 3)]))
+def test_known_keys_make_a_recipe_or_one_line(flat: dict[str, Any], topology: Topology) -> None:
+    """Never another error; findings name every given key exactly once, in its order or its section's."""
+    found: Recipe | str
+    try:
+        found = recipe(nested(flat), topology=topology)
+    except DeepSpeedError as error:
+        found = str(error)
+    if isinstance(found, str):
+        assert "\n" not in found
+    else:
+        found.policy.check(topology)
+        assert sorted(finding.key for finding in found.findings) == sorted(flat)
+
+
+ASKING: Final = (f"{ZERO}.zeropp_loco_param", "optimizer")  # tables that ask for something by being there
+
+
+@pytest.mark.parametrize(
+    "path", [key.path for key in KEYS.values() if not key.means and not key.path.startswith(ASKING)]
+)
+def test_giving_a_default_changes_nothing(path: str) -> None:
+    """The table's defaults are those used."""
+    table = nested({f"{ZERO}.stage": 3, path: 3 if path == f"{ZERO}.stage" else KEYS[path].default})
+    found, plain = recipe(table, topology=FOUR), recipe(zero(), topology=FOUR)
+    assert replace(found, findings=()) == replace(plain, findings=())
+
+
+@given(name=st.text("abcdefgz_0", min_size=1, max_size=30), section=st.sampled_from(["", *sorted(SECTIONS)]))
+def test_unknown_keys_are_refused_by_name(name: str, section: str) -> None:
+    """Wherever they stand."""
+    path = f"{section}.{name}" if section else name
+    if path in KEYS or path in SECTIONS:
+        return
+    with pytest.raises(DeepSpeedError, match=f"unknown key '{path}'"):
+        recipe(nested({path: 1}), topology=FOUR)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("zero_optimization.stage3_max_live_paramaters", "zero_optimization.stage3_max_live_parameters"),
+        ("zero_optimisation", "zero_optimization"),
+        ("zero_optimization.zero_hpz_partion_size", "zero_optimization.zero_hpz_partition_size"),
+        ("gradient_accumulation_step", "gradient_accumulation_steps"),
+        ("stage3_prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"),
+    ],
+)
+def test_a_misspelt_key_names_the_nearest(written: str, meant: str) -> None:
+    """Also one in the wrong section."""
+    with pytest.raises(DeepSpeedError, match=f"'{written}'; did you mean '{meant}'"):
+        recipe(nested({written: 1}), topology=FOUR)
+
+
+# What is honoured
+
+
+def test_hpz_qwz_qgz_each_alone() -> None:
+    """Each switch is its own technique."""
+    plain = recipe(zero(), topology=FOUR).policy
+    assert recipe(zero(zero_quantized_weights=True), topology=FOUR).policy == replace(plain, weights=QWZ)
+    assert recipe(zero(zero_quantized_gradients=True), topology=FOUR).policy == replace(
+        plain, gradients=(QGZ, QGZ)
+    )
+    assert recipe(zero(zero_hpz_partition_size=2), topology=FOUR).policy == replace(plain, secondary=2)
+    assert recipe(zero(zero_quantized_nontrainable_weights=True), topology=FOUR).policy == replace(
+        plain, frozen=QWZ
+    )
+    assert recipe(zero(mics_shard_size=2), topology=FOUR).policy == replace(plain, group=2)
+
+
+def test_loco_is_feedback_of_both_hops() -> None:
+    """With DeepSpeed's own numbers, or others."""
+    table = zero(zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.7, "reset_T": 512})
+    assert recipe(table, topology=FOUR).policy.feedback == Feedback(decay=0.7, reset=512, hops="all")
+
+
+@pytest.mark.parametrize(("section", "codec"), [("fp16", FP16), ("bf16", BF16), ("bfloat16", BF16)])
+def test_precision_is_of_computation_and_of_the_wire(section: str, codec: Any) -> None:
+    """Weights and gradients travel in the type that is computed in; fp16 has a dynamic loss scale."""
+    policy = recipe({section: {"enabled": True}, **zero()}, topology=FOUR).policy
+    assert policy.compute == codec.dtype
+    assert (policy.weights, policy.gradients) == (codec, (codec, codec))
+    assert policy.loss_scale == (LossScale() if section == "fp16" else None)
+
+
+def test_loss_scale() -> None:
+    """Dynamic from 2 to a power, or fixed; the first overflow halves it, which is reported."""
+    dynamic = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 20, "hysteresis": 2}
+    found = recipe({"fp16": dynamic}, topology=FOUR)
+    assert found.policy.loss_scale == LossScale(initial=256.0, window=20)
+    assert [finding.kind for finding in found.findings if finding.key == "fp16.hysteresis"] == ["changed"]
+    fixed = recipe({"fp16": {"enabled": True, "loss_scale": 128}}, topology=FOUR)
+    assert fixed.policy.loss_scale == LossScale(initial=128.0, window=0)
+
+
+def test_gradients_travel_in_the_communication_type() -> None:
+    """Weights in the type computed in."""
+    found = recipe({"communication_data_type": "fp32", "fp16": {"enabled": True}, **zero()}, topology=FOUR)
+    assert (found.policy.weights, found.policy.gradients) == (FP16, (FP32, FP32))
+
+
+@given(
+    micro=st.integers(1, 8),
+    steps=st.integers(1, 8),
+    topology=st.builds(Topology, st.integers(1, 3), st.integers(1, 3)),
+    given_names=st.sets(st.integers(0, 2), min_size=2),
+)
+def test_two_sizes_of_batches_give_the_third(
+    micro: int, steps: int, topology: Topology, given_names: set[int]
+) -> None:
+    """Any two of the three, or all."""
+    sizes = [
+        ("train_batch_size", micro * steps * topology.world),
+        ("train_micro_batch_size_per_gpu", micro),
+        ("gradient_accumulation_steps", steps),
+    ]
+    found = recipe(dict(sizes[index] for index in given_names), topology=topology)
+    assert (found.micro_batch, found.accumulation) == (micro, steps)
+
+
+def test_adam_is_adamw_unless_it_says_otherwise() -> None:
+    """As DeepSpeed's Adam is by default; the finding says so."""
+    params = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+    found = recipe({"optimizer": {"type": "Adam", "params": params}}, topology=FOUR)
+    assert found.optimizer == AdamOptions(
+        type="AdamW", lr=3e-4, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1
+    )
+    assert found.findings[0].kind == "changed"
+    plain = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}
+    assert recipe(plain, topology=FOUR).optimizer == AdamOptions(
+        type="Adam", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+    )
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_torch_s_own_adam_has_its_own_decay(kind: str) -> None:
+    """With torch_adam DeepSpeed makes torch's AdamW, whose weight_decay is 0.01 unless it is given."""
+    for params, wanted in (
+        ({}, 0.0),
+        ({"torch_adam": True}, 0.01),
+        ({"torch_adam": True, "weight_decay": 0.0}, 0.0),
+        ({"torch_adam": True, "weight_decay": "auto"}, 0.01),
+    ):
+        found = recipe({"optimizer": {"type": kind, "params": params}}, topology=FOUR).optimizer
+        assert found is not None
+        assert found.weight_decay == wanted
+    if kind == "Adam":
+        plain = {"type": kind, "params": {"torch_adam": True, "adam_w_mode": False}}
+        found = recipe({"optimizer": plain}, topology=FOUR).optimizer
+        assert found is not None
+        assert found.weight_decay == 0  # torch.optim.Adam's
+
+
+def test_what_huggingface_writes() -> None:
+    """The word "auto" counts as not given, and is reported."""
+    table = {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        ZERO: {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+    }  # fmt: skip
+    found = recipe(table, topology=FOUR)
+    assert found.policy == recipe(zero(), topology=FOUR).policy
+    assert found.micro_batch is None
+    assert {finding.kind for finding in found.findings if finding.value == "auto"} == {"changed"}
+
+
+def test_a_share_of_the_optimizer_is_offloaded() -> None:
+    """The ratio of stage 3."""
+    table = zero(offload_optimizer={"device": "cpu", "ratio": 0.3, "pin_memory": True})
+    assert recipe(table, topology=FOUR).policy.offload == Offload(optimizer=0.3)
+
+
+def test_weights_are_offloaded_where_there_is_something_to_offload() -> None:
+    """Alone, offload_param moves no trained weight, and the finding says so."""
+    on, part = {"device": "cpu"}, {"device": "cpu", "ratio": 0.5}
+    for table, kind in (
+        (zero(offload_param=on), "changed"),
+        (zero(offload_param=on, offload_optimizer=part), "changed"),
+        (zero(offload_param=on, offload_optimizer=on), "honoured"),
+        (zero(offload_param=on, zero_hpz_partition_size=2), "honoured"),
+        (zero(offload_param={"device": "none"}), "honoured"),
+    ):
+        assert of(recipe(table, topology=FOUR), "offload_param.device").kind == kind
+
+
+def test_an_empty_table_is_told_of() -> None:
+    """LoCo's asks for LoCo with its defaults; others ask for nothing."""
+    found = recipe(zero(zero_quantized_gradients=True, zeropp_loco_param={}) | {"fp16": {}}, topology=FOUR)
+    assert found.policy.feedback == Feedback(decay=0.8, reset=1024, hops="all")
+    assert of(found, "zeropp_loco_param").kind == "honoured"
+    assert [str(one) for one in found.findings][-1] == "fp16 = {}: without effect: an empty table"
+
+
+def test_findings_print_on_one_line_whatever_the_value() -> None:
+    """Also what JSON cannot hold, in a table made in code."""
+    inside: dict[Any, Any] = {}
+    inside["self"] = inside
+    for value in ({(1, 2): 3}, inside, {1, 2}, float("nan"), Path("x")):
+        (finding,) = recipe({"tensorboard": value}, topology=FOUR).findings
+        assert "\n" not in str(finding)
+
+
+def test_zeropp_without_effect_is_told_where_every_parameter_persists() -> None:
+    """Small models stay gathered whole under DeepSpeed's default threshold: nothing is quantised."""
+    table = json.loads(ZEROPP_TUTORIAL)
+    found = recipe(table, topology=FOUR)
+    told = laid_out(found, plan_units(model(), FOUR, found.policy))
+    for name in ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients"):
+        assert of(told, name).kind == "without effect"
+        assert of(told, name).text.startswith("all parameters persist")
+        assert "threshold = 100,000" in of(told, name).text
+    table[ZERO]["stage3_param_persistence_threshold"] = 16
+    found = recipe(table, topology=FOUR)
+    roomy = replace(found.policy, memory=replace(found.policy.memory, max_padding=1e9))
+    assert laid_out(found, plan_units(model(), FOUR, roomy)) == found
+
+
+def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None:
+    """LoCo, prefetching and reuse too; "auto" keeps its own finding, what is off is not told."""
+    keys: dict[str, Any] = {
+        "zero_quantized_weights": "auto",
+        "zero_quantized_gradients": True,
+        "zero_hpz_partition_size": 2,
+        "zeropp_loco_param": {"err_beta": 0.5},
+        "stage3_prefetch_bucket_size": 5,
+        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": 1e9,
+    }
+    found = recipe(zero(**keys), topology=FOUR)
+    told = laid_out(found, plan_units(model(), FOUR, found.policy))
+    idle = {
+        one.key.removeprefix(f"{ZERO}.")
+        for one in told.findings
+        if one.text.startswith("all parameters persist")
+    }
+    assert idle == {
+        "zero_quantized_gradients", "zeropp_loco_param.err_beta", "zero_hpz_partition_size",
+        "stage3_prefetch_bucket_size",
+    }  # fmt: skip
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({ZERO: {"stage": 2, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size = 2.*stage = 2"),
+        ({ZERO: {"stage": 1, "zero_quantized_weights": True}}, "zero_quantized_weights.*stage = 1"),
+        ({ZERO: {"stage": 2, "zero_quantized_gradients": True}}, "zero_quantized_gradients.*stage = 2"),
+        ({ZERO: {"stage": 4}}, "stage = 4: expected 0, 1, 2 or 3"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled.*bf16.enabled"),
+        (zero(zero_quantized_gradients=True, reduce_scatter=False), "reduce_scatter = false"),
+        (zero(mics_shard_size=2, zero_hpz_partition_size=2), "mics_shard_size = 2.*zero_hpz_partition_size"),
+        (zero(offload_param={"device": "nvme"}), 'offload_param.device = "nvme"'),
+        (zero(offload_param={"device": "nvme", "nvme_path": "/n"}), "nvme"),
+        ({ZERO: {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param.device.*stage = 2"),
+        ({ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio = 0.5.*stage"),
+        (zero(zeropp_loco_param={"err_beta": 0.8}), "zeropp_loco_param.*zero_quantized_gradients"),
+        (zero(zero_hpz_partition_size=3), "3 ranks does not fit 2 nodes x 2 ranks"),
+        (zero(cpu_offload=True, offload_optimizer={"device": "none"}), "cpu_offload = true"),
+        (
+            {"gradient_predivide_factor": 2.0, **zero(zero_quantized_gradients=True)},
+            "gradient_predivide_factor = 2.0: expected 1",
+        ),
+        (
+            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            "train_batch_size = 32: but train_micro_batch_size_per_gpu = 2.*4 ranks make 16",
+        ),
+        ({"train_batch_size": 6}, "train_batch_size = 6: expected a multiple of 4 ranks"),
+        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb": expected one of Adam, AdamW'),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.*not possible"),
+        ({"zero_optimization": True}, "zero_optimization = true: expected a table"),
+        ({"scheduler": {"type": "WarmupLR", "enabled": False}}, "scheduler.*not possible"),
+        ({"elasticity": {"enabled": True}}, "elasticity.*not possible"),
+        (zero(stage3_max_live_parameters=0), "stage3_max_live_parameters = 0: expected 1 or more"),
+        (zero(zeropp_loco_param={}), "zeropp_loco_param.*zero_quantized_gradients"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_by_name(table: dict[str, Any], words: str) -> None:
+    """In one line that names the keys and their values."""
+    with pytest.raises(DeepSpeedError, match=words) as caught:
+        recipe(table, topology=FOUR)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"zero_optimization": {"stage": 3,}}', "not JSON"),
+        ("[1, 2]", "expected a table|cannot read|not JSON"),
+        ('{"train_batch_size": 4, "train_batch_size": 8}', "'train_batch_size' stands twice"),
+        ('{"gradient_clipping": NaN}', "NaN is not a number"),
+        ('{"gradient_clipping": ' + "[" * 100_000, "not JSON"),
+    ],
+)
+def test_what_is_no_configuration_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+    """With the file's name."""
+    file = tmp_path / "broken.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(DeepSpeedError, match=words) as caught:
+        recipe(file, topology=FOUR)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# Units that are cut
+
+
+@pytest.mark.parametrize("most", [700, 1400, 10_000])
+def test_no_unit_is_larger_than_asked_and_the_model_trains(most: int) -> None:
+    """Blocks of 1344 elements are cut into their linear layers where they do not fit; losses stay."""
+    table = zero(stage3_max_live_parameters=most, stage3_param_persistence_threshold=0)
+    policy = recipe(table, topology=FOUR).policy
+    roomy = replace(policy, memory=replace(policy.memory, max_padding=1e9))
+    units = plan_units(model(), FOUR, roomy)
+    assert max(unit.numel for unit in units) <= most
+    names = [slot.spec.name for unit in units for slot in unit.slots]
+    assert sorted(names) == sorted(name for name, _ in model().named_parameters())
+    results = on_threads(FOUR, train, model(), roomy, 2)
+    assert mean_losses(results) == pytest.approx(single(model(), 4, 2), rel=1e-5)
+
+
+def test_what_cannot_be_cut_is_refused_with_its_size() -> None:
+    """A linear layer of 680 elements where 600 may be live."""
+    policy = recipe(
+        zero(stage3_max_live_parameters=600, stage3_param_persistence_threshold=0), topology=FOUR
+    ).policy
+    with pytest.raises(ZeroError, match=r"'blocks.0.up' is one Linear, with 680 elements, .* = 600"):
+        plan_units(model(), FOUR, policy)
+
+
+class Direct(nn.Module):
+    """A block with a parameter of its own beside its parts, and a list that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(nn.init.ones_(nn.Linear(16, 1).weight.detach()))
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Any) -> Any:
+        for part in self.parts:
+            x = x + part(x * self.gain)
+        return x
+
+
+def test_a_block_s_own_parameters_have_a_home_when_it_is_cut() -> None:
+    """The root's; modules that are not called themselves are never units."""
+    net = model()
+    assert isinstance(net, Net)
+    net.blocks = nn.ModuleList([Direct()])
+    blocks = find_blocks(net, most=300)
+    assert not any(isinstance(block, nn.ModuleList) for block in blocks)
+    policy = Policy(
+        weights=FP32, gradients=(FP32, FP32), memory=MemoryLimits(largest_unit=300, max_padding=1e9)
+    )
+    units = {unit.name: unit for unit in plan_units(net, FOUR, policy)}
+    assert "blocks.0.gain" in [slot.spec.name for slot in units["root"].slots]
+    results = on_threads(FOUR, train, net, policy, 2)
+    wanted = single(net, 4, 2)
+    assert mean_losses(results) == pytest.approx(wanted, rel=1e-5)
+
+
+class Borrowing(nn.Module):
+    """A block that uses a part's weight without calling the part."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16).requires_grad_(not frozen), nn.Linear(16, 16)
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.linear(x, self.one.weight) + self.two(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_cut_block_may_use_a_part_without_calling_it(*, frozen: bool) -> None:
+    """The part's unit is gathered where it is used: the same losses, in training and in evaluation."""
+    net = model()
+    assert isinstance(net, Net)
+    net.blocks = nn.ModuleList([Borrowing(frozen=frozen), Borrowing(frozen=frozen)])
+    policy = recipe(
+        zero(stage3_max_live_parameters=300, stage3_param_persistence_threshold=0), topology=FOUR
+    ).policy
+    roomy = replace(policy, memory=replace(policy.memory, max_padding=1e9))
+    assert "blocks.0.two" in [unit.block for unit in plan_units(net, FOUR, roomy)]
+    results = on_threads(FOUR, train, net, roomy, 3)
+    evaluated = on_threads(FOUR, _evaluated, net, roomy)[0]
+    with torch.no_grad():
+        assert evaluated == pytest.approx([net(batch(0, 0)).item()] * 2, rel=1e-6)
+    assert mean_losses(results) == pytest.approx(single(net, 4, 3), rel=1e-5)
+
+
+def _evaluated(mesh: Mesh, net: nn.Module, policy: Policy) -> list[float]:
+    net = copy.deepcopy(net)
+    shard(net, mesh=mesh, policy=policy)
+    with torch.no_grad():
+        return [net(batch(0, 0)).item() for _ in range(2)]
+
+
+def test_small_parameters_persist_up_to_their_limit() -> None:
+    """stage3_model_persistence_threshold: those that would exceed it stay with their block."""
+    table = zero(stage3_param_persistence_threshold=16, stage3_model_persistence_threshold=40)
+    policy = recipe(table, topology=FOUR).policy
+    units = plan_units(model(), FOUR, replace(policy, memory=replace(policy.memory, max_padding=1e9)))
+    (persistent,) = [unit for unit in units if unit.persistent]
+    assert 0 < persistent.numel <= 40

@@ -1,0 +1,225 @@
+"""The engine by itself: how long it lives, what it refuses, and its state."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from impl.comm.mesh import Mesh
+from impl.engine.optimizer_hooks import find
+from impl.parameters.gathered import GatheredParameters
+from impl.plan.policy import preset
+from impl.plan.topology import Topology
+from impl.zero import Zero, ZeroError, shard
+from tests.impl.checkpoint.checkpointed import Dropping
+from tests.impl.test_zero_models import WIDTH, Stack, data
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import batch, model
+
+EXACT = preset("exact", memory=ROOMY)
+MODEL = model()
+
+
+# How long it lives
+
+
+def test_an_engine_that_nobody_keeps_lives_as_long_as_its_model() -> None:
+    """What finds it by its parameters and optimizers works on, as in a function that returns its model."""
+
+    def body(mesh: Mesh) -> None:
+        net = model()
+        optimizer = torch.optim.SGD(shard(net, mesh=mesh, policy=EXACT).param_groups(), lr=0.1)
+        gc.collect()
+        found = find(net.head.weight)
+        assert found is not None
+        net(batch(0, 0)).backward()
+        found.engine.finish_backward()
+        optimizer.step()
+        del found
+        gc.collect()
+        net.zero_grad()
+        assert all(master.grad is None for group in optimizer.param_groups for master in group["params"])
+        with GatheredParameters(net.head.weight, modifier_rank=0):
+            net.head.weight.data.zero_()
+
+    on_threads(Topology(1, 1), body)
+
+
+@pytest.mark.parametrize("passes", ["none", "forward", "both"])
+def test_a_dropped_engine_is_freed(passes: str) -> None:
+    """Without references, model, engine and masters go: no hook and no graph keeps them."""
+
+    def body(mesh: Mesh) -> weakref.ref[Zero]:
+        net = Stack()
+        zero = shard(net, mesh=mesh, policy=EXACT)
+        if passes != "none":
+            loss = net(data(0, 0))
+        if passes == "both":
+            loss.backward()
+            zero.finish_backward()
+        return weakref.ref(zero)
+
+    [reference] = on_threads(Topology(1, 1), body)
+    gc.collect()
+    assert reference() is None
+
+
+# Misuse
+
+
+def _misuse(mesh: Mesh, how: str) -> str:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    name = "Adafactor" if how == "adafactor" else "AdamW"
+    optimizer = getattr(torch.optim, name)(zero.param_groups())
+    try:
+        if how == "finish first":
+            zero.finish_backward()
+        net(batch(0, mesh.rank)).backward()
+        if how == "forgotten":
+            optimizer.step()
+        if how == "norm":
+            zero.grad_norm()
+        if how == "twice":
+            zero.finish_backward  # noqa: B018  # forgotten
+            net(batch(1, mesh.rank)).backward()
+        zero.finish_backward()
+        optimizer.step()
+        if how == "outside":
+            net.head.weight + 1
+            return str((net.head.weight + 1).device)
+    except ZeroError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("forgotten", "optimizer.step() after a backward pass: call finish_backward() first"),
+        ("norm", "grad_norm() after a backward pass: call finish_backward() first"),
+        ("finish first", "finish_backward() without a backward pass before it"),
+        ("twice", "a forward pass after a backward pass that was not finished: call finish_backward()"),
+        ("adafactor", "Adafactor is not elementwise"),
+        ("outside", "is used outside of a forward pass, where its values are sharded"),
+    ],
+)
+def test_misuse_is_a_clear_error(how: str, words: str) -> None:
+    """Using the engine so that it would train something else raises, and never crashes the process."""
+    assert all(words in said for said in on_threads(Topology(1, 2), _misuse, how))
+
+
+class _Boom(torch.autograd.Function):
+    """A backward that fails."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, __: Tensor) -> Tensor:
+        raise ValueError("boom")
+
+
+def _fails(mesh: Mesh, base: nn.Module, how: str) -> str:
+    net = copy.deepcopy(base)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    try:
+        match how:
+            case "backward failed":
+                with pytest.raises(ValueError, match="boom"):
+                    net(_Boom.apply(data(0, 0).requires_grad_())).backward()
+                net(data(1, mesh.rank))
+            case "module's optimizer":
+                optimizer = torch.optim.AdamW(net.parameters())
+                net(data(0, 0)).backward()
+                zero.finish_backward()
+                optimizer.step()
+            case "load_state_dict":
+                net.load_state_dict(base.state_dict())
+            case "step between":
+                first, second = net(data(0, 0)), net(data(1, 0))
+                first.backward()
+                zero.finish_backward()
+                torch.optim.SGD(zero.param_groups(), lr=1.0).step()
+                second.backward()
+            case "create_graph":
+                x = data(0, 0).requires_grad_()
+                torch.autograd.grad(net(x), x, create_graph=True)
+            case "frozen later":
+                net.head.weight.requires_grad_(requires_grad=False)
+                net(data(0, 0))
+            case "in place":
+                x = net.embed
+                hidden = torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))  # outside forward: refused
+                return str(hidden.device) + str(x)
+    except (ZeroError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("backward failed", "drop its gradients with optimizer.zero_grad() if the backward pass failed"),
+        ("module's optimizer", "construct it with Zero.param_groups()"),
+        ("load_state_dict", "use Zero.load_full_state_dict()"),
+        ("step between", "changed between its forward and its backward pass"),
+        ("create_graph", "gradients of gradients are not supported"),
+        ("frozen later", "parameter 'head.weight' was trained when the model was sharded and is now frozen"),
+        ("in place", "is used outside of a forward pass, where its values are sharded"),
+    ],
+)
+def test_what_would_train_something_else_raises(how: str, words: str) -> None:
+    """Misuse that plain torch would notice, or that would silently do nothing, is a clear error."""
+    torch.manual_seed(0)
+    assert all(words in said for said in on_threads(Topology(1, 2), _fails, Stack(), how))
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    """By the engine, in its words."""
+
+    def body(mesh: Mesh) -> None:
+        zero = shard(nn.Linear(4, 4), mesh=mesh, policy=preset("zero1", memory=ROOMY))
+        for options in ([{"lr": 0.1}], {0: [("lr", 0.1)]}, "lr"):
+            with pytest.raises(ZeroError, match=r"param_groups\(options=\.\.\.\): expected a table"):
+                zero.param_groups(options)  # type: ignore[arg-type]
+        with pytest.raises(ZeroError, match=r"accumulate\(on='yes'\): expected True or False"):
+            zero.accumulate(on="yes")  # type: ignore[arg-type]
+
+    on_threads(Topology(1, 1), body)
+
+
+def _copied(mesh: Mesh) -> None:
+    zero = shard(copy.deepcopy(MODEL), mesh=mesh, policy=EXACT)
+    for copied in (zero.model, zero.model.blocks[1]):
+        with pytest.raises(ZeroError, match=r"deepcopy\(\) of a sharded model"):
+            copy.deepcopy(copied)
+
+
+def test_a_copy_of_a_sharded_model_is_refused() -> None:
+    """One clear error, also for one of its blocks."""
+    on_threads(Topology(1, 2), _copied)
+
+
+# State
+
+
+def _extra_state(mesh: Mesh) -> int:
+    zero = shard(model(Dropping), mesh=mesh, policy=EXACT)
+    state = zero.full_state_dict()
+    state["_extra_state"]["passes"] = 5
+    zero.load_full_state_dict(state)
+    return zero.model.passes
+
+
+def test_loading_a_full_state_sets_extra_states() -> None:
+    """Zero.load_full_state_dict() gives modules the extra state that full_state_dict() took from them."""
+    assert on_threads(Topology(1, 2), _extra_state) == [5, 5]

@@ -1,0 +1,168 @@
+"""Passes that are refused, interrupted or compiled."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire, _InMemory
+from impl.parameters.gathered import GatheredParameters
+from impl.plan.policy import preset
+from impl.plan.topology import Topology
+from impl.zero import ZeroError, shard
+from tests.impl.test_zero_models import WIDTH, Stack, data
+from tests.support.models import Net
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import batch, model
+
+EXACT = preset("exact", memory=ROOMY)
+
+
+def test_a_block_that_refused_to_be_called_by_itself_is_not_running() -> None:
+    """After a refused call of a block the engine is outside of passes, as the repair it names needs it."""
+
+    def body(mesh: Mesh) -> None:
+        net = Stack()
+        shard(net, mesh=mesh, policy=EXACT)
+        block = net.blocks[0]
+        held, block.weight = block.weight, nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        with pytest.raises(ZeroError, match="was replaced by another object"):
+            block(data(0, 0))
+        block.weight = held
+        with GatheredParameters(block.weight, modifier_rank=0):
+            block.weight.data.zero_()
+        assert not block(data(0, 0)).any()
+
+    on_threads(Topology(1, 1), body)
+
+
+def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it() -> None:
+    """KeyboardInterrupt passes hooks by: what is refused says what to call, and then works."""
+
+    def body(mesh: Mesh) -> None:
+        net = model(Net)
+        zero = shard(net, mesh=mesh, policy=EXACT)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        handle = net.get_submodule("blocks.1").register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            net(batch(0, 0))
+        handle.remove()
+        with pytest.raises(ZeroError, match=r"interrupted: call drop_gradients\(\)"):
+            zero.check_idle("access")
+        zero.drop_gradients()
+        zero.check_idle("access")
+        net(batch(0, 0)).backward()
+        zero.finish_backward()
+
+    on_threads(Topology(1, 1), body)
+
+
+def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
+    """finish_backward() after one that was interrupted says what is lost and what to call, which works."""
+    base, left, wait = model(Net), threading.local(), _InMemory.wait
+
+    def interrupted(exchange: _InMemory) -> Tensor:
+        left.waits = getattr(left, "waits", 0) - 1
+        if left.waits == 0:
+            raise KeyboardInterrupt
+        return wait(exchange)
+
+    def body(mesh: Mesh) -> tuple[float, float]:
+        zero = shard(net := copy.deepcopy(base), mesh=mesh, policy=EXACT, wire=Wire(mesh, transport="shm"))
+        net(batch(0, 0)).backward()
+        zero.finish_backward()
+        wanted = float(zero.grad_norm())
+        net.zero_grad()
+        net(batch(0, 0)).backward()
+        left.waits = 1
+        with pytest.raises(KeyboardInterrupt):
+            zero.finish_backward()
+        with pytest.raises(ZeroError, match=r"interrupted cannot be finished.*call drop_gradients\(\)"):
+            zero.finish_backward()
+        zero.drop_gradients()
+        zero.finish_backward()
+        net.zero_grad()
+        net(batch(0, 0)).backward()
+        zero.finish_backward()
+        return float(zero.grad_norm()), wanted
+
+    with mock.patch.object(_InMemory, "wait", interrupted):
+        for got, wanted in on_threads(Topology(1, 2), body):
+            assert got == wanted
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # torch's compiler looks at it
+def test_compiled_blocks_train_as_blocks_that_are_not() -> None:
+    """``block.compile()`` compiles what lies between the engine's hooks, which run as they are."""
+
+    def body(mesh: Mesh, *, compiled: bool) -> list[float]:
+        net = copy.deepcopy(base)
+        zero = shard(net, mesh=mesh, policy=EXACT)
+        for block in net if compiled else ():
+            block.compile(backend="eager")
+        optimizer = torch.optim.SGD(zero.param_groups(), lr=0.5)
+        losses = []
+        for _ in range(3):
+            loss = net(batch(0, 0)).square().mean()
+            losses.append(loss.item())
+            loss.backward()
+            zero.finish_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    base = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    plain, compiled = (on_threads(Topology(1, 1), partial(body, compiled=on))[0] for on in (False, True))
+    assert plain == pytest.approx(compiled, rel=1e-5)
+
+
+def test_in_place_changes_of_activations_are_still_noticed() -> None:
+    """The engine's saved-tensor hooks keep torch's check of activations modified in place."""
+
+    class Modifies(Stack):
+        def middle(self, x: Tensor) -> Tensor:
+            y = torch.exp(x)
+            z = y * 2
+            y.add_(1)
+            return z
+
+    def body(mesh: Mesh) -> None:
+        net = Modifies()
+        shard(net, mesh=mesh, policy=EXACT)
+        with pytest.raises(ZeroError, match="modified by an inplace operation"):
+            net(data(0, 0)).backward()
+
+    on_threads(Topology(1, 1), body)
+
+
+def test_a_parameter_kept_outside_its_module_cannot_be_used_unnoticed() -> None:
+    """A reference kept in a plain list loses its elements: its use is an error, not no training."""
+
+    class Keeps(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = [self.head.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.middle(self.embed(x)) @ self.kept[0]).square().mean()
+
+    def body(mesh: Mesh) -> None:
+        net = Keeps()
+        shard(net, mesh=mesh, policy=EXACT)
+        with pytest.raises(RuntimeError):
+            net(data(0, 0))
+
+    on_threads(Topology(1, 1), body)

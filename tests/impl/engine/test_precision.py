@@ -1,0 +1,278 @@
+"""Types: masters in fp32 whatever is computed in, one loss scale for all ranks, weights kept as codes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from impl.codecs.codec import parse
+from impl.comm.mesh import Mesh
+from impl.engine.loss_scaler import LossScaleError, LossScaler
+from impl.plan.policy import Dtype, LossScale, Policy, Stage, preset
+from impl.plan.topology import Topology
+from impl.zero import ZeroError, shard
+from tests.impl.test_zero_models import Stack, data
+from tests.support.models import Net
+from tests.support.ranks import on_processes, on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import batch, mean_losses, model, single, train
+
+EXACT = preset("exact", memory=ROOMY)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_in_fp32_may_be_computed_in_16_bits(compute: Dtype, stage: Stage) -> None:
+    """Weights, activations and gradients have the compute type, masters stay fp32: losses within 2 %."""
+    scale = LossScale(initial=1024.0) if compute == "fp16" else None
+    policy = preset("zero3", stage=stage, compute=compute, loss_scale=scale, memory=ROOMY)
+    results = on_threads(Topology(2, 2), train, model(), policy, 4, 2)
+    assert mean_losses(results) == pytest.approx(single(model(), 4, 4, 2), rel=0.02)
+    _, state, zero = results[0]
+    assert all(master.dtype == torch.float32 for unit in zero.units for _, master in unit.owned.masters)
+    assert state["embed.weight"].dtype == torch.float32
+    assert zero.units[0].members[0].parameter.dtype == getattr(
+        torch, {"bf16": "bfloat16", "fp16": "float16"}[compute]
+    )
+
+
+def _overflowing(
+    mesh: Mesh, policy: Policy, net: nn.Module
+) -> tuple[list[bool], list[float], list[Tensor], int]:
+    """Rank 1 meets an infinity in the second step."""
+    net = copy.deepcopy(net)
+    zero = shard(net, mesh=mesh, policy=policy)
+    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
+    done, scales, weights = [], [], []
+    for step in range(4):
+        x = batch(step, mesh.rank)
+        if step == 1 and mesh.rank == 1:
+            x[0, 0] = torch.inf
+        zero.scaler.scaled(net(x)).backward()
+        zero.finish_backward()
+        done.append(zero.step(optimizer, max_norm=1.0).done)
+        optimizer.zero_grad()
+        scales.append(zero.scaler.scale)
+        weights.append(torch.cat([unit.owned.master.clone() for unit in zero.units]))
+    kept = sum(
+        int(value.count_nonzero())
+        for unit in zero.units
+        for name, value in unit.averaging.feedback_state().items()
+        if name != "since"
+    )
+    return done, scales, weights, kept
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8:32", "int4:32:asym", "fp8e5m2:32"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(codec: str) -> None:
+    """Through every gradient codec: no rank steps, the scale halves everywhere, and training goes on."""
+    policy = preset(
+        "zero3", gradients=(parse(codec),) * 2, loss_scale=LossScale(initial=4.0, window=2), memory=ROOMY
+    )
+    for done, scales, weights, _ in on_threads(Topology(2, 2), _overflowing, policy, model()):
+        assert done == [True, False, True, True]
+        assert scales == [4.0, 2.0, 2.0, 4.0]
+        assert torch.equal(weights[0], weights[1])
+        assert not torch.equal(weights[1], weights[2])
+        assert all(torch.isfinite(each).all() for each in weights)
+
+
+class _Gradients:
+    """An engine whose norms are given."""
+
+    def __init__(self, norms: list[float]) -> None:
+        self.norms, self.factors, self.forgotten = norms, list[float](), 0
+
+    def grad_norm(self) -> Tensor:
+        return torch.tensor(self.norms.pop(0), dtype=torch.float64)
+
+    def scale_gradients(self, factor: float) -> None:
+        self.factors.append(factor)
+
+    def forget_overflow(self) -> None:
+        self.forgotten += 1
+
+
+def test_the_scale_moves_as_it_says() -> None:
+    """It doubles after a window of good steps and halves at an overflow; at the least that is an error."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaler = LossScaler(LossScale(initial=4.0, window=2, least=2.0))
+    gradients = _Gradients([8.0, 8.0, math.nan, math.inf, math.inf])
+    assert scaler.step(gradients, [optimizer], max_norm=1.0).norm == 2.0
+    assert gradients.factors == [pytest.approx(0.25 * 0.5, rel=1e-6)]
+    scaler.step(gradients, [optimizer])
+    assert scaler.scale == 8.0
+    assert not scaler.step(gradients, [optimizer]).done
+    resumed = LossScaler(LossScale(initial=4.0, window=2, least=2.0))
+    resumed.load_state_dict(scaler.state_dict())
+    assert (resumed.scale, resumed.skipped) == (4.0, 1)
+    assert not resumed.step(gradients, [optimizer]).done
+    with pytest.raises(LossScaleError, match="loss scale of 2, the smallest"):
+        resumed.step(gradients, [optimizer])
+    assert gradients.forgotten == 3
+
+
+def test_a_fixed_scale_stays() -> None:
+    """Overflows under a fixed scale are skipped steps, and counted."""
+    scaler = LossScaler(LossScale(initial=512.0, window=0))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert not scaler.step(_Gradients([math.inf]), [optimizer]).done
+    assert (scaler.scale, scaler.skipped) == (512.0, 1)
+
+
+def _frozen(
+    mesh: Mesh, policy: Policy, net: nn.Module
+) -> tuple[list[float], dict[str, Tensor], int, list[int]]:
+    net = copy.deepcopy(net)
+    zero = shard(net, mesh=mesh, policy=policy)
+    held = [unit.owned.held.nbytes for unit in zero.units if not unit.geometry.trainable]
+    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        loss = net(batch(step, mesh.rank))
+        loss.backward()
+        zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, zero.full_state_dict(), zero.memory()["frozen"], held
+
+
+def _half_frozen() -> Net:
+    net = model()
+    assert isinstance(net, Net)
+    for block in net.blocks:
+        block.up.weight.requires_grad_(requires_grad=False)
+    return net
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_weights_may_be_held_as_codes(stage: Stage) -> None:
+    """They take the codec's bytes instead of 4 an element, are sent so, and train what is not frozen."""
+    policy = replace(EXACT, stage=stage, frozen=parse("int8:32"))
+    results = on_threads(Topology(1, 2), _frozen, policy, _half_frozen())
+    codec = parse("int8:32")
+    net = _half_frozen()
+    for _, state, held, each in results:
+        assert held == sum(each) == 3 * codec.frame_bytes(320)  # 16 x 40 weights a block, on two ranks
+        for index, block in enumerate(net.blocks):
+            got, original = state[f"blocks.{index}.up.weight"], block.up.weight
+            assert (got - original).abs().max() <= original.abs().max() / 127
+    with torch.no_grad():
+        for index, block in enumerate(net.blocks):
+            block.up.weight.copy_(results[0][1][f"blocks.{index}.up.weight"])
+    losses = [sum(pair) / 2 for pair in zip(*(result[0] for result in results), strict=True)]
+    assert losses == pytest.approx(single(net, 2, 3), rel=1e-5)
+
+
+class Normed(nn.Module):
+    """Batch norms: floating-point and integer buffers that each rank changes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(2)
+        )
+        self.register_buffer("derived", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _buffers(mesh: Mesh, net: nn.Module, policy: Policy) -> Any:
+    net = copy.deepcopy(net)
+    zero = shard(net, mesh=mesh, policy=policy, blocks=list(net.blocks))
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    net.derived.fill_(mesh.rank)
+    for step in range(2):
+        net(batch(step, mesh.rank)).backward()
+        zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    own = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    net.eval()
+    with torch.no_grad():
+        loss = net(batch(9, 0)).item()
+    return own, {name: buffer.clone() for name, buffer in net.named_buffers()}, loss, zero.full_state_dict()
+
+
+def test_buffers_are_kept_equal() -> None:
+    """Before the next pass all ranks hold the mean of running statistics; derived buffers stay their own."""
+    results = on_threads(Topology(2, 2), _buffers, model(Normed), EXACT)
+    means = {name: torch.stack([own[name].double() for own, *_ in results]).mean(0) for name in results[0][0]}
+    for rank, (own, equal, loss, state) in enumerate(results):
+        for name, value in equal.items():
+            if name == "derived":
+                assert torch.equal(value, own[name])
+                assert value[0] == rank
+            else:
+                assert torch.equal(value, results[0][1][name])
+                assert torch.allclose(value.double(), means[name], rtol=1e-6)
+                assert torch.equal(state[name], value)
+        assert loss == results[0][2]
+
+
+def _misused(mesh: Mesh, net: nn.Module, how: str) -> str:
+    zero = shard(
+        copy.deepcopy(net),
+        mesh=mesh,
+        policy=preset("exact", memory=ROOMY, loss_scale=LossScale(initial=8.0)),
+        group_of=lambda name, _: int("head" in name),
+    )
+    one, other = (torch.optim.SGD([group], lr=0.1) for group in zero.param_groups())
+    zero.scaler.scaled(zero.model(batch(0, mesh.rank))).backward()
+    zero.finish_backward()
+    before = torch.cat([unit.owned.master.clone() for unit in zero.units])
+    if how == "together":
+        assert zero.step(one, other, max_norm=1e9).done
+        moved = torch.cat([unit.owned.master for unit in zero.units]) - before
+        gradient = torch.cat([unit.owned.mean_gradient() for unit in zero.units])  # type: ignore[misc]
+        assert torch.allclose(moved, -0.1 * gradient, atol=1e-6)
+        return "together"
+    with pytest.raises(ZeroError) as caught:
+        zero.step(one) if how == "one" else zero.clip_grad_norm_(1.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("together", "together"), ("one", "give all optimizers to one step"), ("clip", "give max_norm to step")],
+)
+def test_scaled_gradients_are_unscaled_once(how: str, words: str) -> None:
+    """Several optimizers step together under one scale; one alone, or clipping before, is refused."""
+    assert all(words in said for said in on_threads(Topology(1, 2), _misused, model(), how))
+
+
+def _in_bf16(mesh: Mesh) -> float:
+    torch.manual_seed(0)
+    net = Stack().bfloat16()
+    zero = shard(net, mesh=mesh, policy=preset("zero3", memory=ROOMY, compute="bf16"))
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    for step in range(3):
+        loss = net(data(step, 0).bfloat16())
+        loss.backward()
+        zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def test_a_bf16_model_trains_with_fp32_masters() -> None:
+    """A policy that computes in bf16 trains a bf16 model."""
+    losses = on_processes(Topology(1, 2), _in_bf16)
+    assert losses[0] == losses[1]
+    assert losses[0] < first_bf16_loss()
+
+
+def first_bf16_loss() -> float:
+    """Before any step, in one process."""
+    torch.manual_seed(0)
+    return Stack().bfloat16()(data(0, 0).bfloat16()).item()

@@ -1,0 +1,277 @@
+"""Stages and groups are places to keep things: what is learned is the same, what is held and sent differs."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from impl.codecs.codec import IntCodec, parse
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.plan.policy import Policy, Stage, preset
+from impl.plan.topology import Topology
+from impl.plan.traffic import Phase, memory
+from impl.zero import ZeroError, shard
+from tests.support.models import Odd
+from tests.support.ranks import on_processes, on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import batch, close, mean_losses, model, single, train
+
+EXACT = preset("exact", memory=ROOMY)
+STAGES: list[Stage] = [0, 1, 2, 3]
+NET = model(depth=4)
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(4, 1)], ids=str
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_stages_learn_what_one_process_learns(stage: Stage, topology: Topology) -> None:
+    """Unquantised, losses and weights are a single process's within 1e-5, with accumulation."""
+    results = on_threads(topology, train, model(), replace(EXACT, stage=stage), 3, 2)
+    net = model()
+    assert mean_losses(results) == pytest.approx(single(net, topology.world, 3, 2), rel=1e-5)
+    for result in results:
+        assert close(result[1], net.state_dict(), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("topology", "group"),
+    [
+        (Topology(2, 2), 1),
+        (Topology(2, 2), "node"),
+        (Topology(2, 4), 2),
+        (Topology(4, 2), 4),
+        (Topology(2, 3), 3),
+        (Topology(1, 6), 2),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_in_groups_learn_the_same(topology: Topology, group: Any, stage: Stage) -> None:
+    """MiCS and HSDP, at any group size inside, at and across a node: as one process, on every rank."""
+    policy = replace(EXACT, group=group, stage=stage)
+    results = on_threads(topology, train, model(), policy, 3, 2)
+    net = model()
+    assert mean_losses(results) == pytest.approx(single(net, topology.world, 3, 2), rel=1e-5)
+    for result in results:
+        assert close(result[1], net.state_dict(), 1e-4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_odd_models_train_at_every_stage(stage: Stage) -> None:
+    """Scalar, empty, tiny, frozen, unused and twice-used parameters train as in one process."""
+    results = on_threads(Topology(3, 2), train, model(Odd), replace(EXACT, stage=stage), 3, 2, 7)
+    net = model(Odd)
+    assert mean_losses(results) == pytest.approx(single(net, 6, 3, 2, 7), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("group", [0, "node"])
+def test_quantised_stages_follow(stage: Stage, group: Any) -> None:
+    """QwZ and qgZ at any stage and in groups follow one process within 2 %, equal on all ranks."""
+    if stage == 0 and group:
+        pytest.skip("stage 0 shards nothing")
+    int8 = IntCodec(8, 32)
+    policy = replace(EXACT, stage=stage, group=group, weights=int8, gradients=(int8, int8))
+    results = on_threads(Topology(2, 2), train, model(), policy, 4, 2)
+    assert mean_losses(results) == pytest.approx(single(model(), 4, 4, 2), rel=0.02)
+    first = results[0][1]
+    for _, state, _ in results[1:]:
+        assert all(torch.equal(state[name], value) for name, value in first.items())
+
+
+def _crossings(mesh: Mesh, policy: Policy, accumulation: int) -> dict[tuple[Phase, str], int]:
+    """Bytes of one step from this rank to anywhere, by phase and purpose."""
+    zero = train(mesh, NET, policy, 1, accumulation)[2]
+    sent: dict[tuple[Phase, str], int] = {}
+    for key, total in zero.wire.ledger.rows().items():
+        if key.purpose not in ("state", "buffers"):
+            where = key.phase, key.purpose
+            sent[where] = sent.get(where, 0) + total.bytes
+    return sent
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_each_stage_sends(stage: Stage) -> None:
+    """Stages 0 to 2 send 2 M a step, stage 3 sends 3 M (facts A10); 0 and 1 whatever the accumulation."""
+    policy = replace(EXACT, stage=stage)
+    one, three = (on_threads(Topology(1, 4), _crossings, policy, n)[0] for n in (1, 3))
+    scatter = on_threads(Topology(1, 4), _crossings, EXACT, 1)[0]["backward", "gradients"]
+    gather = 0 if stage == 0 else scatter
+    assert one.get(("forward", "weights"), 0) == gather
+    assert one.get(("backward", "weights"), 0) == (scatter if stage == 3 else 0)
+    assert one["backward", "gradients"] == (2 * scatter if stage == 0 else scatter)
+    times = 3 if stage >= 2 else 1
+    assert three["backward", "gradients"] == times * one["backward", "gradients"]
+    assert three.get(("forward", "weights"), 0) == (3 if stage == 3 else 1) * gather
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "changes", [{}, {"group": 2}, {"reduce_every": "step"}, {"frozen": parse("int8:32")}], ids=str
+)
+def test_memory_is_the_formulas_at_every_stage(
+    stage: Stage, changes: dict[str, Any], micro_batches: int
+) -> None:
+    """What the engine held at most, by part, is what the formula says, to the byte."""
+    if stage == 0 and "group" in changes:
+        pytest.skip("stage 0 shards nothing")
+    net = model(depth=4)
+    for block in net.blocks:
+        block.up.bias.requires_grad_(requires_grad=False)
+    policy = replace(EXACT, stage=stage, memory=replace(ROOMY, prefetch=0), **changes)
+    zero = on_threads(Topology(2, 2), train, net, policy, 2, micro_batches)[0][2]
+    units = [unit.geometry for unit in zero.units]
+    formula = memory(policy, Topology(2, 2), units, micro_batches=micro_batches)
+    measured = zero.memory()
+    assert {part: measured.get(part, 0) for part in formula if part != "optimizer"} == {
+        part: size for part, size in formula.items() if part != "optimizer"
+    }
+
+
+def _stops(mesh: Mesh, policy: Policy, how: str) -> None:
+    net = copy.deepcopy(NET)
+    zero = shard(net, mesh=mesh, policy=policy)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    if how == "accumulate":
+        with zero.accumulating():
+            net(batch(0, mesh.rank)).backward()
+            zero.finish_backward()
+        optimizer.step()
+    else:
+        with zero.accumulating():
+            pass
+
+
+def test_a_step_on_gradients_that_were_not_reduced_is_refused() -> None:
+    """An optimizer step after accumulating passes alone says what is missing."""
+    with pytest.raises(ZeroError, match="run the last micro-batch outside"):
+        on_threads(Topology(1, 2), _stops, replace(EXACT, stage=1), "accumulate")
+
+
+def test_accumulating_locally_is_refused_where_each_micro_batch_is_reduced() -> None:
+    """Stage 3 by default adds up in shards; asking for less traffic there names the setting."""
+    with pytest.raises(ZeroError, match="reduce_every to 'step'"):
+        on_threads(Topology(1, 2), _stops, EXACT, "enter")
+
+
+def _peak(mesh: Mesh, policy: Policy, net: nn.Module) -> tuple[int, int, int]:
+    """Most gathered elements, and the elements of the root and of the largest block."""
+    zero = train(mesh, net, policy, 2)[2]
+    sizes = [(unit.geometry.outer, unit.geometry.padded) for unit in zero.units]
+    outer = sum(size for is_outer, size in sizes if is_outer)
+    return zero.memory()["gathered"] // 4, outer, max(size for is_outer, size in sizes if not is_outer)
+
+
+@pytest.mark.parametrize("max_live", [0, 2500, 5000, 10**9])
+@pytest.mark.parametrize("max_reuse", [0, 1, 3000, 10**9])
+def test_no_more_is_gathered_than_allowed(max_live: int, max_reuse: int) -> None:
+    """With any prefetch, the gathered elements stay within max_live, or what is in use if that is more."""
+    limits = replace(ROOMY, max_live=max_live, max_reuse=max_reuse, prefetch=10**9)
+    peak, outer, block = on_threads(Topology(1, 2), _peak, replace(EXACT, memory=limits), model(depth=5))[0]
+    assert peak <= max(max_live, outer + block)
+
+
+@pytest.mark.parametrize(("max_reuse", "kept"), [(0, 0), (1, 1), (3000, 2), (10**9, 5)])
+def test_blocks_within_the_reuse_distance_are_gathered_once(max_reuse: int, kept: int) -> None:
+    """The last blocks are gathered in forward alone, as many as run within max_reuse elements."""
+    policy = replace(EXACT, memory=replace(ROOMY, max_reuse=max_reuse))
+    zero = on_threads(Topology(1, 2), train, model(depth=5), policy, 1)[0][2]
+    rows = zero.wire.ledger.rows()
+    again = {key.unit for key in rows if (key.phase, key.purpose) == ("backward", "weights")}
+    assert {f"blocks.{i}" for i in range(5 - kept)} <= again
+    assert not again & {f"blocks.{i}" for i in range(5 - kept, 5)}
+
+
+def _under_way(mesh: Mesh, policy: Policy) -> int:
+    """Most elements of gradients under way at once."""
+    net = copy.deepcopy(NET)
+    zero = shard(net, mesh=mesh, policy=policy)
+    seen = [0]
+    reductions = zero._passes._reductions
+    start = reductions._start
+
+    def watched(index: int) -> None:
+        start(index)
+        sizes = [zero.units[i].geometry.padded for i, t in reductions._transfers.items() if not t.complete]
+        seen.append(sum(sizes))
+
+    reductions._start = watched  # type: ignore[method-assign]
+    net(batch(0, mesh.rank)).backward()
+    zero.finish_backward()
+    return max(seen)
+
+
+def test_gradients_under_way_stay_within_the_bucket() -> None:
+    """A reduction waits for earlier ones as long as both would exceed reduce_bucket."""
+    free, held = (
+        on_threads(Topology(2, 2), _under_way, replace(EXACT, memory=replace(ROOMY, reduce_bucket=bucket)))[0]
+        for bucket in (10**9, 1500)
+    )
+    block = max(unit.geometry.padded for unit in on_threads(Topology(2, 2), _sharded)[0])
+    assert free > block
+    assert held <= max(1500, block)
+
+
+def _sharded(mesh: Mesh) -> Any:
+    return shard(copy.deepcopy(NET), mesh=mesh, policy=EXACT).units
+
+
+def test_small_parameters_are_gathered_once_a_step_and_never_quantised() -> None:
+    """Below persist_below parameters stay gathered: one gather a step, in the type computed in."""
+    policy = preset("qwz", weights=IntCodec(8, 32), memory=replace(ROOMY, persist_below=50))
+    zero = on_threads(Topology(1, 2), train, model(depth=3), policy, 2, 3)[0][2]
+    small = next(unit.geometry for unit in zero.units if unit.geometry.persistent)
+    assert {slot.spec.numel for slot in small.slots} == {16, 40}
+    rows = {key: sent for key, sent in zero.wire.ledger.rows().items() if key.purpose == "persistent"}
+    assert {key.phase for key in rows} == {"forward"}
+    assert sum(sent.bytes for sent in rows.values()) == 2 * 4 * small.shard  # steps x bytes of fp32
+
+
+class _Skipping(nn.Module):
+    """Some blocks bring rank 1 no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            x = x.detach() if rank == 1 and index < 2 else x
+        return self.head(x).square().mean()
+
+
+def _skips(mesh: Mesh, policy: Policy) -> float:
+    torch.manual_seed(0)
+    net = _Skipping()
+    wire = Wire(mesh, timeout=20.0)
+    zero = shard(net, mesh=mesh, policy=policy, wire=wire)
+    for _ in range(2):
+        net(torch.ones(2, 16) * (1 + mesh.rank), mesh.rank).backward()
+        zero.finish_backward()
+    wire.check_order()
+    return float(zero.grad_norm())
+
+
+@pytest.mark.parametrize(
+    ("topology", "policy"),
+    [
+        (Topology(2, 2), replace(EXACT, stage=2, group=2)),
+        (Topology(1, 4), replace(EXACT, stage=1, gather="flat", reduce="ring")),
+    ],
+    ids=["groups", "ring"],
+)
+def test_ranks_without_gradients_for_some_units_keep_the_order(topology: Topology, policy: Policy) -> None:
+    """Below stage 3 reductions of several messages go on alike, whichever units bring a rank gradients."""
+    norms = on_processes(topology, _skips, policy)
+    assert len(set(norms)) == 1

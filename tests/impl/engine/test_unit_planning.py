@@ -1,0 +1,60 @@
+"""Models are cut into units at their blocks, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from impl.comm.mesh import Mesh
+from impl.plan.geometry import GeometryError
+from impl.plan.policy import preset
+from impl.plan.topology import Topology
+from impl.zero import ZeroError, find_blocks, plan_units, shard
+from tests.support.models import Net
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+
+EXACT = preset("exact", memory=ROOMY)
+
+
+def test_blocks_are_the_children_of_containers() -> None:
+    """Children of ModuleList and Sequential are blocks; a container inside a block is not searched."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ReLU())
+    assert find_blocks(net) == [net[0], net[1]]
+    assert find_blocks(nn.Linear(2, 2)) == []
+
+
+def test_overlapping_blocks_are_refused() -> None:
+    """A block inside another, or foreign to the model, is refused."""
+    net = Net()
+    with pytest.raises(ZeroError, match="overlap"):
+        plan_units(net, Topology(1, 1), EXACT, blocks=[net.blocks, net.blocks[0]])
+    with pytest.raises(ZeroError, match="not a submodule"):
+        plan_units(net, Topology(1, 1), EXACT, blocks=[nn.Linear(2, 2)])
+
+
+def test_padding_of_tiny_units_is_refused_by_default() -> None:
+    """Blocks far larger than a unit are refused, naming the unit."""
+    with pytest.raises(GeometryError, match="unit 'root'"):
+        plan_units(Net(), Topology(2, 2), preset("zeropp"))
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_lazy_modules_without_shapes_are_refused_by_name(kind: str) -> None:
+    """With the advice to call the model once; after that it is sharded as any other."""
+
+    def body(mesh: Mesh) -> None:
+        norm = nn.LazyBatchNorm1d(affine=kind == "parameter")
+        net = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4) if kind == "parameter" else norm)
+        name = r"'1\.weight'" if kind == "parameter" else r"'1\.running_mean'"
+        with pytest.raises(
+            ZeroError, match=rf"{name} of a lazy module has no shape yet: call the model once"
+        ):
+            shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY))
+        with torch.no_grad():
+            net(torch.ones(2, 4))
+        shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY))
+        net(torch.ones(2, 4)).sum().backward()
+
+    on_threads(Topology(1, 1), body)

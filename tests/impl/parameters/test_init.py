@@ -1,0 +1,532 @@
+"""Models cut while they are constructed."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from impl.comm.mesh import Mesh
+from impl.engine.unit_planning import find_blocks
+from impl.errors import ZeroError
+from impl.parameters.gathered import GatheredParameters
+from impl.parameters.init import Init, active, give_values
+from impl.parameters.presharded import cut_of
+from impl.plan.policy import MemoryLimits, Policy, preset
+from impl.plan.topology import Topology
+from impl.zero import Zero, shard
+from tests.support.models import Block, Net
+from tests.support.ranks import on_processes, on_threads
+from tests.support.training import batch
+
+EXACT = preset("exact", memory=MemoryLimits(max_padding=99.0))
+ALONE = threading.Lock()  # thread ranks share torch's random numbers: one constructs at a time
+
+
+def geometries(zero: Zero) -> list[object]:
+    return [unit.geometry for unit in zero.units]
+
+
+def drawn(make: Callable[[], nn.Module]) -> nn.Module:
+    with ALONE:
+        torch.manual_seed(7)
+        return make()
+
+
+def held(parameter: Tensor) -> int:
+    """Bytes of its memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.untyped_storage().nbytes()
+
+
+def compare(mesh: Mesh, policy: Policy, blocks: tuple[type[nn.Module], ...], *, decay: bool) -> int:
+    """Values and layout of a model made inside Init and of one made plainly; bytes sent until then."""
+
+    def group_of(name: str, parameter: nn.Parameter) -> int:
+        return int(parameter.dim() == 1)
+
+    options = {"group_of": group_of} if decay else {}
+    plain = shard(drawn(Net), mesh=mesh, policy=policy, **options)  # type: ignore[arg-type]
+
+    def inside() -> nn.Module:
+        with Init(mesh=mesh, policy=policy, blocks=blocks, whole_below=20):
+            return Net()
+
+    net = drawn(inside)
+    assert all(held(p) == 4 for p in net.parameters() if cut_of(p) is not None)
+    assert cut_of(net.get_parameter("embed.weight")) is not None
+    zero = shard(net, mesh=mesh, policy=policy, **options)  # type: ignore[arg-type]
+    sent = sum(zero.wire.ledger.total(link) for link in ("inter", "intra"))
+    assert geometries(plain) == geometries(zero)
+    for unit, wanted in zip(zero.units, plain.units, strict=True):
+        assert torch.equal(unit.owned.master, wanted.owned.master)
+        if unit.geometry.block.startswith("blocks") and blocks == (Block,) and not decay:
+            assert not [key for key in zero.wire.ledger.rows() if key.unit == unit.geometry.name]
+    net(batch(0, mesh.rank)).backward()
+    zero.finish_backward()
+    return sent
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    topology=st.sampled_from([Topology(1, 1), Topology(1, 3), Topology(2, 2), Topology(3, 1)]),
+    policy=st.sampled_from(
+        [
+            EXACT,
+            replace(EXACT, stage=2),
+            replace(EXACT, memory=MemoryLimits(max_padding=99.0, persist_below=50)),
+            preset("zeropp", memory=MemoryLimits(max_padding=999.0), secondary=1),
+        ]
+    ),
+    blocks=st.sampled_from([(), (Block,), (nn.Linear,)]),
+    decay=st.booleans(),
+)
+def test_values_and_layout_are_those_of_plain_construction(
+    topology: Topology, policy: Policy, blocks: tuple[type[nn.Module], ...], *, decay: bool
+) -> None:
+    """Bit for bit, whatever the ranks, policy, optimizer groups and blocks that Init was told."""
+    on_threads(topology, lambda mesh: compare(mesh, policy, blocks, decay=decay))
+
+
+def test_slices_that_fit_are_taken_over_without_a_message() -> None:
+    """Blocks that shard() lays out as Init did cost nothing; what is in no block costs its own gather."""
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(16, 40), Block(16, 40)])
+
+    def body(mesh: Mesh) -> int:
+        def inside() -> nn.Module:
+            with Init(mesh=mesh, policy=EXACT, blocks=lambda kind: kind.__name__ == "Block"):
+                return Blocks()
+
+        zero = shard(drawn(inside), mesh=mesh, policy=EXACT)
+        return sum(zero.wire.ledger.total(link) for link in ("inter", "intra"))
+
+    assert on_threads(Topology(2, 2), body) == [0] * 4
+
+
+def resets(module: nn.Module) -> None:
+    """What gives a module of :class:`Net` its values; it has a buffer that resets itself in no way."""
+    if isinstance(module, Net):
+        module.scale.fill_(0.5)  # type: ignore[operator]
+    else:
+        module.reset_parameters()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("topology", "tied"),
+    [(Topology(1, 1), False), (Topology(1, 3), False), (Topology(2, 2), False), (Topology(1, 1), True)],
+    ids=str,
+)
+def test_a_meta_model_is_given_the_values_of_plain_construction(topology: Topology, *, tied: bool) -> None:
+    """Block by block in the order of construction: bit for bit, and never more than a block whole."""
+
+    def body(mesh: Mesh) -> None:
+        plain = shard(drawn(lambda: Net(depth=2)), mesh=mesh, policy=EXACT)
+        with Init(mesh=mesh, policy=EXACT, remote_device="meta"):
+            net = Net(depth=2, tied=tied)
+        assert all(parameter.is_meta for parameter in net.parameters())
+        most = 0
+
+        def initialise(module: nn.Module) -> None:
+            nonlocal most
+            resets(module)
+            most = max(most, sum(held(p) for p in net.parameters() if not p.is_meta))
+
+        drawn(lambda: give_values(net, find_blocks(net), mesh, EXACT, initialise) or net)
+        assert most < sum(4 * p.numel() for p in net.parameters()) / 2
+        zero = shard(net, mesh=mesh, policy=EXACT)
+        for unit, wanted in zip(zero.units, plain.units, strict=True):
+            assert tied or torch.equal(unit.owned.master, wanted.owned.master)
+        net(batch(0, mesh.rank)).backward()
+        zero.finish_backward()
+
+    on_threads(topology, body)
+
+
+def test_shard_gives_a_meta_model_its_values_and_names_modules_that_cannot() -> None:
+    """``reset_parameters()`` by default; a module without it is an error that names it."""
+
+    def body(mesh: Mesh) -> None:
+        with torch.device("meta"):
+            good, bad = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Net()
+        zero = shard(good, mesh=mesh, policy=EXACT)
+        assert all(value.abs().sum() > 0 for value in zero.full_state_dict().values())
+        with pytest.raises(
+            ZeroError, match=r"the model \(Net\) has 'scale' on the meta device and no reset_par"
+        ):
+            shard(bad, mesh=mesh, policy=EXACT)
+
+    on_threads(Topology(1, 1), body)
+
+
+class Initialised(nn.Module):
+    """Its constructor goes over all weights again, in the ways that published models do."""
+
+    def __init__(self, how: str, modifier: int) -> None:
+        super().__init__()
+        self.position_embeddings = nn.Embedding(12, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.generator = torch.Generator().manual_seed(3)
+        match how:
+            case "apply":
+                self.apply(self.initialise)
+            case "named_parameters":
+                for name, parameter in self.named_parameters():
+                    if name.endswith("weight"):
+                        torch.nn.init.normal_(parameter, std=0.3, generator=self.generator)
+            case "copies":  # held over the use of another one
+                first, last = self.blocks[0].weight, self.blocks[2].weight
+                with torch.no_grad():
+                    last.copy_(first * 2 + self.blocks[1].weight.t())
+                    view = first[0]
+                    last.mul_(2)
+                    view.zero_()
+                self.blocks[1].weight = self.blocks[0].weight  # tied
+            case "gathered":
+                with GatheredParameters(self.position_embeddings.weight, modifier_rank=modifier):
+                    nn.init.normal_(self.position_embeddings.weight, generator=self.generator)
+            case _:
+                raise AssertionError(how)
+
+    def initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(std=0.2, generator=self.generator)
+        if isinstance(module, nn.Linear):
+            module.bias.data.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.position_embeddings(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def _constructs(mesh: Mesh, how: str) -> bool:
+    torch.manual_seed(5)
+    plain = Initialised(how, 0).state_dict()
+    torch.manual_seed(5)
+    with Init(mesh=mesh, policy=EXACT, blocks=nn.Linear, whole_below=0):
+        net = Initialised(how, 1)
+    assert all(cut_of(parameter) is not None for parameter in net.parameters())
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    net(torch.arange(4)).backward()
+    zero.finish_backward()
+    state = zero.full_state_dict()
+    return all(torch.equal(state[name], value) for name, value in plain.items())
+
+
+def _constructs_all(mesh: Mesh) -> list[str]:
+    return [how for how in HOW if not _constructs(mesh, how)]
+
+
+HOW = ("apply", "named_parameters", "copies", "gathered")
+
+
+def test_constructors_may_use_what_was_cut() -> None:
+    """Automatic gathering in constructors, and the tutorial's: values are those of plain construction.
+
+    In processes, since thread ranks share torch's random numbers.
+    """
+    assert on_processes(Topology(1, 2), _constructs_all) == [[]] * 2
+
+
+def test_after_init_a_use_is_an_error_and_gathered_parameters_work() -> None:
+    """Between Init and shard() values are read and changed under GatheredParameters alone."""
+
+    def body(mesh: Mesh) -> None:
+        def inside() -> nn.Module:
+            with Init(mesh=mesh, policy=EXACT, blocks=Block):
+                return Net()
+
+        net = drawn(inside)
+        weight = net.get_parameter("blocks.1.up.weight")
+        for use in (weight.zero_, weight.sum, lambda: net(batch(0, 0))):
+            with pytest.raises(ZeroError, match="is used after Init cut it"):
+                use()
+        with torch.no_grad():
+            with GatheredParameters(net.get_submodule("blocks.1").parameters(), modifier_rank=1):
+                weight.fill_(mesh.rank)
+            with (
+                pytest.raises(
+                    ZeroError, match="1 of 1 gathered parameters were changed, on ranks 0, without"
+                ),
+                GatheredParameters(weight),
+            ):
+                weight.add_(mesh.rank == 0)
+        assert isinstance(weight, nn.Parameter)
+        state = shard(net, mesh=mesh, policy=EXACT).full_state_dict()
+        assert (state["blocks.1.up.weight"] == 1).all()
+        assert torch.equal(state["blocks.0.up.weight"], drawn(Net).state_dict()["blocks.0.up.weight"])
+
+    on_threads(Topology(1, 2), body)
+
+
+def test_a_backward_pass_before_the_model_is_sharded_is_an_error() -> None:
+    """Nobody would average such gradients: of what is cut or is yet to be, inside Init and after it."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5, 3))
+            trained(self.weight)
+
+    def trained(weight: nn.Parameter) -> None:
+        with GatheredParameters(weight):
+            with pytest.raises(
+                ZeroError, match=r"reached parameter '.*' before the model is sharded: train after"
+            ):
+                weight.square().sum().backward()
+            assert weight.grad is None
+
+    def body(mesh: Mesh) -> None:
+        with Init(mesh=mesh, policy=EXACT, blocks=Own):
+            net = nn.Sequential(Own(), Own())
+            trained(net[0].weight)
+        trained(net[1].weight)
+        zero = shard(net, mesh=mesh, policy=EXACT)
+        assert zero.full_state_dict()["0.weight"].eq(1).all()
+
+    on_threads(Topology(1, 2), body)
+
+
+def test_gathered_parameters_in_a_block_that_is_being_made() -> None:
+    """What is not cut yet is whole on each rank: the modifier's values still reach all of them."""
+
+    class Own(nn.Module):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(5, 3))
+            with torch.no_grad(), GatheredParameters(self.weight, modifier_rank=0):
+                self.weight.fill_(1.0 + rank)
+            self.seen = float(self.weight.detach().sum())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    def body(mesh: Mesh) -> float:
+        with Init(mesh=mesh, policy=EXACT, blocks=Own):
+            return Own(mesh.rank).seen
+
+    assert on_threads(Topology(2, 2), body) == [15.0] * 4
+
+
+def test_nested_disabled_and_failing_contexts() -> None:
+    """Init inside Init is refused; ``enabled=False`` does nothing; an exception leaves nothing behind."""
+
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+            raise KeyError("mine")
+
+    def body(mesh: Mesh) -> None:
+        with Init(mesh=mesh, policy=EXACT, enabled=False) as init:
+            assert cut_of(nn.Linear(64, 64).weight) is None
+            assert active() is None
+        with Init(mesh=mesh, policy=EXACT), init, pytest.raises(ZeroError, match="Init inside Init"):
+            Init(mesh=mesh, policy=EXACT).__enter__()
+        with pytest.raises(KeyError, match="mine"), Init(mesh=mesh, policy=EXACT):
+            Fails()
+        assert active() is None
+        assert cut_of(nn.Linear(64, 64).weight) is None
+
+    before = nn.Linear.__init__
+    on_threads(Topology(1, 2), body)
+    assert nn.Linear.__init__ is before
+    assert "__init_subclass__" not in vars(nn.Module)
+
+
+def test_a_seed_is_of_the_context_alone() -> None:
+    """The same values on every rank, and numbers drawn afterwards as if nothing had been drawn."""
+
+    def body(mesh: Mesh) -> bool:
+        with ALONE:
+            torch.manual_seed(mesh.rank)
+            wanted = torch.rand(())
+            torch.manual_seed(mesh.rank)
+            with Init(mesh=mesh, policy=EXACT, seed=11):
+                net = nn.Linear(40, 40)
+            same = bool(torch.rand(()) == wanted)
+            torch.manual_seed(11)
+            plain = nn.Linear(40, 40)
+        with GatheredParameters(net.weight):
+            return same and torch.equal(net.weight, plain.weight)
+
+    assert all(on_threads(Topology(1, 2), body))
+
+
+WIDTH, DEPTH = 1024, 64  # 4 MiB a block, 256 MiB in all
+ROOM = 208 << 20  # bytes: less than the model, more than a rank's share of training it
+
+
+class Deep(nn.Module):
+    """Larger than a rank may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def _larger_than_a_rank(mesh: Mesh) -> tuple[bool, float]:
+    policy = preset("exact", memory=MemoryLimits(prefetch=0, max_padding=1.0))
+    small = shard(
+        nn.Sequential(nn.Linear(32, 32)), mesh=mesh, policy=policy
+    )  # threads and libraries are there
+    small.model(torch.ones(1, 32)).sum().backward()
+    small.finish_backward()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    used = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM, used + ROOM))
+    try:
+        Deep()
+    except (MemoryError, RuntimeError):
+        failed = True
+    else:
+        failed = False
+    with Init(mesh=mesh, policy=policy, blocks=nn.Linear, seed=0):
+        net = Deep()
+    zero = shard(net, mesh=mesh, policy=policy)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    net(batch(0, mesh.rank, WIDTH)).backward()
+    zero.finish_backward()
+    optimizer.step()
+    with torch.no_grad():
+        return failed, float(net(batch(0, mesh.rank, WIDTH)))
+
+
+@pytest.mark.nightly  # where the heap lies in pieces, the margins of the limit are thin
+def test_a_model_larger_than_a_rank_is_built_and_trained() -> None:
+    """Under a limit on data that plain construction exceeds, Init and a training step succeed on 4 ranks."""
+    results = on_processes(Topology(1, 4), _larger_than_a_rank)
+    assert [failed for failed, _ in results] == [True] * 4
+    assert all(0 < loss < 1 for _, loss in results)
+
+
+def test_an_operation_may_use_several_parameters_of_one_cut() -> None:
+    """A layer called in a later constructor has its weight and its bias, which were cut together."""
+
+    class Probes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 24)
+            self.outer = nn.Linear(self.inner(torch.zeros(1, 8)).shape[-1], 4)
+
+    def body(mesh: Mesh) -> None:
+        with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+            net = Probes()
+        assert net.outer.in_features == 24
+
+    on_threads(Topology(1, 2), body)
+
+
+def test_a_change_under_gathered_parameters_is_whole_on_all_ranks_before_sharding() -> None:
+    """Inside Init, and under an outer context of the same cut, what is read next are the new values."""
+
+    class Copies(nn.Module):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+            with torch.no_grad():
+                with GatheredParameters(self.a.weight, modifier_rank=0):
+                    self.a.weight.fill_(1.0 if rank == 0 else 2.0)
+                self.seen = self.a.weight.sum().item()
+
+    def body(mesh: Mesh) -> None:
+        with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+            net = Copies(mesh.rank)
+        assert net.seen == 64
+        weight, bias = net.a.weight, net.a.bias
+        with torch.no_grad(), GatheredParameters(bias):
+            with GatheredParameters(weight, modifier_rank=1):
+                weight.fill_(mesh.rank + 2.0)
+            assert weight.sum() == 3 * 64
+            with GatheredParameters(weight):
+                twice = pytest.raises(ZeroError, match="inside another one of it")
+                with twice, GatheredParameters(weight):
+                    pass
+        assert (shard(net, mesh=mesh, policy=EXACT).full_state_dict()["a.weight"] == 3).all()
+
+    on_threads(Topology(1, 2), body)
+
+
+class Forgets(nn.Module):
+    """Its reset_parameters() leaves what it is told alone."""
+
+    def __init__(self, forgotten: str) -> None:
+        super().__init__()
+        self.forgotten = forgotten
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            if name != self.forgotten:
+                tensor.data[slice(3 if self.forgotten == f"a row of {name}" else None)] = 1
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "error"),
+    [
+        ("nothing", None),
+        ("weight", "0 .Forgets.* no values for 16 of 16 elements of 'weight'"),
+        ("a row of weight", "no values for 4 of 16 elements of 'weight'"),
+        ("mask", "no values for 4 of 4 elements of 'mask'"),
+        ("count", "no values for 3 of 3 elements of 'count'"),
+    ],
+)
+def test_a_tensor_of_a_meta_model_that_nothing_wrote_is_an_error(forgotten: str, error: str | None) -> None:
+    """Memory that nobody wrote never becomes weights: the error names the module and the tensor."""
+
+    def body(mesh: Mesh) -> None:
+        with torch.device("meta"):
+            net = nn.Sequential(Forgets(forgotten))
+        if error is None:
+            shard(net, mesh=mesh, policy=EXACT)
+        else:
+            with pytest.raises(ZeroError, match=error):
+                shard(net, mesh=mesh, policy=EXACT)
+
+    on_threads(Topology(1, 1), body)
+
+
+def test_a_view_holds_values_whole_over_later_constructors() -> None:
+    """What is written through a view that somebody holds inside Init is kept."""
+
+    def body(mesh: Mesh) -> None:
+        with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+            net = nn.Sequential(nn.Linear(8, 8))
+            view = net[0].weight.data
+            nn.Linear(8, 8)
+            view.fill_(3.0)
+        assert (shard(net, mesh=mesh, policy=EXACT).full_state_dict()["0.weight"] == 3).all()
+
+    on_threads(Topology(1, 2), body)
+
+
+def test_a_parameter_that_is_resized_after_it_was_cut_is_an_error() -> None:
+    """Its slices have no room for it: the error names both shapes."""
+
+    def body(mesh: Mesh) -> None:
+        resized = pytest.raises(ZeroError, match=r"'Linear.weight' was \(8, 8\) .* now \(16, 8\)")
+        with resized, Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+            net = nn.Linear(8, 8)
+            net.weight.data = torch.cat([net.weight.data] * 2)
+
+    on_threads(Topology(1, 1), body)

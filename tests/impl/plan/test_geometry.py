@@ -1,0 +1,77 @@
+"""Where parameters, pads and shards lie."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impl.plan.geometry import GeometryError, ParameterSpec, chunked, lay_out
+
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+specs = st.lists(st.tuples(shapes, st.integers(0, 2)), min_size=1, max_size=8).map(
+    lambda items: [ParameterSpec(f"p{i}", shape, group) for i, (shape, group) in enumerate(items)]
+)
+
+
+@given(specs, st.integers(1, 70), st.integers(1, 9))
+def test_every_parameter_and_shard_starts_on_the_grain(
+    parameters: list[ParameterSpec], grain: int, world: int
+) -> None:
+    """No block straddles two parameters or two shards, and nothing overlaps or is lost."""
+    unit = lay_out("u", parameters, grain=grain, world=world, max_padding=1e9)
+    assert unit.shard * world == unit.padded
+    assert unit.shard % grain == 0
+    end = 0
+    for slot in unit.slots:
+        assert slot.offset % grain == 0
+        assert slot.offset >= end
+        end = slot.end
+    assert end <= unit.padded
+    assert sorted(slot.spec.name for slot in unit.slots) == sorted(spec.name for spec in parameters)
+
+
+@given(specs, st.integers(1, 70), st.integers(1, 9))
+def test_spans_split_a_shard_by_group(parameters: list[ParameterSpec], grain: int, world: int) -> None:
+    """Every rank has the same groups, its spans tile its shard, and each parameter is in its group's."""
+    unit = lay_out("u", parameters, grain=grain, world=world, max_padding=1e9)
+    for rank in range(world):
+        spans = unit.spans(rank)
+        assert [group for group, _, _ in spans] == sorted({spec.group for spec in parameters})
+        assert sum(end - start for _, start, end in spans) == unit.shard
+        for slot in unit.slots:
+            low, high = rank * unit.shard, (rank + 1) * unit.shard
+            begin, end = max(slot.offset, low) - low, min(slot.end, high) - low
+            if begin < end:
+                inside = [g for g, start, stop in spans if start <= begin and end <= stop]
+                assert inside == [slot.spec.group]
+
+
+def test_too_much_padding_is_refused_by_name_with_numbers() -> None:
+    """A unit that would be mostly padding is refused, naming it, the share and the remedy."""
+    with pytest.raises(
+        GeometryError, match=r"unit 'ln'.*8128 of 8192.*blocks of 2048 on 4 ranks.*max_padding"
+    ):
+        lay_out("ln", [ParameterSpec("w", (64,))], grain=2048, world=4, max_padding=0.05)
+
+
+@given(st.integers(1, 5000), st.integers(1, 40), st.sampled_from([1, 8, 256]))
+def test_chunks_cover_a_piece(piece: int, chunks: int, grain: int) -> None:
+    """Chunks follow each other from the first element to the last, none empty, each from the grain on."""
+    found = chunked(piece, chunks, grain)
+    assert 1 <= len(found) <= chunks
+    assert (found[0][0], found[-1][1]) == (0, piece)
+    assert all(start < end for start, end in found)
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(found))
+    assert all(start % grain == 0 for start, _ in found)
+
+
+@given(st.integers(1, 500), st.integers(3, 12), st.sampled_from([1, 256]))
+def test_chunks_taper(scale: int, chunks: int, grain: int) -> None:
+    """From three chunks on the first and the last are a third of those between; two are equal."""
+    weights = [1, *[3] * (chunks - 2), 1]
+    sizes = [end - start for start, end in chunked(scale * sum(weights) * grain, chunks, grain)]
+    assert sizes == [scale * grain * weight for weight in weights]
+    assert chunked(2 * scale * grain, 2, grain) == ((0, scale * grain), (scale * grain, 2 * scale * grain))

@@ -1,0 +1,177 @@
+"""Policies as values, and which combinations are refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from impl.codecs.codec import BF16, FP16, FP32, parse
+from impl.plan.policy import (
+    PRESETS,
+    Feedback,
+    LossScale,
+    MemoryLimits,
+    Policy,
+    PolicyError,
+    parse_feedback,
+    parse_loss_scale,
+    preset,
+)
+from impl.plan.topology import Topology
+from tests.support.strategies import feedbacks
+
+
+def test_presets_are_the_eight_combinations_the_stages_and_exact() -> None:
+    """ZeRO-3, each technique, every pair, all three; the other stages; states in a node; unquantised."""
+    plain = {name: policy for name, policy in PRESETS.items() if policy.stage == 3 and not policy.group}
+    combinations = {
+        (policy.weights != BF16, policy.secondary != 0, policy.gradients != (BF16, BF16))
+        for name, policy in plain.items()
+        if name != "exact"
+    }
+    assert len(combinations) == len(plain) - 1 == 8
+    assert PRESETS["exact"].weights == FP32
+    assert [PRESETS[f"zero{stage}"].stage for stage in range(4)] == [0, 1, 2, 3]
+    assert PRESETS["mics"].group == "node"
+    assert len(PRESETS) == len(plain) + 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"gather": "flat", "secondary": 2}, "a flat gather has no such hop"),
+        ({"reduce": "one_hop", "gradients": (BF16, FP32)}, "has one hop"),
+        ({"reduce": "ring", "feedback": Feedback()}, "the partial sums of a ring are others' too"),
+        ({"reduce": "one_hop", "chunks": 2}, "chunks = 2 overlap two hops, and reduce='one_hop' has one"),
+        ({"chunks": 9}, "chunks = 9: expected 1 to 8"),
+        (
+            {"gradients": (parse("int4:shard"), BF16), "chunks": 2},
+            "a shard that int4:shard and bf16 give one",
+        ),
+        ({"reduce": "twohop"}, "reduce = 'twohop': expected one of ring, one_hop, two_hop"),
+        ({"gather": "falt"}, "gather = 'falt': expected one of flat, hierarchical"),
+        ({"compute": "fp64"}, "compute = 'fp64': expected one of fp32"),
+        ({"align": 0}, "at least 1"),
+        ({"stage": 4}, "stage = 4: expected one of 0, 1, 2, 3"),
+        ({"stage": 1, "reduce_every": "micro_batch"}, "stage 1 adds gradients up locally"),
+        ({"stage": 2, "secondary": "node"}, "weights of stage 2 stay gathered"),
+        ({"group": 2, "secondary": 2}, "the group's ranks hold all weights"),
+        ({"stage": 0, "group": 2}, "stage 0 shards nothing, but group = 2"),
+        ({"group": "node", "reduce": "ring"}, "states of groups go by hops"),
+    ],
+)
+def test_impossible_combinations_are_refused(fields: dict[str, Any], words: str) -> None:
+    """What no topology could run raises at construction and says why."""
+    with pytest.raises(PolicyError, match=words):
+        Policy(**fields)
+
+
+def test_unknown_names_are_refused() -> None:
+    """An unknown preset or field raises, listing what there is."""
+    with pytest.raises(PolicyError, match="unknown policy 'zero4': expected one of exact, zero0, zero1"):
+        preset("zero4")
+    for other in (5, ["zeropp"], None):
+        with pytest.raises(PolicyError, match=re.escape(f"unknown policy {other!r}: expected one of exact")):
+            preset(other)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="unknown policy field 'bits'"):
+        preset("zero3", bits=4)
+
+
+def test_group_size_is_checked_against_the_topology() -> None:
+    """A group size that does not fit a topology is a policy error there, not before."""
+    policy = preset("hpz", secondary=3)
+    policy.check(Topology(2, 3))
+    with pytest.raises(PolicyError, match="3 ranks does not fit 2 nodes x 2 ranks"):
+        policy.check(Topology(2, 2))
+
+
+@given(feedbacks)
+@example(Feedback(decay=0.8, reset=1024, hops="all"))
+def test_the_text_of_feedback_reads_back(feedback: Feedback) -> None:
+    """Reading the text form of any feedback gives the feedback."""
+    assert parse_feedback(str(feedback)) == feedback
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("locko", "expected none, classic or loco"),
+        ("loco:0.9", "unknown option '0.9'"),
+        ("loco:all:last", "'last' says a thing twice"),
+        ("classic:decay1.0", "a decay is in"),
+        ("none:bf16", "expected none"),
+        ("loco:reset-1", "unknown option 'reset-1'"),
+    ],
+)
+def test_impossible_feedback_is_refused(text: str, words: str) -> None:
+    """A text that is no feedback raises one line that says what is allowed."""
+    with pytest.raises(PolicyError, match=words):
+        parse_feedback(text)
+
+
+@pytest.mark.parametrize("fields", [{"hops": "lst"}, {"state": "fp64"}, {"decay": 1.0}, {"reset": -1}])
+def test_impossible_fields_of_feedback_are_refused(fields: dict[str, Any]) -> None:
+    """What no feedback is raises at construction."""
+    with pytest.raises(PolicyError, match=r"expected one of|a decay is in"):
+        Feedback(**fields)
+
+
+@given(st.floats(1e-3, 1e30), st.integers(0, 10**6))
+@example(65536.0, 1000)
+@example(1.0, 0)
+def test_a_loss_scale_prints_and_reads_back(initial: float, window: int) -> None:
+    """The text form of every loss scale reads back as one that prints alike."""
+    scale = LossScale(initial=initial, window=window, least=min(1.0, initial))
+    read = parse_loss_scale(str(scale))
+    assert read is not None
+    assert str(read) == str(scale)
+    assert read.window == window
+    assert read.initial == pytest.approx(initial, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "dynamic:from0", "dynamic:window0", "dynamic:window2:window3", "-1", "fast"]
+)
+def test_a_loss_scale_that_means_nothing_is_refused(text: str) -> None:
+    """One line that names the text."""
+    with pytest.raises(PolicyError, match="loss scale"):
+        parse_loss_scale(text)
+
+
+def test_negative_limits_are_refused() -> None:
+    """A limit is a number of elements."""
+    with pytest.raises(PolicyError, match=r"memory\.max_reuse = -1: expected 0 or more"):
+        MemoryLimits(max_reuse=-1)
+    with pytest.raises(PolicyError, match=r"max_padding = nan: expected 0 or more"):
+        MemoryLimits(max_padding=math.nan)
+
+
+def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
+    """MiCS: weights hop inside the group; gradients over the world, then between the groups again."""
+    topology = Topology(2, 4)
+    policy = Policy(group=2, gradients=(BF16, parse("int4:64")))
+    axes, spared = policy.gather_axes(topology)
+    assert ([(axis.size, axis.stride) for axis in axes], spared) == ([(2, 1)], 0)
+    hops = [(axis.size, axis.stride, str(codec)) for axis, codec in policy.reduce_axes(topology)]
+    assert hops == [(2, 1, "bf16"), (2, 2, "bf16"), (2, 4, "int4:64")]
+    between, codec = policy.replica_axes(topology)
+    assert [(axis.size, axis.stride) for axis in between] == [(2, 4), (2, 2)]
+    assert str(codec) == "int4:64"
+    assert Policy().replica_axes(topology)[0] == ()
+    assert [axis.size for axis in Policy(stage=0).replica_axes(topology)[0]] == [2, 4]
+
+
+def test_small_parameters_travel_unquantised() -> None:
+    """The policy of a persistent unit is of stage 2, in the type computed in where the model's quantises."""
+    for codec in (FP32, BF16, FP16):
+        small = preset("zeropp", compute=codec.dtype).of_unit(persistent=True)
+        assert (small.stage, small.weights, small.gradients, small.secondary) == (2, codec, (codec, codec), 0)
+    assert preset("zero3").of_unit(persistent=True).weights == BF16
+    assert preset("exact").of_unit(persistent=True).weights == FP32
+    frozen = preset("zeropp", frozen=parse("int8:64")).of_unit(trainable=False)
+    assert str(frozen.weights) == "int8:64"

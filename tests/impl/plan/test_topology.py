@@ -1,0 +1,63 @@
+"""Topologies and the axes of hierarchical gathers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+
+from impl.plan.topology import Axis, Topology
+from tests.support.strategies import secondaries, topologies
+
+
+@given(topologies(12))
+def test_axes_number_the_world(topology: Topology) -> None:
+    """The digits of a gather's axes tell every rank from every other, for every hpZ group size."""
+    for secondary in secondaries(topology):
+        axes, _ = topology.gather_axes(secondary)
+        digits = {tuple(axis.digit(rank) for axis in axes) for rank in range(topology.world)}
+        assert len(digits) == topology.world == math.prod(axis.size for axis in axes)
+
+
+@given(topologies(12))
+def test_later_hops_stay_inside_the_secondary_group(topology: Topology) -> None:
+    """After the spared hops, what is left to gather lies within consecutive ranks of the group size."""
+    for secondary in secondaries(topology)[1:]:
+        axes, spared = topology.gather_axes(secondary)
+        assert math.prod(axis.size for axis in axes[spared:]) == secondary
+        for rank in range(topology.world):
+            reached = {rank}
+            for axis in axes[spared:]:
+                reached = {other for one in reached for other in axis.group(one)}
+            assert reached == set(range(rank // secondary * secondary, (rank // secondary + 1) * secondary))
+
+
+def test_group_sizes_inside_a_node_never_leave_it() -> None:
+    """An hpZ group of at most a node's ranks gathers backward inside the node."""
+    topology = Topology(3, 4)
+    for secondary in (1, 2, 4):
+        axes, spared = topology.gather_axes(secondary)
+        for axis in axes[spared:]:
+            for rank in range(topology.world):
+                assert {topology.node_of(other) for other in axis.group(rank)} == {topology.node_of(rank)}
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 6, 9, 13, -1])
+def test_group_size_that_does_not_fit_is_refused_with_numbers(ranks: int) -> None:
+    """A group size that divides neither node nor world is refused, naming all three numbers."""
+    with pytest.raises(ValueError, match=rf"{ranks} ranks does not fit 2 nodes x 4 ranks.*4.*8"):
+        Topology(2, 4).gather_axes(ranks)
+
+
+def test_axis_groups() -> None:
+    """A group holds the ranks that differ only in the axis's digit, ascending."""
+    assert Axis("node", 3, 2).group(3) == (1, 3, 5)
+    assert Axis("node", 3, 2).digit(3) == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0), (-1, 1)])
+def test_empty_topology_is_refused(shape: tuple[int, int]) -> None:
+    """A topology without nodes or ranks is refused."""
+    with pytest.raises(ValueError, match="at least 1 node"):
+        Topology(*shape)

@@ -1,0 +1,124 @@
+"""hpZ's secondary: what it saves, and when its life ends."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from impl.comm.mesh import Mesh
+from impl.plan.policy import Policy, preset
+from impl.plan.topology import Topology
+from impl.unit.secondary_shard import Life
+from impl.zero import shard
+from tests.impl.test_zero_models import Stack, data
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import batch, model
+
+EXACT = preset("exact", memory=ROOMY)
+MODEL = model()
+
+
+def _phases(mesh: Mesh, policy: Policy) -> dict[str, int]:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=policy)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    for step in range(2):
+        for micro in range(2):
+            net(batch(2 * step + micro, mesh.rank)).backward()
+            zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    crossing: dict[str, int] = {}
+    for key, sent in zero.wire.ledger.rows().items():
+        if key.link == "inter" and key.purpose == "weights":
+            crossing[key.phase] = crossing.get(key.phase, 0) + sent.bytes
+    return crossing
+
+
+@pytest.mark.parametrize("secondary", [1, 2, 4, "node"])
+def test_hpz_inside_a_node_sends_nothing_between_nodes_in_backward(secondary: Any) -> None:
+    """With a group inside a node, backward gathers cross no node border, and forward ones once a step."""
+    topology = Topology(2, 4)
+    for crossing, plain in zip(
+        on_threads(topology, _phases, replace(EXACT, secondary=secondary)),
+        on_threads(topology, _phases, EXACT),
+        strict=True,
+    ):
+        assert "backward" not in crossing
+        assert crossing["forward"] * 2 == plain["forward"] == plain["backward"]
+
+
+def _lives(mesh: Mesh, change: str) -> list[tuple[set[Life], float]]:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=replace(EXACT, secondary="node"))
+    optimizer = torch.optim.AdamW(zero.param_groups(), lr=0.05, fused=True)
+    x = batch(0, 0)
+    seen = []
+
+    def look() -> None:
+        with torch.no_grad():
+            seen.append(({unit.secondary.life for unit in zero.units}, net(x).item()))
+
+    look()
+    look()
+    if change == "step":
+        net(x).backward()
+        zero.finish_backward()
+        optimizer.step()
+    elif change == "load":
+        state = {name: value * 0.5 for name, value in zero.full_state_dict().items()}
+        zero.load_full_state_dict(state)
+    else:
+        with torch.no_grad():
+            for unit in zero.units:
+                unit.owned.master.mul_(0.5)
+        zero.weights_changed()
+    look()
+    state = zero.full_state_dict()
+    plain = copy.deepcopy(MODEL)
+    plain.load_state_dict(state)
+    seen.append((set(), plain(x).item()))
+    return seen
+
+
+@pytest.mark.parametrize("change", ["step", "load", "by hand"])
+def test_a_stale_secondary_is_never_used(change: str) -> None:
+    """A step (fused too), a load or a declared write ends the secondary's life: the next pass sees it."""
+    for seen in on_threads(Topology(2, 2), _lives, change):
+        (_, before), (current, again), (stale, after), (_, wanted) = seen
+        assert current == {Life.CURRENT}
+        assert again == before
+        assert stale == {Life.STALE}
+        assert after == pytest.approx(wanted, rel=1e-5)
+        assert after != before
+
+
+def test_hand_written_updates_end_the_secondary() -> None:
+    """Masters written in place, without an optimizer, are noticed: hpZ's copy is not used again."""
+
+    def body(mesh: Mesh) -> list[float]:
+        torch.manual_seed(0)
+        net = copy.deepcopy(base)
+        zero = shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY, secondary="node"))
+        losses = []
+        for _ in range(3):
+            loss = net(data(0, 0))
+            loss.backward()
+            zero.finish_backward()
+            with torch.no_grad():
+                for group in zero.param_groups():
+                    for master in group["params"]:
+                        master.sub_(0.1 * master.grad)
+                        master.grad = None
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(0)
+    base = Stack()
+    for losses in on_threads(Topology(2, 2), body):
+        assert losses[0] > losses[1] > losses[2]

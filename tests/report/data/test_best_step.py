@@ -1,0 +1,168 @@
+"""The best step that a schedule and the processors allow."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.records.record import Record, Step
+from harness.suites.trial import Cluster, Trial
+from report.data.frames import frames_of
+from report.data.metrics import derive
+from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of
+
+
+def test_the_best_step_is_between_the_ideal_one_and_no_overlap_at_all() -> None:
+    """No schedule hides more than the longer of compute and wire; none takes longer than both in turn."""
+    table = derive(frames_of(records_of("quickstart"))).trials
+    ours = table.dropna(subset=["best_seconds"])
+    assert len(ours)
+    assert (ours["best_seconds"] >= (1 - 1e-9) * ours["ideal_seconds"]).all()
+    # medians of parts are not parts of medians: a hundredth of room
+    assert (ours["best_seconds"] <= 1.01 * (ours["compute_seconds"] + ours["wire_seconds"])).all()
+
+
+def test_zero_bytes_between_nodes_leave_the_computation() -> None:
+    """Where nothing crosses, the best step is what the rank that computed most did in a step; the median."""
+    record = next(record for record in records_of("quickstart") if record.trial["strategy"] == "zero3")
+    ranks = [
+        rank.model_copy(update={"ledger": [row for row in rank.ledger or [] if row.link != "inter"]})
+        for rank in record.ranks
+    ]
+    (row,) = derive(frames_of([record.model_copy(update={"ranks": ranks})])).trials.to_dict("records")
+    computed = [
+        [
+            s.total - (s.exposed_forward or 0.0) - (s.exposed_backward or 0.0)
+            for s in rank.steps
+            if not s.warmup
+        ]
+        for rank in ranks
+    ]
+    slowest = [max(of_step) for of_step in zip(*computed, strict=True)]
+    assert row["best_seconds"] == pytest.approx(statistics.median(slowest))
+
+
+@given(st.data())
+def test_no_step_is_allowed_to_be_shorter_than_the_ideal_one(data: st.DataObject) -> None:
+    """However differently ranks fare from step to step, the ideal step is no longer than the scheduled one,
+    and that one no longer than what is allowed: the three shares stand in this order.
+    """
+    stretch = st.floats(0.1, 10.0)
+
+    def change(step: Step) -> dict[str, Any]:
+        rank = data.draw(stretch)  # of this rank in this step
+        parts = ("total", "forward", "backward", "optimizer", "exposed_forward", "exposed_backward")
+        return {part: rank * getattr(step, part) for part in parts}
+
+    rate = data.draw(st.sampled_from(["50 Mbit/s", "10 Gbit/s"]))  # bytes decide, or computation
+    record = record_of(Trial(strategy="zero3", steps=4, warmup=1, cluster=Cluster(rate=rate)))
+    row = _derived(changed_steps(record, change))
+    assert row["share"] >= row["schedule_share"] >= (1 - 1e-9) * row["ideal_share"] > 0
+
+
+def _computing(record: Record, seconds: list[list[float | None]], cores: object = 2) -> Record:
+    """``record`` on a machine of ``cores``, with processor seconds for each step of each rank."""
+    ranks = [
+        rank.model_copy(
+            update={
+                "steps": [
+                    step.model_copy(update={"cpu_seconds": value})
+                    for step, value in zip(rank.steps, of_rank, strict=True)
+                ]
+            }
+        )
+        for rank, of_rank in zip(record.ranks, seconds, strict=True)
+    ]
+    return record.model_copy(update={"ranks": ranks, "machine": record.machine | {"cores": cores}})
+
+
+def _derived(record: Record) -> dict[str, Any]:
+    (row,) = derive(frames_of([record])).trials.to_dict("records")
+    return {str(name): value for name, value in row.items()}
+
+
+def _zero3(**cluster: Any) -> Record:
+    return record_of(Trial(strategy="zero3", steps=4, warmup=1, cluster=Cluster(rate="50 Mbit/s", **cluster)))
+
+
+@given(st.data(), st.integers(1, 8))
+def test_processors_never_ask_for_more_than_the_measured_step(data: st.DataObject, cores: int) -> None:
+    """Whatever parts of the processors' time ranks had in each step, their bound is at most the step, and
+    the best step the larger of the two bounds.
+    """
+    record = _zero3()
+    parts = st.floats(0, 1 / len(record.ranks))
+    longest = [
+        max(totals) for totals in zip(*([s.total for s in r.steps] for r in record.ranks), strict=True)
+    ]
+    seconds: list[list[float | None]] = [
+        [data.draw(parts) * cores * total for total in longest] for _ in record.ranks
+    ]
+    row = _derived(_computing(record, seconds, cores))
+    assert 0 <= row["processors_busy"] <= 1 + 1e-9
+    assert row["processor_seconds"] <= row["step_seconds"] * (1 + 1e-9)
+    assert row["best_seconds"] == max(row["schedule_seconds"], row["processor_seconds"])
+    assert row["share"] >= row["schedule_share"]
+
+
+@given(st.data(), st.integers(0, 4))
+def test_a_processor_for_every_rank_leaves_the_bound_as_it_was(data: st.DataObject, spare: int) -> None:
+    """Ranks that have a processor each, and compute on it whenever they do not wait, or less, are bound by
+    the schedule alone.
+    """
+    record = _zero3()
+    seconds: list[list[float | None]] = []
+    for rank in record.ranks:
+        computed = [s.total - (s.exposed_forward or 0.0) - (s.exposed_backward or 0.0) for s in rank.steps]
+        least = min(computed)  # medians of parts are not parts of medians
+        seconds.append([data.draw(st.floats(0, 1)) * least for _ in computed])
+    row = _derived(_computing(record, seconds, len(record.ranks) + spare))
+    assert row["best_seconds"] == row["schedule_seconds"]
+    assert row["share"] == row["schedule_share"]
+
+
+def test_ranks_that_fill_the_processors_they_share_leave_nothing_to_allow() -> None:
+    """Four ranks that each have half of a processor for the whole of every step are at what is allowed, also
+    where they wait for one another: what the schedule allows is then less, and is told beside it.
+    """
+    row = _derived(busy_while_waiting(_zero3(), 1.0))
+    assert (
+        row["processors_busy"] == row["share"] == pytest.approx(1, rel=0.02)
+    )  # ranks' totals differ a little
+    assert row["schedule_share"] == pytest.approx(1 - 1 / row["step_seconds"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cores", "missing"),
+    [
+        pytest.param({}, 2, True, id="one rank's seconds missing in one step"),
+        pytest.param({}, None, False, id="processors not on record"),
+        pytest.param({"launcher": "torchrun"}, 2, False, id="several machines"),
+        pytest.param({"device": "cuda"}, 2, False, id="GPU"),
+    ],
+)
+def test_where_processors_cannot_be_told_the_bound_is_as_before(
+    changes: dict[str, Any], cores: int | None, missing: bool
+) -> None:
+    """Without all seconds or the processors, on GPUs and over machines, the schedule bounds alone."""
+    record = _zero3(**changes)
+    seconds: list[list[float | None]] = [[1e3] * len(rank.steps) for rank in record.ranks]
+    if missing:
+        seconds[-1] = [1e3, None, *seconds[-1][2:]]
+    row = _derived(_computing(record, seconds, cores))
+    assert math.isnan(row["processor_seconds"])
+    assert math.isnan(row["processors_busy"])
+    assert row["best_seconds"] == row["schedule_seconds"] > 0
+
+
+def test_peers_keep_processors_busy_and_have_no_best_step() -> None:
+    """How busy processors were is known of a peer; what its step could be is not."""
+    row = _derived(record_of(Trial(strategy="fsdp2", steps=4, warmup=1, cluster=Cluster(rate="50 Mbit/s"))))
+    assert 0 < row["processors_busy"] < 1
+    assert math.isnan(row["best_seconds"])
+    assert math.isnan(row["share"])

@@ -1,0 +1,64 @@
+"""Contenders: no two policies that move or keep different things share a name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+from harness.suites.trial import PolicyChanges, Trial
+from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, parse_feedback, parse_loss_scale
+from report.data.contender import _fields, label_of
+
+LAYOUT = {"align"}  # it changes the layout alone
+
+
+def test_every_field_of_a_policy_is_told() -> None:
+    """A changed field of a policy changes what tells contenders apart, whichever field it is."""
+    trial = Trial()
+    others = {
+        "weights": PRESETS["exact"].weights,
+        "gradients": PRESETS["exact"].gradients,
+        "gather": "flat",
+        "reduce": "one_hop",
+        "chunks": 4,
+        "secondary": 1,
+        "feedback": parse_feedback("loco"),
+        "stage": 2,
+        "group": "node",
+        "compute": "bf16",
+        "loss_scale": parse_loss_scale("dynamic"),
+        "frozen": PRESETS["zeropp"].weights,
+        "reduce_every": "step",
+        "order_every": 7,
+        "memory": replace(PRESETS["zero3"].memory, prefetch=1),
+        "offload": Offload(optimizer=1.0),
+    }
+    assert others.keys() | LAYOUT == {field.name for field in fields(Policy)}
+    usual = _fields(PRESETS["zero3"], trial.topology())
+    for name, value in others.items():
+        assert _fields(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
+    for limit in fields(MemoryLimits):
+        if limit.name != "max_padding":
+            memory = replace(PRESETS["zero3"].memory, **{limit.name: 7})
+            assert _fields(replace(PRESETS["zero3"], memory=memory), trial.topology()) != usual, limit.name
+
+
+def test_feedback_and_chunks_are_named() -> None:
+    """The label of a trial with feedback and chunks says both."""
+    changes = PolicyChanges(feedback="loco:bf16", chunks=4)
+    assert label_of(Trial(policy=changes), {}) == "ZeRO++ (chunks 4, feedback loco:bf16)"
+
+
+def test_deepspeeds_configurations_are_told_by_what_they_ask() -> None:
+    """Stage, techniques and limits; two that differ in any of them have two names."""
+
+    def label(**zero: object) -> str:
+        config = json.dumps({"zero_optimization": zero})
+        return label_of(Trial(strategy="recipe", deepspeed_config=config), {})
+
+    assert label(stage=3) == "DeepSpeed configuration (stage 3)"
+    quantised = label(stage=3, zero_quantized_weights=True, zero_quantized_gradients=True)
+    assert "w int8:2048" in quantised
+    assert "g int4:256" in quantised
+    names = {label(stage=3), quantised, label(stage=2), label(stage=3, reduce_bucket_size=1000)}
+    assert len(names) == 4

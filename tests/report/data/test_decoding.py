@@ -1,0 +1,73 @@
+"""Decoded tokens, and what follows from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.records.record import write
+from report.build import build
+from report.data.decoding import generations, speedup
+from report.data.frames import frames_of
+from report.data.metrics import derive
+from report.data.published import generation
+from report.tables import registry
+from tests.report.records import records_of
+
+
+def test_rates_equal_those_recomputed_by_hand() -> None:
+    """Tokens per second count every sequence's tokens over the sum of each token's slowest rank."""
+    records = {record.id: record for record in records_of("generation", repeats=1)}
+    table = generations(frames_of(list(records.values())))
+    assert len(table) == 2 * len(records)
+    for row in table.to_dict("records"):
+        ranks = [[t for t in rank.tokens if t.step == row["step"]] for rank in records[row["id"]].ranks]
+        slowest = [max(t.seconds for t in token) for token in zip(*ranks, strict=True)]
+        assert not any(t.warmup for t in ranks[0])
+        assert row["tokens_per_second"] == pytest.approx(4 * 6 / sum(slowest))
+        assert row["later_tokens_per_second"] == pytest.approx(4 * 5 / sum(slowest[1:]))
+        assert row["first_bytes"] == sum(tokens[0].inter_bytes or 0 for tokens in ranks)
+        assert row["later_bytes"] == sum(t.inter_bytes or 0 for tokens in ranks for t in tokens[1:]) / 5
+
+
+def test_ratios_are_of_the_same_generation() -> None:
+    """A generation is compared with ZeRO-3's of the same number and repeat; ZeRO-3's ratio is one."""
+    table = generations(frames_of(records_of("generation", repeats=2)))
+    for contender, group in table.groupby("contender"):
+        assert group["baseline"].nunique() == 2
+        found = speedup(group)
+        assert found.n == 4
+        assert (found.estimate == 1) == (contender == "ZeRO-3")
+        assert group["speedup"].min() <= found.estimate <= group["speedup"].max()
+
+
+def test_the_published_ratios() -> None:
+    """The blog's 0.760 to 1.647 and 0.370 to 0.834 tokens/s per GPU."""
+    found = generation().set_index("model")
+    assert found.loc["30B", "speedup"] == pytest.approx(1.647 / 0.760)
+    assert found.loc["66B", "speedup"] == pytest.approx(0.834 / 0.370)
+
+
+def test_the_page_of_generations(tmp_path: Path) -> None:
+    """Its headline has the ratio and the bytes of a later token; its table, the published rates."""
+    records = records_of("generation", repeats=2)
+    for record in records:
+        write(tmp_path, record)
+    page = build(tmp_path).read_text(encoding="utf-8")
+    assert "ZeRO++ decodes" in page
+    assert "For a token after the first, its ranks send 0 bytes between nodes" in page
+    assert "16 finished, 0 failed" in page
+    table = registry.generation(derive(frames_of(records)))
+    rows = table.data.set_index("contender")
+    assert rows.loc["hpZ", "later_mb"] == 0 < rows.loc["ZeRO-3", "later_mb"]
+    assert rows.loc["published: ZeRO++, 66B on 32 GPUs", "tokens_per_second"] == 0.834
+    assert table.markdown().count("published") >= 4
+
+
+def test_a_page_without_the_baseline(tmp_path: Path) -> None:
+    """Generations that have no ZeRO-3 beside them have no ratio, and a page all the same."""
+    for record in records_of("generation", repeats=1):
+        if record.trial["strategy"] != "zero3":
+            write(tmp_path, record)
+    assert "tokens" in build(tmp_path).read_text(encoding="utf-8")

@@ -1,0 +1,160 @@
+"""Records become frames."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.records.record import Failure, RecordError, write
+from harness.suites.trial import Cluster, PolicyChanges, Trial
+from report.data import metrics
+from report.data.frames import ReportError, frames_of, load
+from tests.report.records import SUITES, record_of, records_of, trials_of
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_frames_hold_every_raw_value(suite: str) -> None:
+    """Every step and decoded token of every rank, every failure, and every byte of every ledger row, is in
+    its frame.
+    """
+    records = records_of(suite, repeats=1)
+    frames = frames_of(records)
+    assert len(frames.trials) + len(frames.generators) + len(frames.failures) == len(records)
+    assert len(frames.failures) == sum(record.failure is not None for record in records)
+    assert len(frames.tokens) == sum(len(rank.tokens) for record in records for rank in record.ranks)
+    assert len(frames.steps) == sum(len(rank.steps) for record in records for rank in record.ranks)
+    ledgers = [rank.ledger for record in records for rank in record.ranks if rank.ledger]
+    sent = frames.bytes[frames.bytes["source"] == "ledger"]
+    assert sent["bytes"].sum() == sum(row.bytes for rows in ledgers for row in rows)
+    assert sent["messages"].sum() == sum(row.messages for rows in ledgers for row in rows)
+    assert len(frames.validations) == sum(len(record.validations) for record in records)
+    assert len(frames.quantisation) == sum(len(record.quantisation) for record in records)
+    assert len(frames.interfaces) == sum(len(record.interfaces or []) for record in records)
+
+
+def test_a_cell_is_everything_but_who_ran_and_which_repetition_it_was() -> None:
+    """Strategy, policy, seed and repeat do not split a cell; the rate does."""
+    same = [
+        Trial(strategy="zero3", repeat=0),
+        Trial(strategy="zeropp", repeat=1, seed=4, policy=PolicyChanges(weights="int8:64", align=64)),
+    ]
+    other = Trial(strategy="zero3", cluster=Cluster(rate="5 Mbit/s"))
+    frames = frames_of([record_of(trial) for trial in (*same, other)])
+    assert frames.trials["cell"].iloc[0] == frames.trials["cell"].iloc[1]
+    assert frames.trials["cell"].iloc[0] != frames.trials["cell"].iloc[2]
+
+
+def test_names_tell_what_differs_from_the_preset() -> None:
+    """A change to the preset's own value is no change; any other codec is told."""
+    changes = PolicyChanges(weights="int8:2048", gradients="int4:256", secondary=2, align=2048)
+    trials = [
+        Trial(strategy="zeropp", policy=changes),
+        Trial(strategy="zeropp", policy=PolicyChanges(gradients=("int8:256", "int4:256"))),
+        Trial(strategy="zero3", policy=PolicyChanges(weights="bf16", gradients="bf16", secondary=0)),
+        Trial(strategy="zeropp", policy=PolicyChanges(secondary=0)),
+    ]
+    frames = frames_of([record_of(trial) for trial in trials])
+    assert list(frames.trials["contender"]) == [
+        "ZeRO++",
+        "ZeRO++ (g int8:256/int4:256)",
+        "ZeRO-3",
+        "ZeRO++ (no hpZ copy)",
+    ]
+
+
+def test_a_change_of_transport_that_all_policies_share_is_no_part_of_a_name() -> None:
+    """A prefetch that every policy has is reported once, beside the names."""
+    changes = PolicyChanges(prefetch=0)
+    frames = frames_of([record_of(Trial(strategy=name, policy=changes)) for name in ("zero3", "zeropp")])
+    assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++"]
+    assert frames.shared == {"prefetch": "0"}
+
+
+def test_types_that_all_policies_share_leave_a_baseline() -> None:
+    """Where all compute in bf16, ZeRO-3 is still what ZeRO++ is held against; where one does, it is told."""
+    changes = PolicyChanges(compute="bf16")
+    both = [Trial(strategy=name, policy=changes) for name in ("zero3", "zeropp")]
+    frames = frames_of([record_of(trial) for trial in both])
+    assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++"]
+    assert frames.shared == {"compute": "bf16"}
+    assert list(metrics.pairs(metrics.trials(frames))["contender"]) == ["ZeRO-3", "ZeRO++"]
+    frames = frames_of([record_of(trial) for trial in (Trial(strategy="zero3"), both[1])])
+    assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++ (compute bf16)"]
+
+
+def test_a_codec_that_all_policies_share_is_told() -> None:
+    """What a technique is made of stands in its name, whoever else has it."""
+    changes = PolicyChanges(weights="int8:64")
+    frames = frames_of([record_of(Trial(strategy=name, policy=changes)) for name in ("zero3", "zeropp")])
+    assert list(frames.trials["contender"]) == ["ZeRO-3 (w int8:64)", "ZeRO++ (w int8:64)"]
+
+
+def test_two_pools_are_refused_naming_what_differs() -> None:
+    """Records of two machines are not pooled, and the message names the pools and the facts."""
+    first, second = trials_of("quickstart", repeats=1)[:2]
+
+    def elsewhere(fields: dict[str, Any]) -> None:
+        fields["machine"] = {**fields["machine"], "cpu": "Another CPU"}
+
+    records = [record_of(first), record_of(second, pool="ffff00000000", change=elsewhere)]
+    with pytest.raises(ReportError, match=r"2 pools") as refused:
+        frames_of(records)
+    for named in ("0123456789ab", "ffff00000000", "machine.cpu", "Example CPU", "Another CPU"):
+        assert named in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(frames_of(records, across_pools=True).pools) == 2
+
+
+def test_failures_of_another_pool_are_left_out() -> None:
+    """Nothing of them was measured: they hinder no report of what was, and none of later failures."""
+    records = records_of("quickstart", repeats=1)
+    failure = Failure(kind="crashed", message="it broke", log=None)
+    old = {"failure": failure, "ranks": [], "pool": "other", "started": "1"}
+    mixed = [records[0].model_copy(update=old), *records[1:]]
+    frames = frames_of(mixed)
+    assert (frames.left_out, len(frames.failures), frames.pools) == (1, 0, (records[1].pool,))
+    frames = frames_of([mixed[0], records[1].model_copy(update={"failure": failure, "ranks": []})])
+    assert (frames.left_out, len(frames.failures), frames.pools) == (1, 1, (records[1].pool,))
+    assert frames_of(mixed, across_pools=True).left_out == 0
+
+
+def test_an_empty_folder_gives_one_clear_error(tmp_path: Path) -> None:
+    """Without records there is one line that names the folder and the command that makes them."""
+    with pytest.raises(ReportError, match=r"no records; `zeropp run SUITE`") as refused:
+        load(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    with pytest.raises(ReportError, match=r"no such folder"):
+        load(tmp_path / "missing")
+
+
+def test_another_schema_version_gives_one_clear_line(tmp_path: Path) -> None:
+    """A record of another version is refused with both versions and the file."""
+    path = write(tmp_path, records_of("quickstart", repeats=1)[0])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
+    with pytest.raises(RecordError, match=r"schema version 99") as refused:
+        load(tmp_path)
+    assert path.name in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_trial_that_this_version_does_not_know_gives_one_clear_line() -> None:
+    """An unknown strategy in a record is refused, naming the record and the field."""
+
+    def unknown(fields: dict[str, Any]) -> None:
+        fields["trial"] = {**fields["trial"], "strategy": "zero9"}
+
+    with pytest.raises(ReportError, match=r"record .*: trial.strategy") as refused:
+        frames_of([record_of(Trial(), change=unknown)])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_deepspeed_configuration_stands_beside_the_policies_of_its_cell() -> None:
+    """It says who ran, as a policy does: not under which conditions."""
+    config = json.dumps({"zero_optimization": {"stage": 3}})
+    trials = [Trial(strategy="zero3"), Trial(strategy="recipe", deepspeed_config=config)]
+    frames = frames_of([record_of(trial) for trial in trials])
+    assert frames.trials["cell"].nunique() == 1
+    assert not frames.trials["where"].str.contains("deepspeed").any()

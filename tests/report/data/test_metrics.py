@@ -1,0 +1,206 @@
+"""Derived quantities equal what a hand computes from raw steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.records.record import Record
+from harness.suites.trial import Cluster, Trial
+from report.data import metrics
+from report.data.frames import frames_of
+from report.data.metrics import derive
+from report.draw.drawing import spread
+from tests.report.records import record_of, records_of, taken_by_others
+
+
+def _step_seconds(record: Record) -> float:
+    timed = [[step.total for step in rank.steps if not step.warmup] for rank in record.ranks]
+    return statistics.median(max(ranks) for ranks in zip(*timed, strict=True))
+
+
+def _compute_seconds(record: Record) -> float:
+    timed = [
+        [
+            step.total - (step.exposed_forward or 0) - (step.exposed_backward or 0)
+            for step in rank.steps
+            if not step.warmup
+        ]
+        for rank in record.ranks
+    ]
+    return statistics.median(max(ranks) for ranks in zip(*timed, strict=True))
+
+
+def _sent(record: Record) -> float:
+    rows = [row for rank in record.ranks for row in rank.ledger or [] if row.link == "inter"]
+    return sum(row.bytes for row in rows) / record.trial["steps"]
+
+
+def test_times_and_bytes_equal_those_recomputed_by_hand() -> None:
+    """Step seconds, throughput, bytes, wire and the best step follow their formulas."""
+    records = {record.id: record for record in records_of("quickstart")}
+    table = derive(frames_of(list(records.values()))).trials
+    assert len(table) == len(records)
+    for row in table.to_dict("records"):
+        record = records[row["id"]]
+        seconds = _step_seconds(record)
+        assert row["step_seconds"] == pytest.approx(seconds)
+        assert row["tokens_per_second"] == pytest.approx(512 * 4 / seconds)
+        assert row["sent_bytes"] == pytest.approx(_sent(record))
+        assert row["predicted_bytes"] == pytest.approx(_sent(record))
+        assert record.link is not None
+        assert record.interfaces is not None
+        wire = 8 * row["egress_bytes"] / (statistics.median(record.link.probed_mbit) * 1e6)
+        assert row["wire_seconds"] == pytest.approx(wire)
+        assert row["compute_seconds"] == pytest.approx(_compute_seconds(record))
+        best = max(_compute_seconds(record), wire)
+        assert row["ideal_share"] == pytest.approx(best / seconds)
+
+        assert row["best_seconds"] > 0
+        assert row["share"] == pytest.approx(row["best_seconds"] / seconds)
+        counted = sum(counters.tx_bytes for counters in record.interfaces) / record.trial["steps"]
+        assert row["interface_bytes"] == pytest.approx(counted)
+        assert row["m_bytes"] == 2 * sum(padded for _, _, padded in record.units)
+
+
+def test_speedup_pairs_equal_repeats() -> None:
+    """The speed-up is the geometric mean of step ratios within each repeat."""
+    records = records_of("quickstart")
+    seconds = {(r.trial["strategy"], r.trial["repeat"]): _step_seconds(r) for r in records}
+    pairs = derive(frames_of(records)).pairs
+    ours = pairs[pairs["strategy"] == "zeropp"]
+    ratios = [seconds["zero3", repeat] / seconds["zeropp", repeat] for repeat in range(3)]
+    assert sorted(ours["speedup"]) == pytest.approx(sorted(ratios))
+    found = metrics.speedup(ours)
+    assert found.estimate == pytest.approx(math.exp(statistics.fmean(map(math.log, ratios))))
+    assert found.low < found.estimate < found.high
+    assert ours["bytes_ratio"].max() < 0.26
+
+
+def test_a_repeat_without_its_baseline_has_no_speedup() -> None:
+    """Trials of a repeat in which ZeRO-3 is missing are left out of pairs."""
+    records = [
+        r for r in records_of("quickstart") if r.trial["strategy"] != "zero3" or r.trial["repeat"] == 0
+    ]
+    pairs = derive(frames_of(records)).pairs
+    assert set(pairs["repeat"]) == {0}
+
+
+def test_parity_divides_a_quarter_of_the_rate_by_the_whole() -> None:
+    """Parity pairs ZeRO++ at B/4 with ZeRO-3 at B and the same batch."""
+    records = records_of("bandwidth", repeats=1)
+    derived = derive(frames_of(records))
+    found = metrics.parity(derived.frames, derived.trials)
+    speed = {
+        (r.trial["strategy"], r.trial["tokens_per_rank"], r.trial["cluster"]["rate"]): (
+            r.trial["tokens_per_rank"] * 4 / _step_seconds(r)
+        )
+        for r in records
+    }
+    assert len(found) == 6
+    for row in found.to_dict("records"):
+        tokens, rate = row["tokens_per_rank"], row["full_rate"]
+        expected = speed["zeropp", tokens, rate / 4] / speed["zero3", tokens, rate]
+        assert row["parity"] == pytest.approx(expected)
+
+
+def test_a_cell_is_marked_when_its_rates_differ_by_more_than_a_tenth() -> None:
+    """Two contenders whose links achieved 48 and 40 Mbit/s mark their cell; 48 and 46 do not."""
+    cluster = Cluster(rate="50 Mbit/s")
+    trials = [Trial(strategy=name, cluster=cluster) for name in ("zero3", "zeropp")]
+
+    def achieved(mbit: float) -> Any:
+        def change(fields: dict[str, Any]) -> None:
+            fields["link"] = fields["link"].model_copy(update={"probed_mbit": [mbit]})
+
+        return change
+
+    for other, marked in ((40.0, True), (46.0, False)):
+        pair = [record_of(trials[0], change=achieved(48.0)), record_of(trials[1], change=achieved(other))]
+        assert bool(derive(frames_of(pair)).differing) is marked
+
+
+def test_the_step_split_adds_up_to_the_step() -> None:
+    """The parts of a step sum to the mean total of its slowest ranks."""
+    records = {record.id: record for record in records_of("ablation", repeats=1)}
+    parts = metrics.split(frames_of(list(records.values()))).groupby("id")["seconds"].sum()
+    for identity, total in parts.items():
+        timed = [[s.total for s in rank.steps if not s.warmup] for rank in records[str(identity)].ranks]
+        slowest = [max(ranks) for ranks in zip(*timed, strict=True)]
+        assert total == pytest.approx(statistics.fmean(slowest))
+
+
+def test_break_even_lies_where_the_speedup_crosses_one() -> None:
+    """The break-even rate lies between measured rates on both sides of a speed-up of 1."""
+    derived = derive(frames_of(records_of("bandwidth")))
+    pairs = derived.pairs.copy()
+    ours = pairs["contender"] == "ZeRO++"
+    rates = pairs["achieved_mbit"]
+    pairs.loc[ours, "baseline_seconds"] = pairs["step_seconds"] * np.where(rates < 100, 2.0, 0.5)
+    found = metrics.break_even(pairs)
+    crossing = found[found["contender"] == "ZeRO++"]["break_even_mbit"]
+    assert crossing.between(48, 200).all()
+    assert len(crossing) == 2
+
+
+def test_peers_have_interfaces_and_no_ledger() -> None:
+    """FSDP2 has bytes by interface, and neither ledger, nor exposed time, nor a best step."""
+    table = derive(frames_of(records_of("bandwidth", repeats=1))).trials
+    peers = table[table["strategy"] == "fsdp2"]
+    assert peers["interface_bytes"].gt(0).all()
+    assert peers[["sent_bytes", "exposed_seconds", "share", "ideal_share"]].isna().all().all()
+
+
+@given(
+    st.lists(st.floats(0, 1, allow_nan=False), min_size=1, max_size=12),
+    st.floats(0.001, 0.3, allow_nan=False),
+)
+def test_labels_are_spread_in_order_and_far_enough_apart(values: list[float], gap: float) -> None:
+    """Spread labels keep their order and their distance, and lie around where they wished to."""
+    wished = sorted(values)
+    found = spread(wished, [gap] * len(wished))
+    assert len(found) == len(wished)
+    assert all(after - before >= gap - 1e-9 for before, after in pairwise(found))
+    assert sum(found) == pytest.approx(sum(wished), abs=1e-6)
+
+
+@given(st.lists(st.tuples(st.floats(-1, 2), st.floats(0.01, 0.1)), min_size=1, max_size=10))
+def test_labels_of_any_height_stay_inside_their_panel(labels: list[tuple[float, float]]) -> None:
+    """Where all have room, labels of one line and of two lie between the panel's edges and do not touch."""
+    wished = sorted(place for place, _ in labels)
+    sizes = [size for _, size in labels]
+    found = spread(wished, sizes, within=(0.0, 1.0))
+    assert found[0] - sizes[0] / 2 >= -1e-9
+    assert found[-1] + sizes[-1] / 2 <= 1 + 1e-9
+    for (one, size), (other, next_size) in pairwise(zip(found, sizes, strict=True)):
+        assert other - one >= (size + next_size) / 2 - 1e-9
+
+
+def test_others_share_is_what_no_rank_had() -> None:
+    """Of the processors' time, programs' less the ranks' is others'; what the ticks miss is not negative; the
+    host's is told beside it, and without a record of the machine nothing is known.
+    """
+    record = records_of("quickstart", repeats=1)[0]
+    for others, steal in ((0.0, 0.0), (0.25, 0.125), (-0.01, 0.0)):
+        (row,) = derive(frames_of([taken_by_others(record, others, steal)])).trials.to_dict("records")
+        assert row["others_share"] == pytest.approx(max(others, 0.0), abs=1e-9)
+        assert row["steal_share"] == pytest.approx(steal)
+        assert row["taken_share"] == pytest.approx(max(others, 0.0) + steal, abs=1e-9)
+    derived = derive(frames_of([record.model_copy(update={"processor_use": None})]))
+    assert derived.trials["taken_share"].isna().all()
+    assert not derived.disturbed
+
+
+@pytest.mark.parametrize("suite", ["quickstart", "generation"])
+def test_trials_of_which_others_took_too_much_are_disturbed(suite: str) -> None:
+    """More than a twentieth disturbs a trial, by programs and host together; also one that generates."""
+    records = records_of(suite, repeats=1)
+    changed = [taken_by_others(records[0], 0.03, 0.03), taken_by_others(records[1], 0.03, 0.01), *records[2:]]
+    assert derive(frames_of(changed)).disturbed == {records[0].id}

@@ -1,0 +1,125 @@
+"""Figures: there with their data, absent without, naming a suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from harness.suites.trial import Cluster, Model, Trial
+from impl.adapters.traffic import HOSTED
+from report.data import published
+from report.data.contender import COMBINATIONS, NAMES
+from report.data.frames import frames_of
+from report.data.metrics import derive
+from report.draw import theme
+from report.draw.plot import records_behind
+from report.figures import registry
+from tests.report.records import record_of, records_of
+
+ROOT = Path(__file__).parents[3]
+EVERYWHERE = {"step_split", "volume", "link"}
+EXPECTED = {
+    "quickstart": {"speedup", "final_loss", "memory"},
+    "ablation": {"speedup", "ablation", "final_loss", "memory"},
+    "block_size": {"final_loss", "error", "block_sweep"},
+    "bits": {"speedup", "final_loss", "error", "bits_sweep"},
+    "hpz_group": {"speedup", "memory"},
+    "bandwidth": {"speedup", "throughput", "beside_published", "parity", "memory"},
+    "convergence": {"speedup", "loss", "final_loss", "memory"},
+    "nodes": {"speedup", "memory", "scaling"},
+    "stages": {"speedup", "memory", "largest_model"},
+}
+
+
+@pytest.mark.parametrize("suite", EXPECTED)
+def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path) -> None:
+    """A suite's records give exactly its figures, each in all its forms, with ids and words."""
+    records = records_of(suite, repeats=2)
+    derived = derive(frames_of(records))
+    drawn = {plot.name: registry.draw(plot, derived, tmp_path) for plot in registry.PLOTS}
+    assert {name for name, found in drawn.items() if found} == EXPECTED[suite] | EVERYWHERE
+    ids = {record.id for record in records}
+    for found in drawn.values():
+        if found is None:
+            continue
+        assert {path.suffix for path in found.files.values()} == {".svg", ".pdf", ".png", ".csv"}
+        assert all(path.stat().st_size > 0 for path in found.files.values())
+        assert records_behind(found.data)
+        assert set(records_behind(found.data)) <= ids
+        assert found.plot.caption(found.data)
+        assert found.plot.alt(found.data)
+        assert len(pd.read_csv(found.files["csv"])) == len(found.data)
+
+
+def test_generations_have_a_figure_of_their_own(tmp_path: Path) -> None:
+    """Records of generation give their figure, and none of training."""
+    records = records_of("generation", repeats=2)
+    derived = derive(frames_of(records))
+    found = {plot.name for plot in registry.PLOTS if registry.draw(plot, derived, tmp_path)}
+    assert found == {"generation"}
+    plot = next(plot for plot in registry.PLOTS if plot.name == "generation")
+    data = plot.data(derived)
+    assert records_behind(data) == tuple(sorted(record.id for record in records))
+    assert "2.17 (30B) and 2.25 (66B)" in plot.caption(data)
+    assert plot.alt(data)
+
+
+def test_every_figure_has_a_suite_that_draws_it() -> None:
+    """Together the suites draw every figure, and the suite that each names is one that draws it."""
+    for plot in registry.PLOTS:
+        assert plot.name in EXPECTED.get(plot.suite, {plot.suite}) | EVERYWHERE
+        assert (ROOT / "suites" / f"{plot.suite}.toml").is_file()
+
+
+def test_one_process_alone_draws_no_comparison(tmp_path: Path) -> None:
+    """A single trial on one node has a step to split, and neither link nor speed-up nor volume."""
+    alone = Trial(strategy="zero3", cluster=Cluster(nodes=1, ranks_per_node=1))
+    derived = derive(frames_of([record_of(alone)]))
+    found = {plot.name for plot in registry.PLOTS if registry.draw(plot, derived, tmp_path)}
+    assert found == {"step_split"}
+
+
+def test_nothing_but_failures_draws_nothing(tmp_path: Path) -> None:
+    """A folder in which no trial finished has no figure, and no error."""
+    from harness.records.record import Failure
+
+    failed = record_of(Trial(), failure=Failure(kind="crashed", message="boom", log=None))
+    derived = derive(frames_of([failed]))
+    assert not [plot.name for plot in registry.PLOTS if registry.draw(plot, derived, tmp_path)]
+
+
+def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> None:
+    """Model names that TeX, XML or the font could choke on do not stop a figure."""
+    names = ("a$^{:b", "<script>&'\"", "模型:\x07" + "long " * 40)
+    trials = [Trial(strategy=s, model=Model(name=n)) for n in names for s in ("zero3", "hpz", "zeropp")]
+    derived = derive(frames_of([record_of(trial) for trial in trials]))
+    found = {plot.name for plot in registry.PLOTS if registry.draw(plot, derived, tmp_path)}
+    assert {"speedup", "step_split", "volume", "memory"} <= found
+
+
+def test_each_policy_has_its_own_colour_and_marker() -> None:
+    """No two strategies share a colour, and none a marker but a host's with what it hosts."""
+    assert set(theme.COLOURS) == set(NAMES) == set(theme.MARKERS)
+    assert len(set(theme.COLOURS.values())) == len(theme.COLOURS)
+    alone = {name: marker for name, marker in theme.MARKERS.items() if name not in HOSTED}
+    assert len(set(alone.values())) == len(alone)
+    assert all(theme.MARKERS[name] == alone[host] for name, (host, _) in HOSTED.items())
+
+
+def test_published_numbers_are_those_of_the_blog() -> None:
+    """Parity 50/47 and 48/48, volume 3M to 0.75M, and the throughput table's speed-ups."""
+    parity = published.parity().set_index("model")
+    assert (parity.loc["18B", "zeropp"], parity.loc["18B", "zero3"]) == (50, 47)
+    assert (parity.loc["138B", "zeropp"], parity.loc["138B", "zero3"]) == (48, 48)
+    assert set(parity["low_gbps"]) == {200}
+    assert set(parity["high_gbps"]) == {800}
+    volume = published.volume().set_index("method")
+    assert volume.loc["zero3", "total_m"] == 3
+    assert volume.loc["zeropp", "total_m"] == 0.75
+    assert set(volume.index) == set(COMBINATIONS)
+    parts = ["forward_all_gather_m", "backward_all_gather_m", "gradient_reduce_scatter_m"]
+    assert (volume[parts].sum(axis=1) == volume["total_m"]).all()
+    shown = published.throughput().set_index(["model", "inter_node_gbps", "tokens_per_gpu"])
+    assert shown.loc[("18B", 100, 1024), "speedup"] == pytest.approx(31 / 14)

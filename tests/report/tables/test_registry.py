@@ -1,0 +1,349 @@
+"""Tables: numbers from raw steps, and text that stays text in every form."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from harness.records.record import ProcessorUse, Record
+from harness.suites.trial import Cluster, Trial
+from report.data import footnotes
+from report.data import text as wording
+from report.data.frames import frames_of
+from report.data.metrics import Derived, derive
+from report.data.text import number
+from report.draw import theme
+from report.tables import registry, table
+from report.tables.table import Column, Table
+from tests.report.records import changed_steps, record_of, records_of, taken_by_others
+
+WORDS = st.text(st.characters(codec="utf-8"), max_size=30)
+LATEX_SPECIALS = set('\\&%$#_{}~^<>|"`-[]')
+
+
+def _one_cell(cell: str) -> Table:
+    data = pd.DataFrame({"name": [cell], "value": [1.5]})
+    return Table("t", cell, cell, data, (Column("name", cell), Column("value", "Value", number())))
+
+
+def _shown(cell: str) -> str:
+    return wording.text(cell)
+
+
+@given(WORDS)
+@example("<script>alert(1)</script>")
+@example("a|b\n|c")
+@example("*x* _y_ [z](http://q) `c` &amp; https://x.y a@b.c ~~s~~ \\")
+@example("1. x")
+def test_markdown_prints_any_text_as_it_is(cell: str) -> None:
+    """A cell of any text renders as that text, in one table of one row, with no markup in it."""
+    rendered = MarkdownIt("commonmark", {"html": True}).enable("table").parse(_one_cell(cell).markdown())
+    rows = [token for token in rendered if token.type == "td_open"]
+    assert len(rows) == 2
+    inline = next(rendered[i + 1] for i, token in enumerate(rendered) if token.type == "td_open")
+    assert inline.children is not None
+    kinds = {child.type for child in inline.children}
+    assert kinds <= {"text", "text_special"}
+    assert "".join(child.content for child in inline.children).strip() == _shown(cell)
+
+
+@given(WORDS)
+@example("100% of $5 & #1_{a}^b~c\\d")
+@example('[x] --- "q"')
+def test_latex_has_no_special_left_bare(cell: str) -> None:
+    """Taking away our escapes leaves no character that LaTeX would act on."""
+    left = table.latex(cell)
+    for escape in sorted(set(table.LATEX.values()), key=len, reverse=True):
+        left = left.replace(escape, "")
+    assert not LATEX_SPECIALS & set(left)
+    assert "\n" not in left
+
+
+def test_latex_keeps_one_row_on_one_line() -> None:
+    """A message with line breaks and column marks stays one cell."""
+    body = _one_cell("a & b \\\\ \n\n\\end{tabular}").latex()
+    row = body.split("\\midrule\n")[1].split("\n\\bottomrule")[0]
+    assert row.count("\n") == 0
+    assert row.replace("\\&", "").count("&") == 1
+    assert body.count("\\end{tabular}") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "told"),
+    [
+        (1234.4, 3, "1234"),
+        (0.12345, 3, "0.123"),
+        (0.00001234, 3, "1.23e-05"),
+        (0, 3, "0"),
+        (9.996, 3, "10.0"),
+    ],
+)
+def test_numbers_have_their_significant_digits(value: float, digits: int, told: str) -> None:
+    """Significant digits, plain where short; nothing for NaN and None."""
+    assert number(digits)(value) == told
+    assert number(digits)(math.nan) == number(digits)(None) == wording.NOTHING
+
+
+def test_the_summary_equals_what_raw_steps_give() -> None:
+    """Step seconds and bytes of the summary's CSV are the medians over repeats of raw values."""
+    records = records_of("quickstart")
+    derived = derive(frames_of(records))
+    found = pd.read_csv(io.StringIO(registry.summary(derived).csv())).set_index("contender")
+    for name, strategy in (("ZeRO-3", "zero3"), ("ZeRO++", "zeropp")):
+        mine = [record for record in records if record.trial["strategy"] == strategy]
+        steps = []
+        sent = []
+        for record in mine:
+            totals = np.array([[s.total for s in rank.steps if not s.warmup] for rank in record.ranks])
+            steps.append(np.median(totals.max(axis=0)))
+            rows = [row for rank in record.ranks for row in rank.ledger or [] if row.link == "inter"]
+            sent.append(sum(row.bytes for row in rows) / 4)
+        assert found.loc[name, "step_seconds"] == pytest.approx(float(np.median(steps)))
+        assert found.loc[name, "sent_mb"] == pytest.approx(float(np.median(sent)) / 1e6)
+        assert found.loc[name, "trials"] == 3
+
+
+def test_the_table_of_time_prints_all_shares_and_how_busy_processors_were() -> None:
+    """What is allowed stands with processors and by the schedule alone, and busy from raw steps."""
+    records = records_of("bandwidth", repeats=1)
+    table = registry.time(derive(frames_of(records)))
+    printed = [column.title for column in table.columns]
+    first = printed.index("Share allowed")
+    assert printed[first : first + 5] == [
+        "Share allowed", "Share of schedule", "Share of ideal", "Processors busy", "Taken by others",
+    ]  # fmt: skip
+    found = table.data.dropna(subset=["share"])
+    assert (found["share"] >= found["schedule_share"]).all()
+    cores = records[0].machine["cores"]
+    for record in records:
+        steps = zip(*([s for s in rank.steps if not s.warmup] for rank in record.ranks), strict=True)
+        raw = [(sum(s.cpu_seconds or 0.0 for s in step), max(s.total for s in step)) for step in steps]
+        computed, total = (float(np.median(values)) for values in zip(*raw, strict=True))
+        busy = table.data["processors_busy"].to_numpy()
+        assert np.isclose(busy, computed / cores / total).any()
+
+
+def test_volume_is_in_units_of_one_gather() -> None:
+    """ZeRO-3 sends 3 M and ZeRO++ a little over 0.75 M, beside the published."""
+    table = registry.volume(derive(frames_of(records_of("ablation", repeats=1)))).data.set_index("contender")
+    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(3, abs=1e-4)
+    assert 0.75 < table.loc["ZeRO++", "ledger"] < 0.78
+    assert table.loc["ZeRO++", "published"] == 0.75
+
+
+def test_checks_count_ledgers_that_equal_their_prediction() -> None:
+    """The checks say how many ledgers equal the prediction, and how far interfaces lie above them."""
+    records = records_of("ablation", repeats=2)
+    table = registry.checks(derive(frames_of(records))).data.set_index("contender")
+    assert set(table["equal"]) == {"2 of 2"}
+    assert table["interface_over_ledger"].to_numpy() == pytest.approx(1.02, abs=1e-3)
+    steps = [rank.steps[0].loss for rank in records[0].ranks]
+    assert table.loc["ZeRO-3", "first_loss_deviation"] >= abs(float(np.mean(steps)) - 5.55) / 5.55 - 1e-12
+
+
+def test_errors_stand_by_block_side_by_side() -> None:
+    """Each integer codec's median error stands under its block size."""
+    records = records_of("block_size", repeats=2)
+    table = registry.quantisation(derive(frames_of(records)))
+    assert [column.title for column in table.columns] == [
+        "Of", "Codec", "32", "64", "256", "1024", "2048", "shard",
+    ]  # fmt: skip
+    found = [
+        q.vnmse for r in records for q in r.quantisation if (q.purpose, q.codec) == ("weights", "int8:64")
+    ]
+    row = table.data.set_index(["purpose", "kind"]).loc[("weights", "int8")]
+    assert row["64"] == pytest.approx(float(np.median(found)))
+
+
+def _printed(table: Table) -> dict[str, dict[str, str]]:
+    """Printed cells by contender and title."""
+    titles = [column.title for column in table.columns]
+    rows = [dict(zip(titles, row, strict=True)) for row in table.rows()]
+    return {row["Contender"]: row for row in rows}
+
+
+def test_the_summary_is_as_narrow_as_the_page() -> None:
+    """Beside the place, the summary has ten columns: all else of a step's time is in a table of its own."""
+    derived = derive(frames_of(records_of("ablation")))
+    assert len(registry.summary(derived).columns) == 10
+    ours, theirs = (
+        {column.title for column in maker(derived).columns} for maker in (registry.summary, registry.time)
+    )
+    assert ours & theirs == {"Contender", "n", "Step, s", "Share allowed"}
+
+
+def _waiting(record: Record, share: float) -> Record:
+    """``record`` with a link so fast, or so slow, that its bytes alone need this share of each step."""
+    (row,) = derive(frames_of([record])).trials.to_dict("records")
+    assert record.link is not None
+    rate = 8 * row["egress_bytes"] / (share * row["step_seconds"]) / 1e6
+    return record.model_copy(update={"link": record.link.model_copy(update={"probed_mbit": [rate]})})
+
+
+def test_a_share_above_one_is_marked_and_explained() -> None:
+    """Where a probe found a lower rate than steps had, shares above 1 bear a mark, and the caption says why;
+    below 1 there is neither.
+    """
+    record = record_of(Trial(strategy="zero3", cluster=Cluster(rate="50 Mbit/s"), steps=4, warmup=1))
+    for wire, marked in ((1.2, True), (0.3, False)):
+        derived = derive(frames_of([_waiting(record, wire)]))
+        for found in (registry.summary(derived), registry.time(derived)):
+            cell = _printed(found)["ZeRO-3"]["Share allowed"]
+            assert cell.endswith(" §") is marked
+            assert float(cell.removesuffix(" §")) == pytest.approx(derived.trials["share"].iloc[0], abs=0.005)
+            assert ("§: above 1" in found.caption) is marked
+            assert ("at a higher rate than the probe" in found.caption) is marked
+
+
+def test_processors_that_are_more_than_busy_are_explained_by_steps_that_overlap() -> None:
+    """Processor seconds beyond what a step had are marked, and the caption says whose they may be."""
+    record = changed_steps(
+        record_of(Trial(strategy="zero3", cluster=Cluster(rate="unshaped"), steps=4, warmup=1)),
+        lambda step: {"cpu_seconds": 0.6 * step.total},  # of four ranks on two processors
+    )
+    table = registry.time(derive(frames_of([record])))
+    assert _printed(table)["ZeRO-3"]["Processors busy"].startswith("1.1")  # ranks differ a little
+    assert _printed(table)["ZeRO-3"]["Processors busy"].endswith(" §")
+    assert "ranks do not begin a step together" in table.caption
+
+
+def test_rates_that_differ_are_marked_in_the_rows_of_their_setting() -> None:
+    """The dagger of a setting whose links differed stands in each of its rows, and in no other setting's."""
+
+    def achieved(fields: dict[str, Any]) -> None:
+        fields["link"] = fields["link"].model_copy(update={"probed_mbit": [30.0]})
+
+    cluster = Cluster(rate="50 Mbit/s")
+    trials = [
+        Trial(strategy=strategy, tokens_per_rank=tokens, cluster=cluster)
+        for tokens in (512, 1024)
+        for strategy in ("zero3", "zeropp")
+    ]
+    records = [
+        record_of(trial, change=achieved if place == 1 else None) for place, trial in enumerate(trials)
+    ]
+    table = registry.summary(derive(frames_of(records)))
+    place = [column.title for column in table.columns].index("Speed-up")
+    marked = [row[place].endswith(" †") for row in table.rows()]
+    assert sorted(marked) == [False, False, True, True]
+    assert marked[0] == marked[1]
+    assert "†: the links" in table.caption
+    assert "†" not in registry.summary(derive(frames_of(records_of("quickstart")))).caption
+
+
+def test_trials_of_which_others_had_processors_are_counted_and_marked() -> None:
+    """A contender's row says during how many of its trials others took more than stated, and the most."""
+    records = records_of("quickstart")
+    place = next(place for place, record in enumerate(records) if record.trial["strategy"] == "hpz")
+    records[place] = taken_by_others(records[place], 0.3, 0.1)
+    derived = derive(frames_of(records))
+    rows = _printed(registry.time(derived))
+    assert rows["hpZ"]["n"] == _printed(registry.summary(derived))["hpZ"]["n"] == "3 (1 ‡)"
+    assert rows["hpZ"]["Taken by others"] == "40.0%"
+    assert (rows["ZeRO-3"]["n"], rows["ZeRO-3"]["Taken by others"]) == ("3", "1.0%")
+    assert "more than 5% of the processors" in registry.summary(derived).caption
+
+
+def _at_two_rates_and_batches() -> list[Record]:
+    """ZeRO-3 and ZeRO++ at a rate and at a quarter of it, with two batches.  With 512 tokens others had
+    processors in a trial of ZeRO-3, and ZeRO++'s link was slower; with 2048 nothing is to be marked.
+    """
+    records = [
+        record_of(Trial(strategy=name, tokens_per_rank=tokens, cluster=Cluster(rate=rate), steps=4, warmup=1))
+        for name in ("zero3", "zeropp")
+        for tokens in (512, 2048)
+        for rate in ("12.5 Mbit/s", "50 Mbit/s")
+    ]
+    taken, slow = records[1], records[4]  # ZeRO-3 at 50, ZeRO++ at 12.5 Mbit/s
+    assert slow.link is not None
+    changed = {
+        slow.id: slow.model_copy(update={"link": slow.link.model_copy(update={"probed_mbit": [9.0]})}),
+        taken.id: taken_by_others(taken, 0.3),
+    }
+    return [changed.get(record.id, record) for record in records]
+
+
+@pytest.mark.parametrize(
+    ("maker", "column"), [(registry.break_even, "Break-even, Mbit/s"), (registry.parity, "Parity")]
+)
+def test_tables_over_rates_bear_the_marks_of_the_summary(
+    maker: Callable[[Derived], Table], column: str
+) -> None:
+    """A row made of trials during which others had processors, or of links whose rates differ, bears both
+    marks, another none; the caption explains them in the Summary's words, and only where they stand.
+    """
+    derived = derive(frames_of(_at_two_rates_and_batches()))
+    made = maker(derived)
+    titles = [told.title for told in made.columns]
+    cells = [dict(zip(titles, row, strict=True)) for row in made.rows()]
+    marked, plain, *published = cells
+    trials = {"Break-even": 4, "Parity": 2}[made.title]
+    assert (marked["n"], plain["n"]) == (f"{trials} (1 ‡)", str(trials))
+    assert marked[column].endswith(" †")
+    assert not [row for row in (plain, *published) if "†" in row[column]]
+    for words in (footnotes.RATES_IN_WORDS, footnotes.TAKEN_IN_WORDS):
+        assert words in made.caption
+        assert words in registry.summary(derived).caption
+    assert not {"†", "‡"} & set(maker(derive(frames_of(records_of("bandwidth", repeats=1)))).caption)
+
+
+def test_generations_while_others_had_processors_are_marked() -> None:
+    """Of a contender's timed generations, those of a trial that others disturbed are counted and marked."""
+    records = records_of("generation", repeats=2)
+    place = next(place for place, record in enumerate(records) if record.trial["strategy"] == "hpz")
+    use = ProcessorUse(seconds=1.0, processors=2, ranks=1.0, user=1.4, system=0.0, interrupts=0.0, steal=0.0)
+    records[place] = records[place].model_copy(update={"processor_use": use})
+    table = registry.generation(derive(frames_of(records)))
+    rows = _printed(table)
+    assert (rows["hpZ"]["n"], rows["ZeRO-3"]["n"]) == ("4 (2 ‡)", "4")
+    assert footnotes.TAKEN_IN_WORDS in table.caption
+
+
+def test_published_throughput_stands_beside_what_compares_with_it() -> None:
+    """Only where ZeRO++ and ZeRO-3 ran together at several rates is the blog's throughput on the page."""
+    for suite, there in (("bandwidth", True), ("quickstart", False), ("nodes", False)):
+        made = registry.all_tables(derive(frames_of(records_of(suite, repeats=1))))
+        assert ("published_throughput" in [table.name for table in made]) is there
+
+
+def test_the_table_of_memory_has_the_figures_order() -> None:
+    """Parts stand in the order of the figure's bars."""
+    titles = [column.title for column in registry.memory(derive(frames_of(records_of("quickstart")))).columns]
+    parts = [part.replace("_", " ") for part in theme.MEMORY]
+    assert [title for title in titles if title in parts] == [part for part in parts if part in titles]
+
+
+def test_what_a_machine_lacks_is_none() -> None:
+    """A fact without a value is told as none, not in JSON's words."""
+    record = record_of(Trial(strategy="zero3"))
+    record = record.model_copy(update={"machine": {**record.machine, "gpus": [], "driver": None}})
+    facts = registry.environment(derive(frames_of([record]))).data.set_index("fact")["value"]
+    assert (facts["machine.gpus"], facts["machine.driver"]) == ("none", "none")
+
+
+def test_where_nobody_knows_who_had_the_processors_the_caption_says_so() -> None:
+    """Of one record without the machine's seconds the cell is empty, and the caption names the reasons."""
+    records = records_of("quickstart", repeats=1)
+    records[0] = records[0].model_copy(update={"processor_use": None})
+    table = registry.time(derive(frames_of(records)))
+    assert _printed(table)["ZeRO-3"]["Taken by others"] == wording.NOTHING
+    assert "no /proc/stat" in table.caption
+    assert "no /proc/stat" not in registry.time(derive(frames_of(records_of("quickstart")))).caption
+
+
+def test_the_loss_says_of_what_and_when() -> None:
+    """Its column is that of validation, and the caption has unit, data and steps."""
+    table = registry.summary(derive(frames_of(records_of("quickstart"))))
+    assert "Validation loss" in [column.title for column in table.columns]
+    assert (
+        "in nats, on data held back from training, at the end of each trial, after 5 steps" in table.caption
+    )

@@ -1,0 +1,122 @@
+"""The setting: what all trials were given, told before the environment and in the headline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.records.record import Failure, write
+from harness.suites.trial import Cluster, Model, Optimizer, Trial
+from report.build import build
+from report.data.frames import frames_of
+from report.data.metrics import derive
+from report.page import warnings
+from report.tables.settings import essentials, setting
+from tests.report.records import record_of
+
+SHA = "4cdcd8e30e688a37"
+GIVEN = Trial(
+    strategy="zeropp",
+    cluster=Cluster(rate="50 Mbit/s"),
+    model=Model(name="gpt-mini", arguments={"width": 64}),
+    corpus="books",
+    sequence=64,
+    tokens_per_rank=256,
+    accumulation=2,
+    steps=6,
+    warmup=1,
+    optimizer=Optimizer(name="SGD", arguments={"lr": 0.1}),
+    clip=1.0,
+)
+
+
+def _ran(kernels: str = "reference") -> Any:
+    def change(fields: dict[str, Any]) -> None:
+        fields["ran"] = fields["ran"] | {"kernels": kernels, "corpus_sha256": SHA}
+        fields["question"] = "How fast?"
+
+    return change
+
+
+def test_every_setting_is_told_from_the_records() -> None:
+    """Model, sizes, steps, optimizer, seeds, repeats, corpus, link and kernels stand with their values."""
+    trials = [GIVEN.model_copy(update={"repeat": repeat}) for repeat in range(3)]
+    records = [record_of(trial, change=_ran()) for trial in trials]
+    derived = derive(frames_of(records))
+    assert dict(setting(derived.frames, derived.trials)) == {
+        "Model": "gpt-mini (width=64)",
+        "Parameters": f"{records[0].parameters:,}",
+        "Units": "5",
+        "Ranks": "2x2",
+        "Link between nodes": "namespaces, 50 Mbit/s",
+        "Sequence": "64",
+        "Tokens per rank": "256",
+        "Accumulation": "2 micro-batches",
+        "Steps": "6 timed, after 1 warm-up",
+        "Optimizer": "SGD(lr=0.1), gradients clipped to norm 1",
+        "Corpus": "books",
+        "Corpus, SHA-256": SHA,
+        "Device": "cpu",
+        "Kernels": "reference",
+        "Seeds": "0",
+        "Repeats": "3",
+    }
+    told = dict(essentials(derived.frames, derived.trials))
+    assert told["parameters"] == f"{records[0].parameters / 1e6:.2f} M"
+    assert told["tokens per rank"] == "256, in sequences of 64"
+    assert told["repetition"] == "1 seed, 3 repeats"
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu", "cuda"])
+def test_kernels_are_told_by_contender_where_they_differ(kernels: str) -> None:
+    """One backend is named alone; two are named with who ran on each."""
+    records = [
+        record_of(Trial(strategy="zero3"), change=_ran("reference")),
+        record_of(Trial(strategy="zeropp"), change=_ran(kernels)),
+    ]
+    derived = derive(frames_of(records))
+    told = dict(setting(derived.frames, derived.trials))["Kernels"]
+    assert told == (kernels if kernels == "reference" else f"reference (ZeRO-3); {kernels} (ZeRO++)")
+
+
+def test_many_values_are_cut_and_counted() -> None:
+    """Beyond twelve values of one setting, the rest is counted."""
+    derived = derive(frames_of([record_of(Trial(seed=seed)) for seed in range(15)]))
+    assert dict(setting(derived.frames, derived.trials))["Seeds"].endswith("; 11; and 3 more")
+
+
+def test_the_page_asks_the_question_and_tells_the_setting_before_the_environment(tmp_path: Path) -> None:
+    """Question where records hold it, essentials in the headline, the table before the environment."""
+    write(tmp_path, record_of(GIVEN, change=_ran()))
+    page = build(tmp_path).read_text()
+    head, rest = page.split("</header>")
+    for told in ("How fast?", "gpt-mini (width=64)", "3.25 M", "SGD(lr=0.1)", "books"):
+        assert told in head
+    assert 0 < rest.index('id="setting"') < rest.index('id="environment"')
+    assert SHA in (tmp_path / "tables" / "setting.csv").read_text()
+
+
+def test_failures_alone_have_no_setting(tmp_path: Path) -> None:
+    """Without a finished trial there is no setting, and no empty section of it."""
+    write(tmp_path, record_of(GIVEN, failure=Failure(kind="crashed", message="boom", log=None)))
+    assert 'id="setting"' not in build(tmp_path).read_text()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_corpus_that_changed_between_trials_is_warned_of(changed: bool) -> None:
+    """Two contents of one corpus in a cell stand among the warnings; one does not."""
+
+    def of(sha: str) -> Any:
+        def change(fields: dict[str, Any]) -> None:
+            fields["ran"] = fields["ran"] | {"corpus_sha256": sha}
+
+        return change
+
+    records = [
+        record_of(Trial(strategy="zero3"), change=of("aa")),
+        record_of(Trial(strategy="zeropp"), change=of("bb" if changed else "aa")),
+    ]
+    told = warnings(derive(frames_of(records)))
+    assert any("Corpus stdlib changed between trials" in text for text in told) is changed

@@ -1,0 +1,117 @@
+"""Ranks for tests: threads of one process for speed, processes where it matters.
+
+Thread ranks use torch's internal ``multi_threaded_pg``, the only use of internals in the project;
+they run 4 ranks in well under a second and have no send and receive.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg
+
+from impl.comm.mesh import Mesh
+from impl.plan.topology import Topology
+
+
+def on_threads(topology: Topology, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``body(mesh, *args)`` on every rank, as threads; returns the results in rank order."""
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # groups of one thread are not another's
+    excepthook = sys.excepthook  # init_process_group puts the rank before every traceback line
+    if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and asks for it
+        multi_threaded_pg.ThreadLocalWorld.comms = property(lambda _: [])
+    multi_threaded_pg._install_threaded_pg()
+    store = dist.HashStore()
+    results: list[Any] = [None] * topology.world
+    errors: list[BaseException | None] = [None] * topology.world
+
+    def rank_main(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=topology.world, store=store)
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = body(Mesh.create(topology), *args)
+        except BaseException as error:
+            errors[rank] = error
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+
+    try:
+        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(topology.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            if thread.is_alive():
+                raise TimeoutError("a thread rank did not finish within 120 s")
+    finally:
+        multi_threaded_pg._uninstall_threaded_pg()
+        multi_threaded_pg.ProcessLocalGroup.reset()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        sys.excepthook = excepthook
+    real = [
+        error for error in errors if error is not None and not isinstance(error, threading.BrokenBarrierError)
+    ]
+    if real:
+        raise real[0]
+    return results
+
+
+def on_processes(topology: Topology, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``body(mesh, *args)`` on every rank, as processes joined by gloo.
+
+    ``body`` must be importable; arguments and results are pickled by ``multiprocessing``.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "impl.zero", "impl.adapters.fsdp2_ddp", "torch._dynamo"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.Queue()
+        ranks = [
+            context.Process(
+                target=_process_rank, args=(topology, rank, folder, queue, body, args), daemon=True
+            )
+            for rank in range(topology.world)
+        ]
+        for rank in ranks:
+            rank.start()
+        results: dict[int, Any] = {}
+        try:
+            for _ in ranks:
+                rank, value, error = queue.get(timeout=180)
+                if error is not None:
+                    raise AssertionError(f"rank {rank}:\n{error}")
+                results[rank] = pickle.loads(value)  # noqa: S301  # our own child's
+        finally:
+            for process in ranks:
+                process.join(10)
+                if process.is_alive():
+                    process.kill()
+    return [results[rank] for rank in range(topology.world)]
+
+
+def _process_rank(  # noqa: PLR0917  # multiprocessing passes by position
+    topology: Topology, rank: int, folder: str, queue: Any, body: Any, args: Any
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # this process is an entry point
+    try:
+        store = dist.FileStore(os.path.join(folder, "store"), topology.world)  # noqa: PTH118
+        dist.init_process_group("gloo", rank=rank, world_size=topology.world, store=store)
+        value = body(Mesh.create(topology), *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        queue.put((rank, pickle.dumps(value), None))  # by value, not through torch's shared memory
+    except BaseException:
+        queue.put((rank, None, traceback.format_exc()))

@@ -1,0 +1,176 @@
+"""Hypothesis strategies shared by the tests: codecs, hostile blocks, topologies, policies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impl.codecs.codec import BF16, FP16, FP32, MX_BLOCK, Block, Blocked, Codec, FloatCodec, IntCodec, parse
+from impl.codecs.rounding_noise import Key
+from impl.plan.policy import Feedback, MemoryLimits, Policy
+from impl.plan.topology import Topology
+
+ROOMY = MemoryLimits(max_padding=1e9)  # tiny test models are mostly padding
+
+raw_codecs = st.sampled_from([FP32, BF16, FP16])
+
+
+any_block: st.SearchStrategy[Block] = st.one_of(st.integers(1, 70), st.just("shard"))
+_ELEMENTS = st.sampled_from(["e4m3", "e5m2"])
+
+
+def int_codecs(blocks: st.SearchStrategy[Block] = any_block) -> st.SearchStrategy[IntCodec]:
+    """Integer codecs of any width, block and scheme."""
+    return st.builds(IntCodec, st.integers(2, 8), blocks, st.booleans())
+
+
+def float_codecs(blocks: st.SearchStrategy[Block] = any_block) -> st.SearchStrategy[FloatCodec]:
+    """Floats of 8 bits with blocks of any size, and the MX formats."""
+    mx = [FloatCodec(element, MX_BLOCK, "e8m0") for element in ("e4m3", "e5m2", "e2m1")]
+    return st.one_of(st.builds(FloatCodec, _ELEMENTS, blocks), st.sampled_from(mx))
+
+
+@st.composite
+def rotated_codecs(draw: st.DrawFn) -> Blocked:
+    """Codecs that rotate 2 to 32 elements, in blocks of a few times as many."""
+    size = draw(st.sampled_from([2, 4, 8, 16, 32]))
+    blocks: st.SearchStrategy[Block] = st.sampled_from([size, 2 * size, 3 * size, "shard"])
+    return replace(draw(st.one_of(int_codecs(blocks), float_codecs(blocks))), hadamard=size)
+
+
+blocked_codecs: st.SearchStrategy[Blocked] = st.one_of(int_codecs(), float_codecs(), rotated_codecs())
+codecs: st.SearchStrategy[Codec] = st.one_of(raw_codecs, blocked_codecs)  # that need no noise
+stochastic_codecs: st.SearchStrategy[Blocked] = st.builds(
+    partial(replace, stochastic=True),  # type: ignore[arg-type]  # of any codec
+    blocked_codecs,
+)
+keys = st.builds(
+    Key,
+    seed=st.integers(0, 2**63),
+    step=st.integers(0, 2**31),
+    micro_batch=st.integers(0, 9),
+    unit=st.sampled_from(["embedding", "blocks.0", "a/b"]),
+    purpose=st.sampled_from(["weights", "gradients"]),
+    hop=st.integers(0, 1),
+    source=st.integers(-1, 9),
+)
+
+_HOSTILE = np.array(
+    [0.0, -0.0, 1e-45, -1e-45, 1.17e-38, 3.4028234e38, -3.4028234e38, 1.0, -1.0, 65504.0, 1e-20],
+    dtype=np.float32,
+)
+
+
+@st.composite
+def blocks_of_values(draw: st.DrawFn, *, most: int = 150, finite: bool = True) -> Tensor:
+    """(n,) fp32: one scale of normals, with spikes, denormals, zeros and extremes put in."""
+    numel = draw(st.integers(1, most))
+    seed = draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    values = random.standard_normal(numel).astype(np.float32) * np.float32(10.0 ** draw(st.integers(-37, 37)))
+    shape = draw(st.sampled_from(["normal", "equal", "alternating", "zero", "spike"]))
+    if shape == "equal":
+        values[:] = values[0]
+    elif shape == "alternating":
+        values = np.abs(values) * np.where(np.arange(numel) % 2, -1, 1).astype(np.float32)
+    elif shape == "zero":
+        values[:] = 0.0
+    elif shape == "spike":
+        at = random.integers(numel)
+        values[at] = np.clip(np.float64(values[at]) * 1000, -3.4e38, 3.4e38)
+    for position in draw(st.lists(st.integers(0, numel - 1), max_size=4)):
+        values[position] = draw(st.sampled_from(list(_HOSTILE)))
+    if not finite:
+        broken = draw(st.lists(st.integers(0, numel - 1), min_size=1, max_size=2))
+        for position in broken:
+            values[position] = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    else:
+        values = np.clip(np.nan_to_num(values), -3.4028234e38, 3.4028234e38).astype(np.float32)
+    return torch.from_numpy(values)
+
+
+def topologies(most: int = 6) -> st.SearchStrategy[Topology]:
+    """Topologies of at most ``most`` ranks, odd counts included."""
+    pairs = [(n, r) for n in range(1, most + 1) for r in range(1, most + 1) if n * r <= most]
+    return st.builds(lambda pair: Topology(*pair), st.sampled_from(pairs))
+
+
+def secondaries(topology: Topology) -> list[int]:
+    """All hpZ group sizes that fit, 0 first."""
+    fits = []
+    for ranks in range(topology.world + 1):
+        try:
+            topology.check_group("an hpZ group", ranks)
+        except ValueError:
+            continue
+        fits.append(ranks)
+    return fits
+
+
+engine_codecs: st.SearchStrategy[Codec] = st.one_of(
+    int_codecs(st.sampled_from([1, 8, 32, "shard"])),
+    st.sampled_from(
+        [
+            parse(t)
+            for t in ("mxfp8", "mxfp4:stochastic", "fp8e5m2:32", "int4:32:hadamard8", "int4:8:stochastic")
+        ]
+    ),
+)
+feedbacks = st.builds(
+    Feedback,
+    decay=st.sampled_from([0.0, 0.8]),
+    reset=st.sampled_from([0, 2]),
+    hops=st.sampled_from(["last", "all"]),
+    state=st.sampled_from(["fp32", "bf16", "fp16"]),
+)
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> MemoryLimits:
+    """Memory limits around the sizes of the tests' models."""
+    return MemoryLimits(
+        max_padding=1e9,
+        prefetch=draw(st.sampled_from([0, 200, 10**6])),
+        max_live=draw(st.sampled_from([0, 3000, 10**9])),
+        max_reuse=draw(st.sampled_from([0, 1, 2000, 10**9])),
+        persist_below=draw(st.sampled_from([0, 0, 20, 10**9])),
+        reduce_bucket=draw(st.sampled_from([0, 2000, 10**9])),
+    )
+
+
+@st.composite
+def policies(draw: st.DrawFn, topology: Topology, *, whole_world: bool = False) -> Policy:
+    """Policies that fit ``topology``, with small blocks: all stages, groups, hops, codecs and limits.
+
+    ``whole_world``: only those that shard over all ranks.
+    """
+    codec = st.one_of(raw_codecs, engine_codecs)
+    reduce = draw(st.sampled_from(["two_hop", "two_hop", "one_hop", "ring"]))
+    first = draw(codec)
+    gather = draw(st.sampled_from(["hierarchical", "hierarchical", "flat"]))
+    gradients = (first, draw(codec) if reduce == "two_hop" else first)
+    whole = any(getattr(each, "block", 0) == "shard" for each in gradients)
+    stage = draw(st.sampled_from([3, 3, 3, 2, 1] if whole_world else [3, 3, 3, 2, 1, 0]))
+    by_hops = gather == "hierarchical" and reduce == "two_hop" and not whole_world
+    group = draw(st.sampled_from(secondaries(topology))) if by_hops and stage and draw(st.booleans()) else 0
+    copy = gather == "hierarchical" and stage == 3 and group == 0
+    return Policy(
+        stage=stage,
+        group=group,
+        weights=draw(codec),
+        gradients=gradients,
+        gather=gather,
+        reduce=reduce,
+        chunks=draw(st.sampled_from([1, 1, 2, 3])) if reduce == "two_hop" and not whole else 1,
+        secondary=draw(st.sampled_from(secondaries(topology))) if copy else 0,
+        feedback=None if reduce == "ring" else draw(st.one_of(st.none(), feedbacks)),
+        reduce_every=draw(st.sampled_from(["stage", "step", "micro_batch" if stage >= 2 else "stage"])),
+        frozen=draw(st.one_of(st.none(), codec)),
+        memory=draw(limits()),
+        order_every=draw(st.sampled_from([0, 1, 2])),
+    )

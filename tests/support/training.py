@@ -1,0 +1,92 @@
+"""Training loops for tests: with shards, and the single process that they must follow."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impl.comm.mesh import Mesh
+from impl.plan.policy import Policy
+from impl.zero import Zero, shard
+from tests.support.models import Net
+
+
+def batch(step: int, rank: int, width: int = 16) -> Tensor:
+    """(4, width) data of one rank in one micro-batch."""
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def model(factory: Callable[..., nn.Module] = Net, **options: Any) -> nn.Module:
+    """A model with fixed values."""
+    torch.manual_seed(0)
+    return factory(**options)
+
+
+def single(net: nn.Module, world: int, steps: int, accumulation: int = 1, width: int = 16) -> list[float]:
+    """Train ``net`` in one process on all ranks' batches; the mean loss of each step."""
+    net = net.train()
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(accumulation):
+            for rank in range(world):
+                loss = net(batch(step * accumulation + micro, rank, width))
+                (loss / world).backward()
+                total += loss.item() / world / accumulation
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def train(  # noqa: PLR0917  # thread ranks pass by position
+    mesh: Mesh,
+    net: nn.Module,
+    policy: Policy,
+    steps: int,
+    accumulation: int = 1,
+    width: int = 16,
+    **options: Any,
+) -> tuple[list[float], dict[str, Tensor], Zero]:
+    """The same with shards; this rank's losses, the final state, the engine.
+
+    A policy that adds up locally reduces in the last micro-batch of a step only.
+    """
+    net = copy.deepcopy(net)
+    zero = shard(net, mesh=mesh, policy=policy, **options)
+    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(accumulation):
+            local = micro < accumulation - 1 and not policy.reduces_each_micro_batch
+            with zero.accumulating() if local else contextlib.nullcontext():
+                loss = net(batch(step * accumulation + micro, mesh.rank, width))
+                zero.scaler.scaled(loss).backward()
+                zero.finish_backward()
+            total += loss.item() / accumulation
+        zero.step(optimizer)
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, zero.full_state_dict(), zero
+
+
+def mean_losses(results: list[Any]) -> list[float]:
+    """Over ranks, step by step."""
+    return [sum(values) / len(values) for values in zip(*(result[0] for result in results), strict=True)]
+
+
+def close(state: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> bool:
+    """Whether every entry is within ``relative`` of its largest value."""
+    assert state.keys() == wanted.keys()
+    return all(
+        (state[name] - value).abs().max().item() <= relative * max(1e-3, value.abs().max().item())
+        for name, value in wanted.items()
+        if value.numel()
+    )
