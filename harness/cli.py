@@ -33,6 +33,7 @@ from harness.records import bench_record
 from harness.records.record import RecordError, path_of, read, read_all
 from harness.runs.forecast import Forecast, PlanError, forecast, this_host
 from harness.suites.expansion import SuiteError, load
+from harness.suites.labels import at, told
 from harness.suites.trial import Trial
 from harness.train import command as train_command
 from harness.workloads.input_digests import digests
@@ -273,10 +274,7 @@ def _check_feasible(file: Path, found: Sequence[Forecast]) -> None:
     if not impossible:
         return
     first = impossible[0].trial.canonical()
-    cell = ", ".join(
-        f"{path} = {terminal.at(first, path)}"
-        for path in terminal.told([one.trial.canonical() for one in found])
-    )
+    cell = ", ".join(f"{path} = {at(first, path)}" for path in told([one.trial.canonical() for one in found]))
     raise RefusalError(
         f"{file}: {len(impossible)} of {len(found)} trials cannot run here; the first"
         f"{f' ({cell})' if cell else ''}: {impossible[0].problems[0]}"

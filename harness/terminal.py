@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,12 +15,12 @@ from rich.table import Table
 
 from harness.doctor import Finding
 from harness.measure.memory_parts import on_device, on_host
-from harness.records.record import Record
+from harness.records.record import Record, slowest_seconds
 from harness.runs.forecast import Forecast, gib
-from harness.suites.expansion import Suite, differing, look_up
+from harness.suites.expansion import Suite
+from harness.suites.labels import NONE, at, in_words, told
 
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
-NONE: Final = "-"
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -108,9 +108,9 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     for record in found:
         table.add_row(
             record.id,
-            _value(record.trial.get("strategy")),
+            in_words(record.trial.get("strategy")),
             *(at(record.trial, path) for path in varying),
-            _value(record.trial.get("repeat")),
+            in_words(record.trial.get("repeat")),
             *_measured(record),
             "ok" if record.failure is None else record.failure.kind,
         )
@@ -167,7 +167,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
         ("outcome", "ok" if one.failure is None else f"{one.failure.kind}: {one.failure.message}"),
     ]
     for name, value in lines:
-        table.add_row(name, escape(_value(value)))
+        table.add_row(name, escape(in_words(value)))
     out.print(table)
     if one.failure is not None and one.failure.log:
         out.print(escape(f"log: {folder / one.failure.log}"), soft_wrap=True)
@@ -181,25 +181,6 @@ def findings(found: Iterable[Finding], out: Console) -> None:
     for one in found:
         table.add_row("ok" if one.there else "--", one.what, escape(one.found), escape(one.adds))
     out.print(table)
-
-
-def told(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Paths in which trials differ, without the alignment, which follows from the suite."""
-    return [path for path in differing(trials) if path != "policy.align"]
-
-
-def at(trial: Mapping[str, Any], path: str) -> str:
-    """The value at a dotted path of a canonical trial, as a suite would write it."""
-    value = look_up(trial, path)
-    if path == "memory_limit" and value is not None:
-        return _limit(value)
-    return _rate(value) if path == "cluster.rate" else _value(value)
-
-
-def slowest_seconds(one: Record) -> list[float]:
-    """Of each timed step the slowest rank's seconds, as the report counts them."""
-    of_ranks = [[step.total for step in rank.steps if not step.warmup] for rank in one.ranks]
-    return [max(totals) for totals in zip(*of_ranks, strict=True)]
 
 
 def _measured(one: Record) -> tuple[str, str, str, str, str]:
@@ -268,16 +249,6 @@ def _leaves(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def _value(value: Any) -> str:
-    if value is None or value == "":
-        return NONE
-    if isinstance(value, list):
-        return ", ".join(_value(item) for item in value) or NONE
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_value(item)}" for key, item in value.items() if item is not None) or NONE
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _size(size: float | None) -> str:
     """Bytes with a decimal unit, four digits."""
     if size is None:
@@ -287,15 +258,3 @@ def _size(size: float | None) -> str:
             return f"{size:.4g} {unit}"
         size /= 1000
     return f"{size:,.4g} TB"
-
-
-def _limit(size: int) -> str:
-    """A limit on memory as a suite writes it, whole: GiB, below one MiB."""
-    return f"{size / 2**30:.12g} GiB" if size >= 2**30 else f"{size / 2**20:.12g} MiB"
-
-
-def _rate(mbit: float | None) -> str:
-    """Mbit/s as a suite writes it."""
-    if mbit is None:
-        return "unshaped"
-    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"

@@ -30,8 +30,8 @@ from typing import Any, Final, Literal, TypeVar
 
 from harness.cluster import namespaces
 from harness.cluster.link import LinkError, Pacer, Port, join
-from harness.cluster.rank import Progress, Rank, Refusal
-from harness.workloads.corpus import CorpusError
+from harness.cluster.rank import Progress, Rank
+from harness.errors import CorpusError, Refusal
 from impl.codecs.codec import CodecError
 from impl.plan.geometry import GeometryError
 from impl.plan.policy import PolicyError

@@ -9,10 +9,6 @@ from harness.cluster.link import Pacer, Port
 from impl.plan.topology import Topology
 
 
-class Refusal(Exception):  # noqa: N818 - not an error of the program: what was asked cannot be done
-    """A trial cannot be carried out as asked; the message names the numbers."""
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a trial is.

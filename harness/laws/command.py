@@ -19,6 +19,7 @@ from rich.table import Table
 
 from harness import terminal
 from harness.cluster.leaving import at_once
+from harness.suites.labels import NONE
 from impl.codecs.codec import Codec, Law, padded_bytes, parse
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def show(found: Mapping[Subject, list[Verdict]], out: Console) -> None:
         table.add_column(title(claim))
     for subject, each in found.items():
         words = {verdict.claim: "[bold red]FAILS[/]" if verdict.violation else "holds" for verdict in each}
-        table.add_row(escape(subject.name), *(words.get(claim, terminal.NONE) for claim in claims))
+        table.add_row(escape(subject.name), *(words.get(claim, NONE) for claim in claims))
     out.print(table)
     for subject, each in found.items():
         for verdict in each:

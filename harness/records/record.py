@@ -307,6 +307,12 @@ class Record(_Part):
         return foreseen and self.trial.get("memory_limit") is not None
 
 
+def slowest_seconds(one: Record) -> list[float]:
+    """Of each timed step the slowest rank's seconds, as the report counts them."""
+    of_ranks = [[step.total for step in rank.steps if not step.warmup] for rank in one.ranks]
+    return [max(totals) for totals in zip(*of_ranks, strict=True)]
+
+
 def path_of(results: Path, record_id: str) -> Path:
     """Where the record of trial ``record_id`` lies."""
     return results / f"{record_id}.json"

@@ -15,11 +15,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from harness.cluster.leaving import cleaning_up
+from harness.errors import CorpusError
 from harness.measure import machine
 from harness.measure.memory_parts import on_device, on_host, without_training
 from harness.suites.trial import RECIPE, Model, Trial
 from harness.workloads import samples
-from harness.workloads.corpus import CorpusError
 from impl.adapters.traffic import predict_hosted
 from impl.deepspeed.recipe import Finding, laid_out
 from impl.plan import traffic
@@ -448,7 +448,7 @@ def _check_launcher(trial: Trial) -> str | None:
 
 def _check_optimizer(trial: Trial) -> str | int:
     """Bytes of state an element of an optimizer that works on 1-D shards; else why it does not."""
-    from harness.cluster.rank import Refusal
+    from harness.errors import Refusal
     from harness.runs.optimizers import state_bytes_per_element
     from impl.engine.optimizer_hooks import NOT_ELEMENTWISE
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from harness.cluster.rank import Refusal
+from harness.errors import Refusal
 from harness.suites.trial import Optimizer
 from impl.plan.geometry import UnitGeometry
 from impl.plan.policy import Policy

@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.text import Text
 
 from harness.cluster.rank import Progress
-from harness.records.record import Record
+from harness.records.record import Record, slowest_seconds
+from harness.suites.labels import NONE, at, told
 from harness.suites.trial import Trial
-from harness.terminal import NONE, at, slowest_seconds, told
 
 _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluster.rate")
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.cluster.rank import Rank, Refusal
+from harness.cluster.rank import Rank
+from harness.errors import Refusal
 from harness.runs.optimizers import built, local_part, predicted_memory, state_bytes
 from harness.suites.trial import Optimizer, Trial
 from impl.adapters.fsdp2_ddp import InDDP, InFSDP2, join_ddp, join_fsdp2

@@ -38,7 +38,8 @@ from harness.cluster.processes import (
     run_ranks,
     start_server,
 )
-from harness.cluster.rank import Progress, Rank, Refusal
+from harness.cluster.rank import Progress, Rank
+from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
 from harness.runs.forecast import Forecast, beyond_limit, findings, forecast, this_host

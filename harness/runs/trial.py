@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.cluster.link import PROBES, Counters, Exchange, counters, slowest
-from harness.cluster.rank import Progress, Rank, Refusal
+from harness.cluster.rank import Progress, Rank
+from harness.errors import Refusal
 from harness.measure.cpu_usage import ProcessorMeter, Spent
 from harness.measure.memory_parts import without_training
 from harness.measure.meter import PowerSampler, StepClock, forget_peak, peak_device, peak_rss

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from harness.cluster.leaving import at_once
-from harness.cluster.rank import Progress, Refusal
+from harness.cluster.rank import Progress
+from harness.errors import Refusal
 from harness.measure import machine
 from harness.runs.forecast import this_host
 from harness.suites.model_sizes import PRESETS, GPTShape

@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from harness.cluster.rank import Progress, Rank, Refusal
+from harness.cluster.rank import Progress, Rank
+from harness.errors import Refusal
 from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss
 from harness.records.record import Step
 from harness.runs.strategies import Strategy, build_optimizer, sharded, wire_of

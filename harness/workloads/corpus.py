@@ -18,15 +18,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.errors import CorpusError
+
 STDLIB: Final = "stdlib"
 TRAINING_SHARE: Final = 0.95
 LARGEST_BYTES: Final = 2 << 30  # a corpus is held in memory by every rank
 
 Tokens = NDArray[np.int64]
-
-
-class CorpusError(ValueError):
-    """A corpus cannot be read or is too small; the message names it and the numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.errors import CorpusError
 from harness.workloads import corpus, glyph_images
-from harness.workloads.corpus import CorpusError
 
 if TYPE_CHECKING:  # suites need pydantic, which a machine that only tries the laws on its GPU may not have
     from harness.suites.trial import Trial

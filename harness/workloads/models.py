@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from harness.cluster.rank import Refusal
+from harness.errors import Refusal
 from harness.suites.model_sizes import (
     IMAGE_CLASSES,
     IMAGE_SIDE,

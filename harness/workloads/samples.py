@@ -14,11 +14,12 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.errors import CorpusError
 from harness.suites.model_sizes import IMAGE_SIDE, PRESETS, BERTShape, ViTShape
 from harness.suites.trial import Trial
 from harness.workloads import corpus
 from harness.workloads import glyph_images as glyphs
-from harness.workloads.corpus import Corpus, CorpusError
+from harness.workloads.corpus import Corpus
 from harness.workloads.glyph_images import GLYPHS, Glyphs
 from harness.workloads.masked_text import masked
 

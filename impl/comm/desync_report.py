@@ -31,7 +31,8 @@ from typing import Any, Final, Protocol
 
 import psutil
 
-from impl.comm.fingerprint import Entry, Operation, Parting, Step, Trail, parting, ranks_in_words
+from impl.comm.fingerprint import Entry, Operation, Parting, Step, Trail, parting
+from impl.plan.topology import ranks_in_words
 
 _LOOK_SECONDS: Final = 1.0  # between two looks for a question, of 0.3 to 0.6 ms on a busy machine
 _PATIENCE_SECONDS: Final = 5.0  # for answers

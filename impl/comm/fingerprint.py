@@ -2,8 +2,8 @@
 
 All ranks run one program, so all must open the same exchanges in the same order; a rank that does
 not leaves the others waiting for a message that never comes.  Each rank keeps a :class:`Trail`.
-Trails are compared by a count and a 64-bit fingerprint (:data:`ORDER_BYTES`), which costs one small
-message; only when these differ are the histories compared, exchange by exchange.
+Trails are compared by a count and a 64-bit fingerprint (:data:`impl.plan.traffic.ORDER_BYTES`), which
+costs one small message; only when these differ are the histories compared, exchange by exchange.
 
 Pure: no torch, and nothing is sent here.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import get_ident
 from typing import Final, NamedTuple
 
-ORDER_BYTES: Final = 16  # of a fingerprint on its way: how many exchanges, and the hash of their order
+from impl.plan.topology import ranks_in_words
+
 REMEMBERED: Final = 1024  # exchanges in a history; about 0.2 MB
 _KINDS: Final = 1 << 14  # different exchanges whose hashes are kept at hand
 _PACKED: Final = struct.Struct("<QQ")
@@ -138,7 +139,7 @@ class Trail:
                 continue
 
     def packed(self) -> bytes:
-        """:data:`ORDER_BYTES` to send to the other ranks."""
+        """:data:`impl.plan.traffic.ORDER_BYTES` to send to the other ranks."""
         return _PACKED.pack(self.count, self.fingerprint)
 
 
@@ -199,11 +200,3 @@ def parting(histories: Mapping[int, Sequence[Step]]) -> Parting | None:
         if any(a.fingerprint != b.fingerprint for a, b in pairwise(here.values())):
             return Parting(number, {}, earlier=True)
     return None
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0, 2 and 5``."""
-    numbers = [str(rank) for rank in sorted(ranks)]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"

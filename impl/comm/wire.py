@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.comm.desync_report import RollCall, report
-from impl.comm.fingerprint import ORDER_BYTES, Entry, Step, Trail, ranks_in_words, unpacked
+from impl.comm.fingerprint import Entry, Step, Trail, unpacked
 from impl.comm.mesh import Group, Mesh
-from impl.plan.topology import Axis
-from impl.plan.traffic import LedgerKey, Link, Phase, Purpose, Sent, destinations
+from impl.plan.topology import Axis, ranks_in_words
+from impl.plan.traffic import ORDER_BYTES, LedgerKey, Link, Phase, Purpose, Sent, destinations
 from impl.transport.connections import Connections, PartedError, Passage
 from impl.transport.shared_memory import Arena, SharedMemoryError, Waiting, patience
 from impl.transport.zero_copy import Homes, Stay
@@ -311,7 +311,7 @@ class Wire:
     def check_order(self) -> None:
         """Make sure that all ranks opened the same exchanges in the same order; all must call it.
 
-        One all-gather of :data:`impl.comm.fingerprint.ORDER_BYTES` a rank, which is booked like every message.
+        One all-gather of :data:`impl.plan.traffic.ORDER_BYTES` a rank, which is booked like every message.
 
         Raises:
             WireError: if they did not, naming the first exchange that differs and where every rank

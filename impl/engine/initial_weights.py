@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.comm.fingerprint import ranks_in_words
 from impl.errors import ZeroError
+from impl.plan.topology import ranks_in_words
 from impl.unit.placeholder import Released
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

@@ -7,6 +7,7 @@ decision 9).  ``rank = node * ranks_per_node + local``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -135,3 +136,11 @@ class Topology:
         outer = Axis("outer", self.world // secondary, secondary)
         inside = Axis("node", nodes_in_group, per_node)
         return (outer, inside, self.local_axis), 1
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0, 2 and 5``."""
+    numbers = [str(rank) for rank in sorted(ranks)]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import ITEM_BYTES
-from impl.comm.fingerprint import ORDER_BYTES
 from impl.plan.geometry import UnitGeometry, chunked
 from impl.plan.offload_plan import Copied, CopyKey, Direction, Tier, tiers_of
 from impl.plan.policy import Policy
@@ -26,6 +25,7 @@ Purpose = Literal["weights", "gradients", "persistent", "buffers", "control", "s
 Link = Literal["inter", "intra"]
 Event = Literal["forward", "accumulate", "backward", "evaluate", "norm", "step", "changed"]
 
+ORDER_BYTES: Final = 16  # of a fingerprint on its way: how many exchanges, and the hash of their order
 NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
 MASTER_BYTES: Final = 4  # fp32
 ADAM_BYTES: Final = 8  # two fp32 moments per element

@@ -21,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from impl.comm.fingerprint import ranks_in_words
+from impl.plan.topology import ranks_in_words
 from impl.transport.shared_memory import Waiting, patience
 
 BUFFER_BYTES: Final = 32 * 2**20  # asked of the kernel, for each direction of a connection

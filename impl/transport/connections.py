@@ -32,7 +32,7 @@ from typing import Final
 
 from torch import Tensor
 
-from impl.comm.fingerprint import ranks_in_words
+from impl.plan.topology import ranks_in_words
 from impl.transport import calling
 from impl.transport.shared_memory import Waiting
 

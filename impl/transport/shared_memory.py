@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.comm.fingerprint import ranks_in_words
+from impl.plan.topology import ranks_in_words
 from impl.transport import futex
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from harness.cluster.link import Exchange, counters
-from harness.cluster.rank import Progress, Rank, Refusal
+from harness.cluster.rank import Progress, Rank
+from harness.errors import Refusal
 from harness.runs.strategies import build_optimizer, prepare
 from harness.suites.trial import Trial
 from harness.workloads.models import build

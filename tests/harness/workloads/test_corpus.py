@@ -10,8 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from harness.errors import CorpusError
 from harness.workloads import corpus
-from harness.workloads.corpus import Corpus, CorpusError, check, load
+from harness.workloads.corpus import Corpus, check, load
 
 LETTERS = np.arange(10_000, dtype=np.uint16).astype(np.uint8)
 SMALL = Corpus("small", 1, "", LETTERS[:9_500], LETTERS[9_500:])

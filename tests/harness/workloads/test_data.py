@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.errors import CorpusError
 from harness.suites.trial import Model, Trial
 from harness.workloads import samples
-from harness.workloads.corpus import CorpusError
 from harness.workloads.data import Data
 from harness.workloads.masked_text import NO_TARGET
 from harness.workloads.models import build

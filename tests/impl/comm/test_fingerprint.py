@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.comm.fingerprint import ORDER_BYTES, REMEMBERED, Fields, Trail, parting, unpacked
+from impl.comm.fingerprint import REMEMBERED, Fields, Trail, parting, unpacked
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Tag, Wire, WireError
 from impl.plan.topology import Axis, Topology
-from impl.plan.traffic import LedgerKey
+from impl.plan.traffic import ORDER_BYTES, LedgerKey
 from tests.support.ranks import on_processes, on_threads
 
 UNITS = ("", "embed", "blocks.0", "blocks.1")

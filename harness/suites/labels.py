@@ -1,0 +1,46 @@
+"""In what trials differ, and how a table writes the values.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from harness.suites.expansion import differing, look_up
+
+NONE: Final = "-"
+
+
+def told(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Paths in which trials differ, without the alignment, which follows from the suite."""
+    return [path for path in differing(trials) if path != "policy.align"]
+
+
+def at(trial: Mapping[str, Any], path: str) -> str:
+    """The value at a dotted path of a canonical trial, as a suite would write it."""
+    value = look_up(trial, path)
+    if path == "memory_limit" and value is not None:
+        return _limit(value)
+    return _rate(value) if path == "cluster.rate" else in_words(value)
+
+
+def in_words(value: Any) -> str:
+    """A value of a trial on one line."""
+    if value is None or value == "":
+        return NONE
+    if isinstance(value, list):
+        return ", ".join(in_words(item) for item in value) or NONE
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {in_words(item)}" for key, item in value.items() if item is not None) or NONE
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _limit(size: int) -> str:
+    """A limit on memory as a suite writes it, whole: GiB, below one MiB."""
+    return f"{size / 2**30:.12g} GiB" if size >= 2**30 else f"{size / 2**20:.12g} MiB"
+
+
+def _rate(mbit: float | None) -> str:
+    """Mbit/s as a suite writes it."""
+    if mbit is None:
+        return "unshaped"
+    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
