@@ -1,8 +1,8 @@
 """Which kernels encode and decode: one place that chooses a backend, and says which.
 
 Every backend offers ``encode``, ``decode``, ``decode_sum`` and ``decode_sum_encode`` with the shapes of
-:mod:`impl.codecs.reference`, and equals it bit for bit, for the codecs that its ``supports`` names; the others
-are the reference's.  CPU tensors use the C++ kernels, which the first use builds where no earlier one
+:mod:`impl.codecs.reference`, and equals it bit for bit, for the codecs that its ``supports`` names; the
+others are the reference's.  CPU tensors use the C++ kernels, which the first use builds where no earlier one
 has; CUDA tensors the CUDA kernels, which CuPy compiles.  A machine that lacks what they need uses the
 reference: :func:`backend_of` says so, and :func:`warning_of` why.
 """

@@ -9,8 +9,8 @@ The training loop gains one line::
     zero.finish_backward()
     optimizer.step()
 
-What the loop calls is in :mod:`impl.engine.engine`, what happens in forward and backward in :mod:`impl.engine.hooks`, what
-the optimizer steps in :mod:`impl.engine.masters`.
+What the loop calls is in :mod:`impl.engine.engine`, what happens in forward and backward in
+:mod:`impl.engine.hooks`, what the optimizer steps in :mod:`impl.engine.masters`.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ def shard(
     """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
 
     Args:
-        model: with the same architecture and values on every rank (:mod:`impl.engine.initial_weights` compares those that
-            are whole); each rank keeps its own slice of them.  What :class:`~impl.parameters.init.Init` cut is
-            taken over as it is; a model on the meta device is given its values block by block.
+        model: with the same architecture and values on every rank (:mod:`impl.engine.initial_weights`
+            compares those that
+            are whole); each rank keeps its own slice of them.  What :class:`~impl.parameters.init.Init` cut
+            is taken over as it is; a model on the meta device is given its values block by block.
         mesh: the ranks.
         policy: what is sent, held and computed.
         wire: what sends; a plain one by default.
@@ -80,8 +81,8 @@ def shard(
     """
     if not isinstance(policy, Policy):
         raise ZeroError(
-            f"policy is a {type(policy).__name__}: expected an impl.plan.policy.Policy, as preset() gives it, or "
-            "the .policy of a recipe"
+            f"policy is a {type(policy).__name__}: expected an impl.plan.policy.Policy, as preset() gives "
+            "it, or the .policy of a recipe"
         )
     if not isinstance(mesh, Mesh):
         raise ZeroError(f"mesh is a {type(mesh).__name__}: expected an impl.comm.mesh.Mesh of the ranks")

@@ -1,6 +1,7 @@
 """What a GPU is lent with is torch, NumPy, CuPy and pytest: the engine and the GPU's tests need no more.
 
-A machine without a network cannot install what suites and reports need; docs/guide/gpu.md says what is run there.
+A machine without a network cannot install what suites and reports need; docs/guide/gpu.md says what is run
+there.
 """
 
 from __future__ import annotations

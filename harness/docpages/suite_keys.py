@@ -1,4 +1,5 @@
-"""The keys of a suite file as tables, from the models that read it: ``python -m harness.docpages.suite_keys``.
+"""The keys of a suite file as tables, from the models that read it: ``python -m
+harness.docpages.suite_keys``.
 
 It rewrites the part of ``docs/guide/suites.md`` between two marks; a test fails when that is stale.
 """

@@ -119,8 +119,8 @@ def standing(subject: Subject, claim: Claim) -> list[Case]:
     """What is tried always and first: all ties of each format, and blocks on three scales, the last short.
 
     A largest element stands beside each tie, so that steps are 1 whatever the block.  Of a codec of ours
-    also the edges between its levels (:mod:`harness.laws.rounding_edges`): bits are compared there in each type of the
-    subject, and the laws are tried on the specification, of which equal bits inherit them.
+    also the edges between its levels (:mod:`harness.laws.rounding_edges`): bits are compared there in each
+    type of the subject, and the laws are tried on the specification, of which equal bits inherit them.
     """
     found = [(float(top), torch.arange(-top, top) + 0.5) for top in _LARGEST_CODES]
     for largest, mantissa in _LARGEST_ELEMENTS:

@@ -305,7 +305,8 @@ def _unbiased(subject: Subject, case: Case) -> None:
     Its power: with DRAWS = 4096 and S = 64 all that is 3 % of ``b``, about a step, for elements on a code,
     and up to 9 % for those between two: a bias of 0.1 steps is found, of 0.02 is not, and in between it
     depends on the elements.  That the mean is within 2^-16 of a step is proved for the reference, from all
-    65536 values of the random bits (``tests/impl/codecs/test_rounding_noise.py``); other backends equal it bit for bit.
+    65536 values of the random bits (``tests/impl/codecs/test_rounding_noise.py``); other backends equal it
+    bit for bit.
     """
     x = _representable(subject, case)[:DRAWN]
     numel = x.numel()

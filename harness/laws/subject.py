@@ -15,7 +15,8 @@ and either ``codec``, the text form of a codec of ours, which it then claims to 
   ``out``: ``"fp32"``, ``"bf16"`` or ``"fp16"``; asked only where it promises ``bound`` or ``unbiased``.
 
 Where they differ from what is said here: ``stochastic`` (False; if True, ``encode(x, frame, noise)`` gets
-an :class:`impl.codecs.rounding_noise.Noise`), ``kinds`` (``["fp32"]``: types of x and out), ``device`` (``"cpu"``).
+an :class:`impl.codecs.rounding_noise.Noise`), ``kinds`` (``["fp32"]``: types of x and out), ``device``
+(``"cpu"``).
 """
 
 from __future__ import annotations

@@ -152,7 +152,8 @@ class Optimizer(_Frozen):
 class PolicyChanges(_Frozen):
     """Fields of ``impl.plan.policy.Policy`` that replace those of the strategy's preset; text forms.
 
-    Limits of ``impl.plan.policy.MemoryLimits`` stand beside them: prefetch, max_live, max_reuse, persist_below,
+    Limits of ``impl.plan.policy.MemoryLimits`` stand beside them: prefetch, max_live, max_reuse,
+    persist_below,
     persist_most, reduce_bucket, largest_unit and max_padding.  Shares of ``impl.plan.policy.Offload`` are
     offload_optimizer and offload_weights.
     """

@@ -1,7 +1,7 @@
 """Training by a DeepSpeed configuration: what ``zeropp train`` asks for, and the loop of each rank.
 
-A job is a :class:`harness.suites.trial.Trial` of strategy ``recipe``, so that model, data, optimizer and clocks are
-those of the suites; it is logged step by step and leaves no record.
+A job is a :class:`harness.suites.trial.Trial` of strategy ``recipe``, so that model, data, optimizer and
+clocks are those of the suites; it is logged step by step and leaves no record.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ def decode(model: nn.Module, prompt: Tensor, tokens: int, layers: int) -> Iterat
     """The likeliest tokens after a prompt, one after the other; evaluation mode is the caller's.
 
     Args:
-        model: its ``forward(tokens, None, past)`` gives (B, vocab) logits, as ``harness.workloads.models.GPT``'s.
+        model: its ``forward(tokens, None, past)`` gives (B, vocab) logits, as
+            ``harness.workloads.models.GPT``'s.
         prompt: (B, T) int64.
         tokens: to decode for each sequence.
         layers: of the model; each remembers keys and values.

@@ -2,8 +2,8 @@
 
 Pure: no torch.  Two hosts: FSDP2 gathers weights and scatters gradients one parameter group at a time,
 each parameter cut along its first dimension; DDP reduces gradients, which are laid out as a policy of
-stage 0 lays them out.  The ledger of :mod:`impl.adapters.fsdp2_ddp` must equal these predictions to the byte, by the
-counting rule of :mod:`impl.plan.traffic`.
+stage 0 lays them out.  The ledger of :mod:`impl.adapters.fsdp2_ddp` must equal these predictions to the
+byte, by the counting rule of :mod:`impl.plan.traffic`.
 """
 
 from __future__ import annotations

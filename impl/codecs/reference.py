@@ -3,7 +3,8 @@
 Shapes: a frame is ``(F,)`` uint8 with ``F = codec.frame_bytes(S)``; leading dimensions are
 batches of frames, and may be strided, so that a transpose costs no copy.  ``S`` is the number of
 elements of a shard.  Arithmetic: fp32, division by the scale (never multiplication by its
-reciprocal), nearest-even or with the random bits of :mod:`impl.codecs.rounding_noise`, sums in ascending source order.
+reciprocal), nearest-even or with the random bits of :mod:`impl.codecs.rounding_noise`, sums in ascending
+source order.
 """
 
 from __future__ import annotations

@@ -8,34 +8,11 @@ import torch
 import torch.distributed as dist
 
 from impl.plan.topology import Axis, Topology
+from impl.transport.group import Group
 
 
 class MeshError(RuntimeError):
     """The process group at hand does not fit the topology; the message names both sizes."""
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """This rank's group along one axis.
-
-    Attributes:
-        axis: which digit of the rank number varies.
-        ranks: global ranks, ascending.
-        index: this rank's place among them.
-        same_node: whether all of them share this rank's node.
-        process_group: torch's handle.
-    """
-
-    axis: Axis
-    ranks: tuple[int, ...]
-    index: int
-    same_node: bool
-    process_group: dist.ProcessGroup
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        return len(self.ranks)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,8 +6,8 @@ topology, each an :class:`Exchange` in three steps: write to ``send``, :meth:`~E
 
 Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm``
 lets the ranks of a node read each other's memory (:mod:`impl.transport.shared_memory`) and uses the backend
-between nodes; ``tcp`` uses connections of our own there (:mod:`impl.transport.connections`).  A group of one rank
-sends nothing, whatever the transport, and a flat gather is always the backend's own ring.
+between nodes; ``tcp`` uses connections of our own there (:mod:`impl.transport.connections`).  A group of one
+rank sends nothing, whatever the transport, and a flat gather is always the backend's own ring.
 
 No wait is for ever: an exchange that a rank does not join ends in a :class:`WireError`, which says
 where every rank stands (:mod:`impl.comm.desync_report`), and :meth:`Wire.check_order` finds ranks that part
@@ -32,10 +32,11 @@ from torch import Tensor
 
 from impl.comm.desync_report import RollCall, report
 from impl.comm.fingerprint import Entry, Step, Trail, unpacked
-from impl.comm.mesh import Group, Mesh
+from impl.comm.mesh import Mesh
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import ORDER_BYTES, LedgerKey, Link, Phase, Purpose, Sent, destinations
 from impl.transport.connections import Connections, PartedError, Passage
+from impl.transport.group import Group
 from impl.transport.shared_memory import Arena, SharedMemoryError, Waiting, patience
 from impl.transport.zero_copy import Homes, Stay
 

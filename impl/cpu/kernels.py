@@ -184,7 +184,9 @@ class Kernels:
             self._remember(key, _Seen(self._library.decode, bytes(job), ("values", "frames"), (codec,)))
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.codecs.reference.decode_sum`."""
+        """Write the fp32 sum (..., S) over the first dimension; see
+        :func:`impl.codecs.reference.decode_sum`.
+        """
         key = _key("decode_sum", (codec,), out, frames)
         if self._repeat(key, out, frames):
             return

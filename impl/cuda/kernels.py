@@ -292,7 +292,9 @@ class Kernels:
             self._run(call.octets("dequantize.cu", f"decode_general<{_any(codec)}>"), out.device)
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the fp32 sum (..., S) over the first dimension; see :func:`impl.codecs.reference.decode_sum`."""
+        """Write the fp32 sum (..., S) over the first dimension; see
+        :func:`impl.codecs.reference.decode_sum`.
+        """
         if not _has_kernels(codec):
             reference.decode_sum(codec, frames, out)
             return

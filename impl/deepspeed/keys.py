@@ -1,6 +1,7 @@
 """DeepSpeed's configuration, key by key: what each takes, its default there, and what happens to it here.
 
-Pure data.  :mod:`impl.deepspeed.recipe` reads configurations by it and ``docs/guide/deepspeed.md`` is generated from it.
+Pure data.  :mod:`impl.deepspeed.recipe` reads configurations by it and ``docs/guide/deepspeed.md`` is
+generated from it.
 Keys and defaults are those of DeepSpeed's ``runtime/zero/config.py`` and ``runtime/config.py``, which differ
 from its web pages in places.
 """

@@ -236,7 +236,9 @@ class Zero:
                 unit.weights_changed()
 
     def communication_state(self) -> dict[str, Tensor]:
-        """What this rank's codecs depend on beside weights (:func:`impl.engine.state_dict.communication_state`)."""
+        """What this rank's codecs depend on beside weights
+        (:func:`impl.engine.state_dict.communication_state`).
+        """
         return state.communication_state(self.units, self._clock, self.wire, self.policy)
 
     def load_communication_state(self, given: Mapping[str, Tensor]) -> None:

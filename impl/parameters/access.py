@@ -5,7 +5,8 @@ gather along the ranks that share one copy and must be called by all; they retur
 parameter's shape.  The *local* functions send nothing; they return 1-D fp32 tensors of the elements that lie
 in this rank's shard, in order, possibly none.  What a function returns is a copy.
 
-All raise :class:`~impl.unit.unit.ZeroError` for what is not a parameter of the model, for values of another shape,
+All raise :class:`~impl.unit.unit.ZeroError` for what is not a parameter of the model, for values of another
+shape,
 and inside a forward or backward pass; those that set weights also while parameters are seen whole under
 :class:`~impl.parameters.gathered.GatheredParameters`; those of gradients also before ``finish_backward()``.
 """
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from impl.engine.engine import Zero
 from impl.engine.optimizer_hooks import find
 from impl.errors import ZeroError
 from impl.unit.unit import Unit
-from impl.zero import Zero
 
 Which = str | nn.Parameter
 

@@ -30,8 +30,8 @@ class GatheredParameters:
     All ranks must enter it.  What rank ``modifier_rank`` wrote is there on all ranks afterwards, and what hpZ
     kept of the old values is stale; what others wrote is discarded.  Elements that were not changed keep
     their fp32 masters bit for bit.  Works on sharded models outside of passes at every stage, after
-    :class:`~impl.parameters.init.Init`, and inside it.  Plain parameters outside of ``Init`` are whole on every
-    rank, and left as they are.
+    :class:`~impl.parameters.init.Init`, and inside it.  Plain parameters outside of ``Init`` are whole on
+    every rank, and left as they are.
 
     Contexts may be nested; a parameter is in one of them at a time.  After an exception inside, nothing is
     written back.

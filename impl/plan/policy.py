@@ -314,7 +314,7 @@ class Policy:
         for codec in (self.weights, *self.gradients, *([] if self.frozen is None else [self.frozen])):
             if not isinstance(codec, get_args(Codec)):
                 raise PolicyError(
-                    f"codec {codec!r} is a {type(codec).__name__}: expected what impl.codecs.codec.parse() gives"
+                    f"codec {codec!r} is a {type(codec).__name__}: expected what codec.parse() gives"
                 )
         _one_of("gather", self.gather, get_args(Gather))
         _one_of("reduce", self.reduce, get_args(Reduce))

@@ -1,6 +1,7 @@
 """How long a training pass takes when a schedule meets a link and a computation: a bound, not a forecast.
 
-Pure: no torch.  It drives the :class:`~impl.plan.schedule.Schedule` that the engine drives.  One computation runs
+Pure: no torch.  It drives the :class:`~impl.plan.schedule.Schedule` that the engine drives.  One computation
+runs
 at a time, the link between nodes carries one message after the other in the order in which they are posted,
 and everything else (messages inside a node, encoding, hooks) takes no time.  What a real step takes beyond it
 is the engine's own.

@@ -322,7 +322,8 @@ def memory(
     and of the largest block.  S is the sum of shards.  Units gathered ahead come on top: at most
     ``prefetch`` elements.
 
-    What lies in host memory has ``host_`` before its name (:mod:`impl.plan.offload_plan`).  For it the device holds
+    What lies in host memory has ``host_`` before its name (:mod:`impl.plan.offload_plan`).  For it the
+    device holds
     ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two of the
     largest mean gradients on their way; the host holds ``host_frames``, those of all fp32 shards there, and
     its gradients twice where several micro-batches are added up in shards.

@@ -31,7 +31,7 @@ from impl.plan.topology import ranks_in_words
 from impl.transport import futex
 
 if TYPE_CHECKING:
-    from impl.comm.mesh import Group
+    from impl.transport.group import Group
 
 SLOTS: Final = 16  # exchanges that may be under way at once in one group
 LINE: Final = 64  # bytes; each flag has a cache line of its own

@@ -1,6 +1,7 @@
 """What a step could take at best: by the schedule of its units, and by the processors that its ranks share.
 
-The schedule's model is that of :mod:`impl.plan.simulate`, with the seconds of a trial: computation as measured and
+The schedule's model is that of :mod:`impl.plan.simulate`, with the seconds of a trial: computation as
+measured and
 shared among the units by their elements, messages as in its ledger at the rate that its link achieved.
 """
 

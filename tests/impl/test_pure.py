@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PURE = "codecs.codec plan.topology plan.geometry plan.policy plan.offload_plan plan.traffic plan.schedule checkpoint.manifest"
+PURE = (
+    "codecs.codec plan.topology plan.geometry plan.policy plan.offload_plan plan.traffic plan.schedule "
+    "checkpoint.manifest"
+)
 
 
 def test_pure_files_import_no_torch() -> None:

@@ -27,7 +27,9 @@ OPERATIONS = ("create", "write", "sync", "sync_folder", "make_folder", "rename",
 
 
 def counted(kill: Callable[[int], None]) -> dict[str, Callable[..., Any]]:
-    """The operations of :mod:`impl.checkpoint.atomic_files`, each of which calls ``kill`` with its number first."""
+    """The operations of :mod:`impl.checkpoint.atomic_files`, each of which calls ``kill`` with its number
+    first.
+    """
     done = [0]
 
     def stopping(operation: Callable[..., Any]) -> Callable[..., Any]:
