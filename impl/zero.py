@@ -31,11 +31,11 @@ from impl.errors import ZeroError
 from impl.parameters.external import external_to
 from impl.parameters.init import give_values
 from impl.parameters.presharded import taken_over
-from impl.plan.offload_plan import tiers_of
+from impl.plan.offload_plan import placements_of
 from impl.plan.policy import Offload, Policy
 from impl.plan.topology import Axis
 from impl.plan.traffic import kept_units
-from impl.transport.zero_copy import homes_of
+from impl.transport.zero_copy import regions_of
 from impl.unit.context import Shared
 from impl.unit.host_memory import MEMORY, Host
 from impl.unit.memory_pool import Meter, Pool, Reserve
@@ -110,11 +110,11 @@ def shard(
             draft.parameters,
             draft.holders,
             shared,
-            tier,
+            placement,
             cut=taken_over(geometry, draft.parameters, wire),
         )
-        for draft, geometry, tier in zip(
-            drafts, geometries, tiers_of(policy.offload, geometries), strict=True
+        for draft, geometry, placement in zip(
+            drafts, geometries, placements_of(policy.offload, geometries), strict=True
         )
     ]
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
@@ -148,10 +148,10 @@ def _settle(units: Sequence[Unit], wire: Wire, kept: frozenset[int]) -> None:
         if axis is not None:
             along.setdefault(axis, []).append(unit)
     for axis, sharing in along.items():
-        numbers = homes_of([unit.geometry.outer for unit in sharing])
+        numbers = regions_of([unit.geometry.outer for unit in sharing])
         lengths = [0] * (max(numbers) + 1)
         for unit, number in zip(sharing, numbers, strict=True):
             lengths[number] = max(lengths[number], unit.geometry.padded * item)
-        homes = wire.homes(axis, lengths)
+        regions = wire.regions(axis, lengths)
         for unit, number in zip(sharing, numbers, strict=True):
-            unit.live_at(homes, number)
+            unit.live_at(regions, number)

@@ -45,7 +45,7 @@ def measure(zero: Zero) -> dict[Key, Squares]:
     found: dict[Key, Squares] = {}
     with torch.no_grad():
         for unit in zero.units:
-            tensors = {"weights": unit.owned.master, "gradients": unit.owned.mean_gradient()}
+            tensors = {"weights": unit.master_shard.master, "gradients": unit.master_shard.mean_gradient()}
             for purpose, tensor in tensors.items():
                 if tensor is None:
                     continue

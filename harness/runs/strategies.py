@@ -301,7 +301,11 @@ class Sharded:
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """What the engine metered, and the optimizer's state."""
-        masters = [(unit.owned.tier.shard, m) for unit in self.engine.units for _, m in unit.owned.masters]
+        masters = [
+            (unit.master_shard.placement.shard, m)
+            for unit in self.engine.units
+            for _, m in unit.master_shard.masters
+        ]
         device, host = ([m for there, m in masters if there is where] for where in (False, True))
         states = {
             "optimizer": state_bytes(optimizer, device),

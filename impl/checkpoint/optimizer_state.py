@@ -75,7 +75,9 @@ class Masters:
             id(master): Owned(unit.geometry, group, start, end)
             for unit in units
             for (group, master), (_, start, end) in zip(
-                unit.owned.masters, unit.geometry.spans(rank) if unit.geometry.trainable else (), strict=True
+                unit.master_shard.masters,
+                unit.geometry.spans(rank) if unit.geometry.trainable else (),
+                strict=True,
             )
         }
         self._owned: list[list[list[Owned]]] = []  # by optimizer, group and parameter

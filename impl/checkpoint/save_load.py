@@ -349,7 +349,7 @@ def _items(zero: Zero, masters: Masters) -> Iterator[_Item]:
 
     @functools.lru_cache(maxsize=1)  # of weights that are held as codes, decoding makes a copy
     def whole(unit: Unit) -> Tensor:
-        return unit.owned.master
+        return unit.master_shard.master
 
     def part(unit: Unit, first: int, numel: int) -> Tensor:
         return whole(unit)[first : first + numel]
@@ -369,8 +369,10 @@ def _items(zero: Zero, masters: Masters) -> Iterator[_Item]:
     for name, value in zero.communication_state().items():
         yield _held(f"{CODECS}/{name}", value)
     for unit in zero.units:
-        if unit.owned.codes is not None and mesh.rank < unit.geometry.shards:  # other groups hold copies
-            yield _held(f"{CODES}/{unit.geometry.name}", unit.owned.codes)
+        if (
+            unit.master_shard.codes is not None and mesh.rank < unit.geometry.shards
+        ):  # other groups hold copies
+            yield _held(f"{CODES}/{unit.geometry.name}", unit.master_shard.codes)
     for name, value in random_states(mesh.device).items():
         yield _held(f"{RANDOM}/{name}", value)
 
@@ -527,7 +529,7 @@ def _take_run(zero: Zero, manifest: Manifest, parts: Parts) -> Iterator[str]:
     if not differ:
         zero.load_communication_state(_tensors(parts.file(mesh.rank), CODECS))
         for unit in zero.units:
-            if unit.owned.codes is not None:
+            if unit.master_shard.codes is not None:
                 held = _tensors(parts.file(mesh.rank % unit.geometry.shards), CODES)
                 unit.load_codes(held[unit.geometry.name])
     else:
@@ -535,7 +537,7 @@ def _take_run(zero: Zero, manifest: Manifest, parts: Parts) -> Iterator[str]:
         why = f"it was saved with {name} {manifest.of.get(name)}, here {identity[name]}"
         if manifest.of.get("feedback", "none") != "none":
             yield f"errors that gradient codecs carried: {why}"
-        if any(unit.owned.codes is not None for unit in zero.units):
+        if any(unit.master_shard.codes is not None for unit in zero.units):
             yield f"codes of frozen weights, which were encoded again: {why}"
     if len(manifest.files) == mesh.topology.world:
         load_random_states(_tensors(parts.file(mesh.rank), RANDOM), mesh.device)

@@ -29,7 +29,7 @@ from impl.comm.wire import Exchange, Tag, Wire
 from impl.errors import ZeroError
 from impl.plan.policy import Reduce
 from impl.plan.topology import Axis
-from impl.transport.zero_copy import Stay
+from impl.transport.zero_copy import Lease
 
 T = TypeVar("T")
 # A collective stops after each message that it posted, and says whether that is best waited for late:
@@ -98,7 +98,7 @@ def gather_frames(
     *,
     ring: bool = False,
     into: Tensor | None = None,
-    stay: Stay | None = None,
+    lease: Lease | None = None,
 ) -> Steps[Exchange]:
     """Forward frames along ``axes``, one hop after the other.
 
@@ -111,7 +111,7 @@ def gather_frames(
         ring: the hop is the library's ring over the whole world.
         into: (world * nbytes,) uint8 where all frames may arrive at once, if there is one hop and the
             transport can do that.
-        stay: where all frames stay after the exchange, if the axis of the last hop shares memory, and there
+        lease: where all frames stay after the exchange, if the axis of the last hop shares memory, and there
             are one or two: the first hop's messages of two arrive there.
 
     Returns:
@@ -121,10 +121,10 @@ def gather_frames(
     hops = sending(axes)
     for axis in hops:
         one = len(hops) == 1
-        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into if one else None, stay=stay)
+        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into if one else None, lease=lease)
         if held is None:
             write(exchange.send)
-        elif stay is None:
+        elif lease is None:
             received = held.wait()
             exchange.send.view(received.shape).copy_(received)
         if held is not None:

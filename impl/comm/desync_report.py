@@ -1,4 +1,4 @@
-"""The roll call: where every rank stands, asked by one that waits in vain.
+"""The desync report: where every rank stands, asked by one that waits in vain.
 
 A thread of each rank looks once a second whether somebody asks (a key in the process group's
 own store), and then says what its rank waits for, what it finished last, which exchanges it opened
@@ -31,7 +31,7 @@ from typing import Any, Final, Protocol
 
 import psutil
 
-from impl.comm.fingerprint import Entry, Operation, Parting, Step, Trail, parting
+from impl.comm.fingerprint import CollectiveLog, Entry, Operation, Parting, Step, parting
 from impl.plan.topology import ranks_in_words
 
 _LOOK_SECONDS: Final = 1.0  # between two looks for a question, of 0.3 to 0.6 ms on a busy machine
@@ -132,7 +132,7 @@ def _step(told: Sequence[Any]) -> Step:
     return Step(number, Operation(*fields), fingerprint)
 
 
-class RollCall:
+class DesyncReporter:
     """Answers for this rank, and asks the others.
 
     Wires are told apart by their number on each rank, so all ranks must make theirs in one order.
@@ -145,8 +145,10 @@ class RollCall:
         timeout: seconds after which an exchange that was handed over with :meth:`follow` is overdue.
     """
 
-    def __init__(self, store: Store, rank: int, world: int, trail: Trail, timeout: float) -> None:
-        self._store, self._rank, self._world, self._trail = store, rank, world, trail
+    def __init__(
+        self, store: Store, rank: int, world: int, collective_log: CollectiveLog, timeout: float
+    ) -> None:
+        self._store, self._rank, self._world, self._collective_log = store, rank, world, collective_log
         self._timeout = timeout
         self._mark = f"zeropp/{store.add(f'zeropp/wires/{rank}', 1)}"
         self._made_by = threading.get_ident()
@@ -155,7 +157,7 @@ class RollCall:
         self._followed: deque[tuple[float, Entry, Sequence[Work]]] = deque()
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # may be put to while collecting garbage
         store.set(f"{self._mark}/who/{rank}", json.dumps((_machine(), psutil.Process().pid)))
-        self._thread = threading.Thread(target=self._answer_questions, daemon=True, name="roll call")
+        self._thread = threading.Thread(target=self._answer_questions, daemon=True, name="desync report")
         self._thread.start()
         _running.add(self)
 
@@ -224,14 +226,14 @@ class RollCall:
     def _answer(self) -> Answer:
         if self._last is not None:
             return self._last
-        trail = self._trail
-        waiting, finished = trail.waiting, trail.finished
+        collective_log = self._collective_log
+        waiting, finished = collective_log.waiting, collective_log.finished
         frames = sys._current_frames()  # noqa: SLF001  # documented in spite of its name
-        threads = dict.fromkeys((self._made_by, trail.thread))
+        threads = dict.fromkeys((self._made_by, collective_log.thread))
         return Answer(
             Step(*waiting) if isinstance(waiting, tuple) else waiting,
             None if finished is None else Step(*finished),
-            trail.steps(),
+            collective_log.steps(),
             [_stack(frames[thread]) for thread in threads if thread in frames],
             gone=self.exited(set(range(self._world)) - {self._rank}),
         )
@@ -267,21 +269,21 @@ class RollCall:
             )
 
 
-_running: weakref.WeakSet[RollCall] = weakref.WeakSet()
+_running: weakref.WeakSet[DesyncReporter] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
     """A thread that is inside the store when the interpreter ends would abort the process."""
-    for roll_call in list(_running):
-        roll_call.end()
+    for desync_reporter in list(_running):
+        desync_reporter.end()
 
 
 def report(answers: Mapping[int, Answer | str]) -> str:
     """Where the ranks stand, and where their orders part, as lines of text.
 
     Args:
-        answers: what :meth:`RollCall.ask` found.
+        answers: what :meth:`DesyncReporter.ask` found.
     """
     known = {rank: told for rank, told in answers.items() if isinstance(told, Answer)}
     parted = parted_at(answers)

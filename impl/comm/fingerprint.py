@@ -1,7 +1,7 @@
 """The order in which a rank opens its exchanges: its fingerprint, its history, and where ranks part.
 
 All ranks run one program, so all must open the same exchanges in the same order; a rank that does
-not leaves the others waiting for a message that never comes.  Each rank keeps a :class:`Trail`.
+not leaves the others waiting for a message that never comes.  Each rank keeps a :class:`CollectiveLog`.
 Trails are compared by a count and a 64-bit fingerprint (:data:`impl.plan.traffic.ORDER_BYTES`), which
 costs one small message; only when these differ are the histories compared, exchange by exchange.
 
@@ -86,7 +86,7 @@ Fields = tuple[str, str, int, int, int, str, str, str, bool]  # an Operation's
 Entry = tuple[int, Operation, int]  # a Step's
 
 
-class Trail:
+class CollectiveLog:
     """What one rank has opened, in order, and where it stands now.
 
     Attributes:
@@ -147,7 +147,7 @@ def unpacked(message: bytes) -> tuple[int, int]:
     """(count, fingerprint) of another rank.
 
     Args:
-        message: what :meth:`Trail.packed` gave there.
+        message: what :meth:`CollectiveLog.packed` gave there.
     """
     count, fingerprint = _PACKED.unpack(message)
     return count, fingerprint

@@ -30,15 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.comm.desync_report import RollCall, report
-from impl.comm.fingerprint import Entry, Step, Trail, unpacked
+from impl.comm.desync_report import DesyncReporter, report
+from impl.comm.fingerprint import CollectiveLog, Entry, Step, unpacked
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import ORDER_BYTES, LedgerKey, Link, Phase, Purpose, Sent, destinations
-from impl.transport.connections import Connections, PartedError, Passage
+from impl.transport.connections import Connections, PartedError, PendingExchange
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena, SharedMemoryError, Waiting, patience
-from impl.transport.zero_copy import Homes, Stay
+from impl.transport.zero_copy import Lease, SharedRegions
 
 TIMEOUT_SECONDS: Final = 120.0
 _TAGS: Final = 1 << 30  # of gloo's messages
@@ -178,8 +178,8 @@ class Wire:
         self._buffers: dict[int, list[Tensor]] = defaultdict(list)
         self._used: dict[str, set[str]] = {}
         self._routes: dict[tuple[Axis, int, Tag, bool], _Route] = {}  # by axis, bytes, tag and whether a ring
-        self._trail = Trail()
-        self._roll_call = self._listed()
+        self._collective_log = CollectiveLog()
+        self._desync_reporter = self._listed()
 
     def reserve(self, axis: Axis, nbytes: int) -> None:
         """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""
@@ -200,7 +200,7 @@ class Wire:
                 self._connected[axis] = Connections(self._waiting(self.mesh.group(axis)))
         return self._connected[axis]
 
-    def homes(self, axis: Axis, lengths: Sequence[int]) -> Homes:
+    def regions(self, axis: Axis, lengths: Sequence[int]) -> SharedRegions:
         """Memory in which gathers along ``axis`` may stay; all ranks of it must call this.
 
         Args:
@@ -213,16 +213,19 @@ class Wire:
         if not self.shares_memory(axis):
             raise WireError(f"the ranks of axis {axis.name} share no memory in which gathers could stay")
         with self._making(axis):
-            return Homes(lengths, self._waiting(self.mesh.group(axis)))
+            return SharedRegions(lengths, self._waiting(self.mesh.group(axis)))
 
     def _waiting(self, group: Group) -> Waiting:
-        exited = self._roll_call.exited if self._roll_call is not None else _nobody
+        exited = self._desync_reporter.exited if self._desync_reporter is not None else _nobody
         return Waiting(group, self._timeout, exited)
 
     @contextlib.contextmanager
     def _making(self, axis: Axis, made: str = "shared memory") -> Iterator[None]:
         """While what carries messages along ``axis`` is made, outside inference mode: it outlives a pass."""
-        before, self._trail.waiting = self._trail.waiting, f"{made} along {axis.name} to be made"
+        before, self._collective_log.waiting = (
+            self._collective_log.waiting,
+            f"{made} along {axis.name} to be made",
+        )
         try:
             with torch.inference_mode(mode=False):
                 yield
@@ -232,9 +235,9 @@ class Wire:
             what = f"could not make {made} along {axis.name}"
             raise self._explained(what, error) from error
         except BaseException:  # an interrupt: what comes next waits for other things
-            self._trail.waiting = before
+            self._collective_log.waiting = before
             raise
-        self._trail.waiting = before
+        self._collective_log.waiting = before
 
     def all_gather(
         self,
@@ -244,7 +247,7 @@ class Wire:
         *,
         ring: bool = False,
         into: Tensor | None = None,
-        stay: Stay | None = None,
+        lease: Lease | None = None,
     ) -> Exchange:
         """Every rank of the axis receives every rank's message of ``nbytes``.
 
@@ -255,11 +258,11 @@ class Wire:
             ring: book a ring's messages (the library's algorithm over the whole world).
             into: (ranks * nbytes,) uint8 where the messages may arrive, if the transport can do that:
                 then it is what :meth:`Exchange.wait` returns.
-            stay: where the messages stay after :meth:`Exchange.close`, in memory that :meth:`homes` made
+            lease: where the messages stay after :meth:`Exchange.close`, in memory that :meth:`regions` made
                 for this axis; or for the axis of the next hop, to which what arrives here need not be copied
                 then (:class:`impl.transport.zero_copy.Passing`; where :meth:`lets_go` says so).
         """
-        return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring, place=into, stay=stay)
+        return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring, place=into, lease=lease)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, source: Tensor | None = None) -> Exchange:
         """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it.
@@ -304,7 +307,7 @@ class Wire:
         inter = self._book_step(axis, nbytes, tag)
         carrier = f"{backend} point to point" if backend == "gloo" else backend
         self._note(axis, tag, carrier if connections is None else connections.told)
-        self._trail.waiting = None
+        self._collective_log.waiting = None
         limit = patience(backend, self._limit) if connections is None else (self._limit,)
         buffers = _Buffers(self, None, nbytes, None, nbytes)
         return _Backend(self, start, buffers, entry, limit, rows=1, inter_bytes=inter)
@@ -319,7 +322,7 @@ class Wire:
                 stands.
         """
         exchange = self.all_gather(self.mesh.topology.world_axis, ORDER_BYTES, Tag("step", "control"))
-        mine = bytearray(self._trail.packed())
+        mine = bytearray(self._collective_log.packed())
         exchange.send.copy_(torch.frombuffer(mine, dtype=torch.uint8))
         exchange.post()
         rows = exchange.wait().cpu().numpy()  # (ranks, ORDER_BYTES)
@@ -337,9 +340,9 @@ class Wire:
         self._used.setdefault(axis.name + control, set()).add(transport)
 
     def close(self) -> None:
-        """Let go of shared memory and buffers, and answer no more roll calls."""
-        if self._roll_call is not None:
-            self._roll_call.end()
+        """Let go of shared memory and buffers, and answer no more desync reports."""
+        if self._desync_reporter is not None:
+            self._desync_reporter.end()
         for connections in self._connected.values():
             connections.close()
         self._connected.clear()
@@ -373,7 +376,7 @@ class Wire:
         *,
         ring: bool = False,
         place: Tensor | None = None,
-        stay: Stay | None = None,
+        lease: Lease | None = None,
     ) -> Exchange:
         if axis.size == 1:
             return _Alone(self._buffer(row), self)
@@ -383,10 +386,10 @@ class Wire:
             self.ledger.book(key, sent, messages)
         if route.shared:
             arena = self._arenas.get(axis)
-            if arena is None or (stay is None and arena.row_bytes < row):
-                self.reserve(axis, row if stay is None else 0)
+            if arena is None or (lease is None and arena.row_bytes < row):
+                self.reserve(axis, row if lease is None else 0)
                 arena = self._arenas[axis]
-            return _InMemory(self, arena, entry, kind, nbytes=nbytes, row=row, stay=stay)
+            return _InMemory(self, arena, entry, kind, nbytes=nbytes, row=row, lease=lease)
 
         group, direct, connections = route.group, route.direct, route.connections
         mark = entry[2] % _TAGS  # of ranks that part no message fits another
@@ -404,28 +407,28 @@ class Wire:
             collective = _all_gather if kind == "all_gather" else dist.all_to_all_single
             works.append(collective(received, send, group=group.process_group, async_op=True))
 
-        if stay is not None:
-            place = self._begin(stay, entry)
+        if lease is not None:
+            place = self._begin(lease, entry)
         into, source = (place, None) if kind == "all_gather" else (None, place)
         buffers = _Buffers(self, into, nbytes * group.size, source, row)
         if direct and kind == "all_gather":
             # What is sent to all is written where this rank itself receives it.
             buffers.send = buffers.received.view(group.size, -1)[group.index]
-        self._trail.waiting = None
+        self._collective_log.waiting = None
         exchange = _Backend(
             self, start, buffers, entry, route.limit, rows=group.size, inter_bytes=route.inter_bytes
         )
-        if stay is not None:
-            stay.arriving(exchange.wait)
+        if lease is not None:
+            lease.arriving(exchange.wait)
         return exchange
 
-    def _begin(self, stay: Stay, entry: Entry) -> Tensor:
+    def _begin(self, lease: Lease, entry: Entry) -> Tensor:
         """(rows, bytes) that this rank fills at a home, once all have ended the stay before."""
-        stay.vacate()
-        self._trail.waiting = entry  # not the last one's there, if it had yet to arrive
+        lease.vacate()
+        self._collective_log.waiting = entry  # not the last one's there, if it had yet to arrive
         begin = time.perf_counter()
         try:
-            rows = stay.begin()
+            rows = lease.begin()
         except (TimeoutError, ConnectionError) as error:
             raise self._stuck(entry, error) from error
         self.exposed_seconds += time.perf_counter() - begin
@@ -455,28 +458,32 @@ class Wire:
         )
         return route
 
-    def _listed(self) -> RollCall | None:
-        """This rank's part in roll calls; None without other ranks, or a store: thread ranks have none."""
+    def _listed(self) -> DesyncReporter | None:
+        """This rank's part in desync reports; None without other ranks, or a store: thread ranks have
+        none.
+        """
         world = dist.group.WORLD if dist.is_initialized() else None
         store = None if world is None or world.size() == 1 else world.get_group_store()
         if store is None:
             return None
         # A clone, so that a thread that stands in one does not hold up the other.
         own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        listed = RollCall(own, self.mesh.rank, self.mesh.topology.world, self._trail, self._timeout)
+        listed = DesyncReporter(
+            own, self.mesh.rank, self.mesh.topology.world, self._collective_log, self._timeout
+        )
         weakref.finalize(self, listed.end, join=False).atexit = False
         return listed
 
-    def _follow(self, entry: Entry, works: Sequence[dist.Work | Passage]) -> None:
+    def _follow(self, entry: Entry, works: Sequence[dist.Work | PendingExchange]) -> None:
         """On a device the stream waits, not the host: what is overdue there can only be told in the log."""
-        if self.mesh.device.type != "cpu" and self._roll_call is not None:
-            self._roll_call.follow(entry, [work for work in works if isinstance(work, dist.Work)])
+        if self.mesh.device.type != "cpu" and self._desync_reporter is not None:
+            self._desync_reporter.follow(entry, [work for work in works if isinstance(work, dist.Work)])
 
     def _open(self, kind: str, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> Entry:
         """Enter the next exchange in the trail; the rank waits in it until it is ready to be written."""
         phase, purpose, unit = tag.phase, tag.purpose, tag.unit
         fields = (kind, axis.name, axis.size, axis.stride, nbytes, phase, purpose, unit, ring)
-        entry = self._trail.waiting = self._trail.open(fields)
+        entry = self._collective_log.waiting = self._collective_log.open(fields)
         return entry
 
     def _explained(self, what: str, why: object) -> WireError:
@@ -484,12 +491,12 @@ class Wire:
         # gloo puts its source line before, and advice after its first sentence.
         reason = re.sub(r"^\[[^]]*:\d+\] | This is typically.*", "", str(why).split("\n", 1)[0])
         first = f"rank {self.mesh.rank} {what}: {reason}"
-        if self._roll_call is None:
-            last = f"exchange {self._trail.count} was the last that it opened"
+        if self._desync_reporter is None:
+            last = f"exchange {self._collective_log.count} was the last that it opened"
             return WireError(f"{first}; {last}; the other ranks have no store to be asked by")
         try:
-            self._roll_call.give_up()
-            found = self._roll_call.ask()
+            self._desync_reporter.give_up()
+            found = self._desync_reporter.ask()
         except RuntimeError as error:
             lost = str(error).split("\n", 1)[0]
             return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({lost})")
@@ -497,12 +504,12 @@ class Wire:
 
     def _parted(self, entry: Entry, error: Exception | None = None) -> WireError:
         """The error of a rank that finds another exchange in the place of its own."""
-        self._trail.waiting = entry
+        self._collective_log.waiting = entry
         why = f"it is in exchange {Step(*entry)}" + (f", and {error}" if error is not None else "")
         return self._explained("found that the ranks' exchanges differ", why)
 
     def _stuck(self, entry: Entry, error: Exception) -> WireError:
-        self._trail.waiting = entry
+        self._collective_log.waiting = entry
         return self._explained(f"could not finish exchange {Step(*entry)}", error)
 
     def _book_step(self, axis: Axis, nbytes: int, tag: Tag) -> int:
@@ -543,12 +550,12 @@ def _nobody(_: Sequence[int]) -> Sequence[int]:
 
 
 _Collective = Literal["all_gather", "all_to_all"]
-_Works = list[dist.Work | Passage]
+_Works = list[dist.Work | PendingExchange]
 _Messages = Sequence[tuple[int, Tensor]]  # by index of a rank in the group
 _Start = Callable[[Tensor, Tensor, _Works], None]
 
 
-def _go(passage: Passage, works: _Works) -> None:
+def _go(passage: PendingExchange, works: _Works) -> None:
     """Post it, as one of ``works`` from before the first byte: an interrupt leaves what can be waited for."""
     works.append(passage)
     passage.post()
@@ -611,27 +618,27 @@ class _InMemory:
         *,
         nbytes: int,
         row: int,
-        stay: Stay | None,
+        lease: Lease | None,
     ) -> None:
         self._wire, self._arena, self._entry = wire, arena, entry
-        self._kind, self._nbytes, self._stay = kind, nbytes, stay
+        self._kind, self._nbytes, self._lease = kind, nbytes, lease
         self._rows: Tensor | None = None  # once all have posted theirs
-        if stay is None:
+        if lease is None:
             rows = None
-        elif stay.begun:  # the hop before wrote there
-            rows = stay.rows[:0]
+        elif lease.begun:  # the hop before wrote there
+            rows = lease.rows[:0]
         else:
-            rows = wire._begin(stay, entry)  # noqa: SLF001  # the wire's own part
+            rows = wire._begin(lease, entry)  # noqa: SLF001  # the wire's own part
         begin = time.perf_counter()
         try:
             self._number = arena.claim()
         except (TimeoutError, ConnectionError) as error:
             raise wire._stuck(entry, error) from error  # noqa: SLF001
-        wire._trail.waiting = None  # noqa: SLF001
+        wire._collective_log.waiting = None  # noqa: SLF001
         wire.exposed_seconds += time.perf_counter() - begin
         self.send = arena.row(self._number)[:row] if rows is None else rows.view(-1)
-        if stay is not None:
-            stay.arriving(self.whole)
+        if lease is not None:
+            lease.arriving(self.whole)
 
     def post(self) -> None:
         self._arena.post(self._number, self._entry[2])
@@ -645,23 +652,23 @@ class _InMemory:
         if self._rows is not None:
             return self._rows
         begin = time.perf_counter()
-        trail = self._wire._trail  # noqa: SLF001
-        trail.waiting = self._entry
+        collective_log = self._wire._collective_log  # noqa: SLF001
+        collective_log.waiting = self._entry
         try:
             rows = self._arena.wait(self._number)
         except (TimeoutError, ConnectionError) as error:
             raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
         if not self._arena.agree(self._number, self._entry[2]):
             raise self._wire._parted(self._entry)  # noqa: SLF001
-        trail.waiting, trail.finished = None, self._entry
+        collective_log.waiting, collective_log.finished = None, self._entry
         self._wire.exposed_seconds += time.perf_counter() - begin
-        self._rows = rows if self._stay is None else self._stay.rows
+        self._rows = rows if self._lease is None else self._lease.rows
         return self._rows
 
     def close(self) -> None:
         self._arena.done(self._number)
-        if self._stay is not None:
-            self._stay.arrived()
+        if self._lease is not None:
+            self._lease.arrived()
 
 
 class _Buffers:
@@ -758,8 +765,8 @@ class _Backend:
     def wait(self) -> Tensor:
         begin = time.perf_counter()
         if self._works:
-            trail = self._wire._trail  # noqa: SLF001
-            trail.waiting = self._entry
+            collective_log = self._wire._collective_log  # noqa: SLF001
+            collective_log.waiting = self._entry
             try:
                 for work in self._works:
                     work.wait(*self._limit)
@@ -768,7 +775,7 @@ class _Backend:
             except (RuntimeError, ConnectionError, TimeoutError) as error:
                 raise self._wire._stuck(self._entry, error) from error  # noqa: SLF001
             self._works.clear()
-            trail.waiting, trail.finished = None, self._entry
+            collective_log.waiting, collective_log.finished = None, self._entry
         self._under_way = False
         if (left := self._carried - time.monotonic()) > 0:
             time.sleep(left)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from impl import ops
 from impl.codecs.rounding_noise import Clock
 from impl.engine import state_dict as state
-from impl.engine.hooks import Passes
+from impl.engine.hooks import Hooks
 from impl.engine.loss_scaler import LossScaler, Stepped
 from impl.engine.masters import Masters
 from impl.engine.module_buffers import ModuleBuffers
@@ -53,7 +53,7 @@ class Zero:
         self._meter, self._clock, self._host = shared.meter, shared.clock, shared.host
         self._masters = Masters(self.units, shared.wire)
         self._module_buffers = ModuleBuffers(model, shared.wire)
-        self._passes = Passes(
+        self._hooks = Hooks(
             model,
             self.units,
             modules,
@@ -113,7 +113,7 @@ class Zero:
                 f"accumulating() at stage {self.policy.stage}, which reduces each micro-batch into shards: "
                 "set the policy's reduce_every to 'step', and have memory for a whole local gradient"
             )
-        self._passes.accumulating = on
+        self._hooks.accumulating = on
 
     def finish_backward(self) -> None:
         """Send what has not been sent, wait for all reductions, release all weights.
@@ -127,7 +127,7 @@ class Zero:
         Raises:
             ZeroError: without a backward pass before.
         """
-        self._passes.finish()
+        self._hooks.finish()
 
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
@@ -135,7 +135,7 @@ class Zero:
         The errors that gradient codecs carry go too: a failed pass may have left some.  After a pass that
         KeyboardInterrupt left, of which torch tells no hook, the engine is outside of passes again.
         """
-        self._passes.drop()
+        self._hooks.drop()
 
     def step(self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None) -> Stepped:
         """Unscale the loss's scale away, clip, and step; or skip the step on all ranks after an overflow.
@@ -207,7 +207,7 @@ class Zero:
     def forget_overflow(self) -> None:
         """Drop the errors that codecs carry: they are of gradients that are not used."""
         for unit in self.units:
-            unit.averaging.clear_feedback()
+            unit.reduction.clear_feedback()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """What ``model.zero_grad()`` means: the gradients are the masters'."""
@@ -298,8 +298,8 @@ class Zero:
 
     def _offloaded(self) -> dict[str, Any]:
         """For the record: the shares that whole units come to, and what the host's memory is here."""
-        tiers = [unit.owned.tier for unit in self.units]
-        shares = realised(self.policy, tiers, [unit.geometry for unit in self.units])
+        placements = [unit.master_shard.placement for unit in self.units]
+        shares = realised(self.policy, placements, [unit.geometry for unit in self.units])
         return {**dataclasses.asdict(shares), "memory": self._host.nature}
 
     def describe(self) -> dict[str, Any]:
@@ -320,7 +320,7 @@ class Zero:
 
     def register_external(self, module: nn.Module, unit: Unit) -> None:
         """Gather ``unit`` ahead of each forward pass of ``module``, and release it after."""
-        self._passes.register_external(module, unit)
+        self._hooks.register_external(module, unit)
 
     # Refusals, also of what watches the model's parameters and optimizers
 
@@ -330,7 +330,7 @@ class Zero:
         Raises:
             ZeroError: naming it.
         """
-        self._passes.check_finished(what)
+        self._hooks.check_finished(what)
 
     def check_idle(self, what: str) -> None:
         """Refuse ``what`` inside a forward or backward pass.
@@ -338,7 +338,7 @@ class Zero:
         Raises:
             ZeroError: naming it.
         """
-        self._passes.check_idle(what)
+        self._hooks.check_idle(what)
 
     def check_hidden(self, what: str) -> None:
         """Refuse ``what``, which writes weights, while parameters are seen whole: leaving would undo it.

@@ -23,7 +23,7 @@ from impl.codecs.reference import DTYPES
 from impl.engine.masters import Masters
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.pytree import cast_tensors, memory_of, tensors_in
-from impl.engine.reduction_queue import Reductions
+from impl.engine.reduction_queue import ReductionQueue
 from impl.engine.saved_tensors import SavedTensors
 from impl.errors import WrittenError, ZeroError
 from impl.plan.schedule import MOST_AHEAD, Action, Schedule
@@ -32,7 +32,7 @@ from impl.unit.context import Shared
 from impl.unit.unit import Unit
 
 
-class Passes:
+class Hooks:
     """The passes of one sharded model on one rank, one after the other.
 
     Args:
@@ -79,7 +79,7 @@ class Passes:
             self._kept,
             in_model_order=self._policy.stage < 3,
         )
-        self._reductions = Reductions(units, self._schedule.reduction_order, limits.reduce_bucket)
+        self._reductions = ReductionQueue(units, self._schedule.reduction_order, limits.reduce_bucket)
         self._saved = SavedTensors()
         self._seen: list[int] | None = []  # units in the order they ran; None once it is known
         self._running = 0  # forward calls of hooked modules under way
@@ -105,8 +105,8 @@ class Passes:
             unit.used_outside = self._user(index)
             if unit.geometry.trainable:
                 for number, member in enumerate(unit.members):
-                    for leaf in (member.parameter, member.stand_in):
-                        hook = self._collector(index, number, outside=leaf is member.stand_in)
+                    for leaf in (member.parameter, member.placeholder):
+                        hook = self._collector(index, number, outside=leaf is member.placeholder)
                         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
                             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -356,7 +356,7 @@ class Passes:
         return collect
 
     def _collect_outside(self, index: int, number: int) -> None:
-        """A gradient arrived at a stand-in; see :meth:`Unit.collect_outside`."""
+        """A gradient arrived at a placeholder; see :meth:`Unit.collect_outside`."""
         if index in self._reductions.started and number not in self._units[index].whole:
             self._next_pass()
         self._units[index].collect_outside(number)
@@ -400,7 +400,7 @@ class Passes:
 
     def _end_backward(self) -> None:
         for unit in self._units:
-            unit.owned.land()
+            unit.master_shard.land()
         self._weights.trim()
         self._calls.clear()
         self._in_backward = self._unfinished = False
@@ -418,7 +418,7 @@ class Passes:
         self._reductions.drop_failed()
         for unit in self._units:
             unit.local.drop()
-            unit.averaging.clear_feedback()
+            unit.reduction.clear_feedback()
 
     def check_idle(self, what: str) -> None:
         """Refuse ``what`` inside a forward or backward pass.

@@ -2,7 +2,7 @@
 
 Each rank trains its own slice of the values it was given, so ranks that drew different ones would train a
 model that nobody made.  What is compared is a sum of each parameter's bits; it goes through the store in
-which ranks met, like roll calls, and is in no ledger.  Thread ranks have no store, and are not compared.
+which ranks met, like desync reports, and is in no ledger.  Thread ranks have no store, and are not compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from impl.errors import ZeroError
 from impl.plan.topology import ranks_in_words
-from impl.unit.placeholder import Released
+from impl.unit.placeholder import Placeholder
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -50,7 +50,7 @@ def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     held = {
         name: parameter.detach().contiguous().view(-1).view(_WORDS[parameter.element_size()])
         for name, parameter in parameters.items()
-        if type(parameter) is not Released and parameter.device.type != "meta"
+        if type(parameter) is not Placeholder and parameter.device.type != "meta"
     }
     found = [words.sum(dtype=torch.int64) for words in held.values()]
     return dict(zip(held, torch.stack(found).tolist() if found else (), strict=True))

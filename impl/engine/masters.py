@@ -29,7 +29,7 @@ class Masters:
         )  # by id(): those that no optimizer has stepped since their gradient came
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (master for unit in self._units for _, master in unit.owned.masters)
+        return (master for unit in self._units for _, master in unit.master_shard.masters)
 
     def groups(self, options: Mapping[int, Mapping[str, Any]] | None) -> list[dict[str, Any]]:
         """For an optimizer: :meth:`impl.engine.engine.Zero.param_groups`."""
@@ -44,7 +44,7 @@ class Masters:
         for number in numbers:
             of_device: dict[torch.device, list[Tensor]] = {}
             for unit in self._units:
-                for group, master in unit.owned.masters:
+                for group, master in unit.master_shard.masters:
                     if group == number:
                         of_device.setdefault(master.device, []).append(master)
             groups += [
@@ -59,7 +59,7 @@ class Masters:
         device = self._wire.mesh.device
         sums: dict[torch.device, Tensor] = {}
         for unit in self._units:
-            for gradient in unit.owned.own_gradients():
+            for gradient in unit.master_shard.own_gradients():
                 square, place = gradient.double().square().sum(), gradient.device
                 sums[place] = sums[place] + square if place in sums else square
         total = torch.zeros((), dtype=torch.float64, device=device)

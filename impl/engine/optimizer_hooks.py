@@ -66,11 +66,11 @@ def watch_optimizers(engine: Engine, units: Iterable[Unit]) -> None:
     """From now on steps of optimizers that hold masters of ``units`` are reported to ``engine``."""
     with _lock:
         for unit in units:
-            for _, master in unit.owned.masters:
+            for _, master in unit.master_shard.masters:
                 _owners[master] = weakref.ref(engine)
             for number, member in enumerate(unit.members):
                 place = (weakref.ref(engine), weakref.ref(unit), number)
-                _visible[member.parameter] = _visible[member.stand_in] = place
+                _visible[member.parameter] = _visible[member.placeholder] = place
         if not _watching:
             _watching.append(register_optimizer_step_pre_hook(_before_step))
             _watching.append(register_optimizer_step_post_hook(_after_step))

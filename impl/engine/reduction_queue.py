@@ -8,7 +8,7 @@ from impl.comm.collectives import Transfer
 from impl.unit.unit import Unit
 
 
-class Reductions:
+class ReductionQueue:
     """The reductions of one backward pass after the other.
 
     Args:

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from impl.engine.pytree import memory_of
 from impl.errors import ZeroError
 from impl.unit.master_shard import Version
-from impl.unit.placeholder import Released, values_of
+from impl.unit.placeholder import Placeholder, values_of
 from impl.unit.unit import Place, Unit
 
 # Tuples, as every tensor that a forward pass saves becomes one: a dataclass takes five times as long to make.
@@ -42,7 +42,7 @@ def _unpack(saved: _Kept | _Found) -> Tensor:
             )
         return tensor
     unit, place, stood = saved
-    if stood != unit.owned.version:
+    if stood != unit.master_shard.version:
         raise ZeroError(
             f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass"
         )
@@ -89,7 +89,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> _Kept | _Found:
         """What autograd keeps of a tensor: of a view of a unit's weights, where to find it again."""
-        if type(tensor) is Released:  # an argument of an autograd.Function, which asks for no values
+        if type(tensor) is Placeholder:  # an argument of an autograd.Function, which asks for no values
             tensor = values_of(tensor)
         address = tensor.data_ptr() if tensor.layout is torch.strided else 0  # others have no one memory
         if not address and not tensor.numel():
@@ -99,7 +99,7 @@ class SavedTensors:
             start = self._starts[before]
             end, unit = self._at[start]
             if address < end and unit.gathered and unit.storage_bounds == (start, end):
-                return unit, unit.locate(tensor), unit.owned.version
+                return unit, unit.locate(tensor), unit.master_shard.version
         # Detached, since an output kept as it is would keep its graph and so itself; with its
         # version, since hooks switch torch's own check off.
         return tensor.detach(), tensor._version  # noqa: SLF001

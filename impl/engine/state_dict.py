@@ -97,7 +97,7 @@ def communication_state(units: Sequence[Unit], clock: Clock, wire: Wire, policy:
         "micro_batch": torch.tensor(clock.micro_batch),
     }
     for unit in units:
-        for name, value in unit.averaging.feedback_state().items():
+        for name, value in unit.reduction.feedback_state().items():
             state[f"{unit.geometry.name}/{name}"] = value
     return state
 
@@ -126,10 +126,10 @@ def load_communication_state(
     if taken != len(state):
         raise ZeroError(f"communication state has {len(state) - taken} entries of unknown units")
     for unit, one in errors.items():
-        unit.averaging.check_feedback(one)
+        unit.reduction.check_feedback(one)
     clock.step, clock.micro_batch = int(state["step"]), int(state["micro_batch"])
     for unit, one in errors.items():
-        unit.averaging.load_feedback(one)
+        unit.reduction.load_feedback(one)
 
 
 def _identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:

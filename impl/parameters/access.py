@@ -60,7 +60,7 @@ def full_fp32_grad(zero: Zero, which: Which) -> Tensor | None:
 def set_full_fp32_grad(zero: Zero, which: Which, value: Tensor) -> None:
     """Overwrite the mean gradient with ``value`` (shape), the same on all ranks."""
     unit, number = _find_gradient(zero, which)
-    unit.owned.load_gradient(*unit.part(number), _part_of(unit, number, value))
+    unit.master_shard.load_gradient(*unit.part(number), _part_of(unit, number, value))
 
 
 def local_fp32_grad(zero: Zero, which: Which) -> Tensor | None:
@@ -72,7 +72,7 @@ def local_fp32_grad(zero: Zero, which: Which) -> Tensor | None:
 def set_local_fp32_grad(zero: Zero, which: Which, value: Tensor) -> None:
     """Overwrite the mean gradient with ``value`` (elements here,); all ranks must call it."""
     unit, number = _find_gradient(zero, which)
-    unit.owned.load_gradient(*unit.part(number), _checked(unit, number, value, local=True))
+    unit.master_shard.load_gradient(*unit.part(number), _checked(unit, number, value, local=True))
 
 
 def full_optimizer_state(zero: Zero, which: Which, optimizer: Optimizer, key: str) -> Tensor:
@@ -130,12 +130,12 @@ def _find_gradient(zero: Zero, which: Which) -> tuple[Unit, int]:
 
 def _weights(unit: Unit, number: int) -> Tensor:
     start, end = unit.part(number)
-    return unit.owned.master[start:end].detach()
+    return unit.master_shard.master[start:end].detach()
 
 
 def _gradient(unit: Unit, number: int) -> Tensor | None:
     start, end = unit.part(number)
-    mean = unit.owned.mean_gradient()
+    mean = unit.master_shard.mean_gradient()
     return None if mean is None else mean[start:end]
 
 
@@ -143,7 +143,7 @@ def _state(unit: Unit, number: int, optimizer: Optimizer, key: str) -> Tensor:
     """View of this rank's part of an optimizer's state."""
     slot, (start, end) = unit.geometry.slots[number], unit.part(number)
     spans = unit.geometry.spans(unit.wire.mesh.rank)
-    for (group, first, _), (_, master) in zip(spans, unit.owned.masters, strict=False):
+    for (group, first, _), (_, master) in zip(spans, unit.master_shard.masters, strict=False):
         if group == slot.spec.group:
             state = optimizer.state.get(master, {})
             if not isinstance(state.get(key), Tensor):

@@ -37,7 +37,7 @@ class GatheredParameters:
     written back.
 
     Args:
-        parameters: one, or many; modules' stand-ins or not; twice counts once.
+        parameters: one, or many; modules' placeholders or not; twice counts once.
         modifier_rank: whose changes count; None for reading.
         enabled: False does nothing at all.
 
@@ -165,18 +165,18 @@ class _Sharded:
     @property
     def replaced(self) -> bool:
         member = self._unit.members[self.number]
-        return any(holder.held is not member.stand_in for holder in member.holders)
+        return any(holder.held is not member.placeholder for holder in member.holders)
 
     def show(self) -> nn.Parameter:
         self._engine.check_idle("GatheredParameters")
         if self.number in self._unit.whole:
             raise _twice(self.geometry.slots[self.number].spec.name)
         whole = self._unit.gather_member(self.number, self.part())
-        return self._unit.show_whole(self.number, whole.to(self._unit.members[self.number].stand_in.dtype))
+        return self._unit.show_whole(self.number, whole.to(self._unit.members[self.number].placeholder.dtype))
 
     def part(self) -> Tensor:
         start, end = self._unit.part(self.number)
-        return self._unit.owned.master[start:end].detach()
+        return self._unit.master_shard.master[start:end].detach()
 
     def leave(self, part: Tensor | None) -> None:
         self._unit.hide_whole(self.number)

@@ -20,7 +20,7 @@ from impl.errors import ZeroError
 from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import Policy
 from impl.unit.master_shard import sliced
-from impl.unit.placeholder import Released, keeper_of, release, restore
+from impl.unit.placeholder import Placeholder, keeper_of, release, restore
 from impl.unit.unit import assembled
 
 
@@ -155,7 +155,7 @@ class _InCut:
     def __init__(self, cut: Cut, name: str) -> None:
         self.cut, self.name = cut, name
 
-    def use(self, parameter: Released, together: Sequence[Released]) -> Tensor:
+    def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         if not self.cut.whole:  # else brought with another one of this operation
             self.cut.use([cut for one in together if (cut := cut_of(one)) is not None], self.name)
         return parameter

@@ -26,7 +26,7 @@ class CopyKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class Placement:
     """What of one unit lies in host memory.
 
     Attributes:
@@ -44,10 +44,10 @@ class Tier:
         return self.shard or self.frames
 
 
-ON_DEVICE = Tier()
+ON_DEVICE = Placement()
 
 
-def tiers_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Tier]:
+def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
     """The tier of every unit.
 
     Of a trained unit whose master stays on the device there is no frame to offload, since it is encoded from
@@ -60,25 +60,27 @@ def tiers_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Tier]:
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
     return [
-        Tier(shard=index in (stepped if unit.trainable else framed), frames=index in framed)
+        Placement(shard=index in (stepped if unit.trainable else framed), frames=index in framed)
         for index, unit in enumerate(units)
     ]
 
 
-def realised(policy: Policy, tiers: Iterable[Tier], units: Sequence[UnitGeometry]) -> Offload:
+def realised(policy: Policy, placements: Iterable[Placement], units: Sequence[UnitGeometry]) -> Offload:
     """The shares of elements of which something lies in host memory.
 
     That is at least what was asked for and less than a unit more, but for weights of which there is nothing
     to offload: of trained units whose master stays on the device, and of which hpZ keeps no frames.
     """
-    pairs = list(zip(tiers, units, strict=True))
+    pairs = list(zip(placements, units, strict=True))
     trained = sum(unit.padded for unit in units if unit.trainable)
-    stepped = sum(unit.padded for tier, unit in pairs if tier.shard and unit.trainable)
+    stepped = sum(unit.padded for placement, unit in pairs if placement.shard and unit.trainable)
     framed = sum(
         unit.padded
-        for tier, unit in pairs
-        if tier.frames
-        and (tier.shard or policy.of_unit(trainable=unit.trainable, persistent=unit.persistent).secondary)
+        for placement, unit in pairs
+        if placement.frames
+        and (
+            placement.shard or policy.of_unit(trainable=unit.trainable, persistent=unit.persistent).secondary
+        )
     )
     return Offload(
         optimizer=stepped / max(trained, 1), weights=framed / max(sum(unit.padded for unit in units), 1)

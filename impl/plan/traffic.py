@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import ITEM_BYTES
 from impl.plan.geometry import UnitGeometry, chunked
-from impl.plan.offload_plan import Copied, CopyKey, Direction, Tier, tiers_of
+from impl.plan.offload_plan import Copied, CopyKey, Direction, Placement, placements_of
 from impl.plan.policy import Policy
 from impl.plan.topology import Axis, Topology
 
@@ -184,8 +184,8 @@ def _booked(  # noqa: PLR0917  # the arguments of the two functions above
     policy.check(topology)
     book = _Book(topology, rank)
     senders = [
-        _Sender(book, policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit, tier)
-        for unit, tier in zip(units, tiers_of(policy.offload, units), strict=True)
+        _Sender(book, policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit, placement)
+        for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
     buffers_differ, passes = bool(buffer_bytes), 0
@@ -222,7 +222,7 @@ class _Sender:
     book: _Book
     policy: Policy
     unit: UnitGeometry
-    tier: Tier
+    placement: Placement
     gathered: bool = False  # its weights stayed from the pass before
     current: bool = False  # hpZ's secondary holds these weights
     uploaded: bool = False  # the device holds the frame of an offloaded master
@@ -249,12 +249,12 @@ class _Sender:
     def _copy(self, frame: int, secondary: int) -> None:
         """What a gather copies between host and device: ``frame`` bytes sent, ``secondary`` bytes kept."""
         name, reused = self.unit.name, bool(secondary) and self.current
-        if reused and self.tier.frames:
+        if reused and self.placement.frames:
             self.book.copy("to_device", "secondary", name, secondary)
-        if not reused and self.tier.shard and (self.tier.frames or not self.uploaded):
+        if not reused and self.placement.shard and (self.placement.frames or not self.uploaded):
             self.book.copy("to_device", "weights", name, frame)
             self.uploaded = True
-        if not reused and self.tier.frames and secondary:
+        if not reused and self.placement.frames and secondary:
             self.book.copy("to_host", "secondary", name, secondary)
 
     def reduce(self) -> None:
@@ -262,7 +262,7 @@ class _Sender:
         policy, unit, topology = self.policy, self.unit, self.book.topology
         if not unit.trainable:
             return
-        if self.tier.shard:
+        if self.placement.shard:
             self.book.copy("to_host", "gradients", unit.name, MASTER_BYTES * unit.shard)
         slices = topology.world
         for axis, codec in policy.reduce_axes(topology):
@@ -344,20 +344,20 @@ def memory(
         parts[f"host_{part}" if host else part] += nbytes
 
     landing = 1 if micro_batches == 1 or not policy.reduces_each_micro_batch else 2
-    for unit, tier in zip(units, tiers_of(policy.offload, units), strict=True):
+    for unit, placement in zip(units, placements_of(policy.offload, units), strict=True):
         own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
         frame, fp32 = own.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
         coded = not unit.trainable and policy.frozen is not None
-        add("frozen" if coded else "masters", frame if coded else fp32, host=tier.shard)
-        add("secondary", _secondary_bytes(own, topology, unit), host=tier.frames)
-        if tier.shard and not coded:
+        add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
+        add("secondary", _secondary_bytes(own, topology, unit), host=placement.frames)
+        if placement.shard and not coded:
             parts["host_frames"] += frame
-            parts["frames"] += 0 if tier.frames else frame
+            parts["frames"] += 0 if placement.frames else frame
         if unit.trainable:
-            add("gradients", fp32 * (landing if tier.shard else 1), host=tier.shard)
-            add("optimizer", ADAM_BYTES * unit.shard, host=tier.shard)
+            add("gradients", fp32 * (landing if placement.shard else 1), host=placement.shard)
+            add("optimizer", ADAM_BYTES * unit.shard, host=placement.shard)
             parts["feedback"] += _feedback_bytes(own, topology, unit)
-            if tier.shard:
+            if placement.shard:
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
     parts["gathered"] = item * _gathered(policy, units)
     parts["local_gradients"] = item * _local_gradients(policy, units, micro_batches)

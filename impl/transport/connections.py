@@ -181,7 +181,7 @@ class _Peer:
         return events
 
 
-class Passage:
+class PendingExchange:
     """One exchange's messages over the connections of a group.
 
     Attributes:
@@ -258,12 +258,13 @@ class Connections:
         mark: int,
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
-    ) -> Passage:
-        """Messages to some ranks of the group, and others expected from some, before :meth:`Passage.post`.
+    ) -> PendingExchange:
+        """Messages to some ranks of the group, and others expected from some, before
+        :meth:`PendingExchange.post`.
 
         Args:
             mark: 64 bits of what this rank believes the exchange to be.
-            sends: index of a rank and (bytes,) uint8 for it, which stay until :meth:`Passage.wait`.
+            sends: index of a rank and (bytes,) uint8 for it, which stay until :meth:`PendingExchange.wait`.
             receives: index of a rank and (bytes,) uint8 where its message is to arrive.
         """
         outgoing = [
@@ -273,10 +274,10 @@ class Connections:
         incoming = [
             (self._peers[index], _part(mark, bytearray(_HEADER.size), message)) for index, message in receives
         ]
-        return Passage(self, outgoing, incoming)
+        return PendingExchange(self, outgoing, incoming)
 
-    def start(self, passage: Passage) -> None:
-        """See :meth:`Passage.post`."""
+    def start(self, passage: PendingExchange) -> None:
+        """See :meth:`PendingExchange.post`."""
         with self._lock:
             for peer, part in passage.incoming:
                 if peer.lost is None and part.left and part not in peer.incoming:
@@ -289,8 +290,8 @@ class Connections:
                 peer.advance()
             self._watch(peers)
 
-    def finish(self, passage: Passage, limit: timedelta) -> None:
-        """See :meth:`Passage.wait`."""
+    def finish(self, passage: PendingExchange, limit: timedelta) -> None:
+        """See :meth:`PendingExchange.wait`."""
         deadline = time.monotonic() + limit.total_seconds()
         try:
             with self._lock:
@@ -409,7 +410,7 @@ def _help(whose: weakref.ref[Connections], wake: threading.Condition, epoll: sel
             del made
 
 
-def _late(passage: Passage, limit: timedelta) -> TimeoutError:
+def _late(passage: PendingExchange, limit: timedelta) -> TimeoutError:
     """Who keeps ``passage`` from its end."""
     receiving = [(peer, part) for peer, part in passage.incoming if part.left]
     here = sum(sum(part.moved) for _, part in receiving)

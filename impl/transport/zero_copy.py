@@ -5,7 +5,7 @@ unit: nothing is decoded or copied.  The price is that the memory is in use unti
 that moment may differ between ranks.  So each unit has a *home*, fixed at construction and equal on all
 ranks; units that do not run around each other share homes in turn.
 
-A gather is a :class:`Stay` at the unit's home.  It begins once all ranks have ended the one before.  A rank
+A gather is a :class:`Lease` at the unit's home.  It begins once all ranks have ended the one before.  A rank
 that has not, because somebody still looks at those weights, *leaves*: what it sees becomes a private copy at
 the same addresses, and the home is mapped anew elsewhere.  All ranks begin stays in one order, so whoever has
 not ended a stay comes to the same point and leaves: nobody waits for a rank that releases late.
@@ -27,11 +27,11 @@ from torch import Tensor
 from impl.plan.schedule import MOST_AHEAD
 from impl.transport.shared_memory import LINE, Flags, SharedMemoryError, Waiting, shared_file
 
-INNER_HOMES: Final = 2 * MOST_AHEAD + 2  # of units that run one after the other: those under way, twice
+INNER_REGIONS: Final = 2 * MOST_AHEAD + 2  # of units that run one after the other: those under way, twice
 _MAYMOVE, _FIXED = 1, 2  # of mremap(2)
 
 
-def homes_of(outer: Sequence[bool]) -> list[int]:
+def regions_of(outer: Sequence[bool]) -> list[int]:
     """The number of each unit's home: its own for units in use around the others, in turn for the rest.
 
     Args:
@@ -39,10 +39,10 @@ def homes_of(outer: Sequence[bool]) -> list[int]:
     """
     own = sum(outer)
     first, inner = iter(range(own)), iter(range(len(outer) - own))
-    return [next(first) if around else own + next(inner) % INNER_HOMES for around in outer]
+    return [next(first) if around else own + next(inner) % INNER_REGIONS for around in outer]
 
 
-class Homes:
+class SharedRegions:
     """All homes of one engine on one node, in one anonymous file.
 
     A home's pages cost memory once, on the node, whatever the number of ranks: in all the largest unit of
@@ -60,7 +60,7 @@ class Homes:
         self.index, self.ranks = waiting.group.index, waiting.group.size
         self._lengths = [_pages(length) for length in lengths]
         flags = _pages(len(lengths) * self.ranks * LINE)
-        self._offsets = [flags + sum(self._lengths[:home]) for home in range(len(lengths))]
+        self._offsets = [flags + sum(self._lengths[:region]) for region in range(len(lengths))]
         self._handle = shared_file(waiting, flags + sum(self._lengths))
         weakref.finalize(self, os.close, self._handle)
         words = torch.frombuffer(mmap.mmap(self._handle, flags), dtype=torch.int64).view(-1, LINE // 8)
@@ -68,71 +68,71 @@ class Homes:
         self._ended = Flags(each, waiting)  # how many stays each rank has ended
         self._begun = [0] * len(lengths)  # stays
         self._maps: list[Tensor | None] = [None] * len(lengths)  # (bytes,) where this rank sees each home
-        self._stays: list[Stay | None] = [None] * len(lengths)  # that this rank has not ended
+        self._leases: list[Lease | None] = [None] * len(lengths)  # that this rank has not ended
         self._rows: list[Hashable] = [None] * len(lengths)  # what this rank last wrote there
         self._tenants: list[list[Callable[[], Callable[[], None] | None]]] = [[] for _ in lengths]
 
-    def settle(self, home: int, gone: Callable[[], None]) -> None:
-        """Let ``gone``, a bound method of whoever stays at ``home``, be told when what is seen there goes.
+    def settle(self, region: int, gone: Callable[[], None]) -> None:
+        """Let ``gone``, a bound method of whoever stays at ``region``, be told when what is seen there goes.
 
         Then it is a copy for whoever stays there now; others must look at it no more, or it would stay.
         """
-        self._tenants[home].append(weakref.WeakMethod(gone))
+        self._tenants[region].append(weakref.WeakMethod(gone))
 
-    def vacate(self, home: int) -> None:
-        """Let this rank leave whom it still has at ``home``."""
-        stay = self._stays[home]
-        if stay is not None:
-            stay.leave()
+    def vacate(self, region: int) -> None:
+        """Let this rank leave whom it still has at ``region``."""
+        lease = self._leases[region]
+        if lease is not None:
+            lease.leave()
 
-    def begin(self, home: int, stay: Stay) -> Tensor:
+    def begin(self, region: int, lease: Lease) -> Tensor:
         """(bytes,) the home's memory, once all ranks have ended the stay before; vacated by this one.
 
         Raises:
             TimeoutError, ConnectionError: as :meth:`impl.transport.shared_memory.Flags.wait`.
         """
-        self._ended.wait(home, self._begun[home], "did not read")
-        self._begun[home] += 1
-        self._stays[home] = stay
-        mapped = self._maps[home]
+        self._ended.wait(region, self._begun[region], "did not read")
+        self._begun[region] += 1
+        self._leases[region] = lease
+        mapped = self._maps[region]
         if mapped is None:
             # A storage of its own, which the memory lives as long as: whoever is left with a copy keeps it.
-            length, offset = self._lengths[home], self._offsets[home]
+            length, offset = self._lengths[region], self._offsets[region]
             with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
                 mapped = torch.frombuffer(mmap.mmap(self._handle, length, offset=offset), dtype=torch.uint8)
-            self._maps[home] = mapped
+            self._maps[region] = mapped
         return mapped
 
-    def write(self, home: int, row: Hashable, write: Callable[[], None], *, anew: bool) -> None:
-        """Let this rank's row at ``home`` be ``row``: ``write`` is called unless it is already.
+    def write(self, region: int, row: Hashable, write: Callable[[], None], *, anew: bool) -> None:
+        """Let this rank's row at ``region`` be ``row``: ``write`` is called unless it is already.
 
         Args:
-            home: at which it has begun a stay.
+            region: at which it has begun a stay.
             row: name of what ``write`` writes, which tells apart whatever may be written there.
             write: writes it.
             anew: whether to call it in any case.
         """
-        if anew or self._rows[home] != row:
-            self._rows[home] = None  # until it is whole
+        if anew or self._rows[region] != row:
+            self._rows[region] = None  # until it is whole
             write()
-            self._rows[home] = row
+            self._rows[region] = row
 
-    def end(self, home: int) -> None:
-        """Tell the others that this rank is done with the stay at ``home``."""
-        self._stays[home] = None
-        self._ended.set(home, self.index, self._begun[home])
+    def end(self, region: int) -> None:
+        """Tell the others that this rank is done with the stay at ``region``."""
+        self._leases[region] = None
+        self._ended.set(region, self.index, self._begun[region])
 
-    def part(self, home: int, nbytes: int) -> None:
-        """Keep the first ``nbytes`` at ``home`` for whoever looks at them, and see the home elsewhere.
+    def part(self, region: int, nbytes: int) -> None:
+        """Keep the first ``nbytes`` at ``region`` for whoever looks at them, and see the home elsewhere.
 
         Raises:
             SharedMemoryError: if there is no memory for it.
         """
-        mapped = self._maps[home]
+        mapped = self._maps[region]
         assert mapped is not None  # noqa: S101  # somebody is there
         _make_private(mapped, nbytes)
-        self._maps[home] = None
-        for tenant in self._tenants[home]:
+        self._maps[region] = None
+        for tenant in self._tenants[region]:
             if (gone := tenant()) is not None:
                 gone()
 
@@ -152,18 +152,20 @@ class Passing:
     finish: Callable[[], None]
 
 
-class Stay:
+class Lease:
     """One gather's weights at their home, from before this rank writes its row until it lets go.
 
     Args:
         homes: where.
-        home: number of the unit's home.
+        region: number of the unit's home.
         nbytes: of a row.
         passing: if there are more rows than ranks here.
     """
 
-    def __init__(self, homes: Homes, home: int, nbytes: int, passing: Passing | None = None) -> None:
-        self._homes, self._home, self._nbytes, self._passing = homes, home, nbytes, passing
+    def __init__(
+        self, regions: SharedRegions, region: int, nbytes: int, passing: Passing | None = None
+    ) -> None:
+        self._regions, self._region, self._nbytes, self._passing = regions, region, nbytes, passing
         self._memory: Tensor | None = None  # (bytes,) of the home
         self._rows: Tensor | None = None  # (rows, nbytes) of it
         self._arrive: Callable[[], object] | None = None  # until what is under way is there
@@ -176,28 +178,28 @@ class Stay:
 
     def vacate(self) -> None:
         """Make the home free of this rank's last stay there, before :meth:`begin`."""
-        self._homes.vacate(self._home)
+        self._regions.vacate(self._region)
 
     def begin(self) -> Tensor:
         """(rows, nbytes) uint8, maybe strided: the rows that this rank fills.
 
         Raises:
-            TimeoutError, ConnectionError: as :meth:`Homes.begin`.
+            TimeoutError, ConnectionError: as :meth:`SharedRegions.begin`.
         """
-        homes, passing = self._homes, self._passing
-        self._memory = homes.begin(self._home, self)
+        regions, passing = self._regions, self._passing
+        self._memory = regions.begin(self._region, self)
         self._lasts = True
-        rows = homes.ranks if passing is None else passing.rows
+        rows = regions.ranks if passing is None else passing.rows
         self._rows = self._memory[: rows * self._nbytes].view(rows, self._nbytes)
-        return self._rows[slice(homes.index, homes.index + 1) if passing is None else passing.through]
+        return self._rows[slice(regions.index, regions.index + 1) if passing is None else passing.through]
 
     def arriving(self, arrive: Callable[[], object]) -> None:
         """A message under way is written here, until ``arrive`` returns."""
         self._arrive = arrive
 
     def write(self, row: Hashable, write: Callable[[], None], *, anew: bool) -> None:
-        """Let this rank's row be ``row``; see :meth:`Homes.write`."""
-        self._homes.write(self._home, row, write, anew=anew)
+        """Let this rank's row be ``row``; see :meth:`SharedRegions.write`."""
+        self._regions.write(self._region, row, write, anew=anew)
 
     def arrived(self) -> None:
         """All rows are there, and whoever brought them is not needed any more."""
@@ -224,7 +226,7 @@ class Stay:
         """Let the home go; nobody may look at what was there."""
         if self._lasts:
             self._lasts = False
-            self._homes.end(self._home)
+            self._regions.end(self._region)
 
     def leave(self) -> None:
         """Let the home go, and keep what was there where it was, for this rank alone.
@@ -237,7 +239,7 @@ class Stay:
                 self._passing.finish()
             if self._arrive is not None:  # also of a gather that was interrupted: nobody may write here later
                 self._arrive()
-            self._homes.part(self._home, self.rows.numel())
+            self._regions.part(self._region, self.rows.numel())
             self._left = True
             self.end()
 

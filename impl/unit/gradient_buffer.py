@@ -10,7 +10,7 @@ from impl.plan.geometry import UnitGeometry
 from impl.unit.memory_pool import Meter, Pool
 
 
-class LocalGradient:
+class GradientBuffer:
     """(padded,) gradients of one unit on this rank, while there are any.
 
     They lie in a buffer of the pool or, once a message was opened for them, in that message.

@@ -17,10 +17,10 @@ from impl.errors import ZeroError
 from impl.plan.geometry import UnitGeometry, chunked
 from impl.plan.topology import Axis
 from impl.unit.context import Shared
-from impl.unit.master_shard import Owned
+from impl.unit.master_shard import MasterShard
 
 
-class Averaging:
+class GradientReduction:
     """The reductions of one unit on one rank.
 
     Args:
@@ -29,10 +29,10 @@ class Averaging:
         owned: this rank's shard, which the mean is of.
     """
 
-    def __init__(self, geometry: UnitGeometry, shared: Shared, owned: Owned) -> None:
+    def __init__(self, geometry: UnitGeometry, shared: Shared, master_shard: MasterShard) -> None:
         policy, wire = shared.policy, shared.wire
         self._geometry, self._policy, self._wire = geometry, policy, wire
-        self._meter, self._clock, self._owned = shared.meter, shared.clock, owned
+        self._meter, self._clock, self._master_shard = shared.meter, shared.clock, master_shard
         topology, rank = wire.mesh.topology, wire.mesh.rank
         self._hops = policy.reduce_axes(topology)
         self._replicas = policy.replica_axes(topology)
@@ -67,15 +67,19 @@ class Averaging:
             message: in which it lies already, of :meth:`open_message`.
         """
         axes, codec = self._replicas
-        owned = self._owned
-        into = owned.place() if owned.fresh and not axes and not owned.tier.shard else None
+        master_shard = self._master_shard
+        into = (
+            master_shard.place()
+            if master_shard.fresh and not axes and not master_shard.placement.shard
+            else None
+        )
         how = self._reduction(message, into, goes_on=bool(axes))
         mean = yield from reduced(how, self._policy.reduce, gradient)
         if axes:
             mean = yield from replicated(self._wire, self._replication(how, axes, codec), how.tag, mean)
         for start, end in self._pads:
             mean[start:end] = 0
-        owned.take(mean)
+        master_shard.take(mean)
 
     def _reduction(
         self, message: Exchange | None = None, out: Tensor | None = None, *, goes_on: bool = False

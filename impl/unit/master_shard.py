@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from impl import ops
 from impl.errors import ZeroError
 from impl.plan.geometry import UnitGeometry
-from impl.plan.offload_plan import Tier
+from impl.plan.offload_plan import Placement
 from impl.unit.context import Shared
 from impl.unit.host_memory import MEMORY, Arrival
 
@@ -39,7 +39,7 @@ def counted_as(part: str, *, host: bool) -> str:
 Version = tuple[int, int]  # of weights: changes that were told of, and what torch counts
 
 
-class Owned:
+class MasterShard:
     """One rank's shard of one unit.
 
     Args:
@@ -55,15 +55,15 @@ class Owned:
         arrival: of what the last gather brought from the host.
     """
 
-    def __init__(self, geometry: UnitGeometry, shared: Shared, tier: Tier, shard: Tensor) -> None:
+    def __init__(self, geometry: UnitGeometry, shared: Shared, placement: Placement, shard: Tensor) -> None:
         policy, mesh = shared.policy, shared.wire.mesh
-        self.tier = tier
+        self.placement = placement
         self._geometry, self._mesh, self._host = geometry, mesh, shared.host
         self._meter, self._clock = shared.meter, shared.clock
         self._codec, self._frame = policy.weights, policy.weights.frame_bytes(geometry.shard)
         self._changes = 0  # of the weights, as far as the engine was told
         self._codes: Tensor | None = None  # this rank's frame, of weights that are held as codes
-        self._master: Tensor | None = shard.to(MEMORY if tier.shard else mesh.device)  # (S,) fp32
+        self._master: Tensor | None = shard.to(MEMORY if placement.shard else mesh.device)  # (S,) fp32
         self._encoded: Tensor | None = None  # (F,) on the host: of an offloaded master
         self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
         self._encoded_of: tuple[Version, int] | None = None  # which master, and noise, it is of
@@ -72,7 +72,7 @@ class Owned:
         coded = not geometry.trainable and policy.frozen is not None
         if coded:
             self._hold_codes()
-        self._meter.add(counted_as("frozen" if coded else "masters", host=tier.shard), self.held.nbytes)
+        self._meter.add(counted_as("frozen" if coded else "masters", host=placement.shard), self.held.nbytes)
         spans = geometry.spans(mesh.rank) if geometry.trainable else ()
         self.masters = [
             (group, nn.Parameter(self.master[start:end], requires_grad=True)) for group, start, end in spans
@@ -149,7 +149,7 @@ class Owned:
 
     def _hold_codes(self) -> None:
         """Encode the master once and for all, and let it go."""
-        codes = self._host.bytes(self._frame, host=self.tier.shard)
+        codes = self._host.bytes(self._frame, host=self.placement.shard)
         self._encode_master(codes)
         self._codes, self._master = codes, None
 
@@ -157,14 +157,14 @@ class Owned:
 
     def write_frame(self, frame: Tensor) -> None:
         """Write this rank's frame to a message."""
-        if not self.tier.shard:
+        if not self.placement.shard:
             if self._codes is None:
                 self._encode_master(frame)
             else:
                 frame.copy_(self._codes)
             return
         source, name = self._codes if self._codes is not None else self._kept_frame(), self._geometry.name
-        if self.tier.frames:
+        if self.placement.frames:
             self._host.upload(source, frame, "weights", name)
             return
         if self._sent is None:
@@ -208,7 +208,7 @@ class Owned:
 
     def take(self, mean: Tensor) -> None:
         """Add ``mean`` (S,) fp32 to the masters' gradients; where offloaded, in :meth:`land`."""
-        if self.tier.shard:
+        if self.placement.shard:
             self._send_home(mean)
         else:
             self._accumulate(mean)
@@ -251,11 +251,11 @@ class Owned:
     def place(self) -> Tensor:
         """(S,) fp32 where the masters' gradients lie."""
         if self._mean is None:
-            if self.tier.shard:
+            if self.placement.shard:
                 self._mean = self._host.empty(self._geometry.shard, torch.float32).zero_()
             else:
                 self._mean = torch.zeros(self._geometry.shard, device=self._mesh.device)
-            self._meter.add(counted_as("gradients", host=self.tier.shard), self._mean.nbytes)
+            self._meter.add(counted_as("gradients", host=self.placement.shard), self._mean.nbytes)
         return self._mean
 
     def mean_gradient(self) -> Tensor | None:

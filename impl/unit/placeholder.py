@@ -20,7 +20,7 @@ class Keeper(Protocol):
 
     name: str
 
-    def use(self, parameter: Released, together: Sequence[Released]) -> Tensor:
+    def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """What to compute with in its place.
 
         Args:
@@ -64,7 +64,7 @@ _HARMLESS: Final = frozenset(
 _OF_LAYOUT: Final = frozenset([torch.Tensor.stride, torch.Tensor.is_contiguous])
 
 
-class Released(nn.Parameter):
+class Placeholder(nn.Parameter):
     """A parameter without values; :func:`release` makes one of a plain parameter, in place."""
 
     @classmethod
@@ -90,7 +90,7 @@ class Released(nn.Parameter):
         return self.clone()  # of its values, if the keeper brings them
 
 
-def values_of(parameter: Released) -> Tensor:
+def values_of(parameter: Placeholder) -> Tensor:
     """What to compute with in place of ``parameter``, as its keeper brings it."""
     return _keepers[parameter].use(parameter, [parameter])
 
@@ -102,7 +102,7 @@ def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
 
 def hide(parameter: nn.Parameter) -> None:
     """Values of a :func:`keep`-ed parameter are not to be used: its keeper is asked; its memory stays."""
-    parameter.__class__ = Released
+    parameter.__class__ = Placeholder
 
 
 def unhide(parameter: nn.Parameter) -> None:
@@ -117,7 +117,7 @@ def release(parameter: nn.Parameter, keeper: Keeper) -> None:
         # One NaN, seen everywhere: what reads past the keeper is loud, what writes is refused by torch.
         parameter.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
     _keepers[parameter] = keeper
-    parameter.__class__ = Released
+    parameter.__class__ = Placeholder
 
 
 def restore(parameter: nn.Parameter, values: Tensor) -> None:
@@ -132,9 +132,9 @@ def keeper_of(parameter: Tensor) -> Keeper | None:
     return _keepers.get(parameter)
 
 
-def _released(value: Any) -> Iterator[Released]:
+def _released(value: Any) -> Iterator[Placeholder]:
     """Those in nested tuples, lists and dicts."""
-    if isinstance(value, Released):
+    if isinstance(value, Placeholder):
         yield value
     elif isinstance(value, dict):
         for item in value.values():

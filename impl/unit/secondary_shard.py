@@ -19,7 +19,7 @@ class Life(enum.Enum):
     STALE = enum.auto()
 
 
-class Secondary:
+class SecondaryShard:
     """One unit's secondary shard on one rank.
 
     Args:

@@ -1,6 +1,6 @@
 """A unit: one block of the model as a flat buffer, of which each rank owns a shard.
 
-The only place that gives parameters their memory.  While a unit is released its modules hold stand-ins
+The only place that gives parameters their memory.  While a unit is released its modules hold placeholders
 without values (:mod:`impl.unit.placeholder`): touching one from outside asks the engine, never crashes.
 """
 
@@ -32,17 +32,17 @@ from impl.comm.collectives import (
 from impl.comm.wire import Exchange, Tag, Wire
 from impl.errors import WrittenError, ZeroError
 from impl.plan.geometry import UnitGeometry
-from impl.plan.offload_plan import ON_DEVICE, Tier
+from impl.plan.offload_plan import ON_DEVICE, Placement
 from impl.plan.topology import Axis
 from impl.plan.traffic import Phase, Purpose
-from impl.transport.zero_copy import Homes, Passing, Stay
+from impl.transport.zero_copy import Lease, Passing, SharedRegions
 from impl.unit.context import Shared
-from impl.unit.gradient_buffer import LocalGradient
-from impl.unit.gradient_reduction import Averaging
+from impl.unit.gradient_buffer import GradientBuffer
+from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.host_memory import MEMORY
-from impl.unit.master_shard import Owned, Version, sliced
-from impl.unit.placeholder import Released, hide, keep, keeper_of, release, restore, unhide
-from impl.unit.secondary_shard import Secondary
+from impl.unit.master_shard import MasterShard, Version, sliced
+from impl.unit.placeholder import Placeholder, hide, keep, keeper_of, release, restore, unhide
+from impl.unit.secondary_shard import SecondaryShard
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,8 @@ class Member:
     """A parameter of a unit.
 
     Attributes:
-        parameter: the leaf view of the flat buffer; without values, as the stand-in, unless it is gathered.
+        parameter: the leaf view of the flat buffer; without values, as the placeholder, unless it is
+            gathered.
         stand_in: what modules see outside of their passes: same shape and type, no values.
         holders: where modules hold it.
         place: in the flat buffer.
@@ -75,7 +76,7 @@ class Member:
     """
 
     parameter: nn.Parameter
-    stand_in: nn.Parameter
+    placeholder: nn.Parameter
     holders: Sequence[Holder]
     place: Place
     released: Tensor
@@ -113,13 +114,13 @@ def _pass_on(received: Exchange, frame: Tensor) -> None:
 
 
 class _InUnit:
-    """Keeper of a stand-in: the unit whose member it stands for."""
+    """Keeper of a placeholder: the unit whose member it stands for."""
 
     def __init__(self, unit: Unit, number: int) -> None:
         self.name = unit.geometry.slots[number].spec.name
         self._unit, self._number = weakref.ref(unit), number
 
-    def use(self, parameter: Released, together: Sequence[Released]) -> Tensor:
+    def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         unit = self._unit()
         if unit is None:
             raise ZeroError(f"parameter {self.name!r} of a sharded model whose engine is gone")
@@ -147,7 +148,7 @@ class _Taken:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def use(self, parameter: Released, together: Sequence[Released]) -> Tensor:
+    def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         raise ZeroError(
             f"parameter {self.name!r} was taken from its module before the model was sharded: take it "
             "from the module again"
@@ -182,7 +183,7 @@ class Unit:
         originals: Sequence[nn.Parameter],
         holders: Sequence[Sequence[Holder]],
         shared: Shared,
-        tier: Tier = ON_DEVICE,
+        placement: Placement = ON_DEVICE,
         *,
         cut: Tensor | None = None,
     ) -> None:
@@ -192,11 +193,11 @@ class Unit:
         own = shared.policy.of_unit(trainable=geometry.trainable, persistent=geometry.persistent)
         self.policy, shared = own, replace(shared, policy=own)
         topology, rank = self.wire.mesh.topology, self.wire.mesh.rank
-        home = MEMORY if tier.shard else self.wire.mesh.device
-        shard = sliced(geometry, rank, originals, home) if cut is None else cut
-        self.owned = Owned(geometry, shared, tier, shard)
-        self.averaging = Averaging(geometry, shared, self.owned)
-        self.secondary = Secondary(geometry.name, shared.host, self.meter, offloaded=tier.frames)
+        region = MEMORY if placement.shard else self.wire.mesh.device
+        shard = sliced(geometry, rank, originals, region) if cut is None else cut
+        self.master_shard = MasterShard(geometry, shared, placement, shard)
+        self.reduction = GradientReduction(geometry, shared, self.master_shard)
+        self.secondary = SecondaryShard(geometry.name, shared.host, self.meter, offloaded=placement.frames)
         self._tags: dict[tuple[Phase, Purpose], Tag] = {}
         self._stays = self.policy.stage < 3  # gathered until the weights change
         self._axes, self._spared = self.policy.gather_axes(topology)
@@ -218,18 +219,20 @@ class Unit:
         self._flat: Tensor | None = None  # (padded,) the gathered weights, while there is memory for them
         self.storage_bounds = (0, 0)
         self._own_views = 0  # handles of its memory that are the unit's and its parameters'
-        self._home: tuple[Homes, int] | None = None  # in shared memory, where they stay as they arrived
-        self._stay: Stay | None = None  # what they lie in, if it is that
+        self._region: tuple[SharedRegions, int] | None = (
+            None  # in shared memory, where they stay as they arrived
+        )
+        self._lease: Lease | None = None  # what they lie in, if it is that
         self._laid: Tensor | None = None  # the memory of a home that parameters are views of, gathered or not
         self._marks: list[tuple[int, int]] = []  # version and address of the members, when gathered
         self.gathered = False
         self._gather: Transfer | None = None
         self._gathered_version: Version | None = None
-        self.local = LocalGradient(geometry, dtype, shared.gradients, shared.meter)
+        self.local = GradientBuffer(geometry, dtype, shared.gradients, shared.meter)
         self._shown = False
         for member in self.members:
             for holder in member.holders:
-                holder.put(member.stand_in)
+                holder.put(member.placeholder)
         for slot, original in zip(geometry.slots, originals, strict=True):
             # A reference that a module keeps outside its parameters would train nothing: its first use
             # is an error instead.
@@ -242,13 +245,13 @@ class Unit:
         released = nowhere.expand(shape)
         # Of ``data``, so that each counts its own versions: views of one tensor share a counter.
         parameter = nn.Parameter(released.data, requires_grad=self.geometry.trainable)
-        stand_in = nn.Parameter(released.data, requires_grad=self.geometry.trainable)
-        release(stand_in, _InUnit(self, number))
+        placeholder = nn.Parameter(released.data, requires_grad=self.geometry.trainable)
+        release(placeholder, _InUnit(self, number))
         keep(parameter, _InUnit(self, number))
         hide(parameter)
         strides = torch.empty(shape, device="meta").stride()
         place = Place(nowhere.dtype, shape, strides, slot.offset)
-        return Member(parameter, stand_in, holders, place, released)
+        return Member(parameter, placeholder, holders, place, released)
 
     def _attach(self) -> Tensor:
         """(padded,) memory for the gathered weights, of which the parameters become views.
@@ -262,14 +265,14 @@ class Unit:
             self._flat = self._lie_in(flat)
         return self._flat
 
-    def _attach_to(self, stay: Stay) -> None:
+    def _attach_to(self, lease: Lease) -> None:
         """Let the parameters be views of what has arrived; mostly they are since the last time."""
         with torch.inference_mode(mode=False):
-            flat = stay.rows.view(-1).view(DTYPES[self.policy.compute])
-        if self._laid is not stay.memory:
+            flat = lease.rows.view(-1).view(DTYPES[self.policy.compute])
+        if self._laid is not lease.memory:
             self._lay(flat)
-            self._laid = stay.memory
-        self._flat, self._stay = self._lie_in(flat), stay
+            self._laid = lease.memory
+        self._flat, self._lease = self._lie_in(flat), lease
         self.meter.add("gathered", flat.nbytes)
 
     def _lie_in(self, flat: Tensor) -> Tensor:
@@ -297,24 +300,24 @@ class Unit:
             return
         others = _handles(self._flat) != self._own_views
         if others:
-            if self._stay is None:
+            if self._lease is None:
                 return
-            self._stay.leave()
-        flat, stay = self._flat, self._stay
-        self._flat = self._stay = None
-        if stay is None:
+            self._lease.leave()
+        flat, lease = self._flat, self._lease
+        self._flat = self._lease = None
+        if lease is None:
             self._empty()
             self._reserve.give_back(flat)
         else:
-            if stay.left:  # else they may be the same views again
+            if lease.left:  # else they may be the same views again
                 self._move_out()
             self.meter.add("gathered", -flat.nbytes)
-            stay.end()
+            lease.end()
         self.storage_bounds = (0, 0)
 
     def _move_out(self) -> None:
         """Parameters that are not gathered are views of a home no more."""
-        if self._stay is None and self._laid is not None:
+        if self._lease is None and self._laid is not None:
             self._laid = None
             self._empty()
 
@@ -330,7 +333,7 @@ class Unit:
         self._shown = gathered
         for member in self.members:
             for holder in member.holders:
-                holder.put(member.parameter if gathered else member.stand_in)
+                holder.put(member.parameter if gathered else member.placeholder)
 
     def check_held(self) -> None:
         """Refuse parameters that were put in the place of this unit's.
@@ -352,7 +355,7 @@ class Unit:
         for axis in self._axes:
             self.wire.reserve(axis, held)
             held *= axis.size
-        self.averaging.reserve()
+        self.reduction.reserve()
 
     def _plain_hops(self) -> Sequence[Axis]:
         """The axes along which hops bring the elements themselves, of which none is kept; else ()."""
@@ -375,22 +378,22 @@ class Unit:
         Weights that cross to the host, or stay gathered, would keep others from their home.
         """
         axes = self._plain_hops()
-        if not axes or self._stays or self.owned.tier.crosses or not self.geometry.padded:
+        if not axes or self._stays or self.master_shard.placement.crosses or not self.geometry.padded:
             return None
         *before, axis = axes
         in_place = not before or (len(before) == 1 and self.wire.lets_go(before[0]))
         return axis if in_place and self.wire.shares_memory(axis) else None
 
-    def live_at(self, homes: Homes, home: int) -> None:
-        """From here on gathered weights stay in shared memory, at ``home``; see :meth:`shared_axis`."""
-        self._home = homes, home
-        homes.settle(home, self._move_out)
+    def live_at(self, regions: SharedRegions, region: int) -> None:
+        """From here on gathered weights stay in shared memory, at ``region``; see :meth:`shared_axis`."""
+        self._region = regions, region
+        regions.settle(region, self._move_out)
 
     # Weights
 
     def weights_changed(self) -> None:
         """The weights have new values: what was kept of the old ones is stale."""
-        self.owned.changed()
+        self.master_shard.changed()
         self.secondary.end()
         self.wait()
         self._let_go()
@@ -429,23 +432,23 @@ class Unit:
         if self.whole:
             name = self.geometry.slots[next(iter(self.whole))].spec.name
             raise ZeroError(f"a pass inside GatheredParameters of {name!r}: leave its context first")
-        if self.gathered and self._gathered_version != self.owned.version:
+        if self.gathered and self._gathered_version != self.master_shard.version:
             self._let_go()  # a master was written by hand
         if not self.in_use:
-            if self._stay is not None:  # of other weights
+            if self._lease is not None:  # of other weights
                 self._detach()
-            self._gathered_version = self.owned.version
-            if self.owned.tier.crosses:
+            self._gathered_version = self.master_shard.version
+            if self.master_shard.placement.crosses:
                 with self._host.ahead() as arrival:
                     self._gather = Transfer(self._gathering(phase))
-                self.owned.arrival = arrival
+                self.master_shard.arrival = arrival
             else:
                 self._gather = Transfer(self._gathering(phase))
             self._under_way.add(self)
 
     def bring(self, phase: Phase) -> None:
         """:meth:`gather` and :meth:`wait`."""
-        if not (self._shown and self._gathered_version == self.owned.version) or self.whole:
+        if not (self._shown and self._gathered_version == self.master_shard.version) or self.whole:
             self.gather(phase)
             self.wait()
 
@@ -454,7 +457,7 @@ class Unit:
         if self._gather is not None:
             gather, self._gather = self._gather, None  # first: one that was interrupted brought nothing
             self._under_way.discard(self)
-            self.owned.arrival.join()
+            self.master_shard.arrival.join()
             gather.wait()
             self.gathered = True
             for member in self.members:
@@ -508,32 +511,32 @@ class Unit:
         tag = self._tag(phase, "persistent" if self.geometry.persistent else "weights")
         codec, axes, spared = self.policy.weights, self._axes, self._spared
         nbytes = self._frame
-        write: Callable[[Tensor], None] = self.owned.write_frame
+        write: Callable[[Tensor], None] = self.master_shard.write_frame
         if spared:
-            if self.secondary.holds(self.owned.version):
+            if self.secondary.holds(self.master_shard.version):
                 write = self.secondary.write
             else:
                 first = yield from gather_frames(self.wire, axes[:spared], write, nbytes, tag)
-                self.secondary.keep(first.wait(), self.owned.version)
+                self.secondary.keep(first.wait(), self.master_shard.version)
                 write = partial(_pass_on, first)
             nbytes, axes = self._secondary_bytes, axes[spared:]
         ring = self._ring
         into = as_frames(codec, self._attach(), self.geometry.shard) if self._lands else None
-        stay = None
-        if self._home is not None:
-            stay = Stay(*self._home, nbytes, self._passing())
-            write = partial(self._write_to, stay, phase)
+        lease = None
+        if self._region is not None:
+            lease = Lease(*self._region, nbytes, self._passing())
+            write = partial(self._write_to, lease, phase)
         exchange = yield from gather_frames(
-            self.wire, axes, write, nbytes, tag, ring=ring, into=into, stay=stay
+            self.wire, axes, write, nbytes, tag, ring=ring, into=into, lease=lease
         )
-        if into is None and stay is None:
+        if into is None and lease is None:
             frames = gathered(exchange, axes, nbytes)
             frames = frames.view(*(axis.size for axis in reversed(self._axes)), self._frame)
             ops.decode(codec, frames, placed(self._attach(), self._axes[::-1], self.geometry.shard))
         exchange.close()
-        if stay is not None:
+        if lease is not None:
             del exchange  # its views would look like somebody's
-            self._attach_to(stay)
+            self._attach_to(lease)
 
     def _passing(self) -> Passing | None:
         """Which rows at its home this rank fills with what other nodes send; None if they send nothing."""
@@ -564,10 +567,10 @@ class Unit:
             tag = self._tags[phase, purpose] = Tag(phase, purpose, self.geometry.name)
         return tag
 
-    def _write_to(self, stay: Stay, phase: Phase, frame: Tensor) -> None:
+    def _write_to(self, lease: Lease, phase: Phase, frame: Tensor) -> None:
         """Write this rank's frame to its home; in backward it mostly lies there since the forward pass."""
-        stands = self.geometry.name, self.owned.version
-        stay.write(stands, partial(self.owned.write_frame, frame), anew=phase != "backward")
+        stands = self.geometry.name, self.master_shard.version
+        lease.write(stands, partial(self.master_shard.write_frame, frame), anew=phase != "backward")
 
     # Gradients
 
@@ -582,7 +585,7 @@ class Unit:
         if not self.local.armed:  # its pre-backward event was not seen
             self.local.arm()
         if in_turn and not self.local.held:
-            message = self.averaging.open_message(DTYPES[self.policy.compute])
+            message = self.reduction.open_message(DTYPES[self.policy.compute])
             if message is not None:
                 self.local.lie_in(message)
         self.local.add(index, self.members[index].parameter)
@@ -590,9 +593,9 @@ class Unit:
         return not self.local.missing
 
     def collect_outside(self, index: int) -> None:
-        """Take the gradient that arrived at the stand-in of member ``index``.
+        """Take the gradient that arrived at the placeholder of member ``index``.
 
-        An ``autograd.Function`` that was given the stand-in leads there.  Others of the parameter may be
+        An ``autograd.Function`` that was given the placeholder leads there.  Others of the parameter may be
         yet to come, so it stays missing; if none comes, the unit is reduced at the end of the pass.
 
         Raises:
@@ -600,7 +603,7 @@ class Unit:
         """
         if index in self.whole:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                self.members[index].stand_in.grad = None
+                self.members[index].placeholder.grad = None
             raise ZeroError(
                 f"backward() to parameter {self.geometry.slots[index].spec.name!r} under GatheredParameters, "
                 "which no optimizer would see: compute the loss in a pass of the model, or use "
@@ -608,11 +611,11 @@ class Unit:
             )
         if not self.local.armed:
             self.local.arm()
-        self.local.add(index, self.members[index].stand_in)
+        self.local.add(index, self.members[index].placeholder)
 
     def reduce(self) -> Transfer:
         """Start averaging the collected gradient over all ranks."""
-        transfer = Transfer(self.averaging.reducing(self.local.whole(), self.local.opened))
+        transfer = Transfer(self.reduction.reducing(self.local.whole(), self.local.opened))
         self.local.forget()
         return transfer
 
@@ -624,7 +627,7 @@ class Unit:
         """
         trainable = self.geometry.trainable
         for number, member in enumerate(self.members):
-            if member.parameter.requires_grad is trainable is member.stand_in.requires_grad:
+            if member.parameter.requires_grad is trainable is member.placeholder.requires_grad:
                 continue
             was, now = ("trained", "frozen") if trainable else ("frozen", "trained")
             raise ZeroError(
@@ -637,14 +640,14 @@ class Unit:
     @property
     def visible(self) -> list[nn.Parameter]:
         """What modules show now, in slot order."""
-        return [member.parameter if self._shown else member.stand_in for member in self.members]
+        return [member.parameter if self._shown else member.placeholder for member in self.members]
 
     def full_master(self) -> list[Tensor]:
         """All parameters in fp32, gathered from the masters: one tensor per slot."""
-        master = self.owned.master
-        if self.owned.tier.shard:
+        master = self.master_shard.master
+        if self.master_shard.placement.shard:
             master = torch.empty(self.geometry.shard, device=self.wire.mesh.device)
-            self._host.upload(self.owned.master, master, "state", self.geometry.name)
+            self._host.upload(self.master_shard.master, master, "state", self.geometry.name)
         whole = whole_of(self.wire, self._state_axes(), master, self._state_tag()).view(-1)
         return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self.geometry.slots]
 
@@ -672,24 +675,24 @@ class Unit:
         """
         self.wait()
         self._show(gathered=False)
-        if self._home is not None and self._stay is None and self._laid is not None:
+        if self._region is not None and self._lease is None and self._laid is not None:
             # Whoever stays at this home tells by the number of views whether somebody looks at it.
-            homes, home = self._home
-            homes.vacate(home)
+            regions, region = self._region
+            regions.vacate(region)
             self._move_out()
         member = self.members[number]
         self.whole[number] = values
         self.meter.add("gathered", values.nbytes)
-        restore(member.stand_in, values)
+        restore(member.placeholder, values)
         unhide(member.parameter)
         member.parameter.data = values  # whoever took it during a pass
-        return member.stand_in
+        return member.placeholder
 
     def hide_whole(self, number: int) -> None:
         """End what :meth:`show_whole` began; nothing is written back."""
         member = self.members[number]
         for holder in member.holders:
-            holder.put(member.stand_in)  # in place of what may have replaced it
+            holder.put(member.placeholder)  # in place of what may have replaced it
         self.meter.add("gathered", -self.whole.pop(number).nbytes)
         flat, place = self._flat, member.place
         member.parameter.data = (
@@ -697,8 +700,8 @@ class Unit:
         )
         if self.gathered:
             self._marks[number] = _mark(member.parameter)  # it may have been written
-        torch.autograd.graph.increment_version(member.stand_in)  # what backward would need of it is gone
-        release(member.stand_in, _InUnit(self, number))
+        torch.autograd.graph.increment_version(member.placeholder)  # what backward would need of it is gone
+        release(member.placeholder, _InUnit(self, number))
         if not self.gathered:
             hide(member.parameter)
 
@@ -709,7 +712,7 @@ class Unit:
             number: of the member.
             part: (elements here,) fp32.
         """
-        self.owned.load_part(*self.part(number), part)
+        self.master_shard.load_part(*self.part(number), part)
         self.weights_changed()
 
     def _state_axes(self) -> Sequence[Axis]:
@@ -723,16 +726,16 @@ class Unit:
 
     def load_master(self, values: Sequence[Tensor]) -> None:
         """Overwrite the weights with ``values``, one tensor per slot; ends the secondary's life."""
-        self.load_shard(sliced(self.geometry, self.wire.mesh.rank, values, self.owned.held.device))
+        self.load_shard(sliced(self.geometry, self.wire.mesh.rank, values, self.master_shard.held.device))
 
     def load_shard(self, values: Tensor) -> None:
         """Overwrite this rank's shard with ``values`` (S,) fp32; ends the secondary's life."""
-        self.owned.load(values)
+        self.master_shard.load(values)
         self.weights_changed()
 
     def load_codes(self, frame: Tensor) -> None:
-        """Overwrite weights that are held as codes; see :meth:`Owned.load_codes`."""
-        self.owned.load_codes(frame)
+        """Overwrite weights that are held as codes; see :meth:`MasterShard.load_codes`."""
+        self.master_shard.load_codes(frame)
         self.weights_changed()
 
 

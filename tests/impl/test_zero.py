@@ -46,9 +46,9 @@ def _gradients(mesh: Mesh, net: nn.Module, policy: Policy) -> dict[str, Tensor]:
     zero.finish_backward()
     found = {}
     for unit in zero.units:
-        mean = unit.owned.mean_gradient()
+        mean = unit.master_shard.mean_gradient()
         assert mean is not None
-        unit.owned.master.copy_(mean)  # let full_master() gather gradients instead of weights
+        unit.master_shard.master.copy_(mean)  # let full_master() gather gradients instead of weights
         for slot, value in zip(unit.geometry.slots, unit.full_master(), strict=True):
             found[slot.spec.name] = value
     return found
@@ -227,7 +227,7 @@ def test_memory_is_the_formulas(name: str) -> None:
         assert measured.get(part, 0) == formula[part], part
 
 
-def _owned(mesh: Mesh, net: nn.Module, policy: Policy) -> tuple[dict[str, int], dict[str, int], int]:
+def _master_shard(mesh: Mesh, net: nn.Module, policy: Policy) -> tuple[dict[str, int], dict[str, int], int]:
     """Of a training step: bytes held by part, what the formula says, and parameters."""
     net = copy.deepcopy(net)
     parameters = sum(parameter.numel() for parameter in net.parameters())
@@ -251,7 +251,7 @@ def test_memory_of_50_million_parameters(name: str) -> None:
     net = model(width=768, hidden=3072, depth=12)
     policy = preset(name, compute="bf16", memory=replace(ROOMY, prefetch=0))
     topology = Topology(2, 2)
-    for held, formula, parameters in on_threads(topology, _owned, net, policy):
+    for held, formula, parameters in on_threads(topology, _master_shard, net, policy):
         assert parameters > 50e6
         assert sum(held.values()) == pytest.approx(sum(formula.values()), rel=0.05)
         states = sum(held[part] for part in ("masters", "gradients", "optimizer"))

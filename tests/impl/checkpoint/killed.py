@@ -48,7 +48,7 @@ def numbered(mesh: Mesh, folder: Path, number: int, keep: int | None = None) -> 
     zero = shard(copy.deepcopy(NET), mesh=mesh, policy=preset("zero3", memory=ROOMY))
     with torch.no_grad():
         for unit in zero.units:
-            for _, master in unit.owned.masters:
+            for _, master in unit.master_shard.masters:
                 master.fill_(number)
     zero.weights_changed()
     save(folder, zero, extra=number, keep=keep)

@@ -57,7 +57,7 @@ def _resumed(  # noqa: PLR0917  # thread ranks pass by position
     again = Run(mesh, into or policy, net)
     with torch.no_grad():
         for unit in again.zero.units:
-            unit.owned.master.add_(1.0)  # nothing of the new model's own may be left
+            unit.master_shard.master.add_(1.0)  # nothing of the new model's own may be left
     loaded = load(folder, again.zero, again.optimizers)
     assert loaded == Loaded({"next": 2}, done, ())
     same_losses = losses == [again.step(number, accumulation) for number in range(loaded.extra["next"], 5)]
@@ -95,12 +95,13 @@ def _resumed_odd(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module) -> bo
     run = Run(mesh, policy, net, width=7)
     run.step(0)
     save(folder, run.zero, run.optimizers)
-    held = [unit.owned.held.clone() for unit in run.zero.units]
+    held = [unit.master_shard.held.clone() for unit in run.zero.units]
     loss = run.step(1)
     again = Run(mesh, policy, net, width=7)
     assert load(folder, again.zero, again.optimizers).dropped == ()
     codes = [
-        torch.equal(unit.owned.held, before) for unit, before in zip(again.zero.units, held, strict=True)
+        torch.equal(unit.master_shard.held, before)
+        for unit, before in zip(again.zero.units, held, strict=True)
     ]
     return all(codes) and again.step(1) == loss and same(again.state(), run.state())
 

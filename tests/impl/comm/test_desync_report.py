@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from impl.comm.desync_report import Answer, RollCall, report
-from impl.comm.fingerprint import Trail
+from impl.comm.desync_report import Answer, DesyncReporter, report
+from impl.comm.fingerprint import CollectiveLog
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Tag, Wire, WireError
 from impl.plan.topology import Topology
@@ -184,8 +184,8 @@ class _Done:
 
 def test_what_is_overdue_on_a_device_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Where the host does not wait, an exchange that does not end is told in the log, with all ranks."""
-    store, trails = dist.HashStore(), [Trail(), Trail()]
-    calls = [RollCall(store, rank, 2, trails[rank], 0.3) for rank in range(2)]
+    store, trails = dist.HashStore(), [CollectiveLog(), CollectiveLog()]
+    calls = [DesyncReporter(store, rank, 2, trails[rank], 0.3) for rank in range(2)]
     entries = [trails[0].open(("shift", "node", 2, 1, 8 * n, "step", "state", "u", False)) for n in (1, 2, 3)]
     with caplog.at_level(logging.ERROR, logger="zeropp"):
         for entry, work in zip(entries, (_Done(), _Stuck(), _Stuck()), strict=True):
@@ -204,10 +204,10 @@ def test_what_is_overdue_on_a_device_is_logged_once(caplog: pytest.LogCaptureFix
 
 def test_an_answer_survives_the_store() -> None:
     """What a rank says of itself arrives as it was."""
-    trail = Trail()
+    collective_log = CollectiveLog()
     for n in (1, 2, 1):
-        trail.open(("shift", "node", 2, 1, 8 * n, "step", "state", "u", n == 2))
-    steps = trail.steps()
+        collective_log.open(("shift", "node", 2, 1, 8 * n, "step", "state", "u", n == 2))
+    steps = collective_log.steps()
     for waiting in (None, "shared memory along local to be made", steps[2]):
         answer = Answer(waiting, steps[1], steps, [["a.py:1 in f: g()"]], gave_up=True, gone=[3])
         assert Answer.from_json(answer.to_json().encode()) == answer
@@ -215,9 +215,9 @@ def test_an_answer_survives_the_store() -> None:
 
 def test_ranks_that_stand_alike_are_told_together() -> None:
     """A report of many ranks names those of which the same is said in one place."""
-    trail = Trail()
-    trail.open(("shift", "node", 4, 1, 8, "step", "state", "u", False))
-    steps = trail.steps()
+    collective_log = CollectiveLog()
+    collective_log.open(("shift", "node", 4, 1, 8, "step", "state", "u", False))
+    steps = collective_log.steps()
     waits = Answer(steps[0], None, steps, [])
     lines = report({0: waits, 1: "has exited", 2: waits, 3: waits}).splitlines()
     assert lines == [

@@ -168,7 +168,7 @@ def _any_error(zero: Zero) -> bool:
     return any(
         v.any()
         for unit in zero.units
-        for name, v in unit.averaging.feedback_state().items()
+        for name, v in unit.reduction.feedback_state().items()
         if name != "since"
     )
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.comm.fingerprint import REMEMBERED, Fields, Trail, parting, unpacked
+from impl.comm.fingerprint import REMEMBERED, CollectiveLog, Fields, parting, unpacked
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Tag, Wire, WireError
 from impl.plan.topology import Axis, Topology
@@ -32,20 +32,20 @@ def _fields() -> st.SearchStrategy[Fields]:
     )
 
 
-def _trail(opened: list[Fields]) -> Trail:
-    trail = Trail()
+def _collective_log(opened: list[Fields]) -> CollectiveLog:
+    collective_log = CollectiveLog()
     for fields in opened:
-        trail.open(fields)
-    return trail
+        collective_log.open(fields)
+    return collective_log
 
 
 @given(st.lists(_fields(), max_size=30), st.lists(_fields(), max_size=30))
 def test_fingerprints_are_equal_exactly_where_the_orders_are(one: list[Fields], other: list[Fields]) -> None:
     """Two ranks send the same fingerprint if, and only if, they opened the same exchanges in one order."""
-    assert (_trail(one).packed() == _trail(other).packed()) == (one == other)
-    assert _trail(one).packed() == _trail(list(one)).packed()
-    assert len(_trail(one).packed()) == ORDER_BYTES
-    assert unpacked(_trail(one).packed())[0] == len(one)
+    assert (_collective_log(one).packed() == _collective_log(other).packed()) == (one == other)
+    assert _collective_log(one).packed() == _collective_log(list(one)).packed()
+    assert len(_collective_log(one).packed()) == ORDER_BYTES
+    assert unpacked(_collective_log(one).packed())[0] == len(one)
 
 
 @given(st.lists(_fields(), min_size=2, max_size=30), st.data())
@@ -56,14 +56,16 @@ def test_two_exchanges_that_change_places_change_the_fingerprint(
     i, j = data.draw(st.tuples(*[st.integers(0, len(opened) - 1)] * 2), label="places")
     swapped = list(opened)
     swapped[i], swapped[j] = swapped[j], swapped[i]
-    assert (_trail(swapped).fingerprint == _trail(opened).fingerprint) == (opened[i] == opened[j])
+    assert (_collective_log(swapped).fingerprint == _collective_log(opened).fingerprint) == (
+        opened[i] == opened[j]
+    )
 
 
 @given(st.lists(_fields(), max_size=20), st.lists(st.lists(_fields(), max_size=20), min_size=2, max_size=4))
 def test_the_first_exchange_that_differs_is_found(common: list[Fields], rests: list[list[Fields]]) -> None:
     """Ranks part at the first number at which two of them opened something else; one may be behind."""
     orders = [common + rest for rest in rests]
-    found = parting({rank: _trail(order).steps() for rank, order in enumerate(orders)})
+    found = parting({rank: _collective_log(order).steps() for rank, order in enumerate(orders)})
     longest = max(len(order) for order in orders)
     expected = next((n for n in range(longest) if len({o[n] for o in orders if n < len(o)}) > 1), None)
     if expected is None:
@@ -81,8 +83,8 @@ def test_a_parting_that_is_no_longer_remembered_is_said_to_be_earlier(differs_at
     same: Fields = ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False)
     other: Fields = ("all_to_all", "world", 4, 1, 16, "forward", "weights", "u", False)
     total = REMEMBERED + 10
-    histories = {0: _trail([same] * total).steps()}
-    histories[1] = _trail([other if n == differs_at else same for n in range(total)]).steps()
+    histories = {0: _collective_log([same] * total).steps()}
+    histories[1] = _collective_log([other if n == differs_at else same for n in range(total)]).steps()
     found = parting(histories)
     assert found is not None
     assert found.earlier == (differs_at < 10)
@@ -93,7 +95,7 @@ def test_a_parting_that_is_no_longer_remembered_is_said_to_be_earlier(differs_at
 def test_a_fingerprint_is_the_same_in_another_process() -> None:
     """Nothing of an interpreter's own (the seed of ``hash``) is in a fingerprint."""
     code = (
-        "from impl.comm.fingerprint import Trail; t = Trail();"
+        "from impl.comm.fingerprint import CollectiveLog; t = CollectiveLog();"
         "t.open(('shift', 'node', 2, 2, 48, 'backward', 'gradients', 'u', False)); print(t.fingerprint)"
     )
     seen = {
@@ -131,7 +133,9 @@ def _checked(mesh: Mesh, plan: Plan, times: int) -> tuple[bytes, dict[LedgerKey,
     for _ in range(times):
         _play(wire, plan)
         wire.check_order()
-    return wire._trail.packed(), {k: v for k, v in wire.ledger.rows().items() if k.purpose == "control"}
+    return wire._collective_log.packed(), {
+        k: v for k, v in wire.ledger.rows().items() if k.purpose == "control"
+    }
 
 
 @given(
@@ -150,7 +154,7 @@ def test_equal_runs_never_raise_and_book_their_checks(plan: Plan) -> None:
     """Ranks that do the same pass every check, and each check sends 16 bytes to every other rank."""
     topology = Topology(2, 2)
     told = on_threads(topology, _checked, plan, 2)
-    assert len({trail for trail, _ in told}) == 1
+    assert len({collective_log for collective_log, _ in told}) == 1
     for _, control in told:
         assert {key.link: tuple(sent) for key, sent in control.items()} == {
             "inter": (2 * 2 * ORDER_BYTES, 4),
@@ -202,7 +206,7 @@ def _parted(mesh: Mesh, transport: str) -> tuple[bytes, str]:
     wire = Wire(mesh, transport=transport, timeout=4)
     _play(wire, PLAN)
     wire.check_order()
-    same = wire._trail.packed()
+    same = wire._collective_log.packed()
     units = ["blocks.0", "blocks.1" if mesh.rank == 2 else "blocks.0", "embed"]
     with pytest.raises(WireError) as caught:
         _play_and_check(wire, [("all_gather", 1, 16, unit, False) for unit in units])

@@ -57,7 +57,7 @@ def test_padding_is_not_part_of_the_norm() -> None:
         zero.finish_backward()
         unpadded = 0.0
         for unit in zero.units:
-            mean = unit.owned.mean_gradient()
+            mean = unit.master_shard.mean_gradient()
             assert mean is not None
             inside = torch.ones(unit.geometry.shard, dtype=torch.bool)
             for start, end in unit.geometry.pads(mesh.rank):
@@ -78,7 +78,7 @@ def _broken(mesh: Mesh, policy: Policy, value: float, where: str) -> tuple[float
         unit = zero.units[1]
         low, _ = unit.geometry.bounds(mesh.rank)
         first = next(s for s in unit.geometry.slots if s.end > low and len(s.spec.shape) > 1)
-        unit.owned.master[max(first.offset - low, 0)] = value
+        unit.master_shard.master[max(first.offset - low, 0)] = value
     x = batch(0, mesh.rank)
     if where == "gradient" and mesh.rank == 2:
         x[0, 0] = value
@@ -143,7 +143,7 @@ def _cleared(mesh: Mesh, base: nn.Module, set_to_none: bool) -> tuple[float, flo
             net.zero_grad(set_to_none=set_to_none)
             norms.append(zero.grad_norm().item())
     for unit in zero.units:
-        for _, master in unit.owned.masters:
+        for _, master in unit.master_shard.masters:
             master.grad = None if master.grad is None else master.grad / 2
     assert norms[2] == norms[0]
     return norms[0], norms[1], zero.grad_norm().item()

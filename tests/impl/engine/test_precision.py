@@ -35,7 +35,9 @@ def test_a_model_in_fp32_may_be_computed_in_16_bits(compute: Dtype, stage: Stage
     results = on_threads(Topology(2, 2), train, model(), policy, 4, 2)
     assert mean_losses(results) == pytest.approx(single(model(), 4, 4, 2), rel=0.02)
     _, state, zero = results[0]
-    assert all(master.dtype == torch.float32 for unit in zero.units for _, master in unit.owned.masters)
+    assert all(
+        master.dtype == torch.float32 for unit in zero.units for _, master in unit.master_shard.masters
+    )
     assert state["embed.weight"].dtype == torch.float32
     assert zero.units[0].members[0].parameter.dtype == getattr(
         torch, {"bf16": "bfloat16", "fp16": "float16"}[compute]
@@ -59,11 +61,11 @@ def _overflowing(
         done.append(zero.step(optimizer, max_norm=1.0).done)
         optimizer.zero_grad()
         scales.append(zero.scaler.scale)
-        weights.append(torch.cat([unit.owned.master.clone() for unit in zero.units]))
+        weights.append(torch.cat([unit.master_shard.master.clone() for unit in zero.units]))
     kept = sum(
         int(value.count_nonzero())
         for unit in zero.units
-        for name, value in unit.averaging.feedback_state().items()
+        for name, value in unit.reduction.feedback_state().items()
         if name != "since"
     )
     return done, scales, weights, kept
@@ -131,7 +133,7 @@ def _frozen(
 ) -> tuple[list[float], dict[str, Tensor], int, list[int]]:
     net = copy.deepcopy(net)
     zero = shard(net, mesh=mesh, policy=policy)
-    held = [unit.owned.held.nbytes for unit in zero.units if not unit.geometry.trainable]
+    held = [unit.master_shard.held.nbytes for unit in zero.units if not unit.geometry.trainable]
     optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
     losses = []
     for step in range(3):
@@ -230,11 +232,11 @@ def _misused(mesh: Mesh, net: nn.Module, how: str) -> str:
     one, other = (torch.optim.SGD([group], lr=0.1) for group in zero.param_groups())
     zero.scaler.scaled(zero.model(batch(0, mesh.rank))).backward()
     zero.finish_backward()
-    before = torch.cat([unit.owned.master.clone() for unit in zero.units])
+    before = torch.cat([unit.master_shard.master.clone() for unit in zero.units])
     if how == "together":
         assert zero.step(one, other, max_norm=1e9).done
-        moved = torch.cat([unit.owned.master for unit in zero.units]) - before
-        gradient = torch.cat([unit.owned.mean_gradient() for unit in zero.units])  # type: ignore[misc]
+        moved = torch.cat([unit.master_shard.master for unit in zero.units]) - before
+        gradient = torch.cat([unit.master_shard.mean_gradient() for unit in zero.units])  # type: ignore[misc]
         assert torch.allclose(moved, -0.1 * gradient, atol=1e-6)
         return "together"
     with pytest.raises(ZeroError) as caught:

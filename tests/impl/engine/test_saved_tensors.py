@@ -25,7 +25,7 @@ class _Stored:
     gathered: bool = True
 
     @property
-    def owned(self) -> _Stored:
+    def master_shard(self) -> _Stored:
         """Itself."""
         return self
 

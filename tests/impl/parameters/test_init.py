@@ -67,7 +67,7 @@ def compare(mesh: Mesh, policy: Policy, blocks: tuple[type[nn.Module], ...], *, 
     sent = sum(zero.wire.ledger.total(link) for link in ("inter", "intra"))
     assert geometries(plain) == geometries(zero)
     for unit, wanted in zip(zero.units, plain.units, strict=True):
-        assert torch.equal(unit.owned.master, wanted.owned.master)
+        assert torch.equal(unit.master_shard.master, wanted.master_shard.master)
         if unit.geometry.block.startswith("blocks") and blocks == (Block,) and not decay:
             assert not [key for key in zero.wire.ledger.rows() if key.unit == unit.geometry.name]
     net(batch(0, mesh.rank)).backward()
@@ -147,7 +147,7 @@ def test_a_meta_model_is_given_the_values_of_plain_construction(topology: Topolo
         assert most < sum(4 * p.numel() for p in net.parameters()) / 2
         zero = shard(net, mesh=mesh, policy=EXACT)
         for unit, wanted in zip(zero.units, plain.units, strict=True):
-            assert tied or torch.equal(unit.owned.master, wanted.owned.master)
+            assert tied or torch.equal(unit.master_shard.master, wanted.master_shard.master)
         net(batch(0, mesh.rank)).backward()
         zero.finish_backward()
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.plan.geometry import FROZEN, ParameterSpec, UnitGeometry, lay_out
-from impl.plan.offload_plan import ON_DEVICE, realised, tiers_of
+from impl.plan.offload_plan import ON_DEVICE, placements_of, realised
 from impl.plan.policy import Offload, Policy
 
 shares = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1))
@@ -31,16 +31,16 @@ def test_shares_are_reached_by_the_first_units_and_no_more(
     cut: list[UnitGeometry], optimizer: float, weights: float
 ) -> None:
     """At least each share is offloaded, and without the last chosen unit less than it would be."""
-    tiers = tiers_of(Offload(optimizer=optimizer, weights=weights), cut)
-    trained = [(u.padded, t.shard) for u, t in zip(cut, tiers, strict=True) if u.trainable]
-    every = [(u.padded, t.frames) for u, t in zip(cut, tiers, strict=True)]
+    placements = placements_of(Offload(optimizer=optimizer, weights=weights), cut)
+    trained = [(u.padded, t.shard) for u, t in zip(cut, placements, strict=True) if u.trainable]
+    every = [(u.padded, t.frames) for u, t in zip(cut, placements, strict=True)]
     for share, sizes in ((optimizer, trained), (weights, every)):
         chosen = [size for size, there in sizes if there]
         assert [there for _, there in sizes] == [index < len(chosen) for index in range(len(sizes))]
         wanted = share * sum(size for size, _ in sizes)
         assert sum(chosen) >= wanted
         assert not chosen or sum(chosen[:-1]) < wanted
-    found = realised(Policy(secondary=2), tiers, cut)
+    found = realised(Policy(secondary=2), placements, cut)
     assert found.weights >= weights - 1e-12
     assert found.optimizer >= optimizer - 1e-12 or not trained
 
@@ -50,22 +50,25 @@ def test_a_share_is_of_what_is_there_to_offload(
     cut: list[UnitGeometry], optimizer: float, weights: float
 ) -> None:
     """Without hpZ's copies, trained weights whose masters stay on the device count for nothing."""
-    tiers = tiers_of(Offload(optimizer=optimizer, weights=weights), cut)
-    moved = sum(u.padded for u, t in zip(cut, tiers, strict=True) if t.frames and t.shard)
-    assert realised(Policy(), tiers, cut).weights == moved / sum(u.padded for u in cut)
+    placements = placements_of(Offload(optimizer=optimizer, weights=weights), cut)
+    moved = sum(u.padded for u, t in zip(cut, placements, strict=True) if t.frames and t.shard)
+    assert realised(Policy(), placements, cut).weights == moved / sum(u.padded for u in cut)
     if optimizer == 0 and all(u.trainable for u in cut):
-        assert realised(Policy(), tiers, cut) == Offload()
+        assert realised(Policy(), placements, cut) == Offload()
 
 
 @given(units())
 def test_nothing_is_offloaded_unasked(cut: list[UnitGeometry]) -> None:
     """Shares of 0 leave every unit on the device; shares of 1 leave none, in nothing."""
-    assert tiers_of(Offload(), cut) == [ON_DEVICE] * len(cut)
-    assert all(tier.shard and tier.frames for tier in tiers_of(Offload(optimizer=1, weights=1), cut))
+    assert placements_of(Offload(), cut) == [ON_DEVICE] * len(cut)
+    assert all(
+        placement.shard and placement.frames
+        for placement in placements_of(Offload(optimizer=1, weights=1), cut)
+    )
 
 
 @given(units(), shares)
 def test_frozen_shards_go_with_the_weights(cut: list[UnitGeometry], share: float) -> None:
     """A frozen unit has no optimizer state: its shard lies where its frames lie."""
-    for of, tier in zip(cut, tiers_of(Offload(optimizer=1, weights=share), cut), strict=True):
-        assert tier.shard == (of.trainable or tier.frames)
+    for of, placement in zip(cut, placements_of(Offload(optimizer=1, weights=share), cut), strict=True):
+        assert placement.shard == (of.trainable or placement.frames)

@@ -27,7 +27,7 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Tag, Wire, WireError
 from impl.plan.topology import Topology
 from impl.transport import calling, connections
-from impl.transport.connections import Connections, PartedError, Passage
+from impl.transport.connections import Connections, PartedError, PendingExchange
 from impl.transport.shared_memory import Waiting
 from tests.support.ranks import on_processes, on_threads
 
@@ -53,7 +53,7 @@ def _connections(mesh: Mesh, seconds: float = 20.0) -> Connections:
     return Connections(Waiting(mesh.group(mesh.topology.world_axis), seconds, lambda _: ()))
 
 
-def _posted(made: Connections, mark: int, sends: Any, receives: Any) -> Passage:
+def _posted(made: Connections, mark: int, sends: Any, receives: Any) -> PendingExchange:
     passage = made.prepare(mark, sends, receives)
     passage.post()
     return passage
@@ -67,7 +67,7 @@ def _message(source: int, target: int, number: int, nbytes: int) -> Tensor:
 def _planned(mesh: Mesh, plan: Plan, order: int) -> bool:
     """Carry out a plan, waiting in some order; True if every byte arrived in its place."""
     made, me, world = _connections(mesh), mesh.rank, mesh.topology.world
-    under_way: list[tuple[Passage, list[tuple[int, int, Tensor]]]] = []
+    under_way: list[tuple[PendingExchange, list[tuple[int, int, Tensor]]]] = []
     intact = True
 
     def wait() -> None:

@@ -28,7 +28,7 @@ from impl.parameters.gathered import GatheredParameters
 from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import memory
-from impl.transport.zero_copy import INNER_HOMES, Homes, Passing, Stay, homes_of
+from impl.transport.zero_copy import INNER_REGIONS, Lease, Passing, SharedRegions, regions_of
 from impl.unit.master_shard import Owned
 from impl.zero import Zero, ZeroError, shard
 from tests.support.models import Net, Odd
@@ -43,15 +43,15 @@ ROW = 64  # bytes
 @given(st.lists(st.booleans(), max_size=40))
 def test_homes_are_shared_only_by_units_that_run_far_apart(outer: list[bool]) -> None:
     """A unit that is in use around others has a home of its own; the rest come round in turn."""
-    homes = homes_of(outer)
-    own = [home for home, around in zip(homes, outer, strict=True) if around]
-    inner = [home for home, around in zip(homes, outer, strict=True) if not around]
+    regions = regions_of(outer)
+    own = [region for region, around in zip(regions, outer, strict=True) if around]
+    inner = [region for region, around in zip(regions, outer, strict=True) if not around]
     assert len({*own}) == len(own)
     assert not {*own} & {*inner}
     for first in range(len(inner)):
-        near = inner[first : first + INNER_HOMES]
+        near = inner[first : first + INNER_REGIONS]
         assert len({*near}) == len(near)
-    assert sorted({*homes}) == list(range(len({*homes})))
+    assert sorted({*regions}) == list(range(len({*regions})))
 
 
 # Stays
@@ -67,33 +67,33 @@ def _lives(mesh: Mesh, order: list[int], ends: list[list[int]], lags: list[int])
     """Gather at ``order``'s homes; each rank ends its stays at moments of its own."""
     wire = Wire(mesh, transport="shm", timeout=20)
     axis = mesh.topology.local_axis
-    homes = wire.homes(axis, [axis.size * ROW + 7 * home for home in range(3)])
-    under_way: dict[int, tuple[Any, Stay]] = {}
-    lasting: dict[int, tuple[Stay, Tensor]] = {}
+    regions = wire.regions(axis, [axis.size * ROW + 7 * region for region in range(3)])
+    under_way: dict[int, tuple[Any, Lease]] = {}
+    lasting: dict[int, tuple[Lease, Tensor]] = {}
 
-    for number, home in enumerate(order):
-        stay = Stay(homes, home, ROW)
-        exchange = wire.all_gather(axis, ROW, Tag("forward", "weights", str(home)), stay=stay)
+    for number, region in enumerate(order):
+        lease = Lease(regions, region, ROW)
+        exchange = wire.all_gather(axis, ROW, Tag("forward", "weights", str(region)), lease=lease)
         exchange.send.fill_(mesh.rank + number % 200)
         exchange.post()
-        under_way[number] = exchange, stay
+        under_way[number] = exchange, lease
         for other in [n for n in under_way if n <= number - lags[n]]:
-            exchange, stay = under_way.pop(other)
+            exchange, lease = under_way.pop(other)
             assert _right(other, exchange.wait())
             exchange.close()
-            lasting[other] = stay, stay.rows
+            lasting[other] = lease, lease.rows
         for other in [n for n in lasting if n <= number - ends[mesh.rank][n]]:
-            stay, rows = lasting.pop(other)
+            lease, rows = lasting.pop(other)
             assert _right(other, rows)
-            stay.end()
+            lease.end()
         assert all(_right(n, rows) for n, (_, rows) in lasting.items())
-    for number, (exchange, stay) in under_way.items():
+    for number, (exchange, lease) in under_way.items():
         assert _right(number, exchange.wait())
         exchange.close()
-        stay.leave()
-        assert _right(number, stay.rows)
-    for stay, _ in lasting.values():
-        stay.end()
+        lease.leave()
+        assert _right(number, lease.rows)
+    for lease, _ in lasting.values():
+        lease.end()
 
 
 @settings(max_examples=25)
@@ -113,44 +113,44 @@ def _passes(
     """As :func:`_lives`, where rows come from other nodes; gathers that are ``dropped`` are not finished."""
     wire, topology = Wire(mesh, transport="shm", timeout=30), mesh.topology
     axes = topology.node_axis, topology.local_axis
-    homes = wire.homes(topology.local_axis, [topology.world * ROW + 7 * home for home in range(3)])
-    under_way: dict[int, tuple[Transfer, Stay]] = {}
-    lasting: dict[int, tuple[Stay, Tensor]] = {}
+    regions = wire.regions(topology.local_axis, [topology.world * ROW + 7 * region for region in range(3)])
+    under_way: dict[int, tuple[Transfer, Lease]] = {}
+    lasting: dict[int, tuple[Lease, Tensor]] = {}
 
-    def gathering(number: int, stay: Stay) -> Steps[None]:
+    def gathering(number: int, lease: Lease) -> Steps[None]:
         def write(frame: Tensor) -> None:
             frame.fill_(mesh.rank + number % 200)
 
         tag = Tag("forward", "weights", str(order[number]))
-        exchange = yield from gather_frames(wire, axes, write, ROW, tag, stay=stay)
+        exchange = yield from gather_frames(wire, axes, write, ROW, tag, lease=lease)
         exchange.close()
 
     def finish(number: int) -> None:
         if number in under_way:
             under_way[number][0].wait()
 
-    for number, home in enumerate(order):
+    for number, region in enumerate(order):
         through = slice(mesh.local, topology.world, topology.ranks_per_node)
-        stay = Stay(homes, home, ROW, Passing(topology.world, through, partial(finish, number)))
-        transfer = Transfer(gathering(number, stay))
+        lease = Lease(regions, region, ROW, Passing(topology.world, through, partial(finish, number)))
+        transfer = Transfer(gathering(number, lease))
         if number not in dropped:
-            under_way[number] = transfer, stay
+            under_way[number] = transfer, lease
         for other in [n for n in under_way if n <= number - lags[n]]:
             under_way[other][0].wait()
-            _, stay = under_way.pop(other)
-            assert _right(other, stay.rows)
-            lasting[other] = stay, stay.rows
+            _, lease = under_way.pop(other)
+            assert _right(other, lease.rows)
+            lasting[other] = lease, lease.rows
         for other in [n for n in lasting if n <= number - ends[mesh.rank][n]]:
-            stay, rows = lasting.pop(other)
+            lease, rows = lasting.pop(other)
             assert _right(other, rows)
-            stay.end()
+            lease.end()
         assert all(_right(n, rows) for n, (_, rows) in lasting.items())
-    for number, (transfer, stay) in under_way.items():
+    for number, (transfer, lease) in under_way.items():
         transfer.wait()
-        stay.leave()
-        assert _right(number, stay.rows)
-    for stay, _ in lasting.values():
-        stay.end()
+        lease.leave()
+        assert _right(number, lease.rows)
+    for lease, _ in lasting.values():
+        lease.end()
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (3, 2)])
@@ -169,7 +169,7 @@ def test_homes_need_shared_memory() -> None:
 
     def body(mesh: Mesh) -> None:
         with pytest.raises(WireError, match="axis node share no memory"):
-            Wire(mesh, transport="shm").homes(mesh.topology.node_axis, [64])
+            Wire(mesh, transport="shm").regions(mesh.topology.node_axis, [64])
 
     on_threads(Topology(2, 1), body)
 
@@ -177,9 +177,9 @@ def test_homes_need_shared_memory() -> None:
 def _parted(mesh: Mesh) -> str:
     wire = Wire(mesh, transport="shm", timeout=60)
     axis = mesh.topology.local_axis
-    homes = wire.homes(axis, [2 * ROW, 2 * ROW])
-    stay = Stay(homes, mesh.rank, ROW)
-    exchange = wire.all_gather(axis, ROW, Tag("forward", "weights", f"blocks.{mesh.rank}"), stay=stay)
+    regions = wire.regions(axis, [2 * ROW, 2 * ROW])
+    lease = Lease(regions, mesh.rank, ROW)
+    exchange = wire.all_gather(axis, ROW, Tag("forward", "weights", f"blocks.{mesh.rank}"), lease=lease)
     exchange.post()
     with pytest.raises(WireError) as caught:
         exchange.wait()
@@ -214,7 +214,7 @@ def _round(zero: Zero, loss: Tensor) -> None:
 def _update(zero: Zero) -> None:
     with torch.no_grad():
         for unit in zero.units:
-            for _, master in unit.owned.masters:
+            for _, master in unit.master_shard.masters:
                 assert master.grad is not None
                 master.sub_(master.grad, alpha=0.1)
                 master.grad = None
@@ -259,12 +259,12 @@ def test_nothing_is_decoded_and_nobody_leaves(ranks: int, changes: dict[str, Any
             with torch.no_grad():
                 net(batch(step, mesh.rank))
 
-    base = model(Net, depth=2 * INNER_HOMES)
-    with _nothing_decoded(), mock.patch.object(Homes, "part", side_effect=AssertionError("left")):
+    base = model(Net, depth=2 * INNER_REGIONS)
+    with _nothing_decoded(), mock.patch.object(SharedRegions, "part", side_effect=AssertionError("left")):
         on_threads(Topology(1, ranks), body)
 
 
-@pytest.mark.parametrize(("depth", "again"), [(3, 0), (INNER_HOMES + 3, 3)])
+@pytest.mark.parametrize(("depth", "again"), [(3, 0), (INNER_REGIONS + 3, 3)])
 def test_backward_finds_what_forward_wrote(depth: int, again: int) -> None:
     """A rank writes its rows in each forward pass; in backward those that another took the place of."""
 
@@ -281,9 +281,9 @@ def test_backward_finds_what_forward_wrote(depth: int, again: int) -> None:
     base, written = model(Net, depth=depth), [0, 0]
     write = Owned.write_frame
 
-    def counting(owned: Owned, frame: Tensor) -> None:
-        written[owned._mesh.rank] += 1
-        write(owned, frame)
+    def counting(master_shard: Owned, frame: Tensor) -> None:
+        written[master_shard._mesh.rank] += 1
+        write(master_shard, frame)
 
     with mock.patch.object(Owned, "write_frame", counting):
         for counts in on_threads(Topology(1, 2), body):
@@ -294,22 +294,22 @@ def test_what_changed_since_forward_is_written_anew() -> None:
     """A row is written if its name is another, in any case if asked, and after a write that failed."""
 
     def body(mesh: Mesh) -> list[bool]:
-        homes = Wire(mesh, transport="shm").homes(mesh.topology.local_axis, [2 * ROW])
+        regions = Wire(mesh, transport="shm").regions(mesh.topology.local_axis, [2 * ROW])
         calls = []
 
         def fails() -> None:
             raise ValueError("no memory")
 
-        stay = Stay(homes, 0, ROW)
-        stay.begin()
+        lease = Lease(regions, 0, ROW)
+        lease.begin()
         for row, anew in (("a", False), ("a", False), ("a", True), ("b", False), ("a", False)):
             calls.append(False)
-            stay.write(row, lambda: calls.__setitem__(-1, True), anew=anew)
+            lease.write(row, lambda: calls.__setitem__(-1, True), anew=anew)
         with pytest.raises(ValueError, match="no memory"):
-            stay.write("c", fails, anew=False)
+            lease.write("c", fails, anew=False)
         calls.append(False)
-        stay.write("a", lambda: calls.__setitem__(-1, True), anew=False)
-        stay.end()
+        lease.write("a", lambda: calls.__setitem__(-1, True), anew=False)
+        lease.end()
         return calls
 
     for calls in on_threads(Topology(1, 2), body):
@@ -395,7 +395,7 @@ def test_what_cannot_stay_is_copied(changes: dict[str, Any]) -> None:
 
     def body(mesh: Mesh) -> set[str]:
         zero = _engine(mesh, copy.deepcopy(base), replace(EXACT, **changes))
-        return {unit.geometry.block for unit in zero.units if unit._home is not None}
+        return {unit.geometry.block for unit in zero.units if unit._region is not None}
 
     base, memory = model(), changes.get("memory")
     outer = {"root"} if memory is not None and memory.max_reuse else set()
@@ -451,7 +451,7 @@ def test_ranks_on_two_nodes_let_go_at_different_moments() -> None:
 
 def _keeping() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(_Keeps() for _ in range(2 * INNER_HOMES + 3)))
+    return nn.Sequential(*(_Keeps() for _ in range(2 * INNER_REGIONS + 3)))
 
 
 def _letting_go(mesh: Mesh, base: nn.Sequential, transport: Any) -> list[float]:
@@ -479,7 +479,7 @@ def _letting_go(mesh: Mesh, base: nn.Sequential, transport: Any) -> list[float]:
 def test_a_copy_lives_no_longer_than_whoever_looks_at_it() -> None:
     """Blocks that shared a home with weights that somebody keeps are views of that copy no more."""
     torch.manual_seed(0)
-    base = nn.Sequential(*(_Keeps() for _ in range(2 * INNER_HOMES)))
+    base = nn.Sequential(*(_Keeps() for _ in range(2 * INNER_REGIONS)))
 
     def body(mesh: Mesh) -> None:
         net = copy.deepcopy(base)
@@ -503,7 +503,7 @@ def test_a_copy_lives_no_longer_than_whoever_looks_at_it() -> None:
 def test_a_kept_view_outlives_a_look_at_other_weights_of_its_home() -> None:
     """Who keeps a view of a block's weights is noticed, though another block's are seen whole meanwhile."""
     torch.manual_seed(0)
-    base = nn.Sequential(*(_Keeps() for _ in range(INNER_HOMES + 1)))
+    base = nn.Sequential(*(_Keeps() for _ in range(INNER_REGIONS + 1)))
 
     def body(mesh: Mesh) -> None:
         net = copy.deepcopy(base)
@@ -528,7 +528,7 @@ def test_a_kept_view_outlives_a_look_at_other_weights_of_its_home() -> None:
 def _update_to(zero: Zero, value: float) -> None:
     with torch.no_grad():
         for unit in zero.units:
-            for _, master in unit.owned.masters:
+            for _, master in unit.master_shard.masters:
                 master.fill_(value)
     zero.weights_changed()
 
@@ -584,19 +584,19 @@ def _interrupted_at_its_home(mesh: Mesh, base: nn.Module) -> tuple[int, float]:
     zero = _engine(mesh, net, replace(EXACT, memory=replace(ROOMY, prefetch=10**9)))
     with torch.no_grad():
         net(batch(0, mesh.rank, 8))
-    wait, vacate = _Backend.wait, Homes.vacate
+    wait, vacate = _Backend.wait, SharedRegions.vacate
 
     def interrupted(exchange: Any) -> Tensor:
         interrupts.append(exchange)
         raise KeyboardInterrupt
 
-    def vacating(homes: Homes, home: int) -> None:
+    def vacating(regions: SharedRegions, region: int) -> None:
         with mock.patch.object(_Backend, "wait", wait if interrupts else interrupted):
-            vacate(homes, home)
+            vacate(regions, region)
 
     net.left_out = (1,)  # gathered ahead; the block that comes to its home finds it under way
     with (
-        mock.patch.object(Homes, "vacate", vacating),
+        mock.patch.object(SharedRegions, "vacate", vacating),
         pytest.raises(KeyboardInterrupt),
         torch.no_grad(),
     ):
@@ -610,7 +610,7 @@ def _interrupted_at_its_home(mesh: Mesh, base: nn.Module) -> tuple[int, float]:
 def test_a_gather_that_was_interrupted_at_its_home_is_not_there() -> None:
     """KeyboardInterrupt while another unit waits for its home leaves nothing behind."""
     torch.manual_seed(0)
-    base = _Walks(INNER_HOMES + 2)
+    base = _Walks(INNER_REGIONS + 2)
     results = on_processes(Topology(2, 2), _interrupted_at_its_home, base)
     assert [count for count, _ in results] == 4 * [1]
     wanted = [base(batch(0, rank, 8)).square().mean().item() for rank in range(4)]
@@ -633,7 +633,7 @@ class _Half(nn.Module):
 def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
     """Its unit stays gathered there until the pass is finished; the next passes are right on all ranks."""
     torch.manual_seed(0)
-    base = nn.Sequential(_Half(), *(_Keeps() for _ in range(2 * INNER_HOMES)))
+    base = nn.Sequential(_Half(), *(_Keeps() for _ in range(2 * INNER_REGIONS)))
 
     def body(mesh: Mesh, transport: Any) -> list[float]:
         net = copy.deepcopy(base)
@@ -648,7 +648,7 @@ def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
             zero.finish_backward()
             zero.scale_gradients(0.5)
             for unit in zero.units:
-                for _, master in unit.owned.masters:
+                for _, master in unit.master_shard.masters:
                     assert master.grad is not None
                     master.data.sub_(master.grad)
                     master.grad = None

@@ -176,7 +176,10 @@ def test_memory_is_the_formulas_with_offload(
         part: size for part, size in formula.items() if part not in without
     }
     held = sum(
-        master.numel() for unit in zero.units for _, master in unit.owned.masters if unit.owned.tier.shard
+        master.numel()
+        for unit in zero.units
+        for _, master in unit.master_shard.masters
+        if unit.master_shard.placement.shard
     )
     assert formula["host_optimizer"] == ADAM_BYTES * held
 
@@ -219,7 +222,7 @@ def _hand_written(mesh: Mesh, policy: Policy) -> list[float]:
     losses = [net(batch(0, 0)).item()]
     with torch.no_grad():
         for unit in zero.units:
-            unit.owned.master.mul_(0.5)
+            unit.master_shard.master.mul_(0.5)
     zero.weights_changed()
     losses.append(net(batch(0, 0)).item())
     state = {name: 2 * value if value.dim() else value for name, value in zero.full_state_dict().items()}

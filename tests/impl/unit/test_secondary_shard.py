@@ -76,7 +76,7 @@ def _lives(mesh: Mesh, change: str) -> list[tuple[set[Life], float]]:
     else:
         with torch.no_grad():
             for unit in zero.units:
-                unit.owned.master.mul_(0.5)
+                unit.master_shard.master.mul_(0.5)
         zero.weights_changed()
     look()
     state = zero.full_state_dict()
