@@ -36,10 +36,11 @@ from impl.plan.policy import Offload, Policy
 from impl.plan.topology import Axis
 from impl.plan.traffic import kept_units
 from impl.transport.zero_copy import regions_of
-from impl.unit.context import Shared
-from impl.unit.host_memory import MEMORY, Host
+from impl.unit.context import UnitContext
+from impl.unit.host_memory import MEMORY, HostMemory
+from impl.unit.member import check_plain
 from impl.unit.memory_pool import Meter, Pool, Reserve
-from impl.unit.unit import Unit, check_plain
+from impl.unit.unit import Unit
 
 __all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
 
@@ -101,7 +102,7 @@ def shard(
     meter = Meter()
     pool = Pool(DTYPES[policy.compute], mesh.device, meter, "local_gradients")
     weights = Reserve(DTYPES[policy.compute], mesh.device, meter, "gathered")
-    shared = Shared(wire, policy, meter, Clock(seed), pool, weights, Host(mesh.device, meter))
+    context = UnitContext(wire, policy, meter, Clock(seed), pool, weights, HostMemory(mesh.device, meter))
     casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)
     external = list(external_to(model))
     units = [
@@ -109,7 +110,7 @@ def shard(
             geometry,
             draft.parameters,
             draft.holders,
-            shared,
+            context,
             placement,
             cut=taken_over(geometry, draft.parameters, wire),
         )
@@ -120,7 +121,7 @@ def shard(
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
     _settle(units, wire, kept_units(policy, geometries))
-    zero = Zero(model, units, [draft.module for draft in drafts], shared, casts_inputs=casts)
+    zero = Zero(model, units, [draft.module for draft in drafts], context, casts_inputs=casts)
     unit_of = {
         id(parameter): unit
         for draft, unit in zip(drafts, units, strict=True)
@@ -144,7 +145,7 @@ def _settle(units: Sequence[Unit], wire: Wire, kept: frozenset[int]) -> None:
     along: dict[Axis, list[Unit]] = {}
     item = DTYPES[units[0].policy.compute].itemsize if units else 0
     for index, unit in enumerate(units):
-        axis = None if index in kept else unit.shared_axis()
+        axis = None if index in kept else unit.weight_gather.leasable_axis()
         if axis is not None:
             along.setdefault(axis, []).append(unit)
     for axis, sharing in along.items():
@@ -154,4 +155,4 @@ def _settle(units: Sequence[Unit], wire: Wire, kept: frozenset[int]) -> None:
             lengths[number] = max(lengths[number], unit.geometry.padded * item)
         regions = wire.regions(axis, lengths)
         for unit, number in zip(sharing, numbers, strict=True):
-            unit.live_at(regions, number)
+            unit.flat.lease_at(regions, number)

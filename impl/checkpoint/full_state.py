@@ -33,6 +33,7 @@ from impl.checkpoint.manifest import (
 from impl.checkpoint.safetensors_file import Entry, Reader
 from impl.checkpoint.tensor_bytes import NAMES, content, entry_of, tensor_of
 from impl.engine import state_dict as state
+from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
 
 _EXTRA: Final = "extra_state"  # key of the file's metadata: extra states of modules, as JSON
@@ -132,7 +133,7 @@ def _export_engine(zero: Zero, path: Path, dtype: torch.dtype) -> None:
 
     def contents() -> Iterator[Bytes]:
         for unit in zero.units:
-            for slot, value in zip(unit.geometry.slots, unit.full_master(), strict=True):
+            for slot, value in zip(unit.geometry.slots, WholeValues(unit).masters(), strict=True):
                 for _ in names[slot.spec.name]:
                     yield content(value.to(dtype))
         for held in rest.values():
@@ -215,7 +216,7 @@ def import_(source: Path | str | Mapping[str, Any], zero: Zero) -> None:
             for one in held_ranges(unit.geometry, wire.mesh.rank):
                 numel = one.end - one.start
                 shard[one.at : one.at + numel] = held[0].part(names[one.name], one.start, one.end)
-            unit.load_shard(shard)
+            WholeValues(unit).load_shard(shard)
         for name, value in zero.model.state_dict(keep_vars=True).items():
             if name not in own:
                 state.load_entry(zero.model, name, value, held[0].value(name))

@@ -66,6 +66,7 @@ from impl.comm.wire import Wire
 from impl.engine import state_dict as state
 from impl.plan.policy import DYNAMIC, LossScale
 from impl.unit.unit import Unit
+from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
 
 __all__ = ["CheckpointError", "Loaded", "Saving", "latest", "load", "save"]
@@ -497,7 +498,7 @@ def _take_weights(zero: Zero, parts: Parts) -> None:
             for offset, entry, data in parts.read(WEIGHT, one.name, one.start, one.end):
                 values = tensor_of(entry, data)
                 shard[one.at + offset : one.at + offset + len(values)] = values
-        unit.load_shard(shard)
+        WholeValues(unit).load_shard(shard)
 
 
 def _take_entries(zero: Zero, manifest: Manifest, parts: Parts) -> None:
@@ -531,7 +532,7 @@ def _take_run(zero: Zero, manifest: Manifest, parts: Parts) -> Iterator[str]:
         for unit in zero.units:
             if unit.master_shard.codes is not None:
                 held = _tensors(parts.file(mesh.rank % unit.geometry.shards), CODES)
-                unit.load_codes(held[unit.geometry.name])
+                WholeValues(unit).load_codes(held[unit.geometry.name])
     else:
         name = differ[0]
         why = f"it was saved with {name} {manifest.of.get(name)}, here {identity[name]}"

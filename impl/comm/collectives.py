@@ -12,6 +12,7 @@ fp32 in ascending source order, encoded again for axis 1, and so on; the result 
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +33,28 @@ from impl.plan.topology import Axis
 from impl.transport.zero_copy import Lease
 
 T = TypeVar("T")
-# A collective stops after each message that it posted, and says whether that is best waited for late:
-# nothing is to be posted after it, and it travels between nodes.
-Steps = Generator[bool, None, T]
+
+
+class Posted(enum.Enum):
+    """What a collective has posted when it stops.
+
+    [Note: deferred last hop]
+    A collective stops after each posted message, so that the caller computes while it travels.  After a
+    message of an earlier hop the caller comes back soon, for the next hop cannot be posted before this one
+    has arrived and the link would idle.  After the last hop nothing is left to post: if it travels between
+    nodes, on the slowest link, its wait is deferred until the values are needed (:meth:`Transfer.proceed`);
+    inside a node it is over by the time that anybody asks.
+
+    Attributes:
+        HOP: a message after which another is posted, or one that stays inside a node.
+        LAST_HOP: the last message, which travels between nodes.
+    """
+
+    HOP = enum.auto()
+    LAST_HOP = enum.auto()
+
+
+Steps = Generator[Posted, None, T]
 
 
 class Transfer:
@@ -50,7 +70,7 @@ class Transfer:
     def __init__(self, steps: Steps[None]) -> None:
         self._steps: Steps[None] | None = steps
         self.failed = False
-        self._late = False  # the message under way is best waited for late
+        self._posted = Posted.HOP  # the message under way
         self.advance()
 
     @property
@@ -71,7 +91,7 @@ class Transfer:
             )
         if self._steps is not None:
             try:
-                self._late = next(self._steps)
+                self._posted = next(self._steps)
             except StopIteration:
                 self._steps = None
             except BaseException:  # a generator that raised would look as if it had ended
@@ -79,8 +99,8 @@ class Transfer:
                 raise
 
     def proceed(self) -> None:
-        """:meth:`advance`, unless it would only wait for the slowest link."""
-        if self.failed or not self._late:
+        """:meth:`advance`, unless it would only wait for the slowest link ([Note: deferred last hop])."""
+        if self.failed or self._posted is Posted.HOP:
             self.advance()
 
     def wait(self) -> None:
@@ -97,8 +117,7 @@ def gather_frames(
     tag: Tag,
     *,
     ring: bool = False,
-    into: Tensor | None = None,
-    lease: Lease | None = None,
+    destination: Tensor | Lease | None = None,
 ) -> Steps[Exchange]:
     """Forward frames along ``axes``, one hop after the other.
 
@@ -109,19 +128,19 @@ def gather_frames(
         nbytes: size of that message.
         tag: for the ledger.
         ring: the hop is the library's ring over the whole world.
-        into: (world * nbytes,) uint8 where all frames may arrive at once, if there is one hop and the
-            transport can do that.
-        lease: where all frames stay after the exchange, if the axis of the last hop shares memory, and there
-            are one or two: the first hop's messages of two arrive there.
+        destination: where all frames are to arrive: a buffer, (world * nbytes,) uint8, if there is one hop; a
+            lease on shared memory, in which they stay after the exchange, if the ranks of the last hop share
+            it, and there are one or two hops, of which the first's messages arrive there; or none.
 
     Returns:
         The last exchange, received but not closed: :func:`gathered` gives its frames.
     """
     held: Exchange | None = None
     hops = sending(axes)
+    lease = destination if isinstance(destination, Lease) else None
+    into = destination if isinstance(destination, Tensor) and len(hops) == 1 else None
     for axis in hops:
-        one = len(hops) == 1
-        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into if one else None, lease=lease)
+        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into, lease=lease)
         if held is None:
             write(exchange.send)
         elif lease is None:
@@ -130,12 +149,17 @@ def gather_frames(
         if held is not None:
             held.close()
         exchange.post()
-        yield axis is hops[-1] and wire.mesh.topology.crosses(axis)
+        yield _posted(wire, axis, last=axis is hops[-1])
         exchange.wait()
         nbytes *= axis.size
         held = exchange
     assert held is not None  # noqa: S101  # there is an axis
     return held
+
+
+def _posted(wire: Wire, axis: Axis, *, last: bool) -> Posted:
+    """What to yield after a message along ``axis``, if it is the ``last`` to be posted."""
+    return Posted.LAST_HOP if last and wire.mesh.topology.crosses(axis) else Posted.HOP
 
 
 def sending(axes: Sequence[Axis]) -> Sequence[Axis]:
@@ -375,8 +399,7 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
             exchange.post()
         done = turn - len(chunks) + 1  # the hop on which the last chunk was posted
         if done >= 0:
-            last_hop = done == hops - 1
-            yield last_hop and not how.goes_on and how.wire.mesh.topology.crosses(axes[done])
+            yield _posted(how.wire, axes[done], last=done == hops - 1 and not how.goes_on)
     mean = how.out
     if mean is None:
         mean = torch.empty(shard, dtype=torch.float32, device=gradient.device)
@@ -418,7 +441,7 @@ def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
             noise = replace(how.key, hop=step).noise((me - 1 - step) % size * apart(shard))
         ops.encode(codec, partial, exchange.send, noise=noise)
         exchange.post()
-        yield step == size - 2
+        yield _posted(how.wire, axis, last=step == size - 2)
         ops.decode(codec, exchange.wait()[0], partial)
         exchange.close()
         partial += slices[(me - 2 - step) % size]

@@ -95,7 +95,7 @@ def quantized_all_gather(
     tag = Tag("forward", "weights")
     whole = out.view(-1)
     into = as_frames(codec, whole, numel)
-    exchange = _finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat", into=into))
+    exchange = _finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat", destination=into))
     frames = gathered(exchange, axes, nbytes)
     if into is None or frames.data_ptr() != into.data_ptr():
         ops.decode(codec, frames, placed(whole, axes[::-1], numel))

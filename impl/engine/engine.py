@@ -24,7 +24,7 @@ from impl.engine.optimizer_hooks import watch_optimizers
 from impl.errors import ZeroError
 from impl.plan.offload_plan import CopyKey, realised
 from impl.plan.policy import Offload
-from impl.unit.context import Shared
+from impl.unit.context import UnitContext
 from impl.unit.unit import Unit
 
 
@@ -43,21 +43,21 @@ class Zero:
         model: nn.Module,
         units: Sequence[Unit],
         modules: Sequence[nn.Module],
-        shared: Shared,
+        context: UnitContext,
         *,
         casts_inputs: bool,
     ) -> None:
         self.model, self.units = model, list(units)
-        self.wire, self.policy = shared.wire, shared.policy
-        self.scaler = LossScaler(shared.policy.loss_scale)
-        self._meter, self._clock, self._host = shared.meter, shared.clock, shared.host
-        self._masters = Masters(self.units, shared.wire)
-        self._module_buffers = ModuleBuffers(model, shared.wire)
+        self.wire, self.policy = context.wire, context.policy
+        self.scaler = LossScaler(context.policy.loss_scale)
+        self._meter, self._clock, self._host = context.meter, context.clock, context.host
+        self._masters = Masters(self.units, context.wire)
+        self._module_buffers = ModuleBuffers(model, context.wire)
         self._hooks = Hooks(
             model,
             self.units,
             modules,
-            shared,
+            context,
             masters=self._masters,
             buffers=self._module_buffers,
             casts_inputs=casts_inputs,
@@ -347,12 +347,11 @@ class Zero:
             ZeroError: naming it and the first of those parameters.
         """
         for unit in self.units:
-            for number in unit.whole:
-                name = unit.geometry.slots[number].spec.name
+            for _, name in unit.seen_whole():
                 raise ZeroError(f"{what} under GatheredParameters of {name!r}: leave its context first")
 
     def _refuse_load(self, module: nn.Module, *_: Any) -> None:
-        if any(len(unit.whole) < len(unit.members) for unit in self.units):
+        if any(member.whole is None for unit in self.units for member in unit.members):
             raise ZeroError(
                 f"{type(module).__name__}.load_state_dict() of a sharded model loads nothing: use "
                 "Zero.load_full_state_dict(), or GatheredParameters of all its parameters"

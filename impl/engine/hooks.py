@@ -28,7 +28,7 @@ from impl.engine.saved_tensors import SavedTensors
 from impl.errors import WrittenError, ZeroError
 from impl.plan.schedule import MOST_AHEAD, Action, Schedule
 from impl.plan.traffic import Phase, kept_units
-from impl.unit.context import Shared
+from impl.unit.context import UnitContext
 from impl.unit.unit import Unit
 
 
@@ -39,7 +39,7 @@ class Hooks:
         model: whose modules and parameters are hooked.
         units: the root's first, then in model order.
         modules: of each unit, the module that it travels with.
-        shared: by the units.
+        context: by the units.
         masters: told when new gradients are there.
         buffers: of the model; made equal before a forward pass.
         casts_inputs: whether the model was given in another type than it computes in.
@@ -53,15 +53,15 @@ class Hooks:
         model: nn.Module,
         units: Sequence[Unit],
         modules: Sequence[nn.Module],
-        shared: Shared,
+        context: UnitContext,
         *,
         masters: Masters,
         buffers: ModuleBuffers,
         casts_inputs: bool,
     ) -> None:
         self._model, self._units, self._masters, self._module_buffers = model, units, masters, buffers
-        self._wire, self._policy, self._clock = shared.wire, shared.policy, shared.clock
-        self._weights, self._under_way = shared.weights, shared.under_way
+        self._wire, self._policy, self._clock = context.wire, context.policy, context.clock
+        self._weights, self._under_way = context.weights, context.under_way
         self._casts_inputs = casts_inputs
         self.accumulating = False
         self._of_module: dict[nn.Module, list[int]] = {}
@@ -237,7 +237,7 @@ class Hooks:
     def _end_unit(self, index: int, outputs: Sequence[Tensor]) -> None:
         """The module of this unit has run in a forward pass."""
         unit, training = self._units[index], torch.is_grad_enabled()
-        address = unit.storage_address
+        address = unit.flat.bounds[0]
         if unit.gathered and any(memory_of(tensor) == address for tensor in outputs):
             self._escaped.add(index)  # a returned parameter (Megatron's bias) is used outside
         self._carry_out(self._schedule.post_forward(index, training=training), self._phase())
@@ -260,7 +260,7 @@ class Hooks:
         _release(  # gathered ahead and not used, or returned by a module
             unit
             for index, unit in enumerate(self._units)
-            if index not in kept and not (unit.gathered and unit.storage_address in addresses)
+            if index not in kept and not (unit.gathered and unit.flat.bounds[0] in addresses)
         )
 
     # Parameters used outside of their modules
@@ -285,7 +285,7 @@ class Hooks:
         addresses = {memory_of(tensor) for tensor in tensors_in(output)}
         kept = self._kept if torch.is_grad_enabled() else ()
         for index in self._brought.pop() if self._brought else ():  # none if an earlier hook failed
-            if self._units[index].storage_address not in addresses:
+            if self._units[index].flat.bounds[0] not in addresses:
                 self._escaped.discard(index)
                 if index not in kept:
                     self._units[index].release()
@@ -342,8 +342,8 @@ class Hooks:
         for index in self._of_module[module]:
             self._carry_out(self._schedule.pre_backward(index), "backward")
             unit = self._units[index]
-            if unit.geometry.trainable and not unit.local.armed and index not in self._reductions.started:
-                unit.local.arm()
+            if unit.geometry.trainable and not unit.gradients.armed and index not in self._reductions.started:
+                unit.gradients.arm()
 
     def _collector(self, index: int, number: int, *, outside: bool = False) -> Callable[[Tensor], None]:
         reference = weakref.ref(self)
@@ -357,7 +357,7 @@ class Hooks:
 
     def _collect_outside(self, index: int, number: int) -> None:
         """A gradient arrived at a placeholder; see :meth:`Unit.collect_outside`."""
-        if index in self._reductions.started and number not in self._units[index].whole:
+        if index in self._reductions.started and self._units[index].members[number].whole is None:
             self._next_pass()
         self._units[index].collect_outside(number)
         self._in_backward = self._unfinished = True
@@ -366,7 +366,7 @@ class Hooks:
         self._in_backward = self._unfinished = True
         if index in self._reductions.started:
             self._next_pass()
-        if not self._units[index].local.begun:  # the first of its unit: all ranks' reductions are here
+        if not self._units[index].gradients.begun:  # the first of its unit: all ranks' reductions are here
             self._reductions.proceed()
         in_turn = not self.accumulating and self._reductions.next() == index
         if self._units[index].collect(number, in_turn=in_turn):
@@ -388,7 +388,7 @@ class Hooks:
             raise ZeroError("finish_backward() without a backward pass before it")
         if self.accumulating:
             for unit in self._units:
-                unit.local.end_pass()
+                unit.gradients.end_pass()
         else:
             self._reductions.start_all()
         self._reductions.finish()
@@ -417,7 +417,7 @@ class Hooks:
         self._called_alone = None
         self._reductions.drop_failed()
         for unit in self._units:
-            unit.local.drop()
+            unit.gradients.drop()
             unit.reduction.clear_feedback()
 
     def check_idle(self, what: str) -> None:
@@ -440,7 +440,7 @@ class Hooks:
         """
         if self._unfinished:
             raise ZeroError(f"{what} after a backward pass: call finish_backward() first")
-        if any(unit.local.held for unit in self._units):
+        if any(unit.gradients.held for unit in self._units):
             raise ZeroError(
                 f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
                 "outside of it, or call drop_gradients()"

@@ -19,8 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from impl.engine.pytree import memory_of
 from impl.errors import ZeroError
 from impl.unit.master_shard import Version
+from impl.unit.member import Place
 from impl.unit.placeholder import Placeholder, values_of
-from impl.unit.unit import Place, Unit
+from impl.unit.unit import Unit
 
 # Tuples, as every tensor that a forward pass saves becomes one: a dataclass takes five times as long to make.
 _Kept = tuple[Tensor, int]  # a tensor that autograd keeps, and its version then
@@ -49,7 +50,7 @@ def _unpack(saved: _Kept | _Found) -> Tensor:
     # Usually gathered by its event.  Where a use escapes the events (a module called twice in a
     # row, outputs that hide tensors, a detached copy), this costs time, not a crash.
     unit.bring("backward")
-    return unit.view(place)
+    return unit.flat.view(place)
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class SavedTensors:
 
     def gathered(self, unit: Unit) -> None:
         """``unit``'s weights are there; views of them are to be recognised."""
-        start, end = unit.storage_bounds
+        start, end = unit.flat.bounds
         if start < end and self._at.get(start) != (end, unit):
             for other in [at for at in self._starts if at < end and start < self._at[at][0]]:
                 self._starts.remove(other)  # of weights that are not there any more
@@ -98,8 +99,8 @@ class SavedTensors:
         if before >= 0:
             start = self._starts[before]
             end, unit = self._at[start]
-            if address < end and unit.gathered and unit.storage_bounds == (start, end):
-                return unit, unit.locate(tensor), unit.master_shard.version
+            if address < end and unit.gathered and unit.flat.bounds == (start, end):
+                return unit, unit.flat.locate(tensor), unit.master_shard.version
         # Detached, since an output kept as it is would keep its graph and so itself; with its
         # version, since hooks switch torch's own check off.
         return tensor.detach(), tensor._version  # noqa: SLF001

@@ -15,6 +15,7 @@ from impl.comm.wire import Wire
 from impl.errors import ZeroError
 from impl.plan.policy import Policy
 from impl.unit.unit import Unit
+from impl.unit.whole_values import WholeValues
 
 EXTRA: Final = "_extra_state"  # ends the name of what a module's get_extra_state() returned
 
@@ -52,7 +53,7 @@ def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor
     state = dict(model.state_dict(keep_vars=True))
     own = parameter_names(model, units)
     for unit in units:
-        values = unit.full_master()
+        values = WholeValues(unit).masters()
         of = {slot.spec.name: value for slot, value in zip(unit.geometry.slots, values, strict=True)}
         state |= {name: of[parameter] for name, parameter in own.items() if parameter in of}
     return {
@@ -77,7 +78,7 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     names = {id(value): name for name, value in own.items()}
     with torch.no_grad():
         for unit in units:
-            unit.load_master([state[names[id(parameter)]] for parameter in unit.visible])
+            WholeValues(unit).load_masters([state[names[id(parameter)]] for parameter in unit.visible])
     sharded = parameter_names(model, units)
     for name, value in own.items():
         if name not in sharded:

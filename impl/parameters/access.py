@@ -5,7 +5,7 @@ gather along the ranks that share one copy and must be called by all; they retur
 parameter's shape.  The *local* functions send nothing; they return 1-D fp32 tensors of the elements that lie
 in this rank's shard, in order, possibly none.  What a function returns is a copy.
 
-All raise :class:`~impl.unit.unit.ZeroError` for what is not a parameter of the model, for values of another
+All raise :class:`~impl.errors.ZeroError` for what is not a parameter of the model, for values of another
 shape,
 and inside a forward or backward pass; those that set weights also while parameters are seen whole under
 :class:`~impl.parameters.gathered.GatheredParameters`; those of gradients also before ``finish_backward()``.
@@ -21,6 +21,7 @@ from impl.engine.engine import Zero
 from impl.engine.optimizer_hooks import find
 from impl.errors import ZeroError
 from impl.unit.unit import Unit
+from impl.unit.whole_values import WholeValues
 
 Which = str | nn.Parameter
 
@@ -28,14 +29,14 @@ Which = str | nn.Parameter
 def full_fp32_param(zero: Zero, which: Which) -> Tensor:
     """The weights (shape), from the masters; of weights held as codes, what these decode to."""
     unit, number = _find(zero, which)
-    return unit.gather_member(number, _weights(unit, number))
+    return WholeValues(unit).gather_member(number, _weights(unit, number))
 
 
 def set_full_fp32_param(zero: Zero, which: Which, value: Tensor) -> None:
     """Overwrite the weights with ``value`` (shape), the same on all ranks."""
     unit, number = _find(zero, which)
     zero.check_hidden("set_full_fp32_param()")
-    unit.write_part(number, _part_of(unit, number, value))
+    WholeValues(unit).write_part(number, _part_of(unit, number, value))
 
 
 def local_fp32_param(zero: Zero, which: Which) -> Tensor:
@@ -47,20 +48,20 @@ def set_local_fp32_param(zero: Zero, which: Which, value: Tensor) -> None:
     """Overwrite the weights with ``value`` (elements here,); all ranks must call it."""
     unit, number = _find(zero, which)
     zero.check_hidden("set_local_fp32_param()")
-    unit.write_part(number, _checked(unit, number, value, local=True))
+    WholeValues(unit).write_part(number, _checked(unit, number, value, local=True))
 
 
 def full_fp32_grad(zero: Zero, which: Which) -> Tensor | None:
     """The mean gradient (shape) that the next step will take; None before there is one."""
     unit, number = _find_gradient(zero, which)
     part = _gradient(unit, number)
-    return None if part is None else unit.gather_member(number, part)
+    return None if part is None else WholeValues(unit).gather_member(number, part)
 
 
 def set_full_fp32_grad(zero: Zero, which: Which, value: Tensor) -> None:
     """Overwrite the mean gradient with ``value`` (shape), the same on all ranks."""
     unit, number = _find_gradient(zero, which)
-    unit.master_shard.load_gradient(*unit.part(number), _part_of(unit, number, value))
+    unit.master_shard.load_gradient(*WholeValues(unit).part(number), _part_of(unit, number, value))
 
 
 def local_fp32_grad(zero: Zero, which: Which) -> Tensor | None:
@@ -72,7 +73,9 @@ def local_fp32_grad(zero: Zero, which: Which) -> Tensor | None:
 def set_local_fp32_grad(zero: Zero, which: Which, value: Tensor) -> None:
     """Overwrite the mean gradient with ``value`` (elements here,); all ranks must call it."""
     unit, number = _find_gradient(zero, which)
-    unit.master_shard.load_gradient(*unit.part(number), _checked(unit, number, value, local=True))
+    unit.master_shard.load_gradient(
+        *WholeValues(unit).part(number), _checked(unit, number, value, local=True)
+    )
 
 
 def full_optimizer_state(zero: Zero, which: Which, optimizer: Optimizer, key: str) -> Tensor:
@@ -83,7 +86,7 @@ def full_optimizer_state(zero: Zero, which: Which, optimizer: Optimizer, key: st
     """
     unit, number = _find(zero, which)
     state = _state(unit, number, optimizer, key)
-    return state.clone() if state.dim() == 0 else unit.gather_member(number, state.float())
+    return state.clone() if state.dim() == 0 else WholeValues(unit).gather_member(number, state.float())
 
 
 def set_full_optimizer_state(zero: Zero, which: Which, value: Tensor, optimizer: Optimizer, key: str) -> None:
@@ -129,19 +132,19 @@ def _find_gradient(zero: Zero, which: Which) -> tuple[Unit, int]:
 
 
 def _weights(unit: Unit, number: int) -> Tensor:
-    start, end = unit.part(number)
+    start, end = WholeValues(unit).part(number)
     return unit.master_shard.master[start:end].detach()
 
 
 def _gradient(unit: Unit, number: int) -> Tensor | None:
-    start, end = unit.part(number)
+    start, end = WholeValues(unit).part(number)
     mean = unit.master_shard.mean_gradient()
     return None if mean is None else mean[start:end]
 
 
 def _state(unit: Unit, number: int, optimizer: Optimizer, key: str) -> Tensor:
     """View of this rank's part of an optimizer's state."""
-    slot, (start, end) = unit.geometry.slots[number], unit.part(number)
+    slot, (start, end) = unit.geometry.slots[number], WholeValues(unit).part(number)
     spans = unit.geometry.spans(unit.wire.mesh.rank)
     for (group, first, _), (_, master) in zip(spans, unit.master_shard.masters, strict=False):
         if group == slot.spec.group:
@@ -166,7 +169,7 @@ def _part_of(unit: Unit, number: int, value: Tensor) -> Tensor:
 
 def _checked(unit: Unit, number: int, value: Tensor, *, local: bool) -> Tensor:
     """``value``, if it has the parameter's shape, or that of its part here."""
-    slot, (start, end) = unit.geometry.slots[number], unit.part(number)
+    slot, (start, end) = unit.geometry.slots[number], WholeValues(unit).part(number)
     wanted = (end - start,) if local else slot.spec.shape
     if tuple(value.shape) != wanted:
         raise ZeroError(f"value for {slot.spec.name!r} is {tuple(value.shape)}, expected {wanted}")

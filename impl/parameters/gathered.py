@@ -19,6 +19,7 @@ from impl.parameters.init import active
 from impl.parameters.presharded import Cut, cut_of, whole_cut_of
 from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.unit.placeholder import keeper_of
+from impl.unit.whole_values import WholeValues
 
 _CONTROL: Final = Tag("step", "control")
 _REPLACED: Final = 2  # beside 0, as it was, and 1, changed
@@ -160,6 +161,7 @@ class _Sharded:
 
     def __init__(self, found: Found) -> None:
         self._engine, self._unit, self.number = found
+        self._values = WholeValues(self._unit)
         self.wire, self.geometry = self._unit.wire, self._unit.geometry
 
     @property
@@ -169,19 +171,19 @@ class _Sharded:
 
     def show(self) -> nn.Parameter:
         self._engine.check_idle("GatheredParameters")
-        if self.number in self._unit.whole:
+        if self._unit.members[self.number].whole is not None:
             raise _twice(self.geometry.slots[self.number].spec.name)
-        whole = self._unit.gather_member(self.number, self.part())
-        return self._unit.show_whole(self.number, whole.to(self._unit.members[self.number].placeholder.dtype))
+        whole = self._values.gather_member(self.number, self.part())
+        return self._values.show(self.number, whole.to(self._unit.members[self.number].placeholder.dtype))
 
     def part(self) -> Tensor:
-        start, end = self._unit.part(self.number)
+        start, end = self._values.part(self.number)
         return self._unit.master_shard.master[start:end].detach()
 
     def leave(self, part: Tensor | None) -> None:
-        self._unit.hide_whole(self.number)
+        self._values.end_showing(self.number)
         if part is not None:
-            self._unit.write_part(self.number, part)
+            self._values.write_part(self.number, part)
 
 
 class _BeforeSharding:

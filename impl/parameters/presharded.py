@@ -21,7 +21,7 @@ from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import Policy
 from impl.unit.master_shard import sliced
 from impl.unit.placeholder import Placeholder, keeper_of, release, restore
-from impl.unit.unit import assembled
+from impl.unit.whole_values import assembled
 
 
 class Cut:

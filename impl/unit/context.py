@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from impl.codecs.rounding_noise import Clock
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
-from impl.unit.host_memory import Host
+from impl.unit.host_memory import HostMemory
 from impl.unit.memory_pool import Meter, Pool, Reserve
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class UnitContext:
     """What the units of one engine share.
 
     Attributes:
@@ -32,5 +32,5 @@ class Shared:
     clock: Clock
     gradients: Pool
     weights: Reserve
-    host: Host
+    host: HostMemory
     under_way: set[object] = field(default_factory=set)

@@ -16,7 +16,7 @@ from impl.comm.wire import Exchange, Tag
 from impl.errors import ZeroError
 from impl.plan.geometry import UnitGeometry, chunked
 from impl.plan.topology import Axis
-from impl.unit.context import Shared
+from impl.unit.context import UnitContext
 from impl.unit.master_shard import MasterShard
 
 
@@ -25,14 +25,14 @@ class GradientReduction:
 
     Args:
         geometry: of the unit.
-        shared: with the other units; the policy is this unit's own.
+        context: with the other units; the policy is this unit's own.
         owned: this rank's shard, which the mean is of.
     """
 
-    def __init__(self, geometry: UnitGeometry, shared: Shared, master_shard: MasterShard) -> None:
-        policy, wire = shared.policy, shared.wire
+    def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
+        policy, wire = context.policy, context.wire
         self._geometry, self._policy, self._wire = geometry, policy, wire
-        self._meter, self._clock, self._master_shard = shared.meter, shared.clock, master_shard
+        self._meter, self._clock, self._master_shard = context.meter, context.clock, master_shard
         topology, rank = wire.mesh.topology, wire.mesh.rank
         self._hops = policy.reduce_axes(topology)
         self._replicas = policy.replica_axes(topology)

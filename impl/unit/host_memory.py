@@ -51,7 +51,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class Host:
+class HostMemory:
     """The host's memory, for the units of one engine.
 
     Args:

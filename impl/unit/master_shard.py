@@ -15,7 +15,7 @@ from impl import ops
 from impl.errors import ZeroError
 from impl.plan.geometry import UnitGeometry
 from impl.plan.offload_plan import Placement
-from impl.unit.context import Shared
+from impl.unit.context import UnitContext
 from impl.unit.host_memory import MEMORY, Arrival
 
 
@@ -44,7 +44,7 @@ class MasterShard:
 
     Args:
         geometry: of the unit.
-        shared: with the other units; the policy is this unit's own.
+        context: with the other units; the policy is this unit's own.
         tier: what of it lies in host memory.
         shard: (S,) fp32 this rank's slice of the values.
 
@@ -55,11 +55,13 @@ class MasterShard:
         arrival: of what the last gather brought from the host.
     """
 
-    def __init__(self, geometry: UnitGeometry, shared: Shared, placement: Placement, shard: Tensor) -> None:
-        policy, mesh = shared.policy, shared.wire.mesh
+    def __init__(
+        self, geometry: UnitGeometry, context: UnitContext, placement: Placement, shard: Tensor
+    ) -> None:
+        policy, mesh = context.policy, context.wire.mesh
         self.placement = placement
-        self._geometry, self._mesh, self._host = geometry, mesh, shared.host
-        self._meter, self._clock = shared.meter, shared.clock
+        self._geometry, self._mesh, self._host = geometry, mesh, context.host
+        self._meter, self._clock = context.meter, context.clock
         self._codec, self._frame = policy.weights, policy.weights.frame_bytes(geometry.shard)
         self._changes = 0  # of the weights, as far as the engine was told
         self._codes: Tensor | None = None  # this rank's frame, of weights that are held as codes

@@ -84,7 +84,7 @@ class Placeholder(nn.Parameter):
         return func(*_replaced(tuple(args), values), **_replaced(kwargs, values))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Released({_keepers[self].name!r}, {tuple(self.shape)}, {self.dtype})"
+        return f"Placeholder({_keepers[self].name!r}, {tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()  # of its values, if the keeper brings them

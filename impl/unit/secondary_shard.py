@@ -6,7 +6,7 @@ import enum
 
 from torch import Tensor
 
-from impl.unit.host_memory import Host
+from impl.unit.host_memory import HostMemory
 from impl.unit.master_shard import Version, counted_as
 from impl.unit.memory_pool import Meter
 
@@ -32,7 +32,7 @@ class SecondaryShard:
         life: whether the frames are still true.
     """
 
-    def __init__(self, unit: str, host: Host, meter: Meter, *, offloaded: bool) -> None:
+    def __init__(self, unit: str, host: HostMemory, meter: Meter, *, offloaded: bool) -> None:
         self._unit, self._host, self._meter, self._offloaded = unit, host, meter, offloaded
         self._frames: Tensor | None = None  # (sizes of the spared axes * F,) uint8
         self._version: Version | None = None  # of the weights they are of

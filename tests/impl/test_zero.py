@@ -22,6 +22,7 @@ from impl.comm.wire import Transport, Wire
 from impl.plan.policy import PRESETS, Policy, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, memory, predict
+from impl.unit.whole_values import WholeValues
 from impl.zero import ZeroError, plan_units, shard
 from tests.impl.test_zero_models import Stack, data
 from tests.support.models import Odd
@@ -49,7 +50,7 @@ def _gradients(mesh: Mesh, net: nn.Module, policy: Policy) -> dict[str, Tensor]:
         mean = unit.master_shard.mean_gradient()
         assert mean is not None
         unit.master_shard.master.copy_(mean)  # let full_master() gather gradients instead of weights
-        for slot, value in zip(unit.geometry.slots, unit.full_master(), strict=True):
+        for slot, value in zip(unit.geometry.slots, WholeValues(unit).masters(), strict=True):
             found[slot.spec.name] = value
     return found
 

@@ -21,13 +21,15 @@ ELEMENTS = 64
 class _Stored:
     """A unit as saving sees it."""
 
-    storage_bounds: tuple[int, int]
+    bounds: tuple[int, int]
     gathered: bool = True
 
     @property
     def master_shard(self) -> _Stored:
         """Itself."""
         return self
+
+    flat = master_shard
 
     @property
     def version(self) -> tuple[int, int]:
@@ -36,7 +38,7 @@ class _Stored:
 
     def locate(self, tensor: Tensor) -> str:
         """Whose it is."""
-        return f"{self.storage_bounds}, {tuple(tensor.shape)}"
+        return f"{self.bounds}, {tuple(tensor.shape)}"
 
 
 def _found(saved: SavedTensors, tensor: Tensor) -> Any:

@@ -194,7 +194,7 @@ def _under_way(mesh: Mesh, policy: Policy) -> int:
     net = copy.deepcopy(NET)
     zero = shard(net, mesh=mesh, policy=policy)
     seen = [0]
-    reductions = zero._passes._reductions
+    reductions = zero._hooks._reductions
     start = reductions._start
 
     def watched(index: int) -> None:

@@ -29,7 +29,7 @@ from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import memory
 from impl.transport.zero_copy import INNER_REGIONS, Lease, Passing, SharedRegions, regions_of
-from impl.unit.master_shard import Owned
+from impl.unit.master_shard import MasterShard
 from impl.zero import Zero, ZeroError, shard
 from tests.support.models import Net, Odd
 from tests.support.ranks import on_processes, on_threads
@@ -197,7 +197,7 @@ def test_ranks_that_gather_different_units_are_told_at_once() -> None:
 
 @contextlib.contextmanager
 def _nothing_decoded() -> Iterator[None]:
-    with mock.patch("impl.unit.unit.ops.decode", side_effect=AssertionError("decoded")):
+    with mock.patch("impl.unit.weight_gather.ops.decode", side_effect=AssertionError("decoded")):
         yield
 
 
@@ -279,13 +279,13 @@ def test_backward_finds_what_forward_wrote(depth: int, again: int) -> None:
         return counts
 
     base, written = model(Net, depth=depth), [0, 0]
-    write = Owned.write_frame
+    write = MasterShard.write_frame
 
-    def counting(master_shard: Owned, frame: Tensor) -> None:
+    def counting(master_shard: MasterShard, frame: Tensor) -> None:
         written[master_shard._mesh.rank] += 1
         write(master_shard, frame)
 
-    with mock.patch.object(Owned, "write_frame", counting):
+    with mock.patch.object(MasterShard, "write_frame", counting):
         for counts in on_threads(Topology(1, 2), body):
             assert counts == 3 * [1 + depth + again]
 
@@ -395,7 +395,7 @@ def test_what_cannot_stay_is_copied(changes: dict[str, Any]) -> None:
 
     def body(mesh: Mesh) -> set[str]:
         zero = _engine(mesh, copy.deepcopy(base), replace(EXACT, **changes))
-        return {unit.geometry.block for unit in zero.units if unit._region is not None}
+        return {unit.geometry.block for unit in zero.units if unit.flat.leases}
 
     base, memory = model(), changes.get("memory")
     outer = {"root"} if memory is not None and memory.max_reuse else set()
@@ -721,7 +721,7 @@ def test_a_pass_in_which_weights_were_written_has_ended(
         with pytest.raises(ZeroError, match="was written in place or through"):
             (written if alone else net)(batch(0, mesh.rank, 8))
         assert not any(unit.gathered for unit in zero.units)
-        assert not zero._passes._saved.active
+        assert not zero._hooks._saved.active
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
     on_threads(Topology(1, 2), body)

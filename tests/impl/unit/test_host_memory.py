@@ -20,7 +20,7 @@ from impl.plan.offload_plan import Copied, CopyKey
 from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, PolicyError, Stage, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import ADAM_BYTES, Event, memory, predict_copies
-from impl.unit.host_memory import ACCOUNTING, Arrival, Host
+from impl.unit.host_memory import ACCOUNTING, Arrival, HostMemory
 from impl.zero import Zero, shard
 from tests.support.models import Odd
 from tests.support.ranks import on_threads
@@ -243,11 +243,11 @@ def test_weights_written_by_hand_are_sent_again(offload: Offload) -> None:
     assert first != written
 
 
-class Late(Host):
+class Late(HostMemory):
     """Copies to the host that take place when they are waited for, as late as a device may."""
 
     def download(self, staged: Tensor, target: Tensor, purpose: Copied, unit: str) -> Arrival:
-        """As :meth:`Host.download`; until its end the target holds NaN."""
+        """As :meth:`HostMemory.download`; until its end the target holds NaN."""
         self.copied[CopyKey("to_host", purpose, unit)] += staged.nbytes
         target.fill_(torch.nan)
         arrival = self._left[self._turn] = _Delayed(staged, target)
@@ -273,7 +273,7 @@ class _Delayed(Arrival):
 @pytest.mark.parametrize("passes", [["train"] * 3, ["accumulate", "train", "clipped"]], ids=str)
 def test_gradients_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch, passes: list[str]) -> None:
     """Staging is written again, and masters' gradients are read, only after the copy: the same bits."""
-    monkeypatch.setattr("impl.zero.Host", Late)
+    monkeypatch.setattr("impl.zero.HostMemory", Late)
     policy = preset("zeropp", memory=ROOMY, offload=ALL)
     equal(Topology(1, 2), model(depth=4), policy, passes)
 

@@ -62,7 +62,7 @@ def _lives(mesh: Mesh, change: str) -> list[tuple[set[Life], float]]:
 
     def look() -> None:
         with torch.no_grad():
-            seen.append(({unit.secondary.life for unit in zero.units}, net(x).item()))
+            seen.append(({unit.weight_gather.secondary.life for unit in zero.units}, net(x).item()))
 
     look()
     look()

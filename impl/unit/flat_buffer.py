@@ -1,0 +1,254 @@
+"""The memory of one unit's gathered weights, and the parameters that are views of it.
+
+[Note: flat buffer]
+A gathered unit is one tensor (P,), P its padded elements, in the type that is computed in.  Each parameter
+is a leaf of its own whose ``data`` is a view of it, at the slot that
+:class:`~impl.plan.geometry.UnitGeometry` gives. Parameters are given that view through ``data``: so each
+counts its own versions, and filling the buffer again for backward is no in-place change of what autograd
+saved.  The memory comes from one of two places: a pool, where frames are decoded to it, or shared memory,
+where frames are the elements and stay as they arrived ([Note: lease] in :mod:`impl.transport.zero_copy`).
+While the unit is sharded there is no such tensor, and modules hold placeholders; touching one asks the
+engine and never crashes.
+
+Autograd may still hold views when the unit is resharded: of weights that were used outside a forward pass,
+or in a block that is computed again.  Such memory is not given away, for it would show another unit's
+weights: a leased one becomes a private copy, and a pooled one is kept until nobody looks at it.  Who looks
+is told by the count of handles that torch keeps of the storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from impl.codecs.reference import DTYPES
+from impl.plan.geometry import UnitGeometry
+from impl.transport.zero_copy import Lease, Passing, SharedRegions
+from impl.unit.context import UnitContext
+from impl.unit.member import Gathers, Holder, InUnit, Member, Place, Taken
+from impl.unit.placeholder import hide, keep, release, unhide
+
+
+class FlatBuffer:
+    """One unit's flat buffer on one rank; the only place that gives parameters their memory.
+
+    Args:
+        geometry: of the unit.
+        context: of the engine's units; the policy is this unit's own.
+        unit: asked for the values of placeholders that are used.
+        originals: the model's parameters in slot order; they lose their values.
+        holders: for each of them, the modules that hold it.
+
+    Attributes:
+        members: of the unit, in slot order.
+        bounds: addresses where the gathered weights begin and end; equal while there is no memory.
+    """
+
+    def __init__(
+        self,
+        geometry: UnitGeometry,
+        context: UnitContext,
+        unit: Gathers,
+        originals: Sequence[nn.Parameter],
+        holders: Sequence[Sequence[Holder]],
+    ) -> None:
+        self._geometry, self._meter, self._reserve = geometry, context.meter, context.weights
+        self._dtype = DTYPES[context.policy.compute]
+        nowhere = torch.full((), math.nan, dtype=self._dtype, device=context.wire.mesh.device)
+        self.members = [
+            self._member(nowhere, unit, number, original, where)
+            for number, (original, where) in enumerate(zip(originals, holders, strict=True))
+        ]
+        self.bounds = (0, 0)
+        self._flat: Tensor | None = None  # (P,) the gathered weights, while there is memory for them
+        self._own_views = 0  # handles of that memory that are this object's and the parameters'
+        self._region: tuple[SharedRegions, int] | None = None  # of shared memory, where a lease may lie
+        self._lease: Lease | None = None  # on what the flat buffer lies in, if that is shared
+        self._laid: Tensor | None = None  # the region's memory that parameters are views of, gathered or not
+        self._marks: list[tuple[int, int]] = []  # of the members, when they were gathered
+
+    def _member(
+        self,
+        nowhere: Tensor,
+        unit: Gathers,
+        number: int,
+        original: nn.Parameter,
+        holders: Sequence[Holder],
+    ) -> Member:
+        shape, slot = original.shape, self._geometry.slots[number]
+        trainable, name = self._geometry.trainable, slot.spec.name
+        no_values = nowhere.expand(shape)
+        # Of ``data``, so that each counts its own versions: views of one tensor share a counter.
+        parameter = nn.Parameter(no_values.data, requires_grad=trainable)
+        placeholder = nn.Parameter(no_values.data, requires_grad=trainable)
+        release(placeholder, InUnit(unit, name, number))
+        keep(parameter, InUnit(unit, name, number))
+        hide(parameter)
+        strides = torch.empty(shape, device="meta").stride()
+        place = Place(nowhere.dtype, shape, strides, slot.offset)
+        member = Member(parameter, placeholder, holders, place, no_values)
+        member.put(placeholder)
+        # A reference that a module keeps outside its parameters would train nothing: its first use is an
+        # error.
+        release(original, Taken(name))
+        return member
+
+    # Memory
+
+    @property
+    def there(self) -> bool:
+        """Whether there is memory for the gathered weights; what it holds may be of the past."""
+        return self._flat is not None
+
+    def attach(self) -> Tensor:
+        """(P,) memory for the gathered weights, of which the parameters become views."""
+        if self._flat is None:
+            flat = self._reserve.take(self._geometry.padded)
+            self._lay(flat)
+            self._lie_in(flat)
+            return flat
+        return self._flat
+
+    def lease_at(self, regions: SharedRegions, region: int) -> None:
+        """From here on gathered weights stay in shared memory as they arrive, in ``region`` of it."""
+        self._region = regions, region
+        regions.settle(region, self._move_out)
+
+    @property
+    def leases(self) -> bool:
+        """Whether gathered weights stay in shared memory as they arrive."""
+        return self._region is not None
+
+    def lease(self, nbytes: int, passing: Passing | None) -> Lease:
+        """A lease on this unit's region for one gather, in rows of ``nbytes``."""
+        assert self._region is not None  # noqa: S101  # it leases
+        return Lease(*self._region, nbytes, passing)
+
+    def attach_lease(self, lease: Lease) -> None:
+        """Let the parameters be views of what has arrived; mostly they are since the last time."""
+        with torch.inference_mode(mode=False):
+            flat = lease.rows.view(-1).view(self._dtype)
+        if self._laid is not lease.memory:
+            self._lay(flat)
+            self._laid = lease.memory
+        self._lie_in(flat)
+        self._lease = lease
+        self._meter.add("gathered", flat.nbytes)
+
+    def detach_lease(self) -> None:
+        """Give a lease back, if there is one: it is on other weights than those that come next."""
+        if self._lease is not None:
+            self.detach()
+
+    def detach(self) -> None:
+        """Give the memory back, unless somebody looks at it ([Note: flat buffer])."""
+        if self._flat is None or any(member.whole is not None for member in self.members):
+            return
+        if _handles(self._flat) != self._own_views:
+            if self._lease is None:
+                return
+            self._lease.leave()
+        flat, lease = self._flat, self._lease
+        self._flat = self._lease = None
+        if lease is None:
+            self._empty()
+            self._reserve.give_back(flat)
+        else:
+            if lease.left:  # else they may be the same views again
+                self._move_out()
+            self._meter.add("gathered", -flat.nbytes)
+            lease.end()
+        self.bounds = (0, 0)
+
+    def vacate(self) -> None:
+        """Let no parameter be a view of the region while there is no lease on it.
+
+        Whoever has one tells by the number of handles whether somebody looks at its memory.
+        """
+        if self._region is not None and self._lease is None and self._laid is not None:
+            regions, region = self._region
+            regions.vacate(region)
+            self._move_out()
+
+    def lay_again(self) -> None:
+        """Make the parameters views of the flat buffer again: somebody may have given them other memory."""
+        if self._flat is not None:
+            self._lay(self._flat)
+
+    def _lie_in(self, flat: Tensor) -> None:
+        """From here on ``flat`` (P,) are the gathered weights; only parameters look at them."""
+        self._flat, self._own_views = flat, _handles(flat)
+        self.bounds = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+    def _lay(self, flat: Tensor) -> None:
+        """Let the parameters that are not seen whole be views of ``flat`` (P,)."""
+        with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for member in self.members:
+                if member.whole is None:
+                    member.parameter.data = member.place.in_flat(flat)
+
+    def _move_out(self) -> None:
+        """Parameters that are not gathered are views of the region no more."""
+        if self._lease is None and self._laid is not None:
+            self._laid = None
+            self._empty()
+
+    def _empty(self) -> None:
+        """Take the values of all parameters away."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for member in self.members:
+                member.parameter.data = member.no_values
+
+    # What is seen of it
+
+    def show(self, *, gathered: bool) -> None:
+        """Let modules hold the parameters, or their placeholders."""
+        for member in self.members:
+            member.put(member.parameter if gathered else member.placeholder)
+
+    def unhide(self) -> None:
+        """The parameters have their values; what is written from here on is noticed."""
+        for member in self.members:
+            unhide(member.parameter)
+        self._marks = [member.mark for member in self.members]
+
+    def hide(self) -> None:
+        """Whoever took a parameter during a pass asks for its values from now on."""
+        for member in self.members:
+            hide(member.parameter)
+
+    def written(self) -> Iterator[str]:
+        """Names of the parameters that were written in place since :meth:`unhide`, or lie elsewhere now.
+
+        Not those written through a tensor that shares no version counter with them, as ``.data``.
+        """
+        for slot, member, mark in zip(self._geometry.slots, self.members, self._marks, strict=True):
+            if member.whole is None and member.mark != mark:
+                yield slot.spec.name
+
+    def show_member(self, number: int) -> None:
+        """Let member ``number``, which was seen whole, be a view of the flat buffer again, if it is there."""
+        member = self.members[number]
+        member.parameter.data = member.no_values if self._flat is None else member.place.in_flat(self._flat)
+        if self._marks:
+            self._marks[number] = member.mark  # it may have been written
+
+    def locate(self, tensor: Tensor) -> Place:
+        """Where ``tensor``, a view of the gathered weights, lies in them."""
+        offset = int(tensor.storage_offset())
+        return Place(tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
+
+    def view(self, place: Place) -> Tensor:
+        """The view of the gathered weights at ``place``."""
+        assert self._flat is not None  # noqa: S101  # it is gathered
+        view = place.in_flat(self._flat if place.dtype == self._flat.dtype else self._flat.view(place.dtype))
+        view = view.conj() if place.conj else view
+        return torch._neg_view(view) if place.neg else view  # noqa: SLF001  # there is no public one
+
+
+def _handles(tensor: Tensor) -> int:
+    """Tensors that share the memory of ``tensor``, and handles of it."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001

@@ -1,0 +1,187 @@
+"""The all-gather of one unit's weights: the mirror of :mod:`impl.unit.gradient_reduction`.
+
+The way of a weight shard through a ZeRO++ step, told for two nodes of two ranks, in the order in which its
+files are met.  A unit of P padded elements is cut into shards of S = P / 4; a shard's frame, its codes and
+scales, has F bytes.  Rank = (node, local).
+
+1. *The master is encoded.*  :mod:`impl.unit.master_shard` holds the shard as ``master`` (S,) fp32 and
+   writes its frame (F,) uint8 straight into the message of the first hop; with an INT8 codec that is qwZ
+   (paper section 3.1).
+2. *Hop 1 crosses the link.*  :func:`impl.comm.collectives.gather_frames` all-gathers along ``node``, among
+   the ranks of equal local index: (node, F) = (2, F) uint8.
+3. *The secondary is kept.*  Those frames are hpZ's secondary shard (section 3.2), copied by
+   :mod:`impl.unit.secondary_shard`, and, unchanged, the message of the next hop.
+4. *Hop 2 stays inside the node*, along ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now has
+   every frame, its own too, and all decode the same bytes: replicas are equal to the bit.
+5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, seen as (local, node,
+   S), of which the parameters are views.  Where a frame is its elements, as without quantisation, they are
+   not: the last hop's messages then arrive in the flat buffer, or it is a lease on the shared memory in
+   which they lie.
+6. *The forward pass computes with it*, and :mod:`impl.unit.unit` reshards: the memory goes, the secondary
+   stays.
+7. *Backward gathers again*, from the secondary: it is written to the message of hop 2, and nothing crosses
+   the link.
+8. *The optimizer steps the masters*: the secondary is stale, and the next forward pass begins at 1.
+
+What happens when is :mod:`impl.plan.schedule`'s to say and :mod:`impl.engine.hooks`' to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from impl import ops
+from impl.codecs.reference import DTYPES
+from impl.comm.collectives import (
+    Steps,
+    are_elements,
+    as_frames,
+    gather_frames,
+    gathered,
+    placed,
+    sending,
+)
+from impl.comm.wire import Exchange, Tag
+from impl.plan.geometry import UnitGeometry
+from impl.plan.topology import Axis
+from impl.plan.traffic import Phase, Purpose
+from impl.transport.zero_copy import Lease, Passing
+from impl.unit.context import UnitContext
+from impl.unit.flat_buffer import FlatBuffer
+from impl.unit.master_shard import MasterShard
+from impl.unit.secondary_shard import SecondaryShard
+
+
+class WeightGather:
+    """The all-gathers of one unit on one rank.
+
+    Args:
+        geometry: of the unit.
+        context: of the engine's units; the policy is this unit's own.
+        master_shard: whose frame is gathered.
+
+    Attributes:
+        secondary: hpZ's copy.
+    """
+
+    def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
+        policy, self._wire = context.policy, context.wire
+        topology = self._wire.mesh.topology
+        self._geometry, self._master_shard = geometry, master_shard
+        self._codec, self._dtype = policy.weights, DTYPES[policy.compute]
+        self._axes, self._spared = policy.gather_axes(
+            topology
+        )  # hops; of them, those that the secondary spares
+        self._ring = self._axes == (topology.world_axis,)
+        self._frame = policy.weights.frame_bytes(geometry.shard)  # F
+        self._secondary_bytes = self._frame * math.prod(axis.size for axis in self._axes[: self._spared])
+        self._kept_below_stage_3 = policy.stage < 3
+        self._in_place = self._arrives_in_place()
+        self._tags: dict[tuple[Phase, Purpose], Tag] = {}
+        offloaded = master_shard.placement.frames
+        self.secondary = SecondaryShard(geometry.name, context.host, context.meter, offloaded=offloaded)
+
+    def reserve(self) -> None:
+        """Make room in shared memory for the largest messages; all ranks must call it."""
+        held = self._frame
+        for axis in self._axes:
+            self._wire.reserve(axis, held)
+            held *= axis.size
+
+    def gathering(self, phase: Phase, flat: FlatBuffer, finish: Callable[[], None]) -> Steps[None]:
+        """Bring all shards together in ``flat``; steps 1 to 5, or 7, of this module's account.
+
+        Args:
+            phase: for the ledger.
+            flat: where the weights are put.
+            finish: carries this very gather to its end, where another unit needs its memory before.
+        """
+        tag = self._tag(phase, "persistent" if self._geometry.persistent else "weights")
+        axes, nbytes = self._axes, self._frame
+        write: Callable[[Tensor], None] = self._master_shard.write_frame
+        if self._spared:
+            version = self._master_shard.version
+            if self.secondary.holds(version):
+                write = self.secondary.write
+            else:
+                between = yield from gather_frames(self._wire, axes[: self._spared], write, nbytes, tag)
+                self.secondary.keep(between.wait(), version)  # (node, F)
+                write = partial(_pass_on, between)
+            axes, nbytes = axes[self._spared :], self._secondary_bytes
+        lease = flat.lease(nbytes, self._passing(finish)) if flat.leases else None
+        if lease is not None:
+            write = partial(self._write_leased, lease, phase)
+        landing = as_frames(self._codec, flat.attach(), self._geometry.shard) if self._in_place else None
+        to = landing if lease is None else lease
+        exchange = yield from gather_frames(
+            self._wire, axes, write, nbytes, tag, ring=self._ring, destination=to
+        )
+        if to is None:
+            frames = gathered(exchange, axes, nbytes)  # (local, bytes of the message)
+            frames = frames.view(*(axis.size for axis in self._axes[::-1]), self._frame)  # (local, node, F)
+            ops.decode(self._codec, frames, placed(flat.attach(), self._axes[::-1], self._geometry.shard))
+        exchange.close()
+        if lease is not None:
+            del exchange  # its views would look like somebody's
+            flat.attach_lease(lease)
+
+    def leasable_axis(self) -> Axis | None:
+        """The axis whose ranks share the memory where gathered weights may stay as they arrive; else None.
+
+        Weights that cross to the host, or stay gathered, would keep others from their region.
+        """
+        axes = self._plain_hops()
+        crosses = self._master_shard.placement.crosses
+        if not axes or self._kept_below_stage_3 or crosses or not self._geometry.padded:
+            return None
+        *before, axis = axes
+        in_place = not before or (len(before) == 1 and self._wire.lets_go(before[0]))
+        return axis if in_place and self._wire.shares_memory(axis) else None
+
+    def _arrives_in_place(self) -> bool:
+        """Whether messages may arrive in the flat buffer, to be used as they are.
+
+        So they may where the wire lets go of their memory: a reference of its own would look like somebody's
+        view ([Note: flat buffer]).
+        """
+        axes = self._plain_hops()
+        return len(axes) == 1 and self._wire.lets_go(axes[0])
+
+    def _plain_hops(self) -> Sequence[Axis]:
+        """The axes along which hops bring the elements themselves, of which none is kept; else ()."""
+        axes = sending(self._axes)
+        plain = are_elements(self._codec, self._dtype, self._geometry.shard)
+        return axes if plain and axes[0].size > 1 and not self._spared else ()
+
+    def _passing(self, finish: Callable[[], None]) -> Passing | None:
+        """Which rows of the region this rank fills with what other nodes send; None if they send nothing."""
+        first, *more = sending(self._axes)
+        if not more:
+            return None
+        (last,) = more
+        here = last.digit(self._wire.mesh.rank) * last.stride
+        through = slice(here, here + first.size * first.stride, first.stride)
+        return Passing(first.size * last.size, through, finish)
+
+    def _write_leased(self, lease: Lease, phase: Phase, frame: Tensor) -> None:
+        """Write this rank's frame to the region; in backward it mostly lies there since the forward pass."""
+        row = self._geometry.name, self._master_shard.version
+        lease.write(row, partial(self._master_shard.write_frame, frame), anew=phase != "backward")
+
+    def _tag(self, phase: Phase, purpose: Purpose) -> Tag:
+        """The same one each time."""
+        tag = self._tags.get((phase, purpose))
+        if tag is None:
+            tag = self._tags[phase, purpose] = Tag(phase, purpose, self._geometry.name)
+        return tag
+
+
+def _pass_on(received: Exchange, frame: Tensor) -> None:
+    """Write what an exchange brought to the next one's message."""
+    rows = received.wait()
+    frame.view(rows.shape).copy_(rows)
+    received.close()
