@@ -137,7 +137,9 @@ class Zero:
         """
         self._hooks.drop()
 
-    def step(self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None) -> Stepped:
+    def step(
+        self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> Stepped:
         """Unscale the loss's scale away, clip, and step; or skip the step on all ranks after an overflow.
 
         For losses that were multiplied by ``scaler.scaled(loss)``.
@@ -145,7 +147,8 @@ class Zero:
         Args:
             optimizers: over :meth:`param_groups`; with a loss scale all that hold masters with gradients,
                 since unscaling and overflow are of all of them together.
-            max_norm: largest global 2-norm of the mean gradient; None does not clip.
+            max_norm: largest global norm of the mean gradient; None does not clip.
+            norm_type: which norm; see :meth:`grad_norm`.
 
         Raises:
             LossScaleError: for an overflow at the smallest dynamic scale.
@@ -153,22 +156,25 @@ class Zero:
         """
         if self.policy.loss_scale is not None:
             self._masters.check_complete(optimizers)
-        return self.scaler.step(self, optimizers, max_norm)
+        return self.scaler.step(self, optimizers, max_norm, norm_type)
 
-    def grad_norm(self) -> Tensor:
-        """() fp64 global 2-norm of the mean gradient; NaN and infinity included.
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """() fp64 global norm of the mean gradient; NaN and infinity included.
 
-        All ranks must call it: each sends its sum of squares, summed in rank order, so that all
+        All ranks must call it: each sends its sum of powers, summed in rank order, so that all
         have the same bits.  Offloaded gradients are summed where they lie, on the host.
 
+        Args:
+            norm_type: p of the p-norm, above 0 and at most 8, or ``inf`` for the largest absolute element.
+
         Raises:
-            ZeroError: before :meth:`finish_backward`.
+            ZeroError: before :meth:`finish_backward`, or for another ``norm_type``.
         """
         self.check_finished("grad_norm()")
-        return self._masters.norm()
+        return self._masters.norm(norm_type)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global 2-norm is at most ``max_norm``.
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their global norm (:meth:`grad_norm`) is at most ``max_norm``.
 
         Returns:
             () fp64 norm before scaling.  A norm that is not finite makes the gradients NaN, as
@@ -179,7 +185,7 @@ class Zero:
         """
         if self.policy.loss_scale is not None:
             raise ZeroError("clip_grad_norm_() of scaled gradients: give max_norm to step() instead")
-        norm = self.grad_norm()
+        norm = self.grad_norm(norm_type)
         if self.policy.feedback is not None:  # looking waits for the device
             self._forget_overflow(norm)
         self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0).float())

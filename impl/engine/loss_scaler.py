@@ -20,8 +20,8 @@ from impl.plan.policy import LARGEST_SCALE, LossScale
 class Gradients(Protocol):
     """Of one engine: what a scaler does to them."""
 
-    def grad_norm(self) -> Tensor:
-        """() fp64 global 2-norm; the same bits on all ranks."""
+    def grad_norm(self, norm_type: float) -> Tensor:
+        """() fp64 global norm; the same bits on all ranks."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all of them."""
@@ -34,7 +34,7 @@ class Stepped(NamedTuple):
     """What became of a step.
 
     Attributes:
-        norm: global 2-norm of the unscaled mean gradient, before clipping; None if nothing asked for it.
+        norm: global norm of the unscaled mean gradient, before clipping; None if nothing asked for it.
         done: whether the optimizer stepped; False after an overflow, on all ranks alike.
     """
 
@@ -72,6 +72,7 @@ class LossScaler:
         gradients: Gradients,
         optimizers: Sequence[torch.optim.Optimizer],
         max_norm: float | None = None,
+        norm_type: float = 2.0,
     ) -> Stepped:
         """Unscale, clip, and step, or skip the step after an overflow; all ranks must call it.
 
@@ -80,7 +81,8 @@ class LossScaler:
         Args:
             gradients: of the engine.
             optimizers: over its masters, all that step together.
-            max_norm: largest global 2-norm; None does not clip.
+            max_norm: largest global norm; None does not clip.
+            norm_type: which norm, as :meth:`impl.engine.engine.Zero.grad_norm` takes it.
 
         Raises:
             LossScaleError: for an overflow at the smallest scale of a dynamic one.
@@ -88,7 +90,7 @@ class LossScaler:
         if self._setting is None and max_norm is None:
             _step(optimizers)
             return Stepped(None, done=True)
-        norm = float(gradients.grad_norm()) / self.scale
+        norm = float(gradients.grad_norm(norm_type)) / self.scale
         if not math.isfinite(norm):
             gradients.forget_overflow()
             if self._setting is not None:

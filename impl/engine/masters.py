@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from impl.comm.wire import Tag, Wire
 from impl.errors import ZeroError
 from impl.plan.traffic import NORM_BYTES
 from impl.unit.unit import Unit
+
+LARGEST_POWER: Final = 8  # of a norm: fp32 gradients to this power stay within fp64
 
 
 class Masters:
@@ -54,27 +57,40 @@ class Masters:
 
     # Gradients
 
-    def norm(self) -> Tensor:
-        """() fp64 global 2-norm of the mean gradient: :meth:`impl.engine.engine.Zero.grad_norm`."""
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """() fp64 global norm of the mean gradient: :meth:`impl.engine.engine.Zero.grad_norm`."""
+        power, largest = float(norm_type), norm_type == math.inf
+        if not (largest or 0 < power <= LARGEST_POWER):
+            raise ZeroError(f"norm_type = {norm_type}: expected inf, or above 0 and at most {LARGEST_POWER}")
+        add = torch.maximum if largest else torch.add  # both pass a NaN on
+
+        def part_of(gradient: Tensor) -> Tensor:
+            if largest:
+                return gradient.abs().amax().double()
+            wide = gradient.double()
+            return (wide.square() if power == 2 else wide.abs().pow(power)).sum()
+
         device = self._wire.mesh.device
         sums: dict[torch.device, Tensor] = {}
         for unit in self._units:
             for gradient in unit.master_shard.own_gradients():
-                square, place = gradient.double().square().sum(), gradient.device
-                sums[place] = sums[place] + square if place in sums else square
+                part, place = part_of(gradient), gradient.device
+                sums[place] = add(sums[place], part) if place in sums else part
         total = torch.zeros((), dtype=torch.float64, device=device)
         for part in sums.values():
-            total = total + part.to(device)
+            total = add(total, part.to(device))
         world = self._wire.mesh.topology.world_axis
         exchange = self._wire.all_gather(world, NORM_BYTES, Tag("step", "control"))
         exchange.send.copy_(total.view(1).view(torch.uint8))
         exchange.post()
-        squares = exchange.wait().contiguous().view(torch.float64).view(-1)
+        parts = exchange.wait().contiguous().view(torch.float64).view(-1)
         exchange.close()
         norm = torch.zeros_like(total)
-        for square in squares:
-            norm = norm + square
-        return norm.sqrt()
+        for part in parts:
+            norm = add(norm, part)
+        if largest:
+            return norm
+        return norm.sqrt() if power == 2 else norm.pow(1 / power)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients, where they are there."""

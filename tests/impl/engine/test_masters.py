@@ -12,7 +12,7 @@ from impl.codecs.codec import IntCodec
 from impl.comm.mesh import Mesh
 from impl.plan.policy import PRESETS, Policy, preset
 from impl.plan.topology import Topology
-from impl.zero import shard
+from impl.zero import ZeroError, shard
 from tests.impl.test_zero_models import Stack, data
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY
@@ -44,6 +44,47 @@ def test_clipping_uses_the_global_norm() -> None:
     assert len(set(results)) == 1
     assert results[0][0] == pytest.approx(wanted, rel=1e-5)
     assert results[0][1] == pytest.approx(0.01, rel=1e-3)
+
+
+def _p_normed(mesh: Mesh, norm_type: float) -> tuple[float, float, float, float | None]:
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    net(batch(0, mesh.rank)).backward()
+    zero.finish_backward()
+    before = zero.clip_grad_norm_(0.01, norm_type).item()
+    clipped = zero.grad_norm(norm_type).item()
+    stepped = zero.step(torch.optim.SGD(zero.param_groups()), max_norm=0.005, norm_type=norm_type)
+    return before, clipped, zero.grad_norm(norm_type).item(), stepped.norm
+
+
+@pytest.mark.parametrize("norm_type", [torch.inf, 1.0, 3.0])
+def test_other_norms_are_those_of_the_whole_gradient(norm_type: float) -> None:
+    """``norm_type`` means what it does in torch, of the whole mean gradient, in both ways to clip."""
+    results = on_threads(Topology(2, 2), _p_normed, norm_type)
+    net = model()
+    for rank in range(4):
+        (net(batch(0, rank)) / 4).backward()
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()], norm_type).item()
+    assert len(set(results)) == 1
+    before, clipped, again, stepped = results[0]
+    assert before == pytest.approx(wanted, rel=1e-5)
+    assert stepped == clipped == pytest.approx(0.01, rel=1e-3)
+    assert again == pytest.approx(0.005, rel=1e-3)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, 9.0, -torch.inf, torch.nan])
+def test_a_norm_that_would_not_be_one_is_refused(norm_type: float) -> None:
+    """Powers at which fp64 overflows, or that name no norm, are refused with what is allowed."""
+
+    def body(mesh: Mesh) -> None:
+        net = copy.deepcopy(MODEL)
+        zero = shard(net, mesh=mesh, policy=EXACT)
+        net(batch(0, mesh.rank)).backward()
+        zero.finish_backward()
+        with pytest.raises(ZeroError, match="expected inf, or above 0 and at most 8"):
+            zero.grad_norm(norm_type)
+
+    on_threads(Topology(1, 2), body)
 
 
 def test_padding_is_not_part_of_the_norm() -> None:

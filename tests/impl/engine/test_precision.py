@@ -91,7 +91,7 @@ class _Gradients:
     def __init__(self, norms: list[float]) -> None:
         self.norms, self.factors, self.forgotten = norms, list[float](), 0
 
-    def grad_norm(self) -> Tensor:
+    def grad_norm(self, norm_type: float) -> Tensor:
         return torch.tensor(self.norms.pop(0), dtype=torch.float64)
 
     def scale_gradients(self, factor: float) -> None:
