@@ -27,6 +27,7 @@ from impl.codecs.rounding_noise import Clock
 from impl.engine.pytree import cast_tensors
 from impl.plan.geometry import UnitGeometry
 from impl.plan.policy import Policy
+from impl.zero import find_blocks
 
 TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
 Batch = tuple[Tensor, Tensor]
@@ -111,7 +112,8 @@ def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
     def cast(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
 
-    twin.register_forward_pre_hook(cast, with_kwargs=True)
+    for module in (twin, *find_blocks(twin, most=policy.memory.largest_unit)):
+        module.register_forward_pre_hook(cast, with_kwargs=True)
     return twin
 
 

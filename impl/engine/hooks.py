@@ -155,9 +155,9 @@ class Hooks:
         changed = None
         if module is self._model and not recomputing:
             self._begin_forward()
-            if self._casts_inputs:
-                dtype = DTYPES[self._policy.compute]
-                changed = args, kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+        if self._casts_inputs:
+            dtype = DTYPES[self._policy.compute]
+            changed = args, kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
         if torch.is_grad_enabled() and not recomputing and not self._saved.active:
             self._saved.begin()  # a block that is called by itself, outside the model's forward pass
             self._called_alone = module

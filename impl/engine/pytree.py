@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -11,14 +12,35 @@ from torch import Tensor
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors, in tuples, lists and dicts, in ``dtype``."""
+    """``value`` with its floating-point tensors in ``dtype``; containers keep their types.
+
+    What holds none that is of another type is returned as it is; other containers are copied, and neither
+    constructors nor ``__post_init__`` run again.
+    """
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {name: cast_tensors(item, dtype) for name, item in value.items()}
-    if isinstance(value, list) or type(value) is tuple:
-        return type(value)(cast_tensors(item, dtype) for item in value)
-    return value
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, MutableMapping):
+        old = dict(value)
+    elif isinstance(value, tuple | list):
+        old = dict(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (field.name for field in dataclasses.fields(value))
+        old = {name: getattr(value, name) for name in fields if hasattr(value, name)}
+    else:
+        return value
+    items = {key: cast_tensors(item, dtype) for key, item in old.items()}
+    changed = {key: item for key, item in items.items() if item is not old[key]}
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), items.values())  # a named one's own takes its items one by one
+    new = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(new, MutableMapping | list):
+            new[key] = item
+        else:
+            object.__setattr__(new, key, item)  # frozen ones too
+    return new
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -1,0 +1,100 @@
+"""What modules are given, cast: values in the type that is computed in, containers what they were."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+from impl.comm.mesh import Mesh
+from impl.engine.pytree import cast_tensors, tensors_in
+from impl.plan.policy import preset
+from impl.plan.topology import Topology
+from impl.zero import shard
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+
+
+class Point(NamedTuple):
+    x: Tensor
+    label: str
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    derived: int = field(init=False, default=3)
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: list[Tensor]
+
+
+class Named(dict[str, Any]):
+    pass
+
+
+def _containers(x: Tensor) -> list[Any]:
+    some = defaultdict(list, x=[x])
+    return [
+        (x, 1), [x], Point(x, "a"), {"x": x}, Named(x=x), OrderedDict(x=x), UserDict(x=x), some, Frozen(x),
+        Slotted([x]), {"deep": (Point(x, "b"), [Frozen(x)])}, pack_sequence([x]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(_containers(torch.ones(2)))))
+def test_containers_keep_their_type_when_tensors_in_them_are_cast(index: int) -> None:
+    """Named tuples, subclasses of dict, dataclasses: what was given is not changed, and other values stay."""
+    value = _containers(torch.ones(2))[index]
+    new = cast_tensors(value, torch.bfloat16)
+    assert type(new) is type(value)
+    assert {x.dtype for x in tensors_in(value) if x.is_floating_point()} == {torch.float32}
+    assert {x.dtype for x in tensors_in(new) if x.is_floating_point()} == {torch.bfloat16}
+    assert cast_tensors(new, torch.bfloat16) is new
+    if isinstance(new, defaultdict):
+        assert new["other"] == []
+    if isinstance(new, Point):
+        assert new.label == "a"
+    if isinstance(new, Frozen):
+        assert new.derived == 3
+
+
+class Widens(nn.Module):
+    """Norms in fp32 between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, point: Point) -> Tensor:
+        """Of a named tuple, to a loss."""
+        x = point.x
+        for block in self.blocks:
+            x = block(nn.functional.layer_norm(x.float(), (16,)))
+        assert x.dtype == torch.bfloat16
+        return x.float().square().mean()
+
+
+def test_blocks_that_are_given_fp32_compute_in_the_type_of_their_weights() -> None:
+    """The root takes a named tuple, blocks what an operation between them left in fp32; gradients arrive."""
+
+    def body(mesh: Mesh) -> None:
+        zero = shard(
+            net := copy.deepcopy(base), mesh=mesh, policy=preset("zero3", compute="bf16", memory=ROOMY)
+        )
+        x = torch.randn(4, 16, requires_grad=True)
+        net(Point(x, "a")).backward()
+        zero.finish_backward()
+        assert x.grad is not None
+        assert x.grad.dtype == torch.float32
+        assert zero.grad_norm() > 0
+
+    base = Widens()
+    on_threads(Topology(1, 2), body)
