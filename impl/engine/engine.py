@@ -128,6 +128,7 @@ class Zero:
             ZeroError: without a backward pass before.
         """
         self._hooks.finish()
+        self.scaler.passed()
 
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
@@ -136,6 +137,7 @@ class Zero:
         KeyboardInterrupt left, of which torch tells no hook, the engine is outside of passes again.
         """
         self._hooks.drop()
+        self.scaler.forget()
 
     def step(
         self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None, norm_type: float = 2.0
@@ -152,7 +154,7 @@ class Zero:
 
         Raises:
             LossScaleError: for an overflow at the smallest dynamic scale.
-            ZeroError: if a loss scale is set and an optimizer is missing.
+            ZeroError: with a loss scale, if an optimizer is missing or a loss was not scaled.
         """
         if self.policy.loss_scale is not None:
             self._masters.check_complete(optimizers)
@@ -218,6 +220,7 @@ class Zero:
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """What ``model.zero_grad()`` means: the gradients are the masters'."""
         self._masters.zero_gradients(set_to_none=set_to_none)
+        self.scaler.forget()
 
     # State
 

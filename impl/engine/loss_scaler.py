@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from impl.errors import ZeroError
 from impl.plan.policy import LARGEST_SCALE, LossScale
 
 
@@ -55,6 +56,7 @@ class LossScaler:
     Attributes:
         scale: by which losses are multiplied now.
         skipped: steps that overflowed so far.
+        reached: whether the backward pass that is under way began at a loss that :meth:`scaled` gave.
     """
 
     def __init__(self, setting: LossScale | None) -> None:
@@ -62,10 +64,29 @@ class LossScaler:
         self.scale = 1.0 if setting is None else setting.initial
         self.skipped = 0
         self._since = 0  # steps since the scale last changed
+        self.reached = False
+        self._unscaled = 0  # backward passes since the last step
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss whose backward pass is to be run."""
-        return loss if self.scale == 1.0 else loss * self.scale
+        if self.scale == 1.0:
+            return loss
+        scaled = loss * self.scale
+        if scaled.requires_grad:
+            scaled.register_hook(self._reach)  # type: ignore[no-untyped-call]
+        return scaled
+
+    def _reach(self, _: Tensor) -> None:
+        self.reached = True
+
+    def passed(self) -> None:
+        """A backward pass is over."""
+        self._unscaled += self.scale != 1.0 and not self.reached
+        self.reached = False
+
+    def forget(self) -> None:
+        """The gradients of all passes since the last step are not used."""
+        self._unscaled, self.reached = 0, False
 
     def step(
         self,
@@ -86,7 +107,14 @@ class LossScaler:
 
         Raises:
             LossScaleError: for an overflow at the smallest scale of a dynamic one.
+            ZeroError: for gradients of losses that were not scaled: the scale would divide them too.
         """
+        if self._unscaled:
+            raise ZeroError(
+                f"step() after {self._unscaled} backward passes whose loss was not scaled: it would divide "
+                f"their gradients by the loss scale of {self.scale:g}; run zero.scaler.scaled(loss).backward() "
+                "(model.zero_grad() drops these)"
+            )
         if self._setting is None and max_norm is None:
             _step(optimizers)
             return Stepped(None, done=True)

@@ -253,6 +253,29 @@ def test_scaled_gradients_are_unscaled_once(how: str, words: str) -> None:
     assert all(words in said for said in on_threads(Topology(1, 2), _misused, model(), how))
 
 
+def test_a_loss_that_was_not_scaled_is_noticed() -> None:
+    """Its gradients would be divided by the scale: step() refuses, of each pass of a step, until dropped."""
+
+    def body(mesh: Mesh) -> None:
+        policy = preset("exact", memory=ROOMY, loss_scale=LossScale(initial=8.0))
+        zero = shard(net := copy.deepcopy(base), mesh=mesh, policy=policy)
+        optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+        for scaled in ((True, False), (False, True), (True, True)):
+            for one in scaled:
+                loss = net(batch(0, mesh.rank))
+                (zero.scaler.scaled(loss / 2) if one else loss / 2).backward()
+                zero.finish_backward()
+            if all(scaled):
+                assert zero.step(optimizer).done
+            else:
+                with pytest.raises(ZeroError, match=r"1 backward passes .*loss scale of 8; run zero.scaler"):
+                    zero.step(optimizer)
+                net.zero_grad()
+
+    base = model()
+    on_threads(Topology(1, 2), body)
+
+
 def _in_bf16(mesh: Mesh) -> float:
     torch.manual_seed(0)
     net = Stack().bfloat16()
