@@ -185,14 +185,21 @@ def drafts_of(
         draft.specs.append(ParameterSpec(full, tuple(parameter.shape), group))
         draft.parameters.append(parameter)
         draft.holders.append(holders)
-    for draft in drafts.values():  # slot order: geometry sorts by group, stably
+    held = [draft for draft in drafts.values() if any(spec.numel for spec in draft.specs)]
+    for draft in drafts.values():  # what has no elements travels with what has, so that it is known
+        home = next((one for one in held if one.trainable == draft.trainable), None)
+        if home is not None and not any(spec.numel for spec in draft.specs):
+            home.specs += draft.specs
+            home.parameters += draft.parameters
+            home.holders += draft.holders
+    for draft in held:  # slot order: geometry sorts by group, stably
         order = sorted(range(len(draft.specs)), key=lambda i: draft.specs[i].group)
         draft.specs = [draft.specs[i] for i in order]
         draft.parameters = [draft.parameters[i] for i in order]
         draft.holders = [draft.holders[i] for i in order]
-    for draft in drafts.values():
+    for draft in held:
         _check_size(draft, limits.largest_unit)
-    return [draft for draft in drafts.values() if sum(spec.numel for spec in draft.specs)]
+    return held
 
 
 def geometry_of(draft: Draft, topology: Topology, policy: Policy) -> UnitGeometry:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
@@ -105,4 +106,37 @@ def test_what_is_not_there_is_a_clear_error() -> None:
         with pytest.raises(ZeroError, match="not one of this sharded model"):
             access.full_fp32_param(zero, NET.get_parameter("embed.weight"))
 
+    on_threads(Topology(1, 2), body)
+
+
+class Hollow(nn.Module):
+    """A root, and a block, whose only parameters have no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.blocks = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 0)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 16) to a loss."""
+        return self.blocks[0](x).square().mean() + self.blocks[1](x).sum() + self.nothing.sum()
+
+
+def test_parameters_without_elements_are_known() -> None:
+    """Also where nothing else of their block or the root has any: their values and gradients are empty."""
+
+    def body(mesh: Mesh) -> None:
+        zero = shard(net := copy.deepcopy(base), mesh=mesh, policy=EXACT)
+        net(batch(0, mesh.rank)).backward()
+        zero.finish_backward()
+        for name in ("nothing", "blocks.1.weight", "blocks.1.bias"):
+            shape = net.get_parameter(name).shape
+            assert access.full_fp32_param(zero, net.get_parameter(name)).shape == shape
+            gradient = access.full_fp32_grad(zero, name)
+            assert gradient is not None
+            assert gradient.shape == shape
+            access.set_full_fp32_param(zero, name, torch.empty(shape))
+            assert zero.full_state_dict()[name].shape == shape
+
+    base = model(Hollow)
     on_threads(Topology(1, 2), body)
