@@ -10,6 +10,7 @@ passes are, which units are gathered for whom, and which reductions are under wa
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -83,6 +84,7 @@ class Hooks:
         self._saved = SavedTensors()
         self._seen: list[int] | None = []  # units in the order they ran; None once it is known
         self._running = 0  # forward calls of hooked modules under way
+        self._nested = 0  # of those, calls of the model inside one of it
         self._called_alone: nn.Module | None = None
         self._escaped: set[int] = set()  # units in use outside of their modules, in this forward pass
         self._external: dict[nn.Module, list[int]] = {}  # units that a module uses beside its own
@@ -148,12 +150,20 @@ class Hooks:
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001  # inside a backward pass
         alone = not self._running and module is not self._model and not recomputing
+        root = module is self._model and not recomputing
+        nested = root and self._running > 0 and self._is_called()
         self._running += 1  # first: the hook after this call takes it back, whatever is refused here
+        self._nested += nested
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public one
+            raise ZeroError(
+                f"{type(module).__name__} of a sharded model under a transform of torch.func (vmap, grad, jvp), "
+                "which cannot see its weights come and go: use autograd, or the model before shard()"
+            )
         if alone:
             for index in self._of_module.get(module, ()):
                 self._units[index].check_held()
         changed = None
-        if module is self._model and not recomputing:
+        if root and not nested:
             self._begin_forward()
         if self._casts_inputs:
             dtype = DTYPES[self._policy.compute]
@@ -172,8 +182,19 @@ class Hooks:
             self._after_backward_of(module, (args, kwargs))
         return changed
 
+    def _is_called(self) -> bool:
+        """Whether a call of the model is under way around this one; hooks are not told of interrupted
+        ones.
+        """
+        frame, calls = sys._getframe(), 0  # noqa: SLF001
+        while frame is not None:
+            code, around = frame.f_code, frame.f_back
+            calls += code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is self._model  # noqa: SLF001
+            frame = around
+        return calls > 1
+
     def _begin_forward(self) -> None:
-        self._running = 1
+        self._running, self._nested = 1, 0
         for unit in self._units:
             unit.check_held()
         self._module_buffers.make_equal()
@@ -221,9 +242,11 @@ class Hooks:
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputed: kept until its backward
             return
         outputs = list(tensors_in(output))
-        indices = self._of_module.get(module, ())
+        nested = module is self._model and self._nested > 0
+        self._nested -= nested
+        indices = () if nested else self._of_module.get(module, ())
         ends: list[Callable[[], None]] = [partial(self._end_unit, index, outputs) for index in indices]
-        if module is self._model:
+        if module is self._model and not nested:
             ends.append(partial(self._end_forward, outputs))
         if module is self._called_alone:
             ends.append(self._end_alone)
@@ -410,7 +433,7 @@ class Hooks:
 
     def drop(self) -> None:
         """Lead out of a pass that failed: :meth:`impl.engine.engine.Zero.drop_gradients`."""
-        self._running = 0
+        self._running = self._nested = 0
         self._brought.clear()
         if self._saved.active:
             self._saved.end()

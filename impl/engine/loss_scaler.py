@@ -112,8 +112,8 @@ class LossScaler:
         if self._unscaled:
             raise ZeroError(
                 f"step() after {self._unscaled} backward passes whose loss was not scaled: it would divide "
-                f"their gradients by the loss scale of {self.scale:g}; run zero.scaler.scaled(loss).backward() "
-                "(model.zero_grad() drops these)"
+                f"their gradients by the loss scale of {self.scale:g}; run "
+                "zero.scaler.scaled(loss).backward() (model.zero_grad() drops these)"
             )
         if self._setting is None and max_norm is None:
             _step(optimizers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire, _InMemory
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import preset
+from impl.plan.policy import Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.impl.test_zero_models import WIDTH, Stack, data
 from tests.support.models import Net
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY
-from tests.support.training import batch, model
+from tests.support.training import batch, mean_losses, model, single, train
 
 EXACT = preset("exact", memory=ROOMY)
 
@@ -127,6 +128,51 @@ def test_compiled_blocks_train_as_blocks_that_are_not() -> None:
     base = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     plain, compiled = (on_threads(Topology(1, 1), partial(body, compiled=on))[0] for on in (False, True))
     assert plain == pytest.approx(compiled, rel=1e-5)
+
+
+class Recursive(Net):
+    """Calls itself before its head."""
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        """(batch, width) to a loss."""
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        loss = (self.head(x) * self.scale).square().mean()
+        return loss if not depth else loss + self(x, depth - 1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_that_calls_itself_trains_as_in_one_process(stage: Stage) -> None:
+    """Calls inside a pass are part of it: losses are right, and the engine is outside of passes after it."""
+    policy = replace(EXACT, stage=stage)
+    results = on_threads(Topology(1, 2), train, model(Recursive), policy, 3)
+    assert mean_losses(results) == pytest.approx(single(model(Recursive), 2, 3), rel=1e-5)
+    for _, _, zero in results:
+        zero.check_idle("access")
+
+
+@pytest.mark.parametrize("how", ["vmap", "grad", "jvp", "functional_call", "block"])
+def test_transforms_of_torch_func_are_refused(how: str) -> None:
+    """In one line, where a crash was; afterwards the model trains."""
+
+    def body(mesh: Mesh) -> None:
+        shard(net := copy.deepcopy(base), mesh=mesh, policy=EXACT)
+        x, func = batch(0, mesh.rank), torch.func
+        weights = {name: torch.zeros(one.shape) for name, one in base.named_parameters()}
+        calls = {
+            "vmap": lambda: func.vmap(net)(x[None]),
+            "grad": lambda: func.grad(net)(x),
+            "jvp": lambda: func.jvp(net, (x,), (x,)),
+            "functional_call": lambda: func.grad(lambda w: func.functional_call(net, w, (x,)))(weights),
+            "block": lambda: func.vmap(net.blocks[0])(x[None]),
+        }
+        with pytest.raises(ZeroError, match=r"of a sharded model under a transform of torch\.func"):
+            calls[how]()
+        net(x).backward()
+
+    base = model(Net)
+    on_threads(Topology(1, 1), body)
 
 
 def test_in_place_changes_of_activations_are_still_noticed() -> None:
