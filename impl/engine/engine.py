@@ -89,7 +89,8 @@ class Zero:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes inside add their gradients up locally; the next one outside reduces the sum.
+        """Backward passes inside add their gradients up locally, in fp32; the next one outside reduces the
+        sum.
 
         Raises:
             ZeroError: if the policy reduces every micro-batch.
@@ -113,7 +114,7 @@ class Zero:
                 f"accumulating() at stage {self.policy.stage}, which reduces each micro-batch into shards: "
                 "set the policy's reduce_every to 'step', and have memory for a whole local gradient"
             )
-        self._hooks.accumulating = on
+        self._hooks.accumulate(on=on)
 
     def finish_backward(self) -> None:
         """Send what has not been sent, wait for all reductions, release all weights.

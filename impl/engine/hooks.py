@@ -156,7 +156,7 @@ class Hooks:
         self._nested += nested
         if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public one
             raise ZeroError(
-                f"{type(module).__name__} of a sharded model under a transform of torch.func (vmap, grad, jvp), "
+                f"{type(module).__name__} of a sharded model under a transform of torch.func (vmap, grad), "
                 "which cannot see its weights come and go: use autograd, or the model before shard()"
             )
         if alone:
@@ -183,9 +183,7 @@ class Hooks:
         return changed
 
     def _is_called(self) -> bool:
-        """Whether a call of the model is under way around this one; hooks are not told of interrupted
-        ones.
-        """
+        """Whether a call of the model is under way around this one: no hook is told of interrupted ones."""
         frame, calls = sys._getframe(), 0  # noqa: SLF001
         while frame is not None:
             code, around = frame.f_code, frame.f_back
@@ -442,6 +440,12 @@ class Hooks:
         for unit in self._units:
             unit.gradients.drop()
             unit.reduction.clear_feedback()
+
+    def accumulate(self, *, on: bool) -> None:
+        """From here on backward passes add up locally, or reduce."""
+        self.accumulating = on
+        for unit in self._units:
+            unit.local.accumulating = on
 
     def check_idle(self, what: str) -> None:
         """Refuse ``what`` inside a forward or backward pass.

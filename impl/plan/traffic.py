@@ -318,9 +318,9 @@ def memory(
     (facts A4: alpha M / P at 16 bits); ``feedback`` the kept errors, of hop k as many as that hop encodes;
     ``gathered`` in the compute type, unsharded: everything below stage 3, else what is in use around all
     blocks and the largest block (:func:`_largest_block`) or, if more, those that stay for backward;
-    ``local_gradients``: everything where several micro-batches are added up locally, else those of the root
-    and of the largest block.  S is the sum of shards.  Units gathered ahead come on top: at most
-    ``prefetch`` elements.
+    ``local_gradients``: everything, in fp32, where several micro-batches are added up locally, else those of
+    the root and of the largest block in the compute type.  S is the sum of shards.  Units gathered ahead
+    come on top: at most ``prefetch`` elements.
 
     What lies in host memory has ``host_`` before its name (:mod:`impl.plan.offload_plan`).  For it the
     device holds
@@ -360,7 +360,10 @@ def memory(
             if placement.shard:
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
     parts["gathered"] = item * _gathered(policy, units)
-    parts["local_gradients"] = item * _local_gradients(policy, units, micro_batches)
+    added_up = micro_batches > 1 and not policy.reduces_each_micro_batch
+    parts["local_gradients"] = _local_gradients(units, added_up) * (
+        max(item, MASTER_BYTES) if added_up else item
+    )
     return parts
 
 
@@ -373,10 +376,10 @@ def _gathered(policy: Policy, units: Sequence[UnitGeometry]) -> int:
     return around + max(kept, _largest_block([unit for unit in units if not unit.outer]))
 
 
-def _local_gradients(policy: Policy, units: Sequence[UnitGeometry], micro_batches: int) -> int:
-    """Most elements of local gradients at once."""
+def _local_gradients(units: Sequence[UnitGeometry], added_up: bool) -> int:
+    """Most elements of local gradients at once, where those of several micro-batches are added up or not."""
     sizes = [unit.padded for unit in units if unit.trainable]
-    if micro_batches > 1 and not policy.reduces_each_micro_batch:
+    if added_up:
         return sum(sizes)
     inner = [unit.padded for unit in units if unit.trainable and not unit.outer]
     return sum(sizes) - sum(inner) + max(inner, default=0)

@@ -17,7 +17,7 @@ class GradientBuffer:
 
     Args:
         geometry: of the unit.
-        dtype: of local gradients.
+        dtype: of local gradients; what adds up over passes is at least fp32.
         pool: where buffers come from.
         meter: where messages that hold them are counted; the pool counts its own.
 
@@ -25,6 +25,7 @@ class GradientBuffer:
         missing: members whose gradient has not arrived in this backward pass.
         armed: whether a pass is known to bring some.
         opened: the message in which they lie.
+        accumulating: whether those of passes under way are to be added to others.
     """
 
     def __init__(self, geometry: UnitGeometry, dtype: torch.dtype, pool: Pool, meter: Meter) -> None:
@@ -38,7 +39,7 @@ class GradientBuffer:
         self._written: set[int] = set()  # members whose part of it holds something
         self.opened: Exchange | None = None
         self.missing: set[int] = set()
-        self.armed = False
+        self.armed = self.accumulating = False
 
     @property
     def held(self) -> bool:
@@ -111,6 +112,9 @@ class GradientBuffer:
 
     def _buffer(self) -> Tensor:
         """(padded,) what no gradient was written to holds anything."""
-        if self._flat is None:
+        if self._flat is None and self.accumulating and self._dtype.itemsize < torch.float32.itemsize:
+            items = torch.float32.itemsize // self._dtype.itemsize
+            self._flat = self._pool.take(self._geometry.padded * items).view(torch.float32)
+        elif self._flat is None:
             self._flat = self._pool.take(self._geometry.padded)
         return self._flat

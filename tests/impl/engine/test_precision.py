@@ -253,6 +253,30 @@ def test_scaled_gradients_are_unscaled_once(how: str, words: str) -> None:
     assert all(words in said for said in on_threads(Topology(1, 2), _misused, model(), how))
 
 
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "policy", [{"stage": 0}, {"stage": 1}, {"stage": 3, "reduce_every": "step"}], ids=str
+)
+def test_micro_batches_add_up_in_fp32(policy: dict[str, Any], compute: Dtype) -> None:
+    """Sums that no 16-bit type holds on the way arrive: 4096 + 1 + 1 + 1 - 4096 = 3, as do 64 thirds."""
+
+    def body(mesh: Mesh) -> tuple[list[float], list[float]]:
+        means = []
+        for gradients in ([4096.0, 1.0, 1.0, 1.0, -4096.0], [1 / 3] * 64):
+            zero = shard(net := nn.Linear(8, 8), mesh=mesh, policy=replace(EXACT, compute=compute, **policy))
+            for number, gradient in enumerate(gradients):
+                zero.accumulate(on=number < len(gradients) - 1)
+                (net(torch.eye(8)) * gradient).sum().backward()
+                zero.finish_backward()
+            means.append([unit.master_shard.mean_gradient() for unit in zero.units][0].unique().tolist())
+        return means[0], means[1]
+
+    for exact, thirds in on_threads(Topology(1, 2), body):
+        assert exact[-1] == 3.0
+        third = torch.tensor(1 / 3).to(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[compute]))
+        assert 64 * float(third) in thirds
+
+
 def test_a_loss_that_was_not_scaled_is_noticed() -> None:
     """Its gradients would be divided by the scale: step() refuses, of each pass of a step, until dropped."""
 

@@ -114,7 +114,9 @@ def test_what_each_stage_sends(stage: Stage) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    "changes", [{}, {"group": 2}, {"reduce_every": "step"}, {"frozen": parse("int8:32")}], ids=str
+    "changes",
+    [{}, {"group": 2}, {"reduce_every": "step"}, {"frozen": parse("int8:32")}, {"compute": "bf16"}],
+    ids=str,
 )
 def test_memory_is_the_formulas_at_every_stage(
     stage: Stage, changes: dict[str, Any], micro_batches: int
