@@ -30,7 +30,7 @@ from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blo
 from impl.errors import ZeroError
 from impl.parameters.external import external_to
 from impl.parameters.init import give_values
-from impl.parameters.presharded import taken_over
+from impl.parameters.presharded import drawn, taken_over
 from impl.plan.offload_plan import placements_of
 from impl.plan.policy import Offload, Policy
 from impl.plan.topology import Axis
@@ -60,9 +60,9 @@ def shard(
 
     Args:
         model: with the same architecture and values on every rank (:mod:`impl.engine.initial_weights`
-            compares those that
-            are whole); each rank keeps its own slice of them.  What :class:`~impl.parameters.init.Init` cut
-            is taken over as it is; a model on the meta device is given its values block by block.
+            compares
+            them); each rank keeps its own slice of them.  What :class:`~impl.parameters.init.Init` cut is
+            taken over as it is; a model on the meta device is given its values block by block.
         mesh: the ranks.
         policy: what is sent, held and computed.
         wire: what sends; a plain one by default.
@@ -98,7 +98,8 @@ def shard(
     give_values(model, blocks, mesh, policy, initialise)
     drafts = drafts_of(model, blocks, group_of, policy)
     geometries = [geometry_of(draft, mesh.topology, policy) for draft in drafts]
-    check_same_start(mesh.rank, mesh.topology.world, dict(model.named_parameters()))
+    parameters = dict(model.named_parameters())
+    check_same_start(mesh.rank, mesh.topology.world, parameters, drawn(parameters))
     meter = Meter()
     pool = Pool(DTYPES[policy.compute], mesh.device, meter, "local_gradients")
     weights = Reserve(DTYPES[policy.compute], mesh.device, meter, "gathered")

@@ -1,7 +1,8 @@
 """All ranks start from the same weights: compared once, when a model is sharded.
 
 Each rank trains its own slice of the values it was given, so ranks that drew different ones would train a
-model that nobody made.  What is compared is a sum of each parameter's bits; it goes through the store in
+model that nobody made.  What is compared is a sum of each parameter's bits, of all that it was cut from if
+it was cut while it was made; it goes through the store in
 which ranks met, like desync reports, and is in no ledger.  Thread ranks have no store, and are not compared.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -21,13 +23,16 @@ from impl.unit.placeholder import Placeholder
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-def check_same_start(rank: int, world: int, parameters: Mapping[str, Tensor]) -> None:
+def check_same_start(
+    rank: int, world: int, parameters: Mapping[str, Tensor], drawn: Mapping[str, int] = MappingProxyType({})
+) -> None:
     """Refuse values that differ between ranks; all of them must call this.
 
     Args:
         rank: this one.
         world: ranks.
         parameters: by name; those that are cut already, or have no values, are left out.
+        drawn: of those that are cut, by name, a number of the values that they were cut from here.
 
     Raises:
         ZeroError: on all ranks, naming the first parameter that differs and the ranks.
@@ -37,7 +42,7 @@ def check_same_start(rank: int, world: int, parameters: Mapping[str, Tensor]) ->
     if store is None:
         return
     mark = f"zeropp/starts/{store.add(f'zeropp/starts/{rank}', 1)}"
-    store.set(f"{mark}/{rank}", json.dumps(sums(parameters)))
+    store.set(f"{mark}/{rank}", json.dumps({**sums(parameters), **drawn}))
     if rank == 0:
         told = [json.loads(store.get(f"{mark}/{other}")) for other in range(world)]
         store.set(f"{mark}/verdict", differing(told) or "")
@@ -63,7 +68,8 @@ def differing(told: Sequence[Mapping[str, int]]) -> str | None:
         if others:
             return (
                 f"parameter {name!r} starts from other values on {ranks_in_words(others)} than on rank 0; "
-                "each rank would train its own slice: seed all ranks alike, or load the same state on all"
+                "each rank would train its own slice: seed all ranks alike (Init has seed=), or load the "
+                "same state on all"
             )
     others = [rank for rank, found in enumerate(told) if len(found) != len(told[0])]
     if others:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Tag, Wire
+from impl.engine.initial_weights import sums
 from impl.errors import ZeroError
 from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import Policy
 from impl.unit.master_shard import sliced
 from impl.unit.placeholder import Placeholder, keeper_of, release, restore
 from impl.unit.whole_values import assembled
+
+_LARGE: Final = 2**61 - 1
 
 
 class Cut:
@@ -42,6 +46,7 @@ class Cut:
         wire: gives what gathers.
         piece: (S,) fp32, this rank's slice, on the device where the values were made.
         pinned: slots that a context shows whole.
+        drawn: for each slot a number of all values that this rank has cut it from; equal on equal ranks.
         whole: whether the parameters have their values.
     """
 
@@ -73,6 +78,7 @@ class Cut:
         self._keepers = [_InCut(self, slot.spec.name) for slot in self.geometry.slots]
         self.piece = torch.empty(0)
         self.pinned: set[int] = set()
+        self.drawn = [0] * len(self.geometry.slots)
         self.whole = True
         self._uses: list[int] = []
         self.cut()
@@ -103,6 +109,9 @@ class Cut:
             torch.zeros(()).expand(slot.spec.shape) if parameter is None else parameter
             for parameter, slot in zip(parameters, slots, strict=True)
         ]
+        own = sums({str(number): one for number, one in enumerate(parameters) if one is not None})
+        for number, value in own.items():
+            self.drawn[int(number)] = (31 * self.drawn[int(number)] + value) % _LARGE
         self.piece = sliced(self.geometry, self.mesh.rank, values, self._device)
         for parameter, keeper in zip(parameters, self._keepers, strict=True):
             if parameter is not None:
@@ -169,6 +178,12 @@ def cut_of(parameter: Tensor) -> Cut | None:
     """The cut that keeps the values of ``parameter``, if one does."""
     keeper = keeper_of(parameter)
     return keeper.cut if isinstance(keeper, _InCut) else None
+
+
+def drawn(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Of those that are cut, a number of the values that this rank has cut them from."""
+    cuts = {name: cut_of(parameter) for name, parameter in parameters.items()}
+    return {name: cut.drawn[cut.number(parameters[name])] for name, cut in cuts.items() if cut is not None}
 
 
 def whole_cut_of(parameter: Tensor) -> Cut | None:

@@ -74,9 +74,10 @@ def test_ranks_seeded_alike_are_sharded(cut: bool) -> None:
     assert on_processes(Topology(1, 2), _seeded, True, cut) == [None, None]
 
 
-def test_ranks_that_drew_other_weights_are_refused() -> None:
+@pytest.mark.parametrize("cut", [False, True])
+def test_ranks_that_drew_other_weights_are_refused(cut: bool) -> None:
     """A model that each rank drew for itself is refused on all ranks, naming a parameter and who differs."""
-    for said in on_processes(Topology(1, 2), _seeded, False, False):
+    for said in on_processes(Topology(1, 2), _seeded, False, cut):
         assert said is not None
         assert "starts from other values on rank 1 than on rank 0" in said
         assert "seed all ranks alike" in said
