@@ -89,8 +89,7 @@ class Zero:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes inside add their gradients up locally, in fp32; the next one outside reduces the
-        sum.
+        """Backward passes inside add their gradients up locally, in fp32; the next one reduces the sum.
 
         Raises:
             ZeroError: if the policy reduces every micro-batch.

@@ -277,8 +277,7 @@ class Policy:
         reduce_every: gradients are reduced after each ``micro_batch`` and added up in shards, or added up
             locally and reduced once a ``step``, which holds a whole local gradient; ``stage`` is ``step``
             for stages 0 and 1, which hold it anyway, and ``micro_batch`` for 2 and 3.
-        compute: type of gathered weights and of local gradients; those that add up over micro-batches are
-            fp32.
+        compute: type of gathered weights and of local gradients; sums over micro-batches are fp32.
         loss_scale: of fp16; None for none.
         frozen: codec in which weights that are not trained are held and sent; None holds fp32 masters
             and sends them as ``weights`` says.

@@ -319,8 +319,8 @@ def memory(
     ``gathered`` in the compute type, unsharded: everything below stage 3, else what is in use around all
     blocks and the largest block (:func:`_largest_block`) or, if more, those that stay for backward;
     ``local_gradients``: everything, in fp32, where several micro-batches are added up locally, else those of
-    the root and of the largest block in the compute type.  S is the sum of shards.  Units gathered ahead
-    come on top: at most ``prefetch`` elements.
+    the root and of the largest block in the compute type.  S is the sum of shards.  Units gathered ahead come
+    on top: at most ``prefetch`` elements.
 
     What lies in host memory has ``host_`` before its name (:mod:`impl.plan.offload_plan`).  For it the
     device holds

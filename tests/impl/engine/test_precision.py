@@ -268,11 +268,13 @@ def test_micro_batches_add_up_in_fp32(policy: dict[str, Any], compute: Dtype) ->
                 zero.accumulate(on=number < len(gradients) - 1)
                 (net(torch.eye(8)) * gradient).sum().backward()
                 zero.finish_backward()
-            means.append([unit.master_shard.mean_gradient() for unit in zero.units][0].unique().tolist())
+            means.append(
+                torch.cat([unit.master_shard.mean_gradient() for unit in zero.units]).unique().tolist()
+            )
         return means[0], means[1]
 
     for exact, thirds in on_threads(Topology(1, 2), body):
-        assert exact[-1] == 3.0
+        assert 3.0 in exact
         third = torch.tensor(1 / 3).to(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[compute]))
         assert 64 * float(third) in thirds
 
