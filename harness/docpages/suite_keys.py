@@ -33,7 +33,7 @@ _MORE: Final = {
     "policy.group": "ranks that share one copy of all states, 0 for all, or `node`",
     "policy.secondary": "ranks that share hpZ's copy, 0 for none, or `node`",
     "policy.reduce_every": "`micro_batch` adds up in shards, `step` locally; `stage`: as it holds",
-    "policy.compute": "`fp32`, `bf16`, `fp16`: of gathered weights, local gradients; masters and sums stay fp32",
+    "policy.compute": "`fp32`, `bf16`, `fp16`: of weights and local gradients; masters and sums stay fp32",
     "policy.loss_scale": "`none`, a number, or `dynamic`, then `:from<scale>`, `:window<steps>`",
     "policy.frozen": "codec in which weights that are not trained are held and sent, or `none`",
     "policy.prefetch": "elements gathered ahead of their use",
