@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -184,7 +185,8 @@ class Hooks:
 
     def _is_called(self) -> bool:
         """Whether a call of the model is under way around this one: no hook is told of interrupted ones."""
-        frame, calls = sys._getframe(), 0  # noqa: SLF001
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001
+        calls = 0
         while frame is not None:
             code, around = frame.f_code, frame.f_back
             calls += code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is self._model  # noqa: SLF001
@@ -445,7 +447,7 @@ class Hooks:
         """From here on backward passes add up locally, or reduce."""
         self.accumulating = on
         for unit in self._units:
-            unit.local.accumulating = on
+            unit.gradients.accumulating = on
 
     def check_idle(self, what: str) -> None:
         """Refuse ``what`` inside a forward or backward pass.
