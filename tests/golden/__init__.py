@@ -1,0 +1,1 @@
+"""The golden file, and the test that holds the code to it."""
