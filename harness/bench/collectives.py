@@ -9,7 +9,7 @@ the reduced shard, which our reductions make.  An all-gather's work ends when th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -30,7 +30,7 @@ OPERATIONS: Final = ("all_gather", "reduce_scatter")
 CODECS: Final = ("fp32", "bf16", "int8:2048", "int4:256")
 GATHERS: Final[tuple[Gather, ...]] = ("flat", "hierarchical")
 REDUCTIONS: Final[tuple[Reduce, ...]] = ("ring", "one_hop", "two_hop")
-TRANSPORTS: Final[tuple[Transport, ...]] = ("tcp", "shm", "backend")
+TRANSPORTS: Final[tuple[Transport, ...]] = ("shm", "backend")
 GRAIN: Final = 1 << 12  # elements of a shard: whole blocks of all codecs above
 MOST_ROUNDS: Final = 15
 FEWEST_ROUNDS: Final = 5
@@ -63,8 +63,7 @@ class Contender:
         operation: of :data:`OPERATIONS`.
         algorithm: of the policy.
         codecs: one a hop that sends.
-        transport: what carries messages: ``shm`` only where a hop lies inside a node, ``tcp`` only where one
-            lies between nodes.
+        transport: what carries messages inside a node: ``shm`` only where a hop lies inside one.
         run: one call.
         wire: its ledger.
     """
@@ -199,27 +198,20 @@ def _contenders(
             for gather in GATHERS:
                 policy = Policy(weights=codec, gather=gather)
                 axes, _ = policy.gather_axes(mesh.topology)
-                if not _carries(transport, mesh.topology, axes) or (transport == "tcp" and gather == "flat"):
-                    continue  # the flat one is the library's
+                if transport == "shm" and not any_inside(mesh.topology, axes):
+                    continue
                 run = _gather(mesh, wire, policy, mine, out)
                 found.append(Contender("all_gather", gather, (text,), transport, run, wire))
             for reduce in REDUCTIONS:
                 policy = Policy(gradients=(codec, codec), reduce=reduce)
                 hops = policy.reduce_axes(mesh.topology)
-                axes = tuple(axis for axis, _ in hops)
-                if not _carries(transport, mesh.topology, axes) or (transport == "shm" and reduce == "ring"):
-                    continue  # a step of the ring is the backend's inside a node too
+                inside = any_inside(mesh.topology, [axis for axis, _ in hops])
+                if transport == "shm" and (reduce == "ring" or not inside):
+                    continue  # a step of the ring is the backend's everywhere
                 texts = tuple(str(codec) for _, codec in hops)
                 call = _reduce(mesh, wire, policy, whole)
                 found.append(Contender("reduce_scatter", reduce, texts, transport, call, wire))
     return found
-
-
-def _carries(transport: Transport, topology: Topology, axes: Sequence[Axis]) -> bool:
-    """Whether a transport carries some hop that the ones after it in :data:`TRANSPORTS` do not."""
-    if transport == "tcp":
-        return any(axis.size > 1 and not any_inside(topology, [axis]) for axis in axes)
-    return transport == "backend" or any_inside(topology, axes)
 
 
 def any_inside(topology: Topology, axes: Iterable[Axis]) -> bool:

@@ -38,9 +38,9 @@ LEARNING_RATE: Final = 1e-3
 DEEPSPEED: Final = ("deepspeed", "deepspeed-kept")
 
 OURS: Final[dict[str, tuple[str, Transport]]] = {
-    "exact": ("exact", "tcp"),
+    "exact": ("exact", "shm"),
     "exact-backend": ("exact", "backend"),
-    "zeropp": ("zeropp", "tcp"),
+    "zeropp": ("zeropp", "shm"),
 }
 """Preset and transport by the name of the run."""
 

@@ -307,7 +307,7 @@ def _model(setting: StepSetting) -> nn.Module:
 def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
     # The last block's weights stay for its backward pass, which comes next: no schedule lets them go.
     limits = MemoryLimits(max_reuse=1)
-    return shard(model, mesh=mesh, policy=preset(policy, memory=limits), wire=Wire(mesh, transport="tcp"))
+    return shard(model, mesh=mesh, policy=preset(policy, memory=limits), wire=Wire(mesh, transport="shm"))
 
 
 def _sent(zero: Zero) -> tuple[int, int]:

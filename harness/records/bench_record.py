@@ -119,8 +119,7 @@ class EngineSample(_Paired):
 
     Attributes:
         contender: who trained (:mod:`harness.bench.engine`).
-        transport: what carried messages: tcp, with shared memory inside nodes; shm, with gloo between nodes;
-            backend; none of the one that sends nothing.
+        transport: what carried messages inside a node: shm or backend; none of the one that sends nothing.
         nodes: of the topology.
         ranks_per_node: likewise.
         rate_mbit: of the link between nodes; None is unshaped.
@@ -136,7 +135,7 @@ class EngineSample(_Paired):
     """
 
     contender: str
-    transport: Literal["shm", "tcp", "backend", "none"]
+    transport: Literal["shm", "backend", "none"]
     nodes: int
     ranks_per_node: int
     rate_mbit: float | None

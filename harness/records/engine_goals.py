@@ -55,10 +55,10 @@ class Goal:
 
 
 GOALS: Final = (
-    Goal(1, 4, None, "tcp", SHARDED, "the best sharded peer", 1.4),
-    Goal(1, 4, None, "tcp", ("ddp",), "DDP", 1.0),
+    Goal(1, 4, None, "shm", SHARDED, "the best sharded peer", 1.4),
+    Goal(1, 4, None, "shm", ("ddp",), "DDP", 1.0),
     Goal(1, 4, None, "backend", SHARDED, "the best sharded peer", 1.05),
-    Goal(2, 2, 1000.0, "tcp", FSDP2, "FSDP2", 1.4),
+    Goal(2, 2, 1000.0, "shm", FSDP2, "FSDP2", 1.4),
 )
 
 
@@ -104,8 +104,7 @@ def verdicts(samples: Sequence[EngineSample]) -> list[Verdict]:
 def told(verdict: Verdict) -> str:
     """One line: the goal, what was found, and whether it is met."""
     goal, found = verdict.goal, verdict.found
-    shared = "shared memory" if goal.nodes == 1 else "shared memory and TCP"
-    carried = "gloo alone" if goal.transport == "backend" else shared
+    carried = "shared memory" if goal.transport == "shm" else "gloo alone"
     rate = "unshaped" if goal.rate_mbit is None else f"at {goal.rate_mbit:g} Mbit/s"
     whom = goal.of_whom if goal.of_whom.lower() == verdict.peer else f"{goal.of_whom} ({verdict.peer})"
     spread = "" if math.isnan(found.low) else f" [{found.low:.3g}, {found.high:.3g}]"

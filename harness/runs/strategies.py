@@ -32,7 +32,7 @@ from impl.plan.policy import Policy
 from impl.plan.traffic import Event, LedgerKey, Sent, predict, predict_copies
 from impl.zero import Zero, find_blocks, shard
 
-TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "tcp": "tcp", "gloo": "backend", "nccl": "backend"}
+TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "nccl": "backend"}
 
 
 class Strategy(Protocol):

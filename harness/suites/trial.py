@@ -116,8 +116,7 @@ class Cluster(_Frozen):
         link: auto, namespaces, paced, none (ranks joined unshaped) or real (nodes are machines).
         rate: Mbit/s per node and direction; None is unshaped.  A real link is as fast as it is:
             its rate is only what predictions reckon with.
-        transport: ``tcp``: shared memory inside a node, connections of our own between nodes; ``shm``: gloo
-            between them; ``gloo`` everywhere; ``nccl`` on GPUs.
+        transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs.
     """
 
     nodes: int = Field(2, ge=1, le=4096)
@@ -125,7 +124,7 @@ class Cluster(_Frozen):
     link: Literal["auto", "namespaces", "paced", "none", "real"] = "auto"
     rate: Annotated[float | None, BeforeValidator(_rate)] = None
     device: Literal["cpu", "cuda"] = "cpu"
-    transport: Literal["tcp", "shm", "gloo", "nccl"] = "tcp"
+    transport: Literal["shm", "gloo", "nccl"] = "shm"
     launcher: Literal["local", "torchrun", "slurm"] = "local"
 
 

@@ -175,7 +175,7 @@ def job_of(config: Mapping[str, Any], asked: Asked) -> tuple[Job, Recipe]:
             ranks_per_node=asked.topology.ranks_per_node,
             link="real" if asked.torchrun else "none",
             device="cuda" if asked.device == "cuda" else "cpu",
-            transport="nccl" if asked.device == "cuda" else "tcp",
+            transport="nccl" if asked.device == "cuda" else "shm",
             launcher="torchrun" if asked.torchrun else "local",
         ),
         model=Model(

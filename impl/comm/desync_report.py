@@ -37,12 +37,17 @@ from impl.plan.topology import ranks_in_words
 _LOOK_SECONDS: Final = 1.0  # between two looks for a question, of 0.3 to 0.6 ms on a busy machine
 _PATIENCE_SECONDS: Final = 5.0  # for answers
 _FRAMES: Final = 6  # of a stack, the innermost
-_OWN: Final = (
-    "comm/wire.py",
-    "transport/shared_memory.py",
-    "comm/desync_report.py",
-)  # whose inner frames say nothing more
-_OWN_FILES: Final = frozenset(Path(__file__).parents[1] / name for name in _OWN)
+# Whose inner frames say nothing more.
+_OWN: Final = frozenset(
+    Path(__file__).parents[1] / name
+    for name in (
+        "comm/wire.py",
+        "comm/exchanges.py",
+        "comm/watchdog.py",
+        "comm/desync_report.py",
+        "transport/shared_memory.py",
+    )
+)
 _SHOWN: Final = 3  # exchanges of a rank
 _log = logging.getLogger("zeropp")
 
@@ -335,7 +340,7 @@ def _next(rank: int, known: Mapping[int, Answer]) -> str | None:
 
 def _stack(frame: Any) -> list[str]:
     frames = traceback.extract_stack(frame)
-    own = [Path(f.filename) in _OWN_FILES for f in frames]
+    own = [Path(f.filename) in _OWN for f in frames]
     while own[-2:] == [True, True]:
         own.pop()
         frames.pop()

@@ -17,13 +17,8 @@ from harness.records.statistics import Interval, median_interval
 from report.data.text import number, text
 from report.draw import drawing, theme
 
-TRANSPORTS: Final = {
-    "tcp": "shared memory, TCP between nodes",
-    "shm": "shared memory",
-    "backend": "gloo alone",
-    "none": "nothing",
-}
-COLOURS: Final = {"tcp": "#009e73", "shm": "#0072b2", "backend": "#e69f00", "none": "#000000"}
+TRANSPORTS: Final = {"shm": "shared memory", "backend": "gloo alone", "none": "nothing"}
+COLOURS: Final = {"shm": "#0072b2", "backend": "#e69f00", "none": "#000000"}
 _WIDE: Final = 300.0  # an axis whose ends have a larger ratio is labelled at decades only
 
 

@@ -123,7 +123,7 @@ def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
         for part in ("masters", "gradients", "optimizer", "secondary", "gathered"):
             assert rank.memory.engine[part] == rank.memory.formula[part]
         assert rank.memory.peak_rss > 50 << 20
-    assert found.ran["transports"]["node"].startswith("tcp")
+    assert found.ran["transports"]["node"].startswith("gloo")
     assert found.ran["transports"]["local"] == "shm"
     assert len(found.units) == 3
     assert found.interfaces is None

@@ -158,8 +158,8 @@ def test_impossible_policy() -> None:
 
 
 def test_what_came_later_changes_no_id() -> None:
-    """A trial that trains without a limit over gloo between nodes has the id of before there was more."""
-    assert Trial(cluster=Cluster(transport="shm")).id == "0dc9ea488555"
+    """A trial that trains without a limit has the id that it had before there were others."""
+    assert Trial().id == "0dc9ea488555"
     assert not {"workload", "generate", "memory_limit"} & set(Trial().canonical())
     assert {"workload", "generate"} <= set(Trial(workload="generate").canonical())
     assert Trial(policy=PolicyChanges(stage=2)).canonical()["policy"]["stage"] == 2

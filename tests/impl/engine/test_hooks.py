@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from impl.comm.exchanges import InMemory
 from impl.comm.mesh import Mesh
-from impl.comm.wire import Wire, _InMemory
+from impl.comm.wire import Wire
 from impl.parameters.gathered import GatheredParameters
 from impl.plan.policy import Stage, preset
 from impl.plan.topology import Topology
@@ -71,9 +72,9 @@ def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it() -> None:
 
 def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
     """finish_backward() after one that was interrupted says what is lost and what to call, which works."""
-    base, left, wait = model(Net), threading.local(), _InMemory.wait
+    base, left, wait = model(Net), threading.local(), InMemory.wait
 
-    def interrupted(exchange: _InMemory) -> Tensor:
+    def interrupted(exchange: InMemory) -> Tensor:
         left.waits = getattr(left, "waits", 0) - 1
         if left.waits == 0:
             raise KeyboardInterrupt
@@ -98,7 +99,7 @@ def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
         zero.finish_backward()
         return float(zero.grad_norm()), wanted
 
-    with mock.patch.object(_InMemory, "wait", interrupted):
+    with mock.patch.object(InMemory, "wait", interrupted):
         for got, wanted in on_threads(Topology(1, 2), body):
             assert got == wanted
 

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from impl.codecs.codec import BF16, FP32, Raw
 from impl.comm.collectives import Steps, Transfer, gather_frames
+from impl.comm.exchanges import Distributed, InMemory
 from impl.comm.mesh import Mesh
-from impl.comm.wire import Tag, Wire, WireError, _Backend, _InMemory
+from impl.comm.watchdog import WireError
+from impl.comm.wire import Tag, Wire
 from impl.errors import WrittenError
 from impl.parameters.gathered import GatheredParameters
 from impl.plan.policy import Policy, preset
@@ -363,15 +365,12 @@ def test_parameters_lie_in_the_memory_of_the_node(nodes: int) -> None:
 
 @pytest.mark.parametrize("kind", ["net", "odd", "recompute"])
 @pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_training_over_two_hops_is_the_same_to_the_bit_and_the_byte(
-    kind: str, weights: Raw, transport: Any
-) -> None:
+def test_training_over_two_hops_is_the_same_to_the_bit_and_the_byte(kind: str, weights: Raw) -> None:
     """Weights that two hops bring to their home train as copies do: losses, state and ledger are equal."""
     net = model(Odd) if kind == "odd" else model(Net, recompute=kind == "recompute")
     compute: Any = "bf16" if weights == BF16 else "fp32"
     policy, width = replace(EXACT, weights=weights, compute=compute), 7 if kind == "odd" else 16
-    stayed = on_processes(Topology(2, 2), _trained, net, policy, transport, width)
+    stayed = on_processes(Topology(2, 2), _trained, net, policy, "shm", width)
     copied = on_processes(Topology(2, 2), _trained, net, policy, "backend", width)
     for ours, theirs in zip(stayed, copied, strict=True):
         assert ours[0] == theirs[0]
@@ -446,7 +445,6 @@ def test_ranks_on_two_nodes_let_go_at_different_moments() -> None:
     base = _keeping()
     copied = on_threads(Topology(2, 2), _letting_go, base, "backend")
     assert on_processes(Topology(2, 2), _letting_go, base, "shm") == copied
-    assert on_processes(Topology(2, 2), _letting_go, base, "tcp") == copied
 
 
 def _keeping() -> nn.Sequential:
@@ -538,7 +536,7 @@ def _update_to(zero: Zero, value: float) -> None:
 def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) -> None:
     """What KeyboardInterrupt left of a gather is never computed with: the next pass gathers it again."""
     base, left = model(Net, depth=3), threading.local()
-    kind: Any = _InMemory if transport == "shm" else _Backend
+    kind: Any = InMemory if transport == "shm" else Distributed
     wait = kind.wait
 
     def interrupted(exchange: Any) -> Tensor:
@@ -584,14 +582,14 @@ def _interrupted_at_its_home(mesh: Mesh, base: nn.Module) -> tuple[int, float]:
     zero = _engine(mesh, net, replace(EXACT, memory=replace(ROOMY, prefetch=10**9)))
     with torch.no_grad():
         net(batch(0, mesh.rank, 8))
-    wait, vacate = _Backend.wait, SharedRegions.vacate
+    wait, vacate = Distributed.wait, SharedRegions.vacate
 
     def interrupted(exchange: Any) -> Tensor:
         interrupts.append(exchange)
         raise KeyboardInterrupt
 
     def vacating(regions: SharedRegions, region: int) -> None:
-        with mock.patch.object(_Backend, "wait", wait if interrupts else interrupted):
+        with mock.patch.object(Distributed, "wait", wait if interrupts else interrupted):
             vacate(regions, region)
 
     net.left_out = (1,)  # gathered ahead; the block that comes to its home finds it under way

@@ -50,7 +50,7 @@ def test_of_compute_alone() -> None:
     found = bench_engine.derived(bench_engine.frame([record]))
     shares = found.set_index(["contender", "transport", "nodes"])["of_alone"]
     assert shares["alone", "none", 1] == pytest.approx(1.0)
-    assert shares["exact", "tcp", 2] == pytest.approx(0.5)
+    assert shares["exact", "shm", 2] == pytest.approx(0.5)
     assert shares["ddp", "backend", 1] == pytest.approx(0.25)
     speeds = found.set_index(["contender", "transport", "nodes"])["speed"]
     assert speeds["ddp", "backend", 1] == pytest.approx(statistics.median([6144 / 1.0, 6144 / 1.1]))

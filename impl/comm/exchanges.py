@@ -1,0 +1,264 @@
+"""The kinds of :class:`impl.comm.wire.Exchange`: of one rank, in the memory of a node, by
+torch.distributed.
+"""
+# ruff: noqa: D102  # Exchange says what its methods do
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Final, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.comm.fingerprint import Entry
+from impl.comm.watchdog import Watchdog, WireError
+from impl.transport.group import Group
+from impl.transport.shared_memory import Arena
+from impl.transport.zero_copy import Lease
+
+Kind = Literal["all_gather", "all_to_all", "shift"]
+Start = Callable[[Group, Kind, Tensor, Tensor, int], list[dist.Work]]  # group, kind, received, sent, tag
+
+# torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
+_all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Pacer(Protocol):
+    """A link that is modelled: says when bytes sent to other nodes have left."""
+
+    def book(self, nbytes: int) -> float:
+        """``time.monotonic()`` at which the last of ``nbytes`` has left this node."""
+
+
+def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag: int) -> list[dist.Work]:
+    """Post an exchange over gloo as one message to and from each rank of the group.
+
+    gloo's own all-to-all announces a receive only when it gets to it; behind a slow link the
+    announcement queues after our data and the link idles (24 to 30 of 50 Mbit/s measured between
+    two nodes, 48 this way).  So all receives are announced before anything is sent.
+    """
+    size, me, handle = group.size, group.index, group.process_group
+    # Start with the next rank, so that not all ranks send to the first one first.
+    after = [(me + step) % size for step in range(1, 2 if kind == "shift" else size)]
+    before = [(me - step) % size for step in range(1, len(after) + 1)]
+    come = dict.fromkeys(before, received) if kind == "shift" else received.view(size, -1).unbind()
+    go = sent.view(size, -1).unbind() if kind == "all_to_all" else [sent] * size
+    # What isend() and irecv() call, without their checks: six calls are 60 us a unit and hop.
+    works = [handle.recv([come[i]], i, tag) for i in before]
+    works += [handle.send([go[i]], i, tag) for i in after]
+    if kind == "all_to_all":
+        come[me].copy_(go[me])
+    return works
+
+
+def collective(group: Group, kind: Kind, received: Tensor, sent: Tensor, _: int) -> list[dist.Work]:
+    """Post an exchange as one collective of the backend."""
+    handle = group.process_group
+    if kind == "all_gather":
+        return [_all_gather(received, sent, group=handle, async_op=True)]
+    come = go = None  # bytes by rank: equal parts
+    if kind == "shift":
+        before, after = ((group.index + step) % group.size for step in (-1, 1))
+        come, go = ([sent.numel() if i == end else 0 for i in range(group.size)] for end in (before, after))
+    return [dist.all_to_all_single(received, sent, come, go, group=handle, async_op=True)]
+
+
+class Buffers:
+    """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB.
+
+    Args:
+        device: where it lies.
+
+    Attributes:
+        nbytes: of all of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.nbytes = 0
+        self._device = device
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, nbytes: int) -> Tensor:
+        """(nbytes,) uint8."""
+        free = self._free[nbytes]
+        if free:
+            return free.pop()
+        self.nbytes += nbytes
+        with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let it be used again."""
+        self._free[buffer.numel()].append(buffer)
+
+    def abandon(self, buffer: Tensor) -> None:
+        """Let it go for good: a message may yet be written there, or be read."""
+        self.nbytes -= buffer.numel()
+
+    def clear(self) -> None:
+        """Let go of what is free."""
+        self._free.clear()
+
+
+class Alone:
+    """A group of one rank: what it sends is what it receives."""
+
+    def __init__(self, buffers: Buffers, nbytes: int) -> None:
+        self.send, self._buffers = buffers.take(nbytes), buffers
+
+    def post(self) -> None:
+        pass
+
+    def wait(self) -> Tensor:
+        return self.send.view(1, -1)
+
+    def whole(self) -> Tensor:
+        return self.wait()
+
+    def close(self) -> None:
+        self._buffers.give_back(self.send)
+
+
+def begin_stay(watchdog: Watchdog, lease: Lease, entry: Entry) -> Tensor:
+    """(rows, bytes) that this rank fills at a home, once all have ended the stay before."""
+    lease.vacate()
+    with watchdog.waiting(entry):
+        return lease.begin()
+
+
+class InMemory:
+    """Ranks of one node read each other's rows in place: in a slot of the arena, or where they stay.
+
+    Rows that stay are announced in a slot too, so that ranks that part find each other there.
+
+    Args:
+        watchdog: of this rank.
+        arena: of the group.
+        entry: the exchange's place in the order.
+        kind: of exchange.
+        nbytes: of a row that a rank receives from another.
+        row: bytes of this rank's message.
+        lease: where the rows stay, if they do.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        arena: Arena,
+        entry: Entry,
+        kind: Kind,
+        *,
+        nbytes: int,
+        row: int,
+        lease: Lease | None,
+    ) -> None:
+        self._watchdog, self._arena, self._entry, self._lease = watchdog, arena, entry, lease
+        self._start, self._nbytes = arena.group.index * nbytes if kind == "all_to_all" else 0, nbytes
+        self._rows: Tensor | None = None  # once all have posted theirs
+        place = None
+        if lease is not None:  # if it has begun, the hop before wrote there
+            place = lease.rows[:0] if lease.begun else begin_stay(watchdog, lease, entry)
+        with watchdog.waiting(entry):
+            self._number = arena.claim()
+        self.send = arena.row(self._number)[:row] if place is None else place.view(-1)
+        if lease is not None:
+            lease.arriving(self.whole)
+
+    def post(self) -> None:
+        self._arena.post(self._number, self._entry[2])
+
+    def wait(self) -> Tensor:
+        return self.whole()[:, self._start : self._start + self._nbytes]
+
+    def whole(self) -> Tensor:
+        if self._rows is not None:
+            return self._rows
+        with self._watchdog.waiting(self._entry):
+            rows = self._arena.wait(self._number)
+        if not self._arena.agree(self._number, self._entry[2]):
+            raise self._watchdog.parted(self._entry)
+        self._watchdog.collective_log.finished = self._entry
+        self._rows = rows if self._lease is None else self._lease.rows
+        return self._rows
+
+    def close(self) -> None:
+        self._arena.done(self._number)
+        if self._lease is not None:
+            self._lease.arrived()
+
+
+class Distributed:
+    """An exchange that torch.distributed carries.
+
+    Args:
+        watchdog: of this rank.
+        entry: the exchange's place in the order.
+        start: posts it.
+        received: where the messages arrive.
+        send: this rank's message.
+        rows: of what is received.
+        buffers: whose ``taken`` is given back in the end.
+        taken: of these two tensors, those that are not the caller's memory.
+        limit: what its works' ``wait`` is given.
+        pacer: a link that is modelled, if any.
+        inter_bytes: that it must carry before the exchange may complete.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        entry: Entry,
+        start: Callable[[], Sequence[dist.Work]],
+        *,
+        received: Tensor,
+        send: Tensor,
+        rows: int,
+        buffers: Buffers,
+        taken: Sequence[Tensor],
+        limit: tuple[timedelta, ...],
+        pacer: Pacer | None,
+        inter_bytes: int,
+    ) -> None:
+        self.send = send
+        self._watchdog, self._entry, self._start = watchdog, entry, start
+        self._received, self._rows, self._limit = received, rows, limit
+        self._buffers, self._taken = buffers, taken
+        self._pacer, self._inter_bytes, self._carried = pacer, inter_bytes, 0.0
+        self._works: Sequence[dist.Work] = ()
+        self._under_way = False
+
+    def post(self) -> None:
+        self._under_way = True
+        if self._pacer is not None and self._inter_bytes:
+            self._carried = self._pacer.book(self._inter_bytes)
+        try:
+            self._works = self._start()
+        except RuntimeError as error:  # gloo says here already that a rank is lost
+            raise self._watchdog.stuck(self._entry, error) from error
+        self._watchdog.follow(self._entry, self._works)
+
+    def wait(self) -> Tensor:
+        if self._under_way:
+            with self._watchdog.waiting(self._entry):
+                for work in self._works:
+                    work.wait(*self._limit)
+                if (left := self._carried - time.monotonic()) > 0:
+                    time.sleep(left)
+            self._works, self._under_way = (), False
+            self._watchdog.collective_log.finished = self._entry
+        return self._received.view(self._rows, -1)
+
+    def whole(self) -> Tensor:
+        raise WireError("whole messages are seen only along an axis that shares memory")
+
+    def close(self) -> None:
+        for buffer in self._taken:
+            if self._under_way:  # it was not waited for, or in vain
+                self._buffers.abandon(buffer)
+            else:
+                self._buffers.give_back(buffer)
