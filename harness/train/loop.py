@@ -28,12 +28,11 @@ from harness.workloads import models
 from harness.workloads.data import Data
 from impl.checkpoint import save_load as checkpoint
 from impl.checkpoint.save_load import CheckpointError
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.deepspeed.keys import ZERO
 from impl.deepspeed.recipe import Recipe, recipe
 from impl.parameters.init import Init
 from impl.plan.topology import Topology
-from impl.plan.traffic import NORM_BYTES
 
 MB: Final = 1e6
 LR: Final = 3e-4  # where neither flags nor the configuration say one, or that says "auto"
@@ -345,13 +344,8 @@ def _mean(strategy: Strategy, loss: float, device: torch.device) -> float:
     """Mean loss over all ranks, through the wire: 8 bytes of each."""
     assert strategy.zero is not None  # noqa: S101  # a recipe is a policy
     wire: Wire = strategy.zero.wire
-    exchange = wire.all_gather(wire.mesh.topology.world_axis, NORM_BYTES, Tag("step", "control"))
-    exchange.send.copy_(torch.tensor([loss], dtype=torch.float64, device=device).view(torch.uint8))
-    exchange.post()
-    losses = exchange.wait().contiguous().view(torch.float64).view(-1)
-    mean = float(losses.mean())
-    exchange.close()
-    return mean
+    losses = wire.all_gather_small(torch.tensor([loss], dtype=torch.float64, device=device))
+    return float(losses.mean())
 
 
 def _scale(strategy: Strategy) -> float | None:

@@ -56,7 +56,7 @@ from impl.engine.unit_planning import find_blocks, plan_units
 from impl.plan.geometry import ROOT, ParameterSpec, Slot, UnitGeometry
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
-from impl.plan.traffic import NORM_BYTES, Event, LedgerKey, Phase, Sent
+from impl.plan.traffic import Event, LedgerKey, Phase, Sent
 
 _TINY: Final = 1e-6  # added to a norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does
 
@@ -226,14 +226,7 @@ class InFSDP2:
         total = torch.zeros((), dtype=torch.float64)
         for gradient in gradients:
             total += gradient.double().square().sum()
-        exchange = self.wire.all_gather(
-            self.wire.mesh.topology.world_axis, NORM_BYTES, Tag("step", "control")
-        )
-        exchange.send.copy_(total.view(1).view(torch.uint8))
-        exchange.post()
-        squares = exchange.wait().contiguous().view(torch.float64).view(-1)  # (world,) fp64
-        norm = squares.sum().sqrt()
-        exchange.close()
+        norm = self.wire.all_gather_small(total.view(1)).sum().sqrt()  # of (world, 1) fp64
         factor = (max_norm / (norm + _TINY)).clamp(max=1.0).float()
         for gradient in gradients:
             gradient.mul_(factor)
@@ -497,9 +490,6 @@ class InDDP:
             self.wire.reserve(axis, held)
             held *= axis.size
         _reserve_reduction(self.wire, self.policy, piece)
-
-
-Joined = InFSDP2 | InDDP
 
 
 def _check(host: Host, wire: Wire, policy: Policy) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from impl.checkpoint.atomic_files import CheckpointError
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 
 MESSAGE_BYTES: Final = 1024  # of each rank
 _ERROR_BYTES: Final = 900  # of an error's text in JSON; the rest is cut
@@ -66,10 +66,6 @@ def _told(wire: Wire, mine: dict[str, Any]) -> list[dict[str, Any]]:
     data = json.dumps(mine).encode()
     if len(data) > MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes, {MESSAGE_BYTES} allowed")
-    exchange = wire.all_gather(wire.mesh.topology.world_axis, MESSAGE_BYTES, Tag("step", "control"))
-    exchange.send.copy_(torch.frombuffer(bytearray(data.ljust(MESSAGE_BYTES)), dtype=torch.uint8))
-    exchange.post()
-    rows = exchange.wait().cpu().numpy()  # (ranks, MESSAGE_BYTES)
-    told = [json.loads(row.tobytes()) for row in rows]
-    exchange.close()
-    return told
+    sent = torch.frombuffer(bytearray(data.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
+    rows = wire.all_gather_small(sent.to(wire.mesh.device)).cpu().numpy()  # (ranks, MESSAGE_BYTES)
+    return [json.loads(row.tobytes()) for row in rows]

@@ -9,9 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.errors import ZeroError
-from impl.plan.traffic import NORM_BYTES
 from impl.unit.unit import Unit
 
 LARGEST_POWER: Final = 8  # of a norm: fp32 gradients to this power stay within fp64
@@ -79,14 +78,8 @@ class Masters:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for part in sums.values():
             total = add(total, part.to(device))
-        world = self._wire.mesh.topology.world_axis
-        exchange = self._wire.all_gather(world, NORM_BYTES, Tag("step", "control"))
-        exchange.send.copy_(total.view(1).view(torch.uint8))
-        exchange.post()
-        parts = exchange.wait().contiguous().view(torch.float64).view(-1)
-        exchange.close()
         norm = torch.zeros_like(total)
-        for part in parts:
+        for part in self._wire.all_gather_small(total.view(1)).view(-1):  # NORM_BYTES of each rank
             norm = add(norm, part)
         if largest:
             return norm

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 
 _AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are exact enough in fp64
 
@@ -53,15 +53,8 @@ class ModuleBuffers:
             return
         self._differ = False
         buffers = self._persistent()
-        world = self._wire.mesh.topology.world_axis
-        exchange = self._wire.all_gather(world, self.nbytes, Tag("step", "buffers"))
-        start = 0
-        for buffer in buffers:
-            part = buffer.contiguous().view(-1).view(torch.uint8)
-            exchange.send[start : start + part.numel()].copy_(part)
-            start += part.numel()
-        exchange.post()
-        rows = exchange.wait()  # (ranks, bytes)
+        mine = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers])
+        rows = self._wire.all_gather_small(mine, "buffers")  # (ranks, bytes)
         start = 0
         for buffer in buffers:
             part = rows[:, start : start + buffer.nbytes].clone().view(buffer.dtype)  # (ranks, elements)
@@ -69,4 +62,3 @@ class ModuleBuffers:
                 part = part.double().mean(0, keepdim=True)
             buffer.copy_(part[0].view(buffer.shape))
             start += buffer.nbytes
-        exchange.close()

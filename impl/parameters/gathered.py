@@ -21,7 +21,6 @@ from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.unit.placeholder import keeper_of
 from impl.unit.whole_values import WholeValues
 
-_CONTROL: Final = Tag("step", "control")
 _REPLACED: Final = 2  # beside 0, as it was, and 1, changed
 
 
@@ -93,15 +92,12 @@ class GatheredParameters:
 
     def _changed(self, wire: Wire) -> Tensor:
         """(ranks, parameters) bool: who changed what."""
-        exchange = wire.all_gather(wire.mesh.topology.world_axis, len(self._seen), _CONTROL)
         flags = [
             _REPLACED if place.replaced else int(_mark(shown) != mark)
             for place, (shown, mark) in zip(self._open, self._seen, strict=True)
         ]
-        exchange.send.copy_(torch.tensor(flags, dtype=torch.uint8))
-        exchange.post()
-        changed = exchange.wait().to("cpu", copy=True)
-        exchange.close()
+        mine = torch.tensor(flags, dtype=torch.uint8, device=wire.mesh.device)
+        changed = wire.all_gather_small(mine).cpu()
         replaced = (changed == _REPLACED).nonzero().tolist()
         if replaced:
             rank, number = replaced[0]

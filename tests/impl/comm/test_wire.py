@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from impl.comm.mesh import Mesh, MeshError
 from impl.comm.watchdog import WireError
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Tag, Transport, Wire
 from impl.plan.topology import Topology
 from impl.transport.shared_memory import SLOTS
 from tests.support.ranks import on_processes, on_threads
@@ -18,7 +18,7 @@ from tests.support.ranks import on_processes, on_threads
 TAG = Tag("forward", "weights", "u")
 
 
-def _rounds(mesh: Mesh, transport: str, rounds: int) -> bool:
+def _rounds(mesh: Mesh, transport: Transport, rounds: int) -> bool:
     """Exchange changing messages of changing size many times; True if all arrived intact."""
     wire = Wire(mesh, transport=transport)
     axis = mesh.topology.local_axis if mesh.topology.nodes == 1 else mesh.topology.node_axis
@@ -47,7 +47,7 @@ def _rounds(mesh: Mesh, transport: str, rounds: int) -> bool:
     [("backend", Topology(1, 3)), ("backend", Topology(3, 1)), ("shm", Topology(1, 3))],
     ids=str,
 )
-def test_many_exchanges_arrive_intact(transport: str, topology: Topology) -> None:
+def test_many_exchanges_arrive_intact(transport: Transport, topology: Topology) -> None:
     """Hundreds of interleaved exchanges of changing sizes arrive unmixed, slots reused many times."""
     assert all(on_processes(topology, _rounds, transport, 40 * SLOTS))
 
@@ -222,3 +222,20 @@ def _used_again(mesh: Mesh, waits: bool) -> bool:
 def test_memory_of_a_message_that_is_due_is_not_used_again(waits: bool) -> None:
     """An exchange that is closed before it arrived, or after it did not, keeps its buffers to itself."""
     assert on_processes(Topology(2, 1), _used_again, waits) == [False, False]
+
+
+def _small(mesh: Mesh) -> tuple[list[list[float]], list[tuple[str, str, int]]]:
+    """Norms of all ranks, and phase, purpose and bytes of what that sent."""
+    wire = Wire(mesh)
+    found = wire.all_gather_small(torch.tensor([mesh.rank + 0.5, -mesh.rank], dtype=torch.float64))
+    again = wire.all_gather_small(torch.tensor([mesh.rank, 9]), "buffers")
+    assert again.tolist() == [[rank, 9] for rank in range(mesh.topology.world)]
+    rows = wire.ledger.rows().items()
+    return found.tolist(), sorted((key.phase, key.purpose, sent.bytes) for key, sent in rows)
+
+
+def test_small_values_of_all_ranks_are_control_messages() -> None:
+    """Each rank gets every rank's values by rank, in their type, and books them once a destination."""
+    for values, booked in on_threads(Topology(1, 3), _small):
+        assert values == [[0.5, 0.0], [1.5, -1.0], [2.5, -2.0]]
+        assert booked == [("step", "buffers", 32), ("step", "control", 32)]
