@@ -125,7 +125,7 @@ def show(what: Question, results: ResultsFolder = RESULTS) -> None:
     out = terminal.console()
     folder = _folder(what, results)
     if folder is not None and bench_record.holds(folder):
-        bench.show(folder, out)
+        bench.show(bench_record.read_all(folder), out)
     elif folder is not None:
         found = read_all(folder)
         if not found:

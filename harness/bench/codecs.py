@@ -21,10 +21,10 @@ from torch import Tensor
 
 from harness.bench import peers as bench_peers
 from harness.cluster.rank import Progress, Rank
-from harness.records.bench_record import CodecSample, Kind
+from harness.records.bench_record import ElementType, Sample
 from impl import ops
 from impl.codecs.codec import Codec, Raw, parse
-from impl.codecs.reference import DTYPES, Carried
+from impl.codecs.reference import DTYPES, NAMES, Carried
 from impl.codecs.rounding_noise import Key, Noise
 
 CODECS: Final = (
@@ -63,12 +63,12 @@ class Setting:
 
     codecs: tuple[str, ...]
     backends: tuple[str, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ElementType, ...]
     mebibytes: int | None
     threads: int
     seconds: float
 
-    def numel(self, device: str, kind: Kind) -> int:
+    def numel(self, device: str, kind: ElementType) -> int:
         """Elements of the shard on ``device``."""
         size = (self.mebibytes or MEBIBYTES[device]) << 20
         return max(GRAIN, size // DTYPES[kind].itemsize // GRAIN * GRAIN)
@@ -120,7 +120,7 @@ def _why_missing(name: str) -> str | None:
     return None
 
 
-def measure(rank: Rank, setting: Setting) -> list[CodecSample]:
+def measure(rank: Rank, setting: Setting) -> list[Sample]:
     """Time everything; the target of one process."""
     clocks: dict[str, _Clock] = {"cpu": _wall_seconds}
     if "cuda" in setting.devices():
@@ -200,29 +200,20 @@ class Timed:
         self._copy_seconds.append(self._clock(self._copy, self._calls))
         self._seconds.append(self._clock(self._work.run, self._calls))
 
-    def sample(self, threads: int) -> CodecSample:
-        """What was measured."""
-        work = self._work
-        kinds: dict[torch.dtype, Kind] = {
-            torch.float32: "fp32",
-            torch.bfloat16: "bf16",
-            torch.float16: "fp16",
-        }
-        return CodecSample(
-            operation=work.operation,
-            codec=work.codec,
-            backend=work.backend,
-            device=work.x.device.type,
-            kind=kinds[work.x.dtype],
-            threads=threads,
-            numel=work.x.numel(),
-            element_bytes=work.x.nbytes,
-            moved_bytes=work.moved_bytes,
-            calls=self._calls,
-            other=work.other,
+    def sample(self, threads: int) -> Sample:
+        """What was measured; seconds are of one call."""
+        work, x = self._work, self._work.x
+        return Sample(
+            kind="codec",
+            names={
+                "operation": work.operation, "codec": work.codec, "backend": work.backend,
+                "device": x.device.type, "type": NAMES[x.dtype], "threads": threads,
+                "numel": x.numel(), "other": work.other,
+            },
+            sizes={"element_bytes": x.nbytes, "moved_bytes": work.moved_bytes, "calls": self._calls},
             seconds=self._seconds,
             reference_seconds=self._copy_seconds,
-        )
+        )  # fmt: skip
 
 
 def _works(setting: Setting, device: str) -> Iterator[Work]:

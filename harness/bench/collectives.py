@@ -1,24 +1,24 @@
 """``zeropp bench collectives``: seconds and bytes of our collectives beside gloo's own.
 
 Every rank holds a shard of an fp32 tensor for an all-gather, and a whole gradient for a
-reduce-scatter.  In each round gloo's own collective of that tensor is timed first, then each of ours,
-after a barrier each; a round's seconds are the slowest rank's.  All write into existing tensors, but for
-the reduced shard, which our reductions make.  An all-gather's work ends when the whole tensor is decoded.
+reduce-scatter.  In each round gloo's own collectives of that tensor and all of ours take turns; a round's
+seconds are the slowest rank's.  All write into existing tensors, but for the reduced shard, which our
+reductions make.  An all-gather's work ends when the whole tensor is decoded.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.cluster.rank import Progress, Rank
-from harness.records.bench_record import CollectiveSample
+from harness.bench.rounds import Rounds, interleaved, timed
+from harness.cluster.rank import Rank
+from harness.records.bench_record import Sample
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.comm.quantized import quantized_all_gather, quantized_reduce_scatter
@@ -26,7 +26,6 @@ from impl.comm.wire import Transport, Wire
 from impl.plan.policy import Gather, Policy, Reduce
 from impl.plan.topology import Axis, Topology
 
-OPERATIONS: Final = ("all_gather", "reduce_scatter")
 CODECS: Final = ("fp32", "bf16", "int8:2048", "int4:256")
 GATHERS: Final[tuple[Gather, ...]] = ("flat", "hierarchical")
 REDUCTIONS: Final[tuple[Reduce, ...]] = ("ring", "one_hop", "two_hop")
@@ -60,124 +59,72 @@ class Contender:
     """One of our collectives.
 
     Attributes:
-        operation: of :data:`OPERATIONS`.
+        operation: all_gather or reduce_scatter.
         algorithm: of the policy.
-        codecs: one a hop that sends.
-        transport: what carries messages inside a node: ``shm`` only where a hop lies inside one.
+        codec: text form.
+        wire: what carries it, by shared memory only where a hop lies inside a node.
         run: one call.
-        wire: its ledger.
     """
 
-    operation: Literal["all_gather", "reduce_scatter"]
+    operation: str
     algorithm: str
-    codecs: tuple[str, ...]
-    transport: str
-    run: Callable[[], object]
+    codec: str
     wire: Wire
+    run: Callable[[], object]
 
 
-def measure(rank: Rank, setting: Setting) -> list[CollectiveSample]:
-    """Time everything; the target of every rank.  ``seconds`` and bytes are this rank's alone."""
+def measure(rank: Rank, setting: Setting) -> list[Sample]:
+    """Time everything; the target of every rank.  Seconds and bytes are this rank's alone."""
     mesh = Mesh.create(rank.topology)
-    wires = {transport: Wire(mesh, transport=transport) for transport in TRANSPORTS}
+    wires = [Wire(mesh, transport=transport) for transport in TRANSPORTS]
     found = []
     for size in setting.mebibytes:
         found += _of_size(rank, mesh, wires, size, setting)
-        for wire in wires.values():
+        for wire in wires:
             wire.close()
     return found
 
 
-def together(ranks: list[list[CollectiveSample]]) -> list[CollectiveSample]:
-    """All ranks' samples as one: of every round the slowest rank's seconds, and everybody's bytes."""
-    return [
-        samples[0].model_copy(
-            update={
-                "seconds": [max(each) for each in zip(*(s.seconds for s in samples), strict=True)],
-                "reference_seconds": [
-                    max(each) for each in zip(*(s.reference_seconds for s in samples), strict=True)
-                ],
-                "sent_inter": sum(s.sent_inter for s in samples),
-                "sent_intra": sum(s.sent_intra for s in samples),
-            }
-        )
-        for samples in zip(*ranks, strict=True)
-    ]
-
-
-def _of_size(
-    rank: Rank, mesh: Mesh, wires: dict[Transport, Wire], mebibytes: int, setting: Setting
-) -> list[CollectiveSample]:
+def _of_size(rank: Rank, mesh: Mesh, wires: list[Wire], mebibytes: int, setting: Setting) -> list[Sample]:
     world = mesh.topology.world
     shard = max(GRAIN, (mebibytes << 20) // 4 // world // GRAIN * GRAIN)
-    generator = torch.Generator().manual_seed(mesh.rank)
-    whole = torch.randn(world * shard, generator=generator)
+    whole = torch.randn(world * shard, generator=torch.Generator().manual_seed(mesh.rank))
     mine, out, reduced_shard = whole[:shard].clone(), torch.empty_like(whole), torch.empty(shard)
     references: dict[str, Callable[[], object]] = {
         "all_gather": lambda: _all_gather(out, mine),
         "reduce_scatter": lambda: _reduce_scatter(reduced_shard, whole),
     }
     contenders = _contenders(mesh, wires, whole, mine, out)
-    bytes_of = [_warm_up(each) for each in contenders]
-    for reference in references.values():
-        _seconds(reference)
-    seconds: list[list[float]] = [[] for _ in contenders]
-    reference_seconds: dict[str, list[float]] = {operation: [] for operation in OPERATIONS}
-    rounds = MOST_ROUNDS
-    begin = time.perf_counter()
-    index = 0
-    while index < rounds:
-        rank.report(Progress(f"{mebibytes} MiB", index, rounds))
-        for operation in OPERATIONS:
-            reference_seconds[operation].append(_seconds(references[operation]))
-            for each, values in zip(contenders, seconds, strict=True):
-                if each.operation == operation:
-                    values.append(_seconds(each.run))
-        index += 1
-        if index == 1:
-            rounds = _agreed(setting.seconds, time.perf_counter() - begin)
+    sent = [_sent(each) for each in contenders]
+    turns = [timed(run) for run in (*references.values(), *(each.run for each in contenders))]
+    rounds = Rounds(FEWEST_ROUNDS, MOST_ROUNDS, setting.seconds)
+    took = interleaved(rank, turns, f"{mebibytes} MiB", rounds, lambda _: None)
+    reference_seconds = dict(zip(references, took, strict=False))  # the first ones are theirs
     return [
-        CollectiveSample(
-            operation=each.operation,
-            algorithm=each.algorithm,
-            codecs=each.codecs,
-            transport=each.transport,
-            nodes=mesh.topology.nodes,
-            ranks_per_node=mesh.topology.ranks_per_node,
-            rate_mbit=setting.rate_mbit,
-            numel=whole.numel(),
-            sent_inter=inter,
-            sent_intra=intra,
-            reference_sent=_gloo_bytes(each.operation, world, whole.nbytes),
-            seconds=values,
+        Sample(
+            kind="collective",
+            names={
+                "operation": each.operation, "algorithm": each.algorithm, "codec": each.codec,
+                "transport": each.wire.transport, "nodes": mesh.topology.nodes,
+                "ranks_per_node": mesh.topology.ranks_per_node, "rate_mbit": setting.rate_mbit,
+                "numel": whole.numel(),
+            },
+            sizes={"reference_sent": _gloo_bytes(each.operation, world, whole.nbytes)},
+            seconds=seconds,
             reference_seconds=reference_seconds[each.operation],
+            sent=of_links,
         )
-        for each, values, (inter, intra) in zip(contenders, seconds, bytes_of, strict=True)
-    ]
+        for each, seconds, of_links in zip(contenders, took[len(references) :], sent, strict=True)
+    ]  # fmt: skip
 
 
-def _agreed(budget: float, one: float) -> int:
-    """Rounds that fit the budget, the same on all ranks."""
-    rounds = torch.tensor(min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(budget / one))))
-    dist.broadcast(rounds, src=0)
-    return int(rounds)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    """Of one call on this rank, begun together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
-def _warm_up(contender: Contender) -> tuple[int, int]:
-    """Call it once, buffers and arenas are made; bytes that this rank sent between and inside nodes."""
+def _sent(contender: Contender) -> dict[str, int]:
+    """Call it twice, in the first of which arenas are made; bytes that this rank sent in one call."""
     ledger = contender.wire.ledger
     contender.run()
     ledger.clear()
     contender.run()
-    return ledger.total("inter"), ledger.total("intra")
+    return {"inter": ledger.total("inter"), "intra": ledger.total("intra")}
 
 
 def _gloo_bytes(operation: str, world: int, nbytes: int) -> int:
@@ -188,29 +135,24 @@ def _gloo_bytes(operation: str, world: int, nbytes: int) -> int:
     return (world - 1) * nbytes * (2 if operation == "reduce_scatter" else 1)
 
 
-def _contenders(
-    mesh: Mesh, wires: dict[Transport, Wire], whole: Tensor, mine: Tensor, out: Tensor
-) -> list[Contender]:
+def _contenders(mesh: Mesh, wires: list[Wire], whole: Tensor, mine: Tensor, out: Tensor) -> list[Contender]:
     found = []
     for text in CODECS:
         codec = parse(text)
-        for transport, wire in wires.items():
+        for wire in wires:
             for gather in GATHERS:
                 policy = Policy(weights=codec, gather=gather)
                 axes, _ = policy.gather_axes(mesh.topology)
-                if transport == "shm" and not any_inside(mesh.topology, axes):
-                    continue
-                run = _gather(mesh, wire, policy, mine, out)
-                found.append(Contender("all_gather", gather, (text,), transport, run, wire))
+                if wire.transport == "backend" or any_inside(mesh.topology, axes):
+                    run = _gather(mesh, wire, policy, mine, out)
+                    found.append(Contender("all_gather", gather, text, wire, run))
             for reduce in REDUCTIONS:
                 policy = Policy(gradients=(codec, codec), reduce=reduce)
-                hops = policy.reduce_axes(mesh.topology)
-                inside = any_inside(mesh.topology, [axis for axis, _ in hops])
-                if transport == "shm" and (reduce == "ring" or not inside):
-                    continue  # a step of the ring is the backend's everywhere
-                texts = tuple(str(codec) for _, codec in hops)
-                call = _reduce(mesh, wire, policy, whole)
-                found.append(Contender("reduce_scatter", reduce, texts, transport, call, wire))
+                axes = tuple(axis for axis, _ in policy.reduce_axes(mesh.topology))
+                # A step of the ring is the backend's inside a node too.
+                if wire.transport == "backend" or (any_inside(mesh.topology, axes) and reduce != "ring"):
+                    run = _reduce(mesh, wire, policy, whole)
+                    found.append(Contender("reduce_scatter", reduce, text, wire, run))
     return found
 
 

@@ -11,9 +11,6 @@ with the link's rate, so a step of tenths of a second would measure that instead
 Two hops.  A gradient is reduced in one chunk and in several, and its two hops are timed by themselves: the
 same messages, posted and waited for, without encoding.  Inside the nodes it travels by gloo, since shared
 memory has next to no first hop; the rate of the link between them makes the second hop the longer one.
-
-Each contender has one turn in a round, after a barrier; the turns rotate.  A round's seconds are the slowest
-rank's.
 """
 
 from __future__ import annotations
@@ -22,19 +19,18 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from harness.cluster.rank import Progress, Rank
-from harness.records import overlap_goals
-from harness.records.bench_record import OverlapHops, OverlapStep
+from harness.bench.engine import LEARNING_RATE, Batch, batches_of
+from harness.bench.rounds import Rounds, interleaved, timed
+from harness.cluster.rank import Rank
+from harness.records.bench_record import Sample
 from harness.suites.trial import Model
-from harness.workloads import corpus
 from harness.workloads.models import build
-from impl.codecs.codec import Codec, common_grain, parse
+from impl.codecs.codec import common_grain, parse
 from impl.comm.collectives import Reduction, reduce_gradients
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Tag, Wire
@@ -44,17 +40,23 @@ from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import Load, predict
 from impl.zero import Zero, shard
 
-T = TypeVar("T")
-
+MODEL: Final = "gpt-small"
+LAYERS: Final = 16
+SEQUENCE: Final = 128
+SEQUENCES: Final = 96
+MEBIBYTES: Final = 128
+CHUNKS: Final = 4
 TOPOLOGY_OF_STEP: Final = (2, 1)
 TOPOLOGY_OF_HOPS: Final = (2, 2)
 POLICIES: Final = ("zero3", "zeropp")
-CODECS: Final = ("int4:256", "int4:256")
+CODEC: Final = "int4:256"  # of both hops
 MOST_ROUNDS: Final = 200
 FEWEST_ROUNDS: Final = 5
-WARM_UPS: Final = 1
-PROBES: Final = 3  # rounds from whose median a link's rate follows
-LEARNING_RATE: Final = 1e-3
+PROBES: Final = Rounds(3, 3)  # from whose median a link's rate follows
+ROOM: Final = 1.2
+"""Seconds of computation over those of communication, where they are closest: what sets the link's rate."""
+HOPS_APART: Final = 3.0
+"""Seconds of the second hop over those of the first: what sets the link's rate."""
 _TAG: Final = Tag("backward", "gradients")
 
 
@@ -63,20 +65,20 @@ class StepSetting:
     """Of a step.
 
     Attributes:
+        seconds: about how long all rounds take.
         model: a GPT preset's name.
         layers: of it.
-        sequence: tokens of a sequence.
         sequences: of each rank in a step.
-        seconds: about how long all rounds take.
+        sequence: tokens of a sequence.
         policy: a preset's name; empty for compute alone.
         rate_mbit: of the link between nodes, for the record.
     """
 
-    model: str
-    layers: int
-    sequence: int
-    sequences: int
     seconds: float
+    model: str = MODEL
+    layers: int = LAYERS
+    sequences: int = SEQUENCES
+    sequence: int = SEQUENCE
     policy: str = ""
     rate_mbit: float = 0.0
 
@@ -86,15 +88,15 @@ class HopsSetting:
     """Of two hops.
 
     Attributes:
+        seconds: about how long all rounds take.
         mebibytes: of the fp32 gradient.
         chunks: of the contender; the reference has one.
-        seconds: about how long all rounds take.
         rate_mbit: of the link between nodes, for the record.
     """
 
-    mebibytes: int
-    chunks: int
     seconds: float
+    mebibytes: int = MEBIBYTES
+    chunks: int = CHUNKS
     rate_mbit: float = 0.0
 
     @property
@@ -129,173 +131,108 @@ def compute_alone(rank: Rank, setting: StepSetting) -> Alone:
     """Time the model by itself; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(setting), name, mesh)) for name in POLICIES}
-    (took,) = _interleaved(rank, [_alone(rank, setting)], "compute alone", rounds=PROBES)
+    batch = batches_of(rank, setting.sequences, setting.sequence)
+    (took,) = interleaved(rank, [_alone(setting)], "compute alone", PROBES, batch)
     return Alone(took, sent)
 
 
 def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
     """Mbit/s of the link by policy, from what :func:`compute_alone` found on all ranks, one a node."""
+    rounds = list(zip(*(each.took for each in ranks), strict=True))
     forward, backward = (
-        statistics.median(max(getattr(took, part) for took in each) for each in _rounds_of(ranks))
+        statistics.median(max(getattr(took, part) for took in each) for each in rounds)
         for part in ("forward", "backward")
     )
     return {
-        name: max(overlap_goals.rate_for_step(each.sent[name], (forward, backward)) for each in ranks)
-        for name in POLICIES
+        name: max(rate_for_step(each.sent[name], (forward, backward)) for each in ranks) for name in POLICIES
     }
 
 
-def _rounds_of(ranks: Sequence[Alone]) -> list[tuple[Took, ...]]:
-    return list(zip(*(each.took for each in ranks), strict=True))
+def rate_for_step(sent: tuple[int, int], computed: tuple[float, float]) -> float:
+    """Mbit/s, to three digits, at which computation takes :data:`ROOM` times as long as communication.
+
+    Args:
+        sent: bytes of a node to others in forward and in backward, in one step.
+        computed: seconds of the same two of compute alone.
+
+    Returns:
+        The rate of the tighter of the two: in the other, computation takes longer still.
+    """
+    rates = (ROOM * 8e-6 * nbytes / seconds for nbytes, seconds in zip(sent, computed, strict=True))
+    return float(f"{max(rates):.3g}")
 
 
-def step(rank: Rank, setting: StepSetting) -> OverlapStep:
+def step(rank: Rank, setting: StepSetting) -> list[Sample]:
     """Time a policy's step and compute alone in turns; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     model = _model(setting)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     zero = _sharded(model, setting.policy, mesh)
-    own = _trained(model, zero.param_groups(), zero.finish_backward, rank, setting)
-    contenders = [_alone(rank, setting), own]
-    alone, took = _interleaved(rank, contenders, setting.policy, seconds=setting.seconds)
+    contenders = [_alone(setting), _trained(model, zero.param_groups(), zero.finish_backward)]
+    rounds = Rounds(FEWEST_ROUNDS, MOST_ROUNDS, setting.seconds)
+    batch = batches_of(rank, setting.sequences, setting.sequence)
+    alone, took = interleaved(rank, contenders, setting.policy, rounds, batch)
     forward, backward = _sent(zero)
-    return OverlapStep(
-        policy=setting.policy,
-        nodes=mesh.topology.nodes,
-        ranks_per_node=mesh.topology.ranks_per_node,
-        rate_mbit=setting.rate_mbit,
-        model=setting.model,
-        layers=setting.layers,
-        parameters=parameters,
-        sequence=setting.sequence,
-        sequences=setting.sequences,
-        sent_forward=forward,
-        sent_backward=backward,
-        forward_seconds=[each.forward for each in alone],
-        backward_seconds=[each.backward for each in alone],
+    sample = Sample(
+        kind="step",
+        names={
+            "policy": setting.policy, "nodes": mesh.topology.nodes,
+            "ranks_per_node": mesh.topology.ranks_per_node, "rate_mbit": setting.rate_mbit,
+            "model": setting.model, "layers": setting.layers, "sequence": setting.sequence,
+            "sequences": setting.sequences,
+        },
+        sizes={"parameters": parameters, "sent_forward": forward, "sent_backward": backward},
         seconds=[each.whole for each in took],
         reference_seconds=[each.whole for each in alone],
-    )
+        parts={
+            "forward": [each.forward for each in alone], "backward": [each.backward for each in alone],
+        },
+    )  # fmt: skip
+    return [sample]
 
 
 def first_hop(rank: Rank, setting: HopsSetting) -> list[float]:
     """Time the first hop by itself, without a link; the target of every rank."""
-    mesh = Mesh.create(rank.topology)
-    hop, _ = _hops(Wire(mesh), setting)
-    (took,) = _interleaved(rank, [_timed(hop)], "first hop", rounds=PROBES)
+    hop, _ = _hops(_wire(Mesh.create(rank.topology)), setting)
+    (took,) = interleaved(rank, [timed(hop)], "first hop", PROBES, lambda _: None)
     return took
 
 
 def rate_for_hops(ranks: Sequence[Sequence[float]], setting: HopsSetting) -> float:
-    """Mbit/s of the link, from what :func:`first_hop` found on all ranks."""
-    slowest = [max(each) for each in zip(*ranks, strict=True)]
+    """Mbit/s of the link, to three digits, at which the second hop takes :data:`HOPS_APART` times as long as
+    :func:`first_hop` found the first to take on the slowest rank.
+    """
+    slowest = statistics.median(max(each) for each in zip(*ranks, strict=True))
     topology = Topology(*TOPOLOGY_OF_HOPS)
     _, second = _rows(topology, setting)
-    sent = topology.ranks_per_node * (topology.nodes - 1) * second
-    return overlap_goals.rate_for_hops(sent, statistics.median(slowest))
+    sent = topology.ranks_per_node * (topology.nodes - 1) * second  # by a node, to others
+    return float(f"{8e-6 * sent / (HOPS_APART * slowest):.3g}")
 
 
-def hops(rank: Rank, setting: HopsSetting) -> OverlapHops:
+def hops(rank: Rank, setting: HopsSetting) -> list[Sample]:
     """Time both hops by themselves, and whole reductions in one chunk and in several, in turns; the target
     of every rank.
     """
     mesh = Mesh.create(rank.topology)
-    wire = Wire(mesh)
+    wire = _wire(mesh)
     gradient = torch.randn(setting.numel, generator=torch.Generator().manual_seed(mesh.rank))  # (world * S,)
-    mean = torch.empty(setting.numel // mesh.topology.world)  # (S,)
-
-    def reduction(chunks: int) -> Callable[[], None]:
-        how = _reduction(wire, chunks, mean)
-
-        def run() -> None:
-            for _ in reduce_gradients(how, gradient):
-                pass
-
-        return run
-
-    contenders = [*_hops(wire, setting), reduction(1), reduction(setting.chunks)]
-    first, second, whole, cut = _interleaved(
-        rank, [_timed(each) for each in contenders], "hops", seconds=setting.seconds
-    )
+    runs = [*_hops(wire, setting), *(_reduction(wire, chunks, gradient) for chunks in (1, setting.chunks))]
+    rounds = Rounds(FEWEST_ROUNDS, MOST_ROUNDS, setting.seconds)
+    contenders = [timed(run) for run in runs]
+    first, second, whole, cut = interleaved(rank, contenders, "hops", rounds, lambda _: None)
     rows = _rows(mesh.topology, setting)
-    return OverlapHops(
-        nodes=mesh.topology.nodes,
-        ranks_per_node=mesh.topology.ranks_per_node,
-        rate_mbit=setting.rate_mbit,
-        numel=setting.numel,
-        codecs=CODECS,
-        chunks=setting.chunks,
-        first_sent=rows[0],
-        second_sent=rows[1],
-        first_seconds=first,
-        second_seconds=second,
+    sample = Sample(
+        kind="hops",
+        names={
+            "chunks": setting.chunks, "codec": CODEC, "numel": setting.numel, "nodes": mesh.topology.nodes,
+            "ranks_per_node": mesh.topology.ranks_per_node, "rate_mbit": setting.rate_mbit,
+        },
+        sizes={"first_sent": rows[0], "second_sent": rows[1]},
         seconds=cut,
         reference_seconds=whole,
-    )
-
-
-Sample = TypeVar("Sample", OverlapStep, OverlapHops)
-
-
-def together(ranks: Sequence[Sample]) -> Sample:
-    """All ranks' samples as one: of every round the slowest rank's seconds."""
-    names = [name for name in type(ranks[0]).model_fields if name.endswith("seconds")]
-    slowest = {
-        name: [max(each) for each in zip(*(getattr(sample, name) for sample in ranks), strict=True)]
-        for name in names
-    }
-    return ranks[0].model_copy(update=slowest)
-
-
-def _interleaved(
-    rank: Rank,
-    contenders: Sequence[Callable[[int], T]],
-    stage: str,
-    *,
-    rounds: int = MOST_ROUNDS,
-    seconds: float | None = None,
-) -> list[list[T]]:
-    """What each contender returned in every round; the first rounds, in which buffers are made, are left out.
-
-    Args:
-        rank: whose turn it is.
-        contenders: called with the round, all ranks at once.
-        stage: what progress calls it.
-        rounds: how many at most.
-        seconds: that they may take, about; None for all of them.
-    """
-    found: list[list[T]] = [[] for _ in contenders]
-    begin, index = 0.0, -WARM_UPS
-    while index < rounds:
-        rank.report(Progress(stage, max(index, 0), rounds))
-        if index == 0:
-            begin = time.perf_counter()
-        for place in range(len(contenders)):
-            turn = (place + index) % len(contenders)
-            dist.barrier()
-            value = contenders[turn](index + WARM_UPS)
-            if index >= 0:
-                found[turn].append(value)
-        if index == 0 and seconds is not None:
-            rounds = _agreed(seconds, time.perf_counter() - begin)
-        index += 1
-    return found
-
-
-def _agreed(budget: float, one: float) -> int:
-    """Rounds that fit the budget, the same on all ranks."""
-    rounds = torch.tensor(min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(budget / one))))
-    dist.broadcast(rounds, src=0)
-    return int(rounds)
-
-
-def _timed(run: Callable[[], object]) -> Callable[[int], float]:
-    def seconds(_: int) -> float:
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    return seconds
+        parts={"first": first, "second": second},
+    )  # fmt: skip
+    return [sample]
 
 
 def _model(setting: StepSetting) -> nn.Module:
@@ -307,7 +244,11 @@ def _model(setting: StepSetting) -> nn.Module:
 def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
     # The last block's weights stay for its backward pass, which comes next: no schedule lets them go.
     limits = MemoryLimits(max_reuse=1)
-    return shard(model, mesh=mesh, policy=preset(policy, memory=limits), wire=Wire(mesh, transport="shm"))
+    return shard(model, mesh=mesh, policy=preset(policy, memory=limits), wire=_wire(mesh))
+
+
+def _wire(mesh: Mesh) -> Wire:
+    return Wire(mesh, transport="backend")
 
 
 def _sent(zero: Zero) -> tuple[int, int]:
@@ -321,31 +262,18 @@ def _sent(zero: Zero) -> tuple[int, int]:
     return forward, backward
 
 
-def _alone(rank: Rank, setting: StepSetting) -> Callable[[int], Took]:
+def _alone(setting: StepSetting) -> Callable[[Batch], Took]:
     model = _model(setting)
-    return _trained(model, model.parameters(), lambda: None, rank, setting)
+    return _trained(model, model.parameters(), lambda: None)
 
 
-def _trained(
-    model: nn.Module, parameters: Any, finish: Callable[[], None], rank: Rank, setting: StepSetting
-) -> Callable[[int], Took]:
-    """Steps on this rank's batches, by torch's own loop."""
+def _trained(model: nn.Module, parameters: Any, finish: Callable[[], None]) -> Callable[[Batch], Took]:
+    """Steps by torch's own loop."""
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-    text = corpus.load(corpus.STDLIB)
 
-    def one(index: int) -> Took:
-        drawn = text.batch(
-            seed=0,
-            step=index,
-            micro_batch=0,
-            rank=rank.rank,
-            sequences=setting.sequences,
-            length=setting.sequence,
-        )
-        windows = torch.from_numpy(drawn)
-        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    def one(batch: Batch) -> Took:
         begin = time.perf_counter()
-        loss = model(tokens, targets)
+        loss = model(*batch)
         forward = time.perf_counter()
         loss.backward()
         finish()
@@ -359,26 +287,27 @@ def _trained(
 
 def _rows(topology: Topology, setting: HopsSetting) -> tuple[int, int]:
     """Bytes that a rank sends to each other rank of its group in the first hop, and in the second."""
-    piece = setting.numel // topology.world
-    first, second = _codecs()
-    return topology.nodes * first.frame_bytes(piece), second.frame_bytes(piece)
+    frame = parse(CODEC).frame_bytes(setting.numel // topology.world)
+    return topology.nodes * frame, frame
 
 
-def _codecs() -> tuple[Codec, Codec]:
-    first, second = (parse(text) for text in CODECS)
-    return first, second
-
-
-def _reduction(wire: Wire, chunks: int, mean: Tensor) -> Reduction:
-    """By two hops into ``mean`` (S,) fp32."""
-    codecs = _codecs()
-    return Reduction(
+def _reduction(wire: Wire, chunks: int, gradient: torch.Tensor) -> Callable[[], None]:
+    """Reduce ``gradient`` (world * S,) fp32 by two hops, its shards in chunks."""
+    codec = parse(CODEC)
+    mean = torch.empty(gradient.numel() // wire.mesh.topology.world)  # (S,)
+    how = Reduction(
         wire=wire,
-        hops=Policy(gradients=codecs).reduce_axes(wire.mesh.topology),
+        hops=Policy(gradients=(codec, codec)).reduce_axes(wire.mesh.topology),
         tag=_TAG,
-        chunks=chunked(mean.numel(), chunks, common_grain(*codecs)),
+        chunks=chunked(mean.numel(), chunks, common_grain(codec, codec)),
         out=mean,
     )
+
+    def run() -> None:
+        for _ in reduce_gradients(how, gradient):
+            pass
+
+    return run
 
 
 def _hops(wire: Wire, setting: HopsSetting) -> tuple[Callable[[], None], Callable[[], None]]:

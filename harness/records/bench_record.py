@@ -1,14 +1,14 @@
 """What a benchmark leaves behind: raw seconds of every round, in one file per run.  No torch.
 
 The counterpart of :mod:`harness.records.record` for ``zeropp bench``: a record holds no rates and no ratios.
-Every sample stands beside the reference (a copy, the library's own collective, or a step that sends
-nothing) that was timed in the same round, so that what drifts between rounds cancels in their ratio.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,17 +16,19 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from harness.records.record import RecordError, path_of, read_as, write_whole
 
-# 1: first schema.
-SCHEMA_VERSION: Final = 1
+# 1: a type of its own for every benchmark's samples.  2: one type for all.
+SCHEMA_VERSION: Final = 2
 
 Subject = Literal["codecs", "collectives", "engine", "overlap"]
-Kind = Literal["fp32", "bf16", "fp16"]
+Kind = Literal["codec", "collective", "training", "step", "hops"]
+ElementType = Literal["fp32", "bf16", "fp16"]
 FOLDERS: Final[dict[Subject, str]] = {
     "codecs": "bench-codecs",
     "collectives": "bench-collectives",
     "engine": "bench-engine",
     "overlap": "bench-overlap",
 }
+CPU: Final = "cpu"
 
 
 class BenchError(Exception):
@@ -37,214 +39,86 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _Paired(_Part):
-    """Raw seconds by round, and those of the reference in the same round."""
-
-    seconds: list[float]
-    reference_seconds: list[float]
-
-    @model_validator(mode="after")
-    def _in_pairs(self) -> _Paired:
-        if len(self.seconds) != len(self.reference_seconds) or not self.seconds:
-            raise ValueError(
-                f"{len(self.seconds)} rounds of seconds beside {len(self.reference_seconds)} of the reference"
-            )
-        if not all(value > 0 for value in (*self.seconds, *self.reference_seconds)):
-            raise ValueError("seconds are above 0")
-        return self
-
-
-class CodecSample(_Paired):
-    """One operation of one codec on one backend; the reference is a copy of the elements.
+class Sample(_Part):
+    """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio.
 
     Attributes:
-        operation: what was timed (:data:`harness.bench.codecs.OPERATIONS`).
-        codec: text form; of a peer, its own name.
-        backend: whose kernels ran.
-        device: cpu or cuda.
-        kind: type of the elements.
-        threads: of torch.
-        numel: elements of the shard.
-        element_bytes: of those elements: what the reference copies.
-        moved_bytes: every byte that the operation reads or writes, once.
-        calls: in one round; ``seconds`` and ``reference_seconds`` are of one call.
-        other: what a peer computes instead of our arithmetic; None for ours.
-    """
-
-    operation: str
-    codec: str
-    backend: str
-    device: str
-    kind: Kind
-    threads: int
-    numel: int
-    element_bytes: int
-    moved_bytes: int
-    calls: int
-    other: str | None = None
-
-
-class CollectiveSample(_Paired):
-    """One algorithm on one transport; the reference is gloo's own collective of the same fp32 tensor.
-
-    Attributes:
-        operation: all_gather or reduce_scatter.
-        algorithm: flat, hierarchical; ring, one_hop, two_hop.
-        codecs: text forms, one a hop.
-        transport: shm or backend.
-        nodes: of the topology.
-        ranks_per_node: likewise.
-        rate_mbit: of the link between nodes; None is unshaped.
-        numel: elements of the whole tensor.
-        sent_inter: bytes that all ranks sent between nodes in one call, by the wire's ledger.
-        sent_intra: likewise, inside nodes.
-        reference_sent: bytes that all ranks send in gloo's collective, by its algorithm.
-    """
-
-    operation: Literal["all_gather", "reduce_scatter"]
-    algorithm: str
-    codecs: tuple[str, ...]
-    transport: str
-    nodes: int
-    ranks_per_node: int
-    rate_mbit: float | None
-    numel: int
-    sent_inter: int
-    sent_intra: int
-    reference_sent: int
-
-
-class EngineSample(_Paired):
-    """Training steps of one contender; the reference is the same model stepping alone, sending nothing.
-
-    Attributes:
-        contender: who trained (:mod:`harness.bench.engine`).
-        transport: what carried messages inside a node: shm or backend; none of the one that sends nothing.
-        nodes: of the topology.
-        ranks_per_node: likewise.
-        rate_mbit: of the link between nodes; None is unshaped.
-        model: by its preset's name.
-        parameters: of the model.
-        sequence: tokens of a sequence.
-        sequences: of each rank in a step.
-        steps: in one round; ``seconds`` and ``reference_seconds`` are of all of them.
+        kind: what was timed, beside which reference: an operation of a codec beside a copy, a collective
+            beside gloo's own, training beside compute alone, a policy's step on a slow link beside the same,
+            a reduction in chunks beside that in one.
+        names: what tells it from the others; samples of several runs whose names are equal are put together.
+        sizes: bytes, elements and the like, of one call or step.
+        seconds: by round, of the slowest rank.
+        reference_seconds: likewise, of the reference.
+        parts: further seconds of the same rounds, by name: of the slowest rank, but for ``cpu``, which all
+            ranks' processes computed, waiting awake included.
+        sent: bytes that all ranks sent in one call, by link, by the wire's ledger.
         losses: mean over ranks before each step, those before the first round included.
         equal_steps: of the first of them, those whose loss must be every other contender's.
-        cpu_seconds: that all ranks' processes computed in each round, waiting awake included.
         told: how it was set up, in its own words.
     """
 
-    contender: str
-    transport: Literal["shm", "backend", "none"]
-    nodes: int
-    ranks_per_node: int
-    rate_mbit: float | None
-    model: str
-    parameters: int
-    sequence: int
-    sequences: int
-    steps: int
-    losses: list[float]
-    equal_steps: int
-    cpu_seconds: list[float]
+    kind: Kind
+    names: dict[str, str | int | float | None]
+    sizes: dict[str, int] = {}
+    seconds: list[float]
+    reference_seconds: list[float]
+    parts: dict[str, list[float]] = {}
+    sent: dict[str, int] = {}
+    losses: list[float] = []
+    equal_steps: int = 0
     told: dict[str, Any] = {}
 
-    @property
-    def tokens(self) -> int:
-        """Of all ranks in one round."""
-        return self.nodes * self.ranks_per_node * self.sequences * self.sequence * self.steps
-
-    @property
-    def equal_to_end(self) -> bool:
-        """Whether all its losses must be the others'."""
-        return self.equal_steps == len(self.losses)
-
-
-class OverlapStep(_Paired):
-    """Training steps of one policy; the reference is compute alone on the same ranks and link.
-
-    Attributes:
-        policy: by its preset's name.
-        nodes: of the topology.
-        ranks_per_node: likewise.
-        rate_mbit: of the link between nodes.
-        model: by its preset's name.
-        layers: of the model.
-        parameters: likewise.
-        sequence: tokens of a sequence.
-        sequences: of each rank in a step.
-        sent_forward: bytes that a node sends to others in a step's forward pass, as predicted.
-        sent_backward: likewise, in the backward pass.
-        forward_seconds: of compute alone in the same round.
-        backward_seconds: likewise.
-    """
-
-    policy: str
-    nodes: int
-    ranks_per_node: int
-    rate_mbit: float
-    model: str
-    layers: int
-    parameters: int
-    sequence: int
-    sequences: int
-    sent_forward: int
-    sent_backward: int
-    forward_seconds: list[float]
-    backward_seconds: list[float]
-
     @model_validator(mode="after")
-    def _as_many(self) -> OverlapStep:
-        _check_rounds(len(self.seconds), self.forward_seconds, self.backward_seconds)
-        return self
-
-
-class OverlapHops(_Paired):
-    """A gradient's two-hop reduction in several chunks; the reference is that in one.
-
-    Attributes:
-        nodes: of the topology.
-        ranks_per_node: likewise.
-        rate_mbit: of the link between nodes.
-        numel: elements of the gradient.
-        codecs: text forms, one a hop.
-        chunks: how many.
-        first_sent: bytes that a rank sends to each other rank of its group in the first hop.
-        second_sent: likewise, in the second.
-        first_seconds: of the first hop's messages by themselves, in the same round.
-        second_seconds: likewise, of the second's.
-    """
-
-    nodes: int
-    ranks_per_node: int
-    rate_mbit: float
-    numel: int
-    codecs: tuple[str, str]
-    chunks: int
-    first_sent: int
-    second_sent: int
-    first_seconds: list[float]
-    second_seconds: list[float]
-
-    @model_validator(mode="after")
-    def _as_many(self) -> OverlapHops:
-        _check_rounds(len(self.seconds), self.first_seconds, self.second_seconds)
-        return self
-
-
-def _check_rounds(rounds: int, *others: list[float]) -> None:
-    for values in others:
-        if len(values) != rounds:
-            raise ValueError(f"{len(values)} values beside {rounds} rounds")
-        if not all(value > 0 for value in values):
+    def _in_rounds(self) -> Sample:
+        for name, values in {"the reference": self.reference_seconds, **self.parts}.items():
+            if len(values) != len(self.seconds) or not values:
+                raise ValueError(f"{len(self.seconds)} rounds of seconds beside {len(values)} of {name}")
+        if not all(value > 0 for values in self.timed.values() for value in values):
             raise ValueError("seconds are above 0")
+        return self
+
+    @property
+    def timed(self) -> dict[str, list[float]]:
+        """All seconds by round."""
+        return {"seconds": self.seconds, "reference_seconds": self.reference_seconds, **self.parts}
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Nodes, ranks of each, and the rate of the link between nodes in Mbit/s; None is unshaped."""
+        return tuple(self.names.get(name) for name in ("nodes", "ranks_per_node", "rate_mbit"))
+
+
+def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """All ranks' samples as one: of every round the slowest rank's seconds, of every step the mean loss,
+    and everybody's bytes and CPU seconds.
+    """
+    return [_as_one(samples) for samples in zip(*ranks, strict=True)]
+
+
+def _as_one(samples: Sequence[Sample]) -> Sample:
+    def rounds(name: str) -> list[float]:
+        of_rounds = zip(*(sample.timed[name] for sample in samples), strict=True)
+        return [math.fsum(each) if name == CPU else max(each) for each in of_rounds]
+
+    first = samples[0]
+    losses = zip(*(sample.losses for sample in samples), strict=True)
+    return first.model_copy(
+        update={
+            "seconds": rounds("seconds"),
+            "reference_seconds": rounds("reference_seconds"),
+            "parts": {name: rounds(name) for name in first.parts},
+            "sent": {link: sum(sample.sent[link] for sample in samples) for link in first.sent},
+            "losses": [math.fsum(each) / len(samples) for each in losses],
+        }
+    )
 
 
 class Bench(_Part):
     """One run of a benchmark.
 
     Attributes:
-        subject: what was measured.
+        subject: the command.
         started: ISO 8601 in UTC.
         finished: likewise.
         setting: what the command was asked for.
@@ -252,11 +126,7 @@ class Bench(_Part):
         code: version, commit, and whether the checkout was changed.
         pool: hash of the facts that must agree before two records are pooled.
         missing: what is not here and why, by name.
-        codecs: samples of codecs.
-        collectives: samples of collectives.
-        engine: samples of training steps.
-        overlap_steps: samples of training steps beside compute alone.
-        overlap_hops: samples of reductions in chunks.
+        samples: all that was timed.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -268,11 +138,7 @@ class Bench(_Part):
     code: dict[str, Any]
     pool: str
     missing: dict[str, str] = {}
-    codecs: list[CodecSample] = []
-    collectives: list[CollectiveSample] = []
-    engine: list[EngineSample] = []
-    overlap_steps: list[OverlapStep] = []
-    overlap_hops: list[OverlapHops] = []
+    samples: list[Sample]
 
     @property
     def id(self) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
 
 from harness.records.bench_record import Bench, Subject, read_all
+from harness.records.statistics import Interval, median_interval
 from report import page
-from report.bench import codecs, collectives, engine, overlap
+from report.bench.boards import BOARDS, Board
 from report.build import PAGE, Folders, publish
-from report.data.frames import ReportError
-from report.data.text import listed
-from report.draw.plot import Drawing
+from report.data.frames import ReportError, groups
+from report.data.text import NOTHING, listed, number
 from report.figures import registry
 from report.tables.table import Table
 
@@ -24,24 +27,12 @@ _HEADINGS: Final[dict[Subject, tuple[str, str]]] = {
     "engine": ("The engine against", "its peers"),
     "overlap": ("Communication behind", "computation"),
 }
-_QUESTIONS: Final[dict[Subject, str]] = {
-    "codecs": "How fast does each codec encode and decode, beside a copy of the same elements?",
-    "collectives": "How long does each collective take, and what does it send, beside gloo's own?",
-    "engine": "How many tokens per second does each engine train, beside the same model stepping alone?",
-    "overlap": "What of communication hides behind computation, and what of one hop behind the other?",
-}
-_MODULES: Final[dict[Subject, Any]] = {
-    "codecs": codecs,
-    "collectives": collectives,
-    "engine": engine,
-    "overlap": overlap,
-}
 _FOLDERS: Final[Folders] = {
     "figures": (
-        tuple(name for module in _MODULES.values() for name in module.NAMES_OF_FIGURES),
+        tuple(name for board in BOARDS.values() for name in board.figure.names),
         ("svg", "pdf", "png", "csv"),
     ),
-    "tables": (tuple(_MODULES), ("csv", "md", "tex")),
+    "tables": (tuple(board.name for board in BOARDS.values()), ("csv", "md", "tex")),
 }
 
 
@@ -69,32 +60,93 @@ def build(results: Path) -> Path:
     return publish(results, _FOLDERS, lambda folder: _write(folder, benches))
 
 
-def table_of(benches: Sequence[Bench]) -> Table:
-    """The table of records of one subject."""
-    module = _MODULES[benches[0].subject]
-    found: Table = module.table(module.frame(benches))
+def tables_of(benches: Sequence[Bench], *, wide: bool = True) -> list[Table]:
+    """The tables of records of one subject; without what only a page has room for, unless ``wide``."""
+    found = []
+    for board, data in boards_of(benches):
+        whole = table(board, data)
+        kept = tuple(column for column in whole.columns if wide or column.key not in board.wide)
+        found.append(replace(whole, columns=kept))
     return found
 
 
+def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
+    """Of every kind of sample its board, and one row per round of each sample; ``id`` names its record."""
+    for kind, board in BOARDS.items():
+        rows: list[dict[str, Any]] = []
+        for bench in benches:
+            for sample in (one for one in bench.samples if one.kind == kind):
+                fixed = {"id": bench.id, **sample.names, **board.labels(sample)}
+                measured = {name: of(sample, bench.samples) for name, of in board.measures.items()}
+                by_round = sample.timed | measured
+                for index, values in enumerate(zip(*by_round.values(), strict=True)):
+                    rows.append(fixed | {"round": index} | dict(zip(by_round, values, strict=True)))
+        if rows:
+            yield board, pd.DataFrame(rows)
+
+
+def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
+    """One row per contender, of all its runs: medians over rounds, their intervals, and both as text."""
+    after = list(data.columns).index("round")
+    names = [name for name in data.columns[1:after] if name != "last_loss"]  # two runs end with two losses
+    rows = []
+    for key, group in groups(data, names):
+        row = dict(zip(names, key, strict=True)) | {"id": ", ".join(sorted(set(group["id"])))}
+        if "last_loss" in data.columns:
+            row["last_loss"] = group["last_loss"].iloc[-1]
+        for name in board.measures:
+            found = _median(tuple(group[name]))
+            row |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+            row |= {f"{name}_told": _told(found)}
+        rows.append(row | {"rounds": len(group)})
+    return pd.DataFrame(rows)
+
+
+def table(board: Board, data: pd.DataFrame) -> Table:
+    """All medians with their intervals; columns that say nothing here are left out."""
+    found = derived(board, data)
+    shown = [column for column in board.columns if not set(found[column.key]) <= {NOTHING, None}]
+    return Table(board.name, board.title, board.caption, found, tuple(shown))
+
+
+@functools.cache
+def _median(values: tuple[float, ...]) -> Interval:
+    """Their median with its interval; remembered, since figures and tables of a page all ask."""
+    if any(math.isnan(value) for value in values):
+        return Interval(math.nan, math.nan, math.nan, len(values))
+    return median_interval(values)
+
+
+def _told(found: Interval) -> str:
+    """``1.23 [1.20, 1.31]``."""
+    digits = number(3)
+    if math.isnan(found.low):
+        return digits(found.estimate)
+    return f"{digits(found.estimate)} [{digits(found.low)}, {digits(found.high)}]"
+
+
 def _write(folder: Path, benches: Sequence[Bench]) -> None:
-    subject = benches[0].subject
-    module = _MODULES[subject]
-    data = module.frame(benches)
-    drawings: list[tuple[Drawing, pd.DataFrame]] = module.drawings(data)
-    drawn = [registry.write(drawing, rows, folder / "figures") for drawing, rows in drawings]
-    table = module.table(data)
+    heading = _HEADINGS[benches[0].subject]
+    headline, drawn, tables = [], [], []
+    for board, data in boards_of(benches):
+        derive = functools.partial(derived, board)
+        for drawing, rounds in board.figure.drawings(data, derive):
+            headline.append(drawing.alt(rounds))
+            drawn.append(registry.write(drawing, rounds, folder / "figures"))
+        found = table(board, data)
+        tables.append(page.table_on_page(found, found.write(folder / "tables"), folder))
     text = page.fill(
-        title=" ".join(_HEADINGS[subject]),
-        kicker=f"Results of zeropp bench {subject}",
-        heading=_HEADINGS[subject],
-        questions=[_QUESTIONS[subject]],
-        headline=module.headline(data),
+        title=" ".join(heading),
+        kicker=f"Results of zeropp bench {benches[0].subject}",
+        heading=heading,
+        questions=[],
+        headline=headline,
         facts=_facts(benches),
         warnings=[f"Not here: {name}: {why}." for name, why in _missing(benches).items()],
         figures=[page.figure_on_page(found, folder) for found in drawn if found is not None],
         missing=[],
         summary=[],
-        tables=[page.table_on_page(table, table.write(folder / "tables"), folder)],
+        tables=tables,
         last=[],
         failures=None,
         pools=sorted({bench.pool for bench in benches}),
@@ -111,26 +163,17 @@ def _missing(benches: Sequence[Bench]) -> dict[str, str]:
 def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
     """Where and when it ran, in a few words."""
     machine, code = benches[-1].machine, benches[-1].code
-    packages = {name: found for name, found in machine.get("packages", {}).items() if name == "torch"}
-    settings = {
-        name: listed(sorted({str(bench.setting[name]) for bench in benches if name in bench.setting}))
-        for name in ("threads", "ranks", "rate")
-    }
+    ran = (bench.started[:16].replace("T", " ") for bench in (benches[0], benches[-1]))
     found = [
-        ("runs", str(len(benches))),
-        ("ran", " to ".join(dict.fromkeys(bench.started[:16].replace("T", " ") for bench in _ends(benches)))),
+        ("runs", len(benches)),
+        ("ran", " to ".join(dict.fromkeys(ran))),
         ("processor", machine.get("cpu")),
         ("cores", machine.get("cores")),
         ("GPUs", listed([str(gpu.get("name")) for gpu in machine.get("gpus") or []])),
         ("kernel", machine.get("kernel")),
-        *packages.items(),
-        *settings.items(),
+        ("torch", machine.get("packages", {}).get("torch")),
         ("version", code.get("version")),
         ("commit", str(code.get("commit") or "")[:12]),
         ("checkout", "changed since its commit" if code.get("dirty") else ""),
     ]
     return [(name, str(value)) for name, value in found if value not in (None, "")]
-
-
-def _ends(benches: Sequence[Bench]) -> tuple[Bench, Bench]:
-    return benches[0], benches[-1]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from harness.bench.collectives import Setting, measure, together
+from harness.bench.collectives import Setting, measure
 from harness.cluster.rank import Rank
+from harness.records.bench_record import together
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 from tests.support.ranks import on_processes
@@ -36,8 +37,8 @@ def test_collective(benchmark: Any, topology: Topology, mebibytes: int) -> None:
     )
     for sample in together(ranks):
         pairs = zip(sample.reference_seconds, sample.seconds, strict=True)
-        name = f"{sample.operation} {sample.algorithm} {'+'.join(sample.codecs)} {sample.transport}"
+        name = " ".join(str(sample.names[part]) for part in ("operation", "algorithm", "codec", "transport"))
         benchmark.extra_info[name] = {
             "times_gloo": round(statistics.median(gloo / took for gloo, took in pairs), 2),
-            "bytes_of_gloo": round((sample.sent_inter + sample.sent_intra) / sample.reference_sent, 3),
+            "bytes_of_gloo": round(sum(sample.sent.values()) / sample.sizes["reference_sent"], 3),
         }

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from harness.bench import deepspeed_peer
-from harness.bench.engine import DEEPSPEED, NAMES, Setting, measure, together
+from harness.bench.engine import DEEPSPEED, NAMES, Setting, measure, unequal
 from harness.cluster.rank import Rank
-from harness.records import engine_goals
-from harness.records.bench_record import EngineSample
+from harness.records.bench_record import Sample, together
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 from tests.support.ranks import on_processes
@@ -22,7 +21,7 @@ from tests.support.ranks import on_processes
 pytestmark = pytest.mark.bench
 
 
-def _measure(mesh: Mesh, setting: Setting) -> list[EngineSample]:
+def _measure(mesh: Mesh, setting: Setting) -> list[Sample]:
     return measure(Rank(mesh.rank, mesh.topology, None, None, lambda _: None, 1), setting)  # type: ignore[arg-type]
 
 
@@ -31,17 +30,16 @@ def _measure(mesh: Mesh, setting: Setting) -> list[EngineSample]:
 def test_step(benchmark: Any, topology: Topology) -> None:
     """All contenders, on one machine, unshaped."""
     names = [name for name in NAMES if name not in DEEPSPEED or deepspeed_peer.why_missing() is None]
-    goals = engine_goals
-    setting = Setting(tuple(names), None, 60.0, goals.MODEL, goals.SEQUENCE, goals.SEQUENCES)
+    setting = Setting(tuple(names), None, 60.0)
     ranks: list[Any] = []
     benchmark.pedantic(
         lambda: ranks.extend(on_processes(topology, _measure, setting)), rounds=1, iterations=1
     )
     samples = together(ranks)
-    assert engine_goals.unequal(samples) is None
+    assert unequal(samples) is None
     for sample in samples:
         pairs = zip(sample.reference_seconds, sample.seconds, strict=True)
-        benchmark.extra_info[f"{sample.contender} {sample.transport}"] = {
-            "tokens_per_second": round(sample.tokens / statistics.median(sample.seconds)),
+        benchmark.extra_info[f"{sample.names['contender']} {sample.names['transport']}"] = {
+            "tokens_per_second": round(sample.sizes["tokens"] / statistics.median(sample.seconds)),
             "of_alone": round(statistics.median(alone / took for alone, took in pairs), 3),
         }

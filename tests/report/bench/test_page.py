@@ -2,88 +2,172 @@
 
 from __future__ import annotations
 
+import io
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
+from harness.bench import command
 from harness.records import bench_record
+from harness.records.bench_record import Bench
 from harness.records.record import RecordError
-from report.bench import codecs as bench_codecs
-from report.bench import collectives as bench_collectives
-from report.bench import dots
-from report.bench import engine as bench_engine
-from report.bench import overlap as bench_overlap
-from report.bench.page import build
+from report.bench.boards import BOARDS, CONTENDERS, TRANSPORTS
+from report.bench.dots import rows_of
+from report.bench.page import boards_of, build, derived
 from report.data.frames import ReportError
 from tests.report.bench.bench_records import codecs, collectives, engine, overlap
+
+
+def rows(*benches: Bench) -> pd.DataFrame:
+    """Rows of the only table of these records."""
+    ((board, data),) = boards_of(benches)
+    return derived(board, data)
 
 
 def test_ratios_are_of_pairs() -> None:
     """A speed is the median over rounds of the copy's seconds over the operation's, of one round."""
     record = codecs(("int8:256",))
-    found = bench_codecs.derived(bench_codecs.frame([record]))
-    for sample, row in zip(record.codecs, dots.rows_of(found), strict=True):
+    for sample, row in zip(record.samples, rows_of(rows(record)), strict=True):
         pairs = zip(sample.reference_seconds, sample.seconds, strict=True)
         assert row["speed"] == pytest.approx(statistics.median(copy / took for copy, took in pairs))
         assert row["speed_low"] <= row["speed"] <= row["speed_high"]
-        assert row["of_copy"] == pytest.approx(row["speed"] * sample.moved_bytes / (2 * sample.element_bytes))
+        work = sample.sizes["moved_bytes"] / (2 * sample.sizes["element_bytes"])
+        assert row["of_copy"] == pytest.approx(row["speed"] * work)
 
 
 def test_runs_of_one_machine_are_put_together() -> None:
     """Rounds of several runs count as one run's."""
-    once = bench_codecs.derived(bench_codecs.frame([codecs()]))
-    twice = bench_codecs.derived(bench_codecs.frame([codecs(), codecs()]))
+    once, twice = rows(codecs()), rows(codecs(), codecs())
     assert list(twice["rounds"]) == [2 * rounds for rounds in once["rounds"]]
     assert list(twice["speed"]) == list(once["speed"])
 
 
+def test_runs_that_end_with_other_losses_are_put_together() -> None:
+    """What a run found is not what a row is: the last of two runs' losses is told."""
+    first, last = engine(), engine()
+    changed = [sample.model_copy(update={"losses": [5.5, 3.0]}) for sample in last.samples]
+    found = rows(first, last.model_copy(update={"samples": changed}))
+    assert len(found) == len(first.samples)
+    assert set(found["last_loss"]) == {3.0}
+
+
 def test_times_gloo() -> None:
     """Times gloo is gloo's seconds over ours."""
-    found = bench_collectives.derived(bench_collectives.frame([collectives(ratio=5.0)]))
-    assert found["ratio"].to_list() == pytest.approx([5.0] * len(found))
+    found = rows(collectives(ratio=5.0))
+    assert found["times"].to_list() == pytest.approx([5.0] * len(found))
 
 
 def test_of_compute_alone() -> None:
     """A contender's share of compute alone is alone's seconds over its own, of one round."""
-    record = engine(ours=2.0)
-    found = bench_engine.derived(bench_engine.frame([record]))
-    shares = found.set_index(["contender", "transport", "nodes"])["of_alone"]
-    assert shares["alone", "none", 1] == pytest.approx(1.0)
-    assert shares["exact", "shm", 2] == pytest.approx(0.5)
-    assert shares["ddp", "backend", 1] == pytest.approx(0.25)
-    speeds = found.set_index(["contender", "transport", "nodes"])["speed"]
-    assert speeds["ddp", "backend", 1] == pytest.approx(statistics.median([6144 / 1.0, 6144 / 1.1]))
+    found = rows(engine(ours=2.0)).set_index(["contender", "transport", "nodes"])
+    assert found["of_alone"]["alone", "none", 1] == pytest.approx(1.0)
+    assert found["of_alone"]["exact", "shm", 2] == pytest.approx(0.5)
+    assert found["of_alone"]["ddp", "backend", 1] == pytest.approx(0.25)
+    assert found["speed"]["ddp", "backend", 1] == pytest.approx(statistics.median([6144 / 1.0, 6144 / 1.1]))
+
+
+@given(st.floats(0.2, 5.0), st.floats(0.2, 5.0))
+def test_the_fastest_peer_counts(ours: float, kept: float) -> None:
+    """A ratio over FSDP2 is of seconds of one round, beside the faster of its two settings in that place."""
+    record = engine(ours=ours)
+    samples = [
+        sample.model_copy(update={"seconds": [took / kept for took in sample.seconds]})
+        if (sample.names["contender"], sample.names["nodes"]) == ("fsdp2-kept", 1)
+        else sample
+        for sample in record.samples
+    ]
+    found = rows(record.model_copy(update={"samples": samples})).set_index(
+        ["contender", "transport", "nodes"]
+    )
+    assert found["over_fsdp2"]["exact", "shm", 1] == pytest.approx(ours / max(kept, 1.0))
+    assert found["over_fsdp2"]["exact", "shm", 2] == pytest.approx(ours)
+    assert found["over_ddp"]["exact", "backend", 1] == pytest.approx(ours)
+    low, high = found["over_ddp_low"], found["over_ddp_high"]
+    assert (low.le(found["over_ddp"]) & high.ge(found["over_ddp"])).all()
+
+
+def test_without_peers_there_is_no_ratio_to_them(tmp_path: Path) -> None:
+    """A run without DDP has no column that compares with it."""
+    record = engine()
+    samples = [sample for sample in record.samples if sample.names["contender"] != "ddp"]
+    bench_record.write(tmp_path, record.model_copy(update={"samples": samples}))
+    text = build(tmp_path).read_text(encoding="utf-8")
+    assert ">over DDP<" not in text
+    assert ">over best FSDP2<" in text
 
 
 def test_what_overlap_hides() -> None:
     """A step stands beside compute alone of its round, chunks beside the shorter hop of theirs."""
-    found = bench_overlap.derived(bench_overlap.frame([overlap(of_alone=1.05, hidden=0.9)]))
-    assert found["measured"].to_list() == pytest.approx([1.05, 1.05, 0.9])
-    assert found["first"].to_list() == pytest.approx([1.26, 1.26, 0.025])
+    found = {
+        board.name: derived(board, data) for board, data in boards_of([overlap(of_alone=1.05, hidden=0.9)])
+    }
+    assert found["steps"]["of_alone"].to_list() == pytest.approx([1.05, 1.05])
+    assert found["steps"]["room_forward"].to_list() == pytest.approx([1.26, 1.26])
+    assert found["hops"]["hidden"].to_list() == pytest.approx([0.9])
+    assert found["hops"]["first_milliseconds"].to_list() == pytest.approx([25.0])
 
 
-PAGES = {
-    "codecs": (codecs, ("roofline-cpu-fp32", "speeds-cpu-fp32")),
-    "collectives": (collectives, bench_collectives.NAMES_OF_FIGURES),
-    "engine": (engine, bench_engine.NAMES_OF_FIGURES),
-    "overlap": (overlap, bench_overlap.NAMES_OF_FIGURES),
+PAGES: dict[str, tuple[Callable[[], Bench], tuple[str, ...], tuple[str, ...]]] = {
+    "codecs": (codecs, ("codecs",), ("speeds-fp32-cpu",)),
+    "collectives": (collectives, ("collectives",), ("times-all_gather", "times-reduce_scatter")),
+    "engine": (engine, ("engine",), ("engine",)),
+    "overlap": (overlap, ("steps", "hops"), ("steps", "hops")),
 }
 
 
 @pytest.mark.parametrize("subject", PAGES)
 def test_page(tmp_path: Path, subject: str) -> None:
     """The page holds every figure and its table, escapes what records hold, and comes out equal twice."""
-    made, names = PAGES[subject]
+    made, tables, names = PAGES[subject]
     bench_record.write(tmp_path, made())
     page = build(tmp_path)
     text = page.read_text(encoding="utf-8")
     for name in names:
         assert f'<figure id="{name}">' in text
         assert (tmp_path / "figures" / f"{name}.svg").exists()
-    assert (tmp_path / "tables" / f"{subject}.csv").exists()
+    assert all((tmp_path / "tables" / f"{name}.csv").exists() for name in tables)
     assert "<codebook>" not in text
     assert build(tmp_path).read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("subject", PAGES)
+def test_tables_fit_a_terminal(subject: str) -> None:
+    """Tables need no more than 100 columns, with every name that can stand in them, and cut nothing."""
+    record = PAGES[subject][0]()
+    if subject == "engine":
+        pairs = [(name, transport) for name in CONTENDERS for transport in TRANSPORTS]
+        samples = [
+            record.samples[0].model_copy(
+                update={"names": record.samples[0].names | {"contender": name, "transport": transport}}
+            )
+            for name, transport in pairs
+        ]
+        record = record.model_copy(update={"samples": samples})
+    out = Console(width=200, file=io.StringIO(), color_system=None)
+    command.show([record], out)
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
+    assert subject != "engine" or all(name in text for name in CONTENDERS.values())
+
+
+def test_every_kind_of_sample_has_its_board() -> None:
+    """Columns, hidden columns and figures speak of what rows hold."""
+    for record in (codecs(), collectives(), engine(), overlap()):
+        for board, data in boards_of([record]):
+            found = derived(board, data)
+            figure = board.figure
+            used = {column.key for column in board.columns} | {figure.measure, figure.row, figure.panel}
+            assert used | set(figure.split) <= set(found.columns)
+            assert board.wide <= {column.key for column in board.columns}
+    assert set(BOARDS) == {
+        sample.kind for made in (codecs, collectives, engine, overlap) for sample in made().samples
+    }
 
 
 def test_what_is_not_put_together(tmp_path: Path) -> None:

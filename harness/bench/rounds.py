@@ -1,0 +1,84 @@
+"""Rounds in which contenders take turns on the same ranks, so that all see the same machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from harness.cluster.rank import Progress, Rank
+
+T = TypeVar("T")
+Drawn = TypeVar("Drawn")
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How many.
+
+    Attributes:
+        fewest: at least.
+        most: at most.
+        seconds: that all of them may take, about; None for ``most``.
+    """
+
+    fewest: int
+    most: int
+    seconds: float | None = None
+
+
+def interleaved(
+    rank: Rank,
+    contenders: Sequence[Callable[[Drawn], T]],
+    stage: str,
+    rounds: Rounds,
+    prepare: Callable[[int], Drawn],
+) -> list[list[T]]:
+    """Each contender once in every round, in turns that rotate, all ranks at once after a barrier.
+
+    Args:
+        rank: this one; all ranks must call it.
+        contenders: called with what was prepared.
+        stage: what progress calls it.
+        rounds: how many.
+        prepare: makes what a round needs, before anything of it is timed; called with the round's number,
+            where 0 is the warm-up: buffers are made in it, orders learnt.
+
+    Returns:
+        What each contender returned, round by round, without the warm-up.
+    """
+    found: list[list[T]] = [[] for _ in contenders]
+    most, begin, index = rounds.most, 0.0, 0
+    while index <= most:
+        rank.report(Progress("warm-up" if index == 0 else stage, max(index - 1, 0), most))
+        prepared = prepare(index)
+        if index == 1:
+            begin = time.perf_counter()
+        for place in range(len(contenders)):
+            turn = (place + index) % len(contenders)
+            dist.barrier()
+            value = contenders[turn](prepared)
+            if index > 0:
+                found[turn].append(value)
+        if index == 1 and rounds.seconds is not None:
+            fitting = int(rounds.seconds / (time.perf_counter() - begin))
+            agreed = torch.tensor(min(rounds.most, max(rounds.fewest, fitting)))
+            dist.broadcast(agreed, src=0)
+            most = int(agreed)
+        index += 1
+    return found
+
+
+def timed(run: Callable[[], object]) -> Callable[[object], float]:
+    """A contender that calls ``run`` and returns seconds on this rank."""
+
+    def seconds(_: object) -> float:
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+
+    return seconds
