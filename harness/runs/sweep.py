@@ -44,7 +44,7 @@ from harness.measure import machine
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
 from harness.runs.forecast import Forecast, beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
-from harness.runs.trial import Assignment, Outcome, Result, TrialError, assemble
+from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.trial import run as run_trial
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
@@ -250,7 +250,8 @@ class _Sweep:
             outcomes = self._outcomes(trial, link, display.progress)
             if not self.leads:
                 return self._record(trial, order, started, failure=None)
-            result = assemble(outcomes)
+            known = _link_record(link)
+            result = assemble(outcomes, self._record(trial, order, started, failure=None, link=known))
         except KeyboardInterrupt:
             failure = Failure(kind="interrupted", message="Ctrl-C", log=None)
             write(self.results, self._failed(trial, order, started, link, failure))
@@ -262,25 +263,7 @@ class _Sweep:
             return self._failed(trial, order, started, link, _failure("refused", error))
         except TrialError as error:
             return self._failed(trial, order, started, link, _failure("wrong", error))
-        return self._record(
-            trial,
-            order,
-            started,
-            failure=_beyond_limit(trial, result),
-            ran=result.ran,
-            units=result.units,
-            parameters=result.parameters,
-            link=_link_record(link, result.probed_mbit),
-            ranks=result.ranks,
-            interfaces=result.interfaces,
-            validations=result.validations,
-            quantisation=result.quantisation,
-            predicted=result.predicted,
-            reference_loss=result.reference_loss,
-            power=result.power,
-            decoded_sha256=result.decoded_sha256,
-            processor_use=result.processor_use,
-        )
+        return result.model_copy(update={"failure": _beyond_limit(trial, result)})
 
     def _link(self, setting: Setting, trial: Trial, display: Display) -> Link:
         """The link of a setting, up and calibrated.
@@ -360,7 +343,7 @@ class _Sweep:
         return None if log is None else str(log.relative_to(self.results))
 
     def _failed(self, trial: Trial, order: int, started: str, link: Link | None, failure: Failure) -> Record:
-        known = None if link is None else _link_record(link, [])
+        known = None if link is None else _link_record(link)
         return self._record(trial, order, started, failure=failure, link=known)
 
     def _record(self, trial: Trial, order: int, started: str, **fields: Any) -> Record:
@@ -396,7 +379,7 @@ def _foreseen(trial: Trial) -> Forecast | None:
     return None if trial.memory_limit is None else forecast((trial,), this_host())[0]
 
 
-def _beyond_limit(trial: Trial, result: Result) -> Failure | None:
+def _beyond_limit(trial: Trial, result: Record) -> Failure | None:
     """Whether a rank's engine has held more than the trial's limit, in the parts that were foreseen."""
     for rank in result.ranks:
         foreseen = rank.memory.formula or rank.memory.engine  # peers have no formula
@@ -429,13 +412,13 @@ def _exchange(rank: Rank, exchange: Exchange) -> list[float]:
     return exchange.run(rank.pacer)
 
 
-def _link_record(link: Link, probed: list[float]) -> LinkRecord:
+def _link_record(link: Link) -> LinkRecord:
     return LinkRecord(
         kind=link.kind,
         why=link.why,
         requested_mbit=link.setting.rate_mbit,
         calibrated_mbit=link.calibrated_mbit,
-        probed_mbit=probed,
+        probed_mbit=[],
         message_bytes=message_bytes(link.setting.rate_mbit) if link.setting.nodes > 1 else 0,
         details=link.details,
     )

@@ -38,8 +38,8 @@ from harness.records.record import (
     Memory,
     Predicted,
     ProcessorUse,
-    QuantisationError,
     RankRecord,
+    Record,
     Validation,
 )
 from harness.runs.strategies import Strategy, build_optimizer, prepare
@@ -73,16 +73,6 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class RankValidation:
-    """One rank's share of a :class:`~harness.records.record.Validation`."""
-
-    step: int
-    loss: float
-    train_seconds: float
-    inter_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """What one rank brings back.
 
@@ -104,9 +94,9 @@ class Outcome:
     """
 
     record: RankRecord
-    validations: list[RankValidation]
+    validations: list[Validation]
     predicted: list[LedgerRow] | None
-    sent: Counters | None
+    sent: InterfaceCounters | None
     probed: list[float]
     errors: dict[tuple[str, str, str], Squares]
     first_loss: FirstLoss
@@ -149,7 +139,7 @@ class _Run:
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
         self.generator = self._generator() if trial.workload == "generate" else None
         self.events: list[Event] = []
-        self.validations: list[RankValidation] = []
+        self.validations: list[Validation] = []
         self.train_seconds = 0.0
         self.evaluated = Counters(0, 0)  # sent by evaluations so far; they belong to no step
         self.before_training = self._count()
@@ -194,7 +184,9 @@ class _Run:
         errors = self._quantisation()
         ran = self._ran()
         self.strategy.close()
-        sent = None if counted is None or counted_before is None else counted - counted_before
+        sent = None
+        if counted is not None and counted_before is not None:
+            sent = InterfaceCounters(node=self.rank.node, **asdict(counted - counted_before))
         return Outcome(
             record=RankRecord(
                 rank=self.rank.rank,
@@ -309,7 +301,8 @@ class _Run:
         if before is not None and after is not None:
             self.evaluated += after - before
         loss = math.fsum(losses) / len(losses)
-        self.validations.append(RankValidation(step, loss, self.train_seconds, inter))
+        share = Validation(step=step, loss=loss, train_seconds=self.train_seconds, inter_bytes=inter)
+        self.validations.append(share)
         dist.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> Counters | None:
@@ -425,27 +418,12 @@ def _copied(whole: Mapping[CopyKey, int], before: Mapping[CopyKey, int]) -> dict
     return rest
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """All ranks' outcomes as the fields of a :class:`~harness.records.record.Record`."""
+def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
+    """The record with what all ranks brought back, in rank order.
 
-    ranks: list[RankRecord]
-    interfaces: list[InterfaceCounters] | None
-    validations: list[Validation]
-    quantisation: list[QuantisationError]
-    predicted: Predicted | None
-    reference_loss: float
-    probed_mbit: list[float]
-    ran: dict[str, Any]
-    units: list[tuple[str, int, int]]
-    parameters: int
-    power: list[dict[str, float]] | None
-    decoded_sha256: list[str]
-    processor_use: ProcessorUse | None
-
-
-def assemble(outcomes: Sequence[Outcome]) -> Result:
-    """Put together what all ranks brought back, in rank order.
+    Args:
+        outcomes: by rank.
+        blank: what is known of the trial without them.
 
     Raises:
         TrialError: for a loss that is not finite, one before training that is not a single process's,
@@ -461,25 +439,23 @@ def assemble(outcomes: Sequence[Outcome]) -> Result:
         for ledger, outcome in zip(ledgers, outcomes, strict=True):
             _check_ledger(outcome.record.rank, outcome.record.ledger or [], ledger)
         predicted = Predicted(ledgers=ledgers, equal=True)
-    interfaces = [
-        InterfaceCounters(node=o.record.node, tx_bytes=o.sent.tx_bytes, tx_packets=o.sent.tx_packets)
-        for o in outcomes
-        if o.sent is not None
-    ]
-    return Result(
-        ranks=[outcome.record for outcome in outcomes],
-        interfaces=interfaces or None,
-        validations=[_validation(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)],
-        quantisation=errors_of([outcome.errors for outcome in outcomes]),
-        predicted=predicted,
-        reference_loss=math.fsum(o.first_loss.reference for o in outcomes) / len(outcomes),
-        probed_mbit=slowest([o.probed for o in outcomes if o.probed]),
-        ran=first.ran,
-        units=first.units,
-        parameters=first.parameters,
-        power=first.power,
-        decoded_sha256=[outcome.decoded[0] for outcome in outcomes if outcome.decoded],
-        processor_use=_processor_use([outcome.spent for outcome in outcomes]),
+    link, rates = blank.link, [outcome.probed for outcome in outcomes if outcome.probed]
+    return blank.model_copy(
+        update={
+            "ranks": [outcome.record for outcome in outcomes],
+            "interfaces": [outcome.sent for outcome in outcomes if outcome.sent is not None] or None,
+            "validations": [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)],
+            "quantisation": errors_of([outcome.errors for outcome in outcomes]),
+            "predicted": predicted,
+            "reference_loss": math.fsum(o.first_loss.reference for o in outcomes) / len(outcomes),
+            "link": link and link.model_copy(update={"probed_mbit": slowest(rates)}),
+            "ran": first.ran,
+            "units": first.units,
+            "parameters": first.parameters,
+            "power": first.power,
+            "decoded_sha256": [outcome.decoded[0] for outcome in outcomes if outcome.decoded],
+            "processor_use": _processor_use([outcome.spent for outcome in outcomes]),
+        }
     )
 
 
@@ -496,7 +472,8 @@ def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
     )
 
 
-def _validation(shares: Sequence[RankValidation]) -> Validation:
+def _mean(shares: Sequence[Validation]) -> Validation:
+    """All ranks' shares of one."""
     known = [share.inter_bytes for share in shares if share.inter_bytes is not None]
     return Validation(
         step=shares[0].step,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness.runs.trial import TrialError, assemble
+from harness.runs.trial import TrialError
 from harness.suites.trial import Trial
-from tests.harness.runs.test_trial import outcomes, result
+from tests.harness.runs.test_trial import assembled, outcomes, result
 
 TOKENS = 5
 
@@ -76,4 +76,4 @@ def test_generations_that_differ_are_no_result(tmp_path: Path) -> None:
     found = outcomes(trial("zero3", steps=1, warmup=1), tmp_path / "log")
     found[2] = dataclasses.replace(found[2], decoded=[found[2].decoded[0], "0" * 64])
     with pytest.raises(TrialError, match="generation 1 of rank 2 decoded other tokens"):
-        assemble(found)
+        assembled(found)
