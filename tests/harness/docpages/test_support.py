@@ -56,11 +56,6 @@ def follows(topology: Topology, policy: Policy) -> None:
     assert mean_losses(results) == pytest.approx(alone(topology.world), rel=tolerance(policy))
 
 
-def test_the_page_is_not_stale() -> None:
-    """docs/reference/support.md holds what ``python -m harness.docpages.support`` would write."""
-    assert support.PAGE.read_text(encoding="utf-8") == support.render()
-
-
 def covering() -> list[tuple[str, ...]]:
     """Few combinations in which every accepted pair occurs: each grows from a pair that is missing."""
     missing = {(one, other) for one, other, found in PAIRS if isinstance(found, Policy)}
