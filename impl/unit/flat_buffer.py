@@ -84,6 +84,7 @@ class FlatBuffer:
         # Of ``data``, so that each counts its own versions: views of one tensor share a counter.
         parameter = nn.Parameter(no_values.data, requires_grad=trainable)
         placeholder = nn.Parameter(no_values.data, requires_grad=trainable)
+        parameter.__dict__ = placeholder.__dict__ = original.__dict__  # what users say of it
         release(placeholder, InUnit(unit, name, number))
         keep(parameter, InUnit(unit, name, number))
         hide(parameter)

@@ -120,13 +120,40 @@ class Taken:
         )
 
 
+def check_hooks(name: str, parameter: nn.Parameter, *, own: bool = False) -> None:
+    """Refuse gradient hooks of a parameter; call it under ``DisableTorchFunctionSubclass``.
+
+    Args:
+        name: of the parameter.
+        parameter: plain, or a placeholder.
+        own: whether one of its hooks is the engine's.
+
+    Raises:
+        ZeroError: naming the parameter and a hook.
+    """
+    after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public way
+    hooks = parameter._backward_hooks or (after if len(after) > own else ())  # noqa: SLF001
+    if hooks:
+        hook = list(hooks.values())[-1]
+        raise ZeroError(
+            f"parameter {name!r} has a gradient hook, {getattr(hook, '__qualname__', hook)}, which would see "
+            "one rank's gradient, not the mean: remove it, and change the masters' after finish_backward()"
+        )
+
+
 def check_plain(model: nn.Module) -> None:
-    """Refuse a model of which a part is sharded already.
+    """Refuse a model of which a part is sharded already, or parameters with hooks or of other classes.
 
     Raises:
         ZeroError: naming one of its parameters.
     """
     for name, parameter in model.named_parameters():
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            check_hooks(name, parameter)
+        if type(parameter) not in (nn.Parameter, Placeholder):
+            raise ZeroError(
+                f"parameter {name!r} is a {type(parameter).__name__}: only plain parameters can be sharded"
+            )
         if isinstance(keeper_of(parameter), InUnit):
             raise ZeroError(
                 f"parameter {name!r} of this model is sharded already: call shard() once, for a model as a "

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from impl.errors import ZeroError
+
 
 class Keeper(Protocol):
     """Who knows where a released parameter's values are."""
@@ -62,6 +64,9 @@ _HARMLESS: Final = frozenset(
 
 # Values are brought contiguous; the one NaN in their place is not, so these answer from the shape.
 _OF_LAYOUT: Final = frozenset([torch.Tensor.stride, torch.Tensor.is_contiguous])
+_OF_GRADIENTS: Final = frozenset(
+    [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook]
+)
 
 
 class Placeholder(nn.Parameter):
@@ -76,6 +81,11 @@ class Placeholder(nn.Parameter):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # how torch's own subclasses do it
                 return func(*args, **kwargs)
+        if func in _OF_GRADIENTS:
+            raise ZeroError(
+                f"{func.__name__}() on parameter {_keepers[args[0]].name!r}, whose gradient is sharded: "
+                "change the masters' (Zero.param_groups()) after finish_backward()"
+            )
         if func in _OF_LAYOUT:
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
         together = list(_released((args, kwargs)))

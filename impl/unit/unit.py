@@ -27,7 +27,7 @@ from impl.unit.gradient_buffer import GradientBuffer
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.host_memory import MEMORY
 from impl.unit.master_shard import MasterShard, Version, sliced
-from impl.unit.member import Holder, Member, refuse_use
+from impl.unit.member import Holder, Member, check_hooks, refuse_use
 from impl.unit.weight_gather import WeightGather
 
 
@@ -304,17 +304,19 @@ class Unit:
                     )
 
     def check_flags(self) -> None:
-        """Refuse parameters that were frozen, or unfrozen, since the model was sharded.
+        """Refuse parameters that were frozen or unfrozen, or given hooks, since the model was sharded.
 
         Raises:
             ZeroError: naming the first.
         """
         trainable = self.geometry.trainable
-        for member, slot in zip(self.members, self.geometry.slots, strict=True):
-            if member.parameter.requires_grad is trainable is member.placeholder.requires_grad:
-                continue
-            was, now = ("trained", "frozen") if trainable else ("frozen", "trained")
-            raise ZeroError(
-                f"parameter {slot.spec.name!r} was {was} when the model was sharded "
-                f"and is now {now}: set requires_grad before"
-            )
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for member, slot in zip(self.members, self.geometry.slots, strict=True):
+                check_hooks(slot.spec.name, member.parameter, own=trainable)
+                if member.parameter.requires_grad is trainable is member.placeholder.requires_grad:
+                    continue
+                was, now = ("trained", "frozen") if trainable else ("frozen", "trained")
+                raise ZeroError(
+                    f"parameter {slot.spec.name!r} was {was} when the model was sharded and is now {now}: "
+                    "set requires_grad before"
+                )

@@ -176,6 +176,72 @@ def test_transforms_of_torch_func_are_refused(how: str) -> None:
     on_threads(Topology(1, 1), body)
 
 
+def _halve(gradient: Tensor) -> Tensor:
+    return gradient / 2
+
+
+@pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_gradient_hooks_are_refused_and_never_vanish(how: str) -> None:
+    """Set before shard(): refused there; on a placeholder: at once; on a weight in a pass: at the next
+    one.
+    """
+
+    def body(mesh: Mesh) -> None:
+        hooked = copy.deepcopy(base)
+        handle = getattr(hooked.head.weight, how)(_halve)
+        with pytest.raises(ZeroError, match=r"'head\.weight' has a gradient hook, _halve,"):
+            shard(hooked, mesh=mesh, policy=EXACT)
+        handle.remove()
+        shard(hooked, mesh=mesh, policy=EXACT)
+        with pytest.raises(ZeroError, match=rf"{how}\(\) on parameter 'head\.weight'"):
+            getattr(hooked.head.weight, how)(_halve)
+        block = hooked.blocks[1]
+        inside = block.register_forward_pre_hook(lambda *_: getattr(block.up.weight, how)(_halve) and None)
+        hooked(batch(0, 0))
+        inside.remove()
+        with pytest.raises(ZeroError, match=r"'blocks\.1\.up\.weight' has a gradient hook, _halve,"):
+            hooked(batch(0, 0))
+
+    base = model(Net)
+    on_threads(Topology(1, 1), body)
+
+
+def test_attributes_of_parameters_stay() -> None:
+    """What was said of a parameter before shard() is read inside and outside of passes."""
+
+    def body(mesh: Mesh) -> None:
+        net = copy.deepcopy(base)
+        net.head.weight.no_decay = True
+        groups = {name: getattr(one, "no_decay", False) for name, one in net.named_parameters()}
+        shard(net, mesh=mesh, policy=EXACT, group_of=lambda name, one: int(groups[name] and one.no_decay))
+        seen = []
+        net.head.register_forward_hook(lambda head, *_: seen.append(head.weight.no_decay))
+        net(batch(0, 0))
+        assert net.head.weight.no_decay
+        net.head.weight.no_decay = False
+        net(batch(0, 0))
+        assert seen == [True, False]
+        assert not hasattr(net.embed.weight, "no_decay")
+
+    base = model(Net)
+    on_threads(Topology(1, 1), body)
+
+
+def test_a_parameter_of_another_class_is_refused() -> None:
+    """What its class does to it would be lost."""
+
+    class Special(nn.Parameter):
+        pass
+
+    def body(mesh: Mesh) -> None:
+        net = nn.Linear(4, 4)
+        net.weight = Special(torch.zeros(4, 4))
+        with pytest.raises(ZeroError, match="parameter 'weight' is a Special: only plain"):
+            shard(net, mesh=mesh, policy=EXACT)
+
+    on_threads(Topology(1, 1), body)
+
+
 def test_in_place_changes_of_activations_are_still_noticed() -> None:
     """The engine's saved-tensor hooks keep torch's check of activations modified in place."""
 
