@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from impl.codecs.reference import DTYPES
 from impl.engine.masters import Masters
 from impl.engine.module_buffers import ModuleBuffers
+from impl.engine.optimizer_hooks import find
 from impl.engine.pytree import cast_tensors, memory_of, tensors_in
 from impl.engine.reduction_queue import ReductionQueue
 from impl.engine.saved_tensors import SavedTensors
@@ -94,6 +95,7 @@ class Hooks:
         self._in_backward = False
         self._unfinished = False
         self._finished = 0  # backward passes so far
+        self._parts = self._parts_now()
         self._install()
 
     def _install(self) -> None:
@@ -193,10 +195,30 @@ class Hooks:
             frame = around
         return calls > 1
 
+    def _parts_now(self) -> list[tuple[nn.Module, dict[str, nn.Module | None], list[str]]]:
+        """All modules, with their children and the names of their parameters."""
+        return [(part, dict(part._modules), list(part._parameters)) for part in self._model.modules()]  # noqa: SLF001
+
+    def _check_attached(self) -> None:
+        """Refuse parameters that came to the model since it was sharded."""
+        if all(
+            part._modules == children and list(part._parameters) == names  # noqa: SLF001
+            for part, children, names in self._parts
+        ):
+            return
+        for name, parameter in self._model.named_parameters():
+            if find(parameter) is None and parameter.numel():
+                raise ZeroError(
+                    f"parameter {name!r} came to the model after it was sharded: each rank would train its "
+                    "own; add it before shard()"
+                )
+        self._parts = self._parts_now()
+
     def _begin_forward(self) -> None:
         self._running, self._nested = 1, 0
         for unit in self._units:
             unit.check_held()
+        self._check_attached()
         self._module_buffers.make_equal()
         if torch.is_grad_enabled():
             self._module_buffers.changed()

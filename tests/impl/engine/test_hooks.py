@@ -176,6 +176,28 @@ def test_transforms_of_torch_func_are_refused(how: str) -> None:
     on_threads(Topology(1, 1), body)
 
 
+def test_what_is_attached_after_sharding_is_refused_at_the_next_pass() -> None:
+    """A module or parameter that came later would train by itself on each rank; others may come."""
+
+    def body(mesh: Mesh) -> None:
+        shard(net := copy.deepcopy(base), mesh=mesh, policy=EXACT)
+        net(batch(0, 0))
+        net.blocks[0].act = nn.Tanh()
+        net(batch(0, 0))
+        net.blocks[0].act = nn.Linear(2, 2)
+        with pytest.raises(ZeroError, match=r"'blocks\.0\.act\.weight' came to the model after"):
+            net(batch(0, 0))
+        net.blocks[0].act = nn.Tanh()
+        net.head.extra = nn.Parameter(torch.zeros(2))
+        with pytest.raises(ZeroError, match=r"'head\.extra' came to the model after"):
+            net(batch(0, 0))
+        del net.head.extra
+        net(batch(0, 0))
+
+    base = model(Net)
+    on_threads(Topology(1, 1), body)
+
+
 def _halve(gradient: Tensor) -> Tensor:
     return gradient / 2
 
