@@ -36,6 +36,7 @@ class Zero:
         wire: with the ledger.
         policy: what is sent, held and computed.
         scaler: the loss scale.
+        hooks: what happens in forward and backward.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Zero:
         self._meter, self._clock, self._host = context.meter, context.clock, context.host
         self._masters = Masters(self.units, context.wire)
         self._module_buffers = ModuleBuffers(model, context.wire)
-        self._hooks = Hooks(
+        self.hooks = Hooks(
             model,
             self.units,
             modules,
@@ -113,7 +114,19 @@ class Zero:
                 f"accumulating() at stage {self.policy.stage}, which reduces each micro-batch into shards: "
                 "set the policy's reduce_every to 'step', and have memory for a whole local gradient"
             )
-        self._hooks.accumulate(on=on)
+        self.hooks.accumulate(on=on)
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """A forward pass of the model, whatever is called and computed inside; all ranks must enter it.
+
+        Modules show the root's parameters, as long as it lasts, and others where they are used.  Gradients
+        of losses computed inside are reduced as those of ``model(...)``; run backward after the context, or
+        several backward passes under :meth:`accumulating`.  Unlike ``model(...)`` and methods that
+        :func:`impl.parameters.external.register_forward_method` registered it casts no inputs.
+        """
+        with self.hooks.unsharded():
+            yield
 
     def finish_backward(self) -> None:
         """Send what has not been sent, wait for all reductions, release all weights.
@@ -127,7 +140,7 @@ class Zero:
         Raises:
             ZeroError: without a backward pass before.
         """
-        self._hooks.finish()
+        self.hooks.finish()
         self.scaler.passed()
 
     def drop_gradients(self) -> None:
@@ -136,7 +149,7 @@ class Zero:
         The errors that gradient codecs carry go too: a failed pass may have left some.  After a pass that
         KeyboardInterrupt left, of which torch tells no hook, the engine is outside of passes again.
         """
-        self._hooks.drop()
+        self.hooks.drop()
         self.scaler.forget()
 
     def step(
@@ -327,10 +340,6 @@ class Zero:
             **({} if self.policy.loss_scale is None else {"loss_scale": self.scaler.state_dict()}),
         }
 
-    def register_external(self, module: nn.Module, unit: Unit) -> None:
-        """Gather ``unit`` ahead of each forward pass of ``module``, and release it after."""
-        self._hooks.register_external(module, unit)
-
     # Refusals, also of what watches the model's parameters and optimizers
 
     def check_finished(self, what: str) -> None:
@@ -339,7 +348,7 @@ class Zero:
         Raises:
             ZeroError: naming it.
         """
-        self._hooks.check_finished(what)
+        self.hooks.check_finished(what)
 
     def check_idle(self, what: str) -> None:
         """Refuse ``what`` inside a forward or backward pass.
@@ -347,7 +356,7 @@ class Zero:
         Raises:
             ZeroError: naming it.
         """
-        self._hooks.check_idle(what)
+        self.hooks.check_idle(what)
 
     def check_hidden(self, what: str) -> None:
         """Refuse ``what``, which writes weights, while parameters are seen whole: leaving would undo it.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -84,9 +84,12 @@ class Hooks:
         )
         self._reductions = ReductionQueue(units, self._schedule.reduction_order, limits.reduce_bucket)
         self._saved = SavedTensors()
-        self._seen: list[int] | None = []  # units in the order they ran; None once it is known
+        # Units in the order they ran; None once it is known, and where it is the model's.
+        self._seen: list[int] | None = None if self._schedule.in_model_order else []
         self._running = 0  # forward calls of hooked modules under way
         self._nested = 0  # of those, calls of the model inside one of it
+        self._entered = 0  # calls of the model by other ways than its forward
+        self._in_model = False  # whether the model's forward pass is under way
         self._called_alone: nn.Module | None = None
         self._escaped: set[int] = set()  # units in use outside of their modules, in this forward pass
         self._external: dict[nn.Module, list[int]] = {}  # units that a module uses beside its own
@@ -130,8 +133,11 @@ class Hooks:
                     case "gather":
                         # Units gathered ahead that were then not used must not pile up.
                         if not unit.in_use and len(self._under_way) <= MOST_AHEAD:
+                            self._gather_before(action.unit, phase)
                             unit.gather(phase)
                     case "wait":
+                        if not unit.in_use:
+                            self._gather_before(action.unit, phase)
                         unit.gather(phase)
                         unit.wait()
                         self._saved.gathered(unit)
@@ -143,6 +149,16 @@ class Hooks:
                             self._reductions.ready(action.unit)
         except WrittenError as error:
             raise self._with_all(error) from None
+
+    def _gather_before(self, index: int, phase: Phase) -> None:
+        """Below stage 3 all ranks gather all units in one order, whichever of them each rank's pass calls."""
+        one_order = self._in_model and self._schedule.in_model_order
+        for earlier in (*self._schedule.outer, *self._schedule.order) if one_order else ():
+            if earlier == index:
+                return
+            if not self._units[earlier].in_use:
+                self._units[earlier].gather(phase)
+                self._units[earlier].release()
 
     def _with_all(self, error: WrittenError) -> WrittenError:
         """What it says, and of the units that are still gathered: who writes one often writes all."""
@@ -188,7 +204,7 @@ class Hooks:
     def _is_called(self) -> bool:
         """Whether a call of the model is under way around this one: no hook is told of interrupted ones."""
         frame: FrameType | None = sys._getframe()  # noqa: SLF001
-        calls = 0
+        calls = self._entered
         while frame is not None:
             code, around = frame.f_code, frame.f_back
             calls += code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is self._model  # noqa: SLF001
@@ -216,6 +232,7 @@ class Hooks:
 
     def _begin_forward(self) -> None:
         self._running, self._nested = 1, 0
+        self._in_model = False  # until nothing is refused any more
         for unit in self._units:
             unit.check_held()
         self._check_attached()
@@ -232,6 +249,7 @@ class Hooks:
             self._calls.clear()
             self._saved.begin()
         self._escaped.clear()
+        self._in_model = True
         if self._seen is not None:
             self._seen = []
 
@@ -249,12 +267,12 @@ class Hooks:
 
         def passed(_: Tensor) -> None:
             left[0] -= 1
-            passes = reference()
-            if left[0] == 0 and passes is not None:
-                passes._calls[module] = passes._calls.get(module, 1) - 1  # noqa: SLF001  # its own hook
-                if passes._calls[module] == 0:  # noqa: SLF001
-                    for index in passes._of_module[module]:  # noqa: SLF001
-                        passes._units[index].release()  # noqa: SLF001
+            hooks = reference()
+            if left[0] == 0 and hooks is not None:
+                hooks._calls[module] = hooks._calls.get(module, 1) - 1  # noqa: SLF001  # its own hook
+                if hooks._calls[module] == 0:  # noqa: SLF001
+                    for index in hooks._of_module[module]:  # noqa: SLF001
+                        hooks._units[index].release()  # noqa: SLF001
 
         for tensor in tensors:
             tensor.register_hook(passed)  # type: ignore[no-untyped-call]
@@ -269,6 +287,8 @@ class Hooks:
         indices = () if nested else self._of_module.get(module, ())
         ends: list[Callable[[], None]] = [partial(self._end_unit, index, outputs) for index in indices]
         if module is self._model and not nested:
+            if outputs:  # nothing was raised
+                ends.append(partial(self._gather_before, -1, self._phase()))
             ends.append(partial(self._end_forward, outputs))
         if module is self._called_alone:
             ends.append(self._end_alone)
@@ -293,6 +313,7 @@ class Hooks:
         self._called_alone = None
 
     def _end_forward(self, outputs: Sequence[Tensor]) -> None:
+        self._in_model = False
         self._saved.end()
         if self._seen is not None:
             rest = [i for i in self._schedule.order if i not in self._seen]
@@ -307,6 +328,39 @@ class Hooks:
             for index, unit in enumerate(self._units)
             if index not in kept and not (unit.gathered and unit.flat.bounds[0] in addresses)
         )
+
+    def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``entry`` returns, called as if it were the forward pass of ``module``.
+
+        Raises:
+            ZeroError: if ``module`` is neither the model nor one of its blocks.
+        """
+        if module is not self._model and module not in self._of_module:
+            raise ZeroError(
+                f"{type(module).__name__} is neither the sharded model nor one of its blocks, whose weights "
+                "come and go together: register a method of one of those"
+            )
+        self._entered += module is self._model
+        output = None
+        try:
+            args, kwargs = self._pre_forward(module, args, kwargs) or (args, kwargs)
+            output = entry(*args, **kwargs)
+        finally:
+            self._post_forward(module, args, kwargs, output)
+            self._entered -= module is self._model
+        return output
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """A forward pass of the model: :meth:`impl.engine.engine.Zero.unsharded`."""
+        self._entered += 1
+        try:
+            self._pre_forward(self._model, (), {})
+            yield
+            self._gather_before(-1, self._phase())
+        finally:
+            self._post_forward(self._model, (), {}, None)
+            self._entered -= 1
 
     # Parameters used outside of their modules
 
@@ -344,10 +398,10 @@ class Hooks:
         reference = weakref.ref(self)
 
         def used(name: str) -> None:
-            passes = reference()
-            if passes is None:
+            hooks = reference()
+            if hooks is None:
                 raise ZeroError(f"parameter {name!r} of a sharded model whose engine is gone")
-            passes._use(index, name)  # noqa: SLF001  # its own
+            hooks._use(index, name)  # noqa: SLF001  # its own
 
         return used
 
@@ -373,9 +427,9 @@ class Hooks:
         reference = weakref.ref(self)
 
         def arrive(_: Tensor) -> None:
-            passes = reference()
-            if passes is not None:
-                passes._arrive(module)  # noqa: SLF001  # its own hook
+            hooks = reference()
+            if hooks is not None:
+                hooks._arrive(module)  # noqa: SLF001  # its own hook
 
         return arrive
 
@@ -394,9 +448,9 @@ class Hooks:
         reference = weakref.ref(self)
 
         def collect(_: Tensor) -> None:
-            passes = reference()
-            assert passes is not None  # noqa: S101  # its model is in use
-            (passes._collect_outside if outside else passes._collect)(index, number)  # noqa: SLF001  # its own
+            hooks = reference()
+            assert hooks is not None  # noqa: S101  # its model is in use
+            (hooks._collect_outside if outside else hooks._collect)(index, number)  # noqa: SLF001  # its own
 
         return collect
 

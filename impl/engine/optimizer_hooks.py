@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -25,8 +25,22 @@ from impl.unit.unit import Unit
 NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 
 
+class Hooks(Protocol):
+    """What happens in forward and backward."""
+
+    def register_external(self, module: nn.Module, unit: Unit) -> None:
+        """Gather ``unit`` for each forward pass of ``module``."""
+
+    def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``entry`` as a forward pass of ``module``."""
+
+
 class Engine(Protocol):
     """Whose masters an optimizer may hold."""
+
+    @property
+    def hooks(self) -> Hooks:
+        """Of the engine's model."""
 
     def check_finished(self, what: str) -> None:
         """Refuse ``what`` after a backward pass that was not finished."""
@@ -39,9 +53,6 @@ class Engine(Protocol):
 
     def check_idle(self, what: str) -> None:
         """Refuse ``what`` inside a forward or backward pass."""
-
-    def register_external(self, module: nn.Module, unit: Unit) -> None:
-        """Gather ``unit`` for each forward pass of ``module``."""
 
 
 class Found(NamedTuple):

@@ -6,12 +6,14 @@ Registering gathers it ahead of the module that uses it, and lets it go right af
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, MutableMapping
 
 from torch import nn
 
 from impl.engine.optimizer_hooks import find
+from impl.errors import ZeroError
 
 _registered: MutableMapping[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 
@@ -31,9 +33,31 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """
     found = find(parameter)
     if found is not None:
-        found.engine.register_external(module, found.unit)
+        found.engine.hooks.register_external(module, found.unit)
     else:
         _registered.setdefault(module, []).append(parameter)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let ``module.name(...)`` be a forward pass of ``module``, as a call of it is; as FSDP2's function does.
+
+    For entry points beside ``forward``: ``model.encode(x)``, ``model.loss(x, y)``.  They may call one
+    another, and ``forward`` may call them.  Register after :func:`impl.zero.shard`, on all ranks.
+
+    Args:
+        module: a sharded model, or one of its blocks.
+        name: of its method.
+
+    Raises:
+        ZeroError: if it has no such method or is not sharded; on the first call, if it is a part of a block.
+    """
+    entry = getattr(module, name, None)
+    if not callable(entry):
+        raise ZeroError(f"{type(module).__name__} has no method {name!r}")
+    found = next((one for parameter in module.parameters() if (one := find(parameter)) is not None), None)
+    if found is None:
+        raise ZeroError(f"{type(module).__name__} is not sharded: register {name!r} after shard()")
+    setattr(module, name, functools.wraps(entry)(functools.partial(found.engine.hooks.run, module, entry)))
 
 
 def external_to(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:

@@ -196,7 +196,7 @@ def _under_way(mesh: Mesh, policy: Policy) -> int:
     net = copy.deepcopy(NET)
     zero = shard(net, mesh=mesh, policy=policy)
     seen = [0]
-    reductions = zero._hooks._reductions
+    reductions = zero.hooks._reductions
     start = reductions._start
 
     def watched(index: int) -> None:
@@ -277,3 +277,48 @@ def test_ranks_without_gradients_for_some_units_keep_the_order(topology: Topolog
     """Below stage 3 reductions of several messages go on alike, whichever units bring a rank gradients."""
     norms = on_processes(topology, _skips, policy)
     assert len(set(norms)) == 1
+
+
+class _Chooses(nn.Module):
+    """Of its blocks it calls one, and another on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        return torch.tanh(self.blocks[choice % 6](self.embed(x))).square().mean()
+
+
+def _chosen(mesh: Mesh, base: nn.Module, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
+    net, wire = copy.deepcopy(base), Wire(mesh, timeout=20.0)
+    zero = shard(net, mesh=mesh, policy=policy, wire=wire)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.5)
+    losses = []
+    for step in range(4):
+        loss = net(batch(step, mesh.rank), 3 * mesh.rank + step)
+        loss.backward()
+        zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    wire.check_order()
+    return losses, zero.full_state_dict()
+
+
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_may_call_different_blocks_below_stage_3(stage: Stage, processes: bool) -> None:
+    """Each rank another one of six: all gather all in one order, and learn what one process learns."""
+    run = on_processes if processes else on_threads
+    results = run(Topology(1, 2), _chosen, model(_Chooses), replace(EXACT, stage=stage))
+    net = model(_Chooses)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for step in range(4):
+        losses = [net(batch(step, rank), 3 * rank + step) for rank in range(2)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert [got[step] for got, _ in results] == pytest.approx([x.item() for x in losses], rel=1e-5)
+    assert close(results[0][1], dict(net.state_dict()), 1e-4)

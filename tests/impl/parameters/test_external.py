@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
-from impl.parameters.external import register_external_parameter
-from impl.plan.policy import MemoryLimits, Policy, preset
+from impl.parameters.external import register_external_parameter, register_forward_method
+from impl.plan.policy import MemoryLimits, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import Zero, shard
 from tests.support.megatron import UNITS, GPT2Model, ParallelMLP, ParallelTransformerLayer
+from tests.support.models import Net
 from tests.support.ranks import on_threads
-from tests.support.training import batch, model
+from tests.support.training import batch, close, model
 
 STEPS = 2
 EXACT = preset("exact", memory=MemoryLimits(max_padding=9.0, prefetch=0))
@@ -254,6 +255,93 @@ def test_a_parameter_captured_in_a_pass_has_its_values_of_now_in_every_later_use
         optimizer.zero_grad()
     on_threads(Topology(1, 1), body)
     assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+class Tied(Net):
+    """A loss in chunks with the embedding's weight as its head; entry points beside forward."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """(batch, width) to the same."""
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def chunked(self, hidden: Tensor) -> Tensor:
+        """(batch, width) to a loss."""
+        return torch.stack([(part @ self.head.weight.t()).square().mean() for part in hidden.chunk(2)]).mean()
+
+    def loss(self, x: Tensor) -> Tensor:
+        """(batch, width) to a loss."""
+        return self.chunked(self.encode(x))
+
+
+def _by_entry(mesh: Mesh, base: nn.Module, how: str, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
+    zero = shard(net := copy.deepcopy(base), mesh=mesh, policy=policy)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    if how != "context":
+        for name in ("encode", "loss") if how == "nested" else ("loss",):
+            register_forward_method(net, name)
+    losses = []
+    for step in range(3):
+        if how == "context":
+            with zero.unsharded():
+                loss = net.chunked(net.encode(batch(step, mesh.rank)))
+        else:
+            loss = net.loss(batch(step, mesh.rank))
+        loss.backward()
+        zero.finish_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    zero.check_idle("access")
+    return losses, zero.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("how", ["context", "method", "nested"])
+def test_entry_points_beside_forward_train_as_in_one_process(how: str, stage: Stage) -> None:
+    """A chunked loss with a tied head, as a registered method and in a context: losses and weights."""
+    results = on_threads(Topology(1, 2), _by_entry, model(Tied), how, replace(EXACT, stage=stage))
+    net = model(Tied)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        losses = [net.loss(batch(step, rank)) for rank in range(2)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for (got, _), wanted in zip(results, losses, strict=True):
+            assert got[step] == pytest.approx(wanted.item(), rel=1e-5)
+    assert close(results[0][1], dict(net.state_dict()), 1e-4)
+
+
+def test_entry_points_cast_inputs_and_recover_from_errors() -> None:
+    """As a call of the model does; a block's method is one too, and what is neither is refused by name."""
+
+    def body(mesh: Mesh) -> None:
+        zero = shard(net := copy.deepcopy(base), mesh=mesh, policy=replace(EXACT, compute="bf16"))
+        register_forward_method(net, "encode")
+        register_forward_method(net.blocks[0], "body")
+        assert net.encode(batch(0, 0)).dtype == torch.bfloat16
+        assert net.blocks[0].body(batch(0, 0)).dtype == torch.bfloat16
+        with pytest.raises(RuntimeError):
+            net.encode(torch.ones(3, 3))
+        zero.check_idle("access")
+        with pytest.raises(ZeroError, match="is used outside of a forward pass"):
+            net.chunked(batch(0, 0))
+        with pytest.raises(ZeroError, match="Tied has no method 'nothing'"):
+            register_forward_method(net, "nothing")
+        with pytest.raises(ZeroError, match="register 'forward' after shard"):
+            register_forward_method(nn.Linear(2, 2), "forward")
+        register_forward_method(net.blocks[1].up, "forward")
+        with pytest.raises(ZeroError, match="Linear is neither the sharded model nor one of its blocks"):
+            net(batch(0, 0))
+
+    base = model(Tied)
+    on_threads(Topology(1, 1), body)
 
 
 def test_layout_of_a_released_parameter_is_that_of_its_values() -> None:
