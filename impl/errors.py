@@ -1,4 +1,4 @@
-"""What the engine raises when it is used in a way that it cannot follow."""
+"""Errors of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels encode and decode: one place that chooses a backend, and says which.
+"""Encodes and decodes with the backend of the tensors' device, and says which that is.
 
 Every backend offers ``encode``, ``decode``, ``decode_sum`` and ``decode_sum_encode`` with the shapes of
 :mod:`impl.codecs.reference`, and equals it bit for bit, for the codecs that its ``supports`` names; the

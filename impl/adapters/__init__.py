@@ -1,1 +1,1 @@
-"""impl/adapters."""
+"""Our quantised collectives inside torch's own engines: FSDP2 and DDP."""

@@ -1,1 +1,1 @@
-"""impl/checkpoint."""
+"""Checkpoints: saving, loading, exporting, and the files on disk."""

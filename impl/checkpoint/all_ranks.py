@@ -1,4 +1,4 @@
-"""One outcome on all ranks: what one rank cannot do, none does.
+"""All-or-nothing steps of several ranks: raises on every rank if any rank failed.
 
 A rank that raised alone would leave the others waiting in their next exchange.  So each does its part,
 and all tell each other how it went, in one all-gather of small messages, before any goes on.

@@ -1,4 +1,4 @@
-"""What a checkpoint does to a disk, operation by operation, so that a test can stop it at any of them.
+"""Atomic writes, renames, locks and syncs of checkpoint files; a test can stop them at any operation.
 
 Pure: no torch.  A file or folder counts once it, and the folder that names it, have been synced
 (POSIX ``fsync``): only then does a rename put something whole in a name's place.

@@ -1,4 +1,4 @@
-"""The random numbers that a rank's program draws: torch's on the CPU and its device, Python's, NumPy's."""
+"""Saves and restores the random number generators of a rank: torch's (CPU and device), Python's, NumPy's."""
 
 from __future__ import annotations
 

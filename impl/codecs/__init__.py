@@ -1,1 +1,1 @@
-"""impl/codecs."""
+"""How elements become bytes: codecs as values, their specification in PyTorch, and rounding noise."""

@@ -1,4 +1,4 @@
-"""The random bits of stochastic rounding: which ones an element gets, whatever the layout.
+"""The random bits of stochastic rounding, by element: the same for every layout, world size and backend.
 
 Pure: no torch.  An element's 16 bits depend on what it is, never on where it is computed: on a
 :class:`Key` (seed, step, micro-batch, unit, purpose, hop, source) and on its number in the unit.  So

@@ -1,4 +1,4 @@
-"""Gathering weights and reducing gradients, hop by hop, with any codec.
+"""All-gather of weights and reduction of gradients, hop by hop, with any codec.
 
 A collective is a generator that stops after each posted message, so that the caller can compute
 while it travels; :class:`Transfer` drives it.  What is sent and in which order follows from the

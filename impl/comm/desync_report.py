@@ -1,4 +1,4 @@
-"""The desync report: where every rank stands, asked by one that waits in vain.
+"""Desync report: where every rank stands, collected when a wait times out.
 
 A thread of each rank looks once a second whether somebody asks (a key in the process group's
 own store), and then says what its rank waits for, what it finished last, which exchanges it opened

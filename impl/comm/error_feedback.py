@@ -1,4 +1,4 @@
-"""The errors that a unit's gradient codecs left over: who holds them, and how long they live.
+"""Error feedback of a unit's gradient codecs: the state that holds what encodings lost.
 
 Error feedback adds what an encoding lost to what the next one sends.  The state is sharded as the hop
 is: of the hop between nodes a rank encodes the sums of its local index alone, so it keeps

@@ -1,4 +1,4 @@
-"""The order in which a rank opens its exchanges: its fingerprint, its history, and where ranks part.
+"""The log of the collectives that a rank opened, its fingerprint, and where the logs of ranks differ.
 
 All ranks run one program, so all must open the same exchanges in the same order; a rank that does
 not leaves the others waiting for a message that never comes.  Each rank keeps a :class:`CollectiveLog`.

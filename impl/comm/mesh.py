@@ -1,4 +1,4 @@
-"""The groups of ranks along each axis of a topology: the only place that makes process groups."""
+"""Process groups along each axis of a topology; the only place that makes any."""
 
 from __future__ import annotations
 

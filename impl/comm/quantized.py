@@ -1,4 +1,4 @@
-"""The quantised collectives by themselves, for code that has no engine of ours: FSDP, a hook, a script.
+"""Quantised all-gather and reduce-scatter as functions, for code without our engine: FSDP, a hook, a script.
 
 Both take tensors of any shape and length, text forms of codecs, and any :class:`~impl.comm.mesh.Mesh`::
 

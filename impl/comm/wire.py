@@ -1,4 +1,4 @@
-"""The only place where bytes leave a rank.  Every message is booked in a ledger.
+"""Sends messages along the axes of a mesh and books every byte in a ledger; nothing else sends any.
 
 Two primitives on contiguous byte messages, an all-gather and an all-to-all along one axis of the
 topology, each an :class:`Exchange` in three steps: write to ``send``, :meth:`~Exchange.post`,

@@ -1,1 +1,1 @@
-"""impl/deepspeed."""
+"""DeepSpeed's configuration, read as a policy of this project."""

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration, as the tutorials write it, becomes a recipe of this project.
+"""Reads a DeepSpeed configuration as a recipe: a policy, and what a policy does not say.
 
 Pure: no torch.  Keys that change what is sent, held or computed are honoured, or refused by name; the others
 are accepted and listed as without effect (:mod:`impl.deepspeed.keys` has them all).  Where a key is not given

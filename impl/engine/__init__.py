@@ -1,1 +1,1 @@
-"""impl/engine."""
+"""The training engine: what a loop calls, what hooks do in passes, what the optimizer steps."""

@@ -1,4 +1,4 @@
-"""What happens during the forward and backward passes of a sharded model.
+"""Hooks on modules and gradients that gather, reshard and reduce units during passes.
 
 Hooks report events of the model's units to the :class:`~impl.plan.schedule.Schedule` and carry out its
 actions.  Nothing here knows ZeRO++'s techniques by name: they are values of the policy.

@@ -1,4 +1,4 @@
-"""All ranks start from the same weights: compared once, when a model is sharded.
+"""Checks, once when a model is sharded, that all ranks start from the same weights.
 
 Each rank trains its own slice of the values it was given, so ranks that drew different ones would train a
 model that nobody made.  What is compared is a sum of each parameter's bits, of all that it was cut from if

@@ -1,4 +1,4 @@
-"""Loss scaling, so that small gradients survive in fp16: one scale and one decision on all ranks.
+"""Loss scaling for fp16: scales the loss, unscales the gradients, skips overflowed steps on all ranks.
 
 The mean gradients are unscaled where they are smallest, in the fp32 shards.  Whether they overflowed is
 read off their global norm, which all ranks compute from the same bits; a NaN or infinity reaches it

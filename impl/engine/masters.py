@@ -1,4 +1,4 @@
-"""What an optimizer steps: this rank's fp32 masters and their mean gradients."""
+"""This rank's fp32 masters and mean gradients, as an optimizer sees them; their global norm."""
 
 from __future__ import annotations
 

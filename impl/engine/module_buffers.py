@@ -1,4 +1,4 @@
-"""A model's persistent buffers (running means, counters), kept equal on all ranks.
+"""Keeps a model's persistent buffers (running means, counters) equal on all ranks.
 
 Each rank's forward passes change its own.  Before the first pass after such a one, all ranks take the
 mean of floating-point buffers over ranks, and rank 0's values of all others (torch's DDP takes rank 0's of

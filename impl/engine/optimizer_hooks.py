@@ -1,4 +1,4 @@
-"""Whose a tensor is, and optimizers, watched from outside: they change weights behind the engine's back.
+"""Global optimizer hooks: tell an engine that its masters were stepped, and refuse optimizers that cannot be.
 
 No version counter shows it (fused AdamW leaves it alone), so every optimizer's step is watched; the
 masters that it holds tell whose weights it changed.

@@ -1,4 +1,4 @@
-"""Tensors in what modules are given and return: tuples, lists, dicts, dataclasses, in one another."""
+"""Finds and casts the tensors in nested tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When gradients are reduced: in one order on all ranks, a limit under way, no link left idle."""
+"""Starts the reductions of units in one order on all ranks, with a limit on those under way."""
 
 from __future__ import annotations
 

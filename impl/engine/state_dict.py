@@ -1,4 +1,4 @@
-"""The whole of a sharded model: its values by name, and what its codecs depend on beside them."""
+"""Full state dicts of a sharded model, and the state of its codecs."""
 
 from __future__ import annotations
 

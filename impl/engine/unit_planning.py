@@ -1,4 +1,4 @@
-"""Which parameters travel together: a model cut into units before anything is sharded.
+"""Cuts a model into units: which parameters are gathered and reduced together.
 
 Works on the meta device too, so that units can be planned for models larger than any machine.
 """

@@ -1,1 +1,1 @@
-"""impl/parameters."""
+"""Parameters outside of passes: built in slices, gathered whole, read and written by name."""

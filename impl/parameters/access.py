@@ -1,4 +1,4 @@
-"""The values behind a parameter: its fp32 weights, gradient and optimizer state, whole or this rank's part.
+"""Reads and writes a parameter's fp32 weights, gradient and optimizer state, whole or this rank's part.
 
 ``which`` is a parameter as its module shows it, or its name in the unsharded model.  The *full* functions
 gather along the ranks that share one copy and must be called by all; they return fp32 tensors of the

@@ -1,4 +1,4 @@
-"""Sharded parameters seen whole, outside of passes: to read, to initialise, to change."""
+"""GatheredParameters: shows sharded parameters whole outside of passes, to read or to change them."""
 
 from __future__ import annotations
 

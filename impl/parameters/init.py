@@ -1,4 +1,4 @@
-"""Constructing models that are larger than one rank's memory.
+"""Init: constructs models that are larger than one rank's memory, block by block.
 
 Inside :class:`Init` every block is cut as soon as its constructor returns, so that no rank ever holds more
 than its slices and the block that is being made::

@@ -1,4 +1,4 @@
-"""Parameters that were cut before their model is sharded: each rank keeps its slice, and nobody the whole.
+"""Parameters that Init cut before their model is sharded: each rank holds its slice alone.
 
 A cut is laid out as a unit is.  If :func:`impl.zero.shard` lays the same parameters out in the same way,
 it takes the slice over as it is; otherwise it brings one parameter after the other together and cuts again.

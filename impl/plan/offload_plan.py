@@ -1,4 +1,4 @@
-"""Which units' states lie in host memory, and the names of what is copied for it between host and device.
+"""Which units' states lie in host memory, and what is copied for it between host and device.
 
 Pure: no torch.  Whole units are offloaded, in model order, until the policy's share is reached, so that a
 unit's shard stays one contiguous tensor that one place steps, encodes and sends.

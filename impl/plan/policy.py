@@ -1,4 +1,4 @@
-"""What is sent, held and computed: one frozen value, so that an ablation is data.
+"""Policy: what is sent, held and computed, as one frozen value; presets and what is supported.
 
 Pure: no torch.  ZeRO-3, qwZ, hpZ, qgZ and ZeRO++ are values of :class:`Policy`
 (paper 2306.10209, sections 3.1 to 3.3); the engine never asks for their names.

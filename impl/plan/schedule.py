@@ -1,4 +1,4 @@
-"""What to do when: events of the model's units become actions of the engine.
+"""Schedule: which units to gather, wait for, reshard and reduce at each event of a pass.
 
 Pure: no torch.  The engine reports an event (a unit is about to run, has run, ...) and carries
 out the returned actions; a step-time simulator can drive the same object.  Actions name units by

@@ -1,4 +1,4 @@
-"""How long a training pass takes when a schedule meets a link and a computation: a bound, not a forecast.
+"""A lower bound on a step's time, from a schedule, a link and the time of the computation.
 
 Pure: no torch.  It drives the :class:`~impl.plan.schedule.Schedule` that the engine drives.  One computation
 runs

@@ -1,4 +1,4 @@
-"""Where ranks stand: nodes, ranks inside a node, and the axes along which collectives hop.
+"""Topology: nodes, ranks per node, and the axes along which collectives hop.
 
 Pure: no torch.  A topology is a *value* chosen by the caller; it does not follow from the number
 of devices, so that two-node algorithms run and are tested on one machine (architecture,

@@ -1,4 +1,4 @@
-"""Waiting for a word of shared memory to change, in the kernel, so that whoever waits takes no core.
+"""Waits in the kernel for a word of shared memory to change, without taking a core.
 
 Linux's futex through the C library.  Where there are more ranks than cores, a rank that spins, or sleeps for
 a guessed time, takes its time from the rank that it waits for.

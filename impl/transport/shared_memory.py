@@ -1,4 +1,4 @@
-"""The tier inside a node on a CPU: one memory arena that the ranks of a group share.
+"""Shared-memory transport inside a node on a CPU: one arena that the ranks of a group read and write.
 
 Not a process-group backend: slots, in each slot one row per rank.  A rank writes its row, posts
 the exchange's number, and reads the others' rows *in place* once theirs are posted; nothing is

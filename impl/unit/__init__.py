@@ -1,1 +1,1 @@
-"""impl/unit."""
+"""One block of the model: its shard, its gathered weights, its gradients."""

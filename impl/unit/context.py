@@ -1,4 +1,4 @@
-"""What the units of one engine have in common: what sends, what counts, where memory comes from."""
+"""What the units of one engine share: the wire, the policy, counters and memory pools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A unit's gradients as a backward pass brings them: copied once, each to its place, ready to be sent."""
+"""Collects a unit's local gradients of one backward pass in one flat buffer (P,), ready to be sent."""
 
 from __future__ import annotations
 

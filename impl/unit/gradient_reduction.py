@@ -1,4 +1,4 @@
-"""How one unit's local gradients become their mean over all ranks: hops, codecs, noise, carried errors."""
+"""Reduces one unit's local gradients to their mean over all ranks: hops, codecs, noise, error feedback."""
 
 from __future__ import annotations
 

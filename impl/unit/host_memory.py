@@ -1,4 +1,4 @@
-"""Host memory beside a device's: where it comes from, and the copies between the two.
+"""Host memory for offloaded states, and the copies between it and the device.
 
 On CUDA host memory is pinned, and copies run on two streams of their own, one each way, beside the
 computation; who needs what they bring waits for an :class:`Arrival`.  Where the device is the CPU there is

@@ -1,4 +1,4 @@
-"""What one rank owns of a unit: its shard of the weights, with the mean gradient that steps it.
+"""A rank's master shard of a unit: (S,) fp32 weights, with the mean gradient that steps them.
 
 The fp32 masters are the truth.  Frozen weights may be held as codes instead, and an offloaded shard lies in
 host memory with its gradient, from where its encoded frame comes to the device.

@@ -1,4 +1,4 @@
-"""Memory of the engine that comes and goes: what it holds is counted, what is free is used again."""
+"""Counts the bytes that the engine holds, and reuses its flat buffers."""
 
 from __future__ import annotations
 

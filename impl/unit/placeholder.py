@@ -1,4 +1,4 @@
-"""A parameter whose values are elsewhere: it has a shape, a type and a device, and no memory of its own.
+"""Placeholder: a parameter with a shape, a type and a device, whose values are sharded.
 
 It stands where torch expects a parameter, and takes part in nothing: each use that needs values asks its
 keeper, who brings them or says clearly why there are none.  Values that are there are plain parameters, so

@@ -1,4 +1,4 @@
-"""hpZ's secondary shard: what the hops between nodes brought of a unit, kept for its backward gather."""
+"""hpZ's secondary shard: the frames that the hops between nodes brought, kept for the backward all-gather."""
 
 from __future__ import annotations
 
