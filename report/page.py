@@ -23,6 +23,7 @@ from report.tables.settings import essentials
 from report.tables.table import Table
 
 _HERE: Final = Path(__file__).parent
+_SUITES: Final = _HERE.parent / "suites"
 _TEMPLATE: Final = "page.html"
 _STYLE: Final = "page.css"
 _COMMIT: Final = 12  # characters of a commit's hash
@@ -101,7 +102,7 @@ def render(content: Content) -> str:
         facts=facts(content.derived),
         warnings=warnings(content.derived),
         figures=[figure_on_page(drawn, content.folder, content.derived.disturbed) for drawn in content.drawn],
-        missing=content.missing,
+        missing=[(plot.title, needed(plot.suite)) for plot in content.missing],
         summary=first,
         tables=[table for table in tables if table.name not in _LAST and table not in first],
         last=[table for table in tables if table.name in _LAST],
@@ -119,6 +120,14 @@ def fill(**parts: Any) -> str:
     style = (_HERE / _STYLE).read_text(encoding="utf-8")
     page: str = environment.get_template(_TEMPLATE).render(style=style, **parts)
     return page
+
+
+def needed(suite: str, suites: Path = _SUITES) -> str:
+    """How to come by a suite's records: the command where its file lies beside the program, as in a checkout,
+    else the suite's name.
+    """
+    file = suites / f"{suite}.toml"
+    return f"zeropp run {suites.name}/{file.name}" if file.exists() else suite
 
 
 def _links(files: dict[str, Path], folder: Path) -> list[Link]:
@@ -304,7 +313,10 @@ def _when(ran: pd.DataFrame) -> str:
 def warnings(derived: Derived) -> list[str]:
     """What a reader must know before believing a number."""
     frames, ran = derived.frames, derived.finished
-    found = []
+    found = [
+        f"{why}: PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
+        for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
+    ]
     if len(frames.pools) > 1:
         found.append(f"Records of {len(frames.pools)} pools (other machine or code) stand side by side.")
     if frames.left_out:

@@ -266,9 +266,16 @@ class _Run:
         self, samples: Sequence[Sample], setting: dict[str, Any], missing: dict[str, str] | None = None
     ) -> None:
         """Write the record, print its tables, and draw the page of all records of the folder."""
+        import torch
+
+        from impl import ops
+
+        missing = dict(missing or {})
+        if (why := ops.warning_of(torch.device("cpu"))) is not None:
+            missing["cpu"] = f"{why}; PyTorch's reference did its work"
         bench = Bench(
             subject=self._subject, started=self._started, finished=_now(), setting=setting,
-            machine=self._machine, code=self._code, pool=self._pool, missing=missing or {}, samples=samples,
+            machine=self._machine, code=self._code, pool=self._pool, missing=missing, samples=samples,
         )  # fmt: skip
         bench_record.write(self._folder, bench)
         out = terminal.console()

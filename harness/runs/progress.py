@@ -32,6 +32,7 @@ class Display:
         self._trial: Trial | None = None
         self._progress = Progress("set-up")
         self._live: Live | None = None
+        self._said: set[str] = set()
         if skipped:
             console.print(f"{skipped} of {len(trials)} trials have a record and are skipped", markup=False)
 
@@ -52,8 +53,11 @@ class Display:
         self._trial, self._began, self._progress = trial, time.monotonic(), Progress("set-up")
 
     def progress(self, progress: Progress) -> None:
-        """The trial under way got this far."""
+        """The trial under way got this far; what it says is printed once, whatever trial says it again."""
         self._progress = progress
+        if progress.text and progress.text not in self._said:
+            self._said.add(progress.text)
+            self._console.print(progress.text, markup=False, highlight=False, soft_wrap=True)
 
     def finished(self, record: Record) -> None:
         """The trial under way left this record."""

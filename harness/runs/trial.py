@@ -47,6 +47,7 @@ from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.data import Batch, Data
 from harness.workloads.generation import Counted, Generator
+from impl import ops
 from impl.adapters.fsdp2_ddp import fsdp2_groups
 from impl.plan.offload_plan import CopyKey
 from impl.plan.traffic import Event, LedgerKey, Sent
@@ -132,6 +133,9 @@ class _Run:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         reference, expected = self._single_process(model)
         self.strategy: Strategy = prepare(trial, model, rank, self.device)
+        why = None if trial.resolved_policy() is None else ops.warning_of(self.device)  # peers have no codecs
+        if why is not None:
+            rank.report(Progress("set-up", text=f"{why}: PyTorch's reference does its work, far more slowly"))
         found = mean_loss(self.strategy.model, self._first_batches())
         self.strategy.weights_changed()  # what the check gathered must not serve the first step
         self.first_loss = FirstLoss(reference, expected, found)

@@ -78,15 +78,17 @@ class Dots:
 
     def told(self, rows: pd.DataFrame) -> str:
         """What is drawn, in words: every dot, or the ranges of many."""
-        keys = list(dict.fromkeys(key for key in (self.below, self.panel, self.row) if key))
-        if self.colours is not None:
-            keys = [*(keys if len(rows) <= _MOST_TOLD else keys[:-1]), self.colours[0]]
+        keys = [self.row] if len(rows) <= _MOST_TOLD else []
+        keys += [] if self.colours is None else [self.colours[0]]
         told = []
-        for values, group in groups(rows, keys):
-            low, high = group[self.measure].min(), group[self.measure].max()
-            found = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
-            told.append(f"{', '.join(str(value) for value in values)}: {found}")
-        return f"{self.label[:1].upper()}{self.label[1:]}. {'; '.join(told)}."
+        for places, here in groups(rows, [key for key in (self.below, self.panel) if key]):
+            parts = []
+            for values, group in groups(here, keys):
+                low, high = group[self.measure].min(), group[self.measure].max()
+                found = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
+                parts.append(f"{', '.join(str(value) for value in values)} {found}")
+            told.append(f"{', '.join(places)}: {'; '.join(parts)}.")
+        return f"{self.label[:1].upper()}{self.label[1:]}, by the median. {' '.join(told)}"
 
     def draw(self, rows: pd.DataFrame) -> Figure:
         """Draw rows, with a dashed line at 1."""

@@ -35,7 +35,7 @@ TRIALS: Final = (
     "seed", "repeat", "nodes", "ranks_per_node", "world", "processes", "tokens_per_rank", "sequence",
     "accumulation", "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local",
     "gradients_node", "secondary", "parameters", "units", "padded", "reference_loss", "predicted_equal",
-    "link_kind", "backend", "kernels", "processors", "corpus", "corpus_sha256",
+    "link_kind", "backend", "kernels", "kernels_warning", "processors", "corpus", "corpus_sha256",
     "others_share", "steal_share",
 )  # fmt: skip
 STEPS: Final = (
@@ -326,6 +326,7 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
         "link_kind": record.link.kind if record.link else "",
         "backend": str(record.ran.get("backend", "")),
         "kernels": str(record.ran.get("kernels", "")),
+        "kernels_warning": plain(record.ran.get("kernels_warning", ""), 300),
         "processors": _processors(record, trial),
         "corpus": plain(trial.corpus),
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),

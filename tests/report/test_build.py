@@ -19,6 +19,7 @@ from harness.records.record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
 from report.data.frames import ReportError
+from report.page import needed
 from tests.report.records import record_of, records_of, taken_by_others
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\input{x}$ |pipe| `tick` {{ 7 * 7 }}"
@@ -222,6 +223,14 @@ def test_missing_figures_name_the_suite_to_run(quickstart: Path) -> None:
     assert "Not drawn here" in text
     for suite in ("ablation", "bandwidth", "convergence", "block_size", "bits"):
         assert f"zeropp run suites/{suite}.toml" in text
+
+
+def test_no_file_is_named_that_is_not_there(tmp_path: Path) -> None:
+    """A program that was installed without the suites' files names the suite, one with them their file."""
+    assert needed("bits", tmp_path / "suites") == "bits"
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "suites" / "bits.toml").touch()
+    assert needed("bits", tmp_path / "suites") == "zeropp run suites/bits.toml"
 
 
 def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:

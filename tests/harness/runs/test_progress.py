@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from harness.cluster.rank import Progress
 from harness.records.record import Failure, Record
 from harness.runs.progress import Display
 from harness.suites.trial import Cluster, PolicyChanges, Trial
@@ -52,3 +53,15 @@ def test_what_varies_is_said() -> None:
 def test_a_log_is_named_by_a_path_that_can_be_opened() -> None:
     """From where the user stands, not from the results folder."""
     assert "; log: results/q/logs/x.log (" in line([Trial()], "logs/x.log")
+
+
+def test_what_a_rank_says_is_printed_once(tmp_path: Path) -> None:
+    """A line such as that kernels are missing stands before the first trial's, whichever says it again."""
+    shown = io.StringIO()
+    why = "no C++ kernels: no C++ compiler installed"
+    with Display(Console(file=shown, width=80), [Trial(), Trial(seed=1)], 0, tmp_path) as display:
+        for seed in (0, 1):
+            display.began(Trial(seed=seed))
+            display.progress(Progress("set-up", text=why))
+            display.progress(Progress("steps", 1, 2))
+    assert shown.getvalue() == f"{why}\n"

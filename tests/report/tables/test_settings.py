@@ -120,3 +120,28 @@ def test_a_corpus_that_changed_between_trials_is_warned_of(changed: bool) -> Non
     ]
     told = warnings(derive(frames_of(records)))
     assert any("Corpus stdlib changed between trials" in text for text in told) is changed
+
+
+def test_kernels_that_are_missing_are_told_first() -> None:
+    """A record that says why the reference did the kernels' work is the first warning, counted; others say
+    nothing.
+    """
+
+    def slowly(fields: dict[str, Any]) -> None:
+        fields["ran"] = fields["ran"] | {
+            "kernels": "reference", "kernels_warning": "no C++ kernels: no C++ compiler installed",
+        }  # fmt: skip
+
+    def unequal(fields: dict[str, Any]) -> None:
+        slowly(fields)
+        fields["predicted"] = fields["predicted"].model_copy(update={"equal": False})
+
+    records = [
+        record_of(Trial(strategy="zero3"), change=slowly),
+        record_of(Trial(strategy="zeropp"), change=unequal),
+    ]
+    told = warnings(derive(frames_of(records)))
+    assert told[0].startswith("no C++ kernels: no C++ compiler installed: ")
+    assert "2 trials" in told[0]
+    assert len(told) > 1
+    assert not any("kernels" in text for text in warnings(derive(frames_of([record_of(Trial())]))))
