@@ -314,7 +314,7 @@ def warnings(derived: Derived) -> list[str]:
     """What a reader must know before believing a number."""
     frames, ran = derived.frames, derived.finished
     found = [
-        f"{why}: PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
+        f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
         for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
     ]
     if len(frames.pools) > 1:

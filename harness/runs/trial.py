@@ -135,7 +135,7 @@ class _Run:
         self.strategy: Strategy = prepare(trial, model, rank, self.device)
         why = None if trial.resolved_policy() is None else ops.warning_of(self.device)  # peers have no codecs
         if why is not None:
-            rank.report(Progress("set-up", text=f"{why}: PyTorch's reference does its work, far more slowly"))
+            rank.report(Progress("set-up", text=f"{why}; PyTorch's reference does its work, far more slowly"))
         found = mean_loss(self.strategy.model, self._first_batches())
         self.strategy.weights_changed()  # what the check gathered must not serve the first step
         self.first_loss = FirstLoss(reference, expected, found)

@@ -18,12 +18,13 @@ from report.data.metrics import Derived
 from report.draw import theme
 from report.draw.plot import Drawing, Plot
 from report.figures import bytes as bytes_figures
-from report.figures import codecs, generation, loss, memory, scaling, speed
+from report.figures import codecs, generation, loss, memory, scaling, speed, step
 
 _BY_NAME: Final = {
     plot.name: plot
     for module in (
         speed,
+        step,
         scaling,
         generation,
         bytes_figures,

@@ -1,4 +1,4 @@
-"""Figures of time: throughput, speed-up, parity with published numbers, ablation, a step's parts."""
+"""Figures of speed over links: throughput, speed-up, parity with published numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from report.data import footnotes, metrics, published
-from report.data.contender import BASELINE, COMBINATIONS, NAMES, PROPOSED, TECHNIQUES
+from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.metrics import Derived
-from report.data.text import listed, number
+from report.data.text import listed
 from report.draw import drawing, theme
 from report.draw.plot import Plot, common_to, contenders, peers_note, titles_of
 
 _PANEL_INCHES: Final = 2.35
-_KEPT: Final = [
+KEPT: Final = [
     "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "nodes",
     "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit",
 ]  # fmt: skip
@@ -76,7 +76,7 @@ def _rate_axis(ax: Axes, data: pd.DataFrame) -> None:
     drawing.log_ticks(ax, [float(f"{rate:.2g}") for rate in rates])
 
 
-def _with_differing(rows: pd.DataFrame, derived: Derived) -> pd.DataFrame:
+def with_differing(rows: pd.DataFrame, derived: Derived) -> pd.DataFrame:
     """Rows with a column ``rates_differ``: whether their cell's links had different rates."""
     return rows.assign(rates_differ=rows["cell"].isin(list(derived.differing)))
 
@@ -88,14 +88,14 @@ def _mark_differing(ax: Axes, data: pd.DataFrame, value: str) -> None:
         ax.annotate(footnotes.RATES, at, (0, 4), textcoords="offset points", ha="center")
 
 
-def _differing_in_words(data: pd.DataFrame) -> str:
+def differing_in_words(data: pd.DataFrame) -> str:
     """What a caption says of that mark, where it is drawn."""
     return f" {footnotes.RATES_IN_WORDS}" if data["rates_differ"].any() else ""
 
 
 def _throughput_data(derived: Derived) -> pd.DataFrame:
-    rows = _with_differing(metrics.several_rates(derived.trials), derived)
-    return rows[[*_KEPT, "step_seconds", "tokens_per_second", "rates_differ"]]
+    rows = with_differing(metrics.several_rates(derived.trials), derived)
+    return rows[[*KEPT, "step_seconds", "tokens_per_second", "rates_differ"]]
 
 
 def _draw_throughput(data: pd.DataFrame) -> Figure | None:
@@ -126,7 +126,7 @@ def _throughput_caption(data: pd.DataFrame) -> str:
     return (
         "Tokens per second of all ranks over the rate that the link between nodes achieved (log scale). "
         f"Markers: median of the repeats; small dots: each repeat. {peers_note(data)}{common_to(data)}"
-        f"{_differing_in_words(data)}"
+        f"{differing_in_words(data)}"
     )
 
 
@@ -147,7 +147,7 @@ def _speedup_data(derived: Derived) -> pd.DataFrame:
     if not (rows["contender"] != NAMES[BASELINE]).any():
         return rows.iloc[:0]
     kept = [
-        *_KEPT,
+        *KEPT,
         "baseline",
         "baseline_seconds",
         "step_seconds",
@@ -162,7 +162,7 @@ def _speedup_data(derived: Derived) -> pd.DataFrame:
         "processors_busy",
         "rates_differ",
     ]
-    return _with_differing(rows, derived)[kept]
+    return with_differing(rows, derived)[kept]
 
 
 def _draw_speedup(data: pd.DataFrame) -> Figure | None:
@@ -237,7 +237,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
         colour = theme.colour(strategy)
         found = metrics.speedup(group)
         drawing.error_bar(left, place, found, colour, across=True)
-        _pairs_as_dots(left, group["speedup"], place, colour)
+        pairs_as_dots(left, group["speedup"], place, colour)
         left.plot(found.estimate, place, theme.marker(strategy), color=colour, mec="white", mew=0.6, zorder=4)
         left.annotate(
             f"{found.estimate:.2f}", (found.estimate, place), (0, 7), textcoords="offset points", ha="center",
@@ -263,7 +263,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
     return figure
 
 
-def _pairs_as_dots(ax: Axes, speedups: pd.Series[float], place: int, colour: str) -> None:
+def pairs_as_dots(ax: Axes, speedups: pd.Series[float], place: int, colour: str) -> None:
     """Each pair under the row's interval, so that both are seen."""
     ax.plot(speedups, [place + 0.2] * len(speedups), "o", color=colour, ms=3, mec="white", mew=0.4, zorder=4)
 
@@ -272,7 +272,7 @@ def _speedup_caption(data: pd.DataFrame) -> str:
     shown = (
         "markers: geometric mean over pairs, small dots: single pairs; intervals are in the Summary table"
         if len(metrics.several_rates(data))
-        else f"geometric mean {_interval_in_words(data)}, dots are single pairs"
+        else f"geometric mean {interval_in_words(data)}, dots are single pairs"
     )
     return (
         "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; "
@@ -280,7 +280,7 @@ def _speedup_caption(data: pd.DataFrame) -> str:
         "measured (forward and backward less exposed communication, in each step of the rank for which it is "
         "longest) and a link that carries what the busiest node sent to others at the achieved rate, one "
         f"message after the other{_processors_in_words(data)}; the share is that step over the measured one. "
-        f"{_above_in_words(data)}{peers_note(data)}{common_to(data)}{_differing_in_words(data)}"
+        f"{_above_in_words(data)}{peers_note(data)}{common_to(data)}{differing_in_words(data)}"
     )
 
 
@@ -310,7 +310,7 @@ def _processors_in_words(data: pd.DataFrame) -> str:
     )
 
 
-def _interval_in_words(data: pd.DataFrame) -> str:
+def interval_in_words(data: pd.DataFrame) -> str:
     """The interval that is drawn, whose it is, and from how few pairs; of single pairs there is none."""
     pairs = data.groupby(["cell", "contender"]).size()
     if pairs.max() == 1:
@@ -328,7 +328,7 @@ def _speedup_alt(data: pd.DataFrame) -> str:
 
 
 def _beside_data(derived: Derived) -> pd.DataFrame:
-    return metrics.beside_published(derived.pairs)[[*_KEPT, "baseline", "speedup"]]
+    return metrics.beside_published(derived.pairs)[[*KEPT, "baseline", "speedup"]]
 
 
 def _draw_beside(data: pd.DataFrame) -> Figure | None:
@@ -390,7 +390,7 @@ def _beside_alt(data: pd.DataFrame) -> str:
 
 def _parity_data(derived: Derived) -> pd.DataFrame:
     found = metrics.parity(derived.frames, derived.trials)
-    kept = [*_KEPT, "full_rate", "baseline", "achieved_mbit_baseline", "tokens_per_second"]
+    kept = [*KEPT, "full_rate", "baseline", "achieved_mbit_baseline", "tokens_per_second"]
     return found[[*kept, "tokens_per_second_baseline", "parity"]]
 
 
@@ -445,134 +445,6 @@ def _parity_alt(data: pd.DataFrame) -> str:
     return f"Parity: {listed(told)}; published 1.06 and 1.00."
 
 
-def _ablation_data(derived: Derived) -> pd.DataFrame:
-    rows = derived.pairs[
-        derived.pairs["strategy"].isin(COMBINATIONS)
-        & (derived.pairs["contender"] == derived.pairs["strategy"].map(NAMES))
-        & (derived.pairs["nodes"] > 1)
-    ]
-    ran = rows.groupby("cell")["strategy"].transform(lambda names: len(set(names) & set(COMBINATIONS)))
-    kept = [*_KEPT, "baseline", "baseline_seconds", "step_seconds", "speedup", "bytes_ratio", "sent_bytes"]
-    return _with_differing(rows, derived)[ran == len(COMBINATIONS)][[*kept, "rates_differ"]]
-
-
-def _draw_ablation(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    titles = titles_of(data)
-    figure, grid = drawing.panels(2, len(titles), height=drawing.bars_height(8) * len(titles), sharey=True)
-    for (left, right), (cell, title) in zip(grid, titles.items(), strict=True):
-        mine = data[data["cell"] == cell]
-        shown = contenders(mine)
-        drawing.row_names(left, [contender for _, contender in shown])
-        for place, (strategy, contender) in enumerate(shown):
-            group = mine[mine["contender"] == contender]
-            found = metrics.speedup(group)
-            left.barh(place, found.estimate, 0.66, color=theme.colour(strategy))
-            drawing.error_bar(left, place, found, theme.INK, across=True)
-            _pairs_as_dots(left, group["speedup"], place, theme.INK)
-            high = np.nanmax([found.high, group["speedup"].max()])
-            drawing.beside(left, max(high, found.estimate), place, f"{found.estimate:.2f}")
-            ratio = group["bytes_ratio"].median()
-            right.barh(place, ratio, 0.66, color=theme.colour(strategy))
-            drawing.beside(right, ratio, place, f"{ratio:.3f}")
-        top = mine["speedup"].max()
-        left.set_xlim(0, max(top, min(left.dataLim.x1, 1.5 * top)) * 1.18)
-        right.set_xlim(0, mine["bytes_ratio"].max() * 1.18)
-        drawing.same_rows(right)
-        left.set_title(f"{title} {footnotes.RATES}".strip() if mine["rates_differ"].any() else title)
-    grid[-1][0].set_xlabel("speed-up over ZeRO-3")
-    grid[-1][1].set_xlabel("bytes between nodes over ZeRO-3's")
-    return figure
-
-
-def _ablation_caption(data: pd.DataFrame) -> str:
-    told = []
-    for cell, title in titles_of(data).items():
-        mine = data[data["cell"] == cell]
-        found = {s: metrics.speedup(g).estimate for s, g in mine.groupby("strategy")}
-        product = float(np.prod([found[name] for name in TECHNIQUES]))
-        where = f" ({title})" if title else ""
-        told.append(f"{product:.2f} against {found[PROPOSED]:.2f}{where}")
-    return (
-        "All eight combinations of quantised weight gathers (qwZ), the weight copy inside a node (hpZ) and "
-        "quantised two-hop gradient reductions (qgZ). Speed-up: geometric mean over repeats "
-        f"{_interval_in_words(data)}, dots are single pairs; bytes: ledger, all ranks. Product of the three "
-        f"single speed-ups against all three measured together: {'; '.join(told)}. "
-        f"{common_to(data)}{_differing_in_words(data)}"
-    )
-
-
-def _ablation_alt(data: pd.DataFrame) -> str:
-    told = [
-        f"{contender} {metrics.speedup(group).estimate:.2f} with {group['bytes_ratio'].median():.3f} of the "
-        "bytes"
-        for (_, contender), group in data.groupby(["cell", "contender"], sort=False)
-    ]
-    return f"Bars of speed-up and bytes: {listed(told[:8])}."
-
-
-def _split_data(derived: Derived) -> pd.DataFrame:
-    parts = metrics.split(derived.frames)
-    return derived.trials[[*_KEPT, "step_seconds"]].merge(parts, on="id")
-
-
-def _draw_split(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    titles = titles_of(data)
-    columns = 1 if len(titles) == 1 else 2
-    rows = -(-len(titles) // columns)
-    cells = list(titles)
-    shown = {cell: contenders(data[data["cell"] == cell]) for cell in cells}
-    most = max(len(names) for names in shown.values())
-    height = 0.35 + rows * (0.55 + 0.26 * max(most, 2))
-    figure, grid = drawing.panels(columns, rows, height=height)
-    places = [ax for row in grid for ax in row]
-    for ax, cell in zip(places, cells, strict=False):
-        mine = data[data["cell"] == cell]
-        table = mine.pivot_table(index="contender", columns="part", values="seconds", aggfunc="mean")
-        names = [contender for _, contender in shown[cell]]
-        parts = [part for part in theme.PARTS if part in table.columns]
-        values = table.reindex(index=names, columns=parts)
-        drawing.Stack(names, values, theme.PARTS, {}).draw(ax)
-        for place, total in enumerate(values.sum(axis=1)):
-            drawing.beside(ax, float(total), place, number()(total))
-        ax.set_xlim(0, values.sum(axis=1).max() * 1.12)
-        ax.set_title(titles[cell])
-    for ax in places[len(cells) :]:
-        ax.set_axis_off()
-    for ax in places[max(0, len(cells) - columns) : len(cells)]:
-        ax.set_xlabel("seconds per step")
-    drawing.legend_above(figure, places[0], columns=6)
-    return figure
-
-
-def _split_caption(data: pd.DataFrame) -> str:
-    return (
-        "Where a step's time goes, on the slowest rank of each step, mean over timed steps and repeats "
-        "(means, so that parts add up; elsewhere steps are summarised by their median). Pale parts are "
-        f"exposed communication: time in which the rank only waited. {_unexposed_in_words(data)}"
-        f"{peers_note(data)}{common_to(data)}"
-    )
-
-
-def _unexposed_in_words(data: pd.DataFrame) -> str:
-    """Of whom exposed communication is not known, ending with a space, where there are such contenders."""
-    known = set(data[data["part"].str.startswith("exposed")]["contender"])
-    without = [contender for _, contender in contenders(data) if contender not in known]
-    if not without:
-        return ""
-    return f"It is not known of {listed(without)}: theirs is inside forward and backward. "
-
-
-def _split_alt(data: pd.DataFrame) -> str:
-    exposed = data[data["part"].str.startswith("exposed")].groupby(["where", "contender", "id"], sort=False)
-    shares = exposed["seconds"].sum().groupby(["where", "contender"], sort=False).mean()
-    told = [f"{key[1]} ({key[0]}) {v:.3g} s" for key, v in zip(shares.index.to_list(), shares, strict=True)]
-    return f"Stacked bars of a step's time; exposed communication: {listed(told[:10]) or 'not measured'}."
-
-
 PLOTS: Final = (
     Plot(
         name="speedup",
@@ -609,23 +481,5 @@ PLOTS: Final = (
         draw=_draw_parity,
         caption=_parity_caption,
         alt=_parity_alt,
-    ),
-    Plot(
-        name="ablation",
-        title="Ablation",
-        suite="ablation",
-        data=_ablation_data,
-        draw=_draw_ablation,
-        caption=_ablation_caption,
-        alt=_ablation_alt,
-    ),
-    Plot(
-        name="step_split",
-        title="Where a step's time goes",
-        suite="quickstart",
-        data=_split_data,
-        draw=_draw_split,
-        caption=_split_caption,
-        alt=_split_alt,
     ),
 )

@@ -141,7 +141,7 @@ def test_kernels_that_are_missing_are_told_first() -> None:
         record_of(Trial(strategy="zeropp"), change=unequal),
     ]
     told = warnings(derive(frames_of(records)))
-    assert told[0].startswith("no C++ kernels: no C++ compiler installed: ")
+    assert told[0].startswith("no C++ kernels: no C++ compiler installed; ")
     assert "2 trials" in told[0]
     assert len(told) > 1
     assert not any("kernels" in text for text in warnings(derive(frames_of([record_of(Trial())]))))
