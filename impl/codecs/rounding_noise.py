@@ -1,8 +1,14 @@
 """The random bits of stochastic rounding, by element: the same for every layout, world size and backend.
 
-Pure: no torch.  An element's 16 bits depend on what it is, never on where it is computed: on a
-:class:`Key` (seed, step, micro-batch, unit, purpose, hop, source) and on its number in the unit.  So
-they are the same for any world size, bucket, chunk, backend and device.
+Pure: no torch.
+
+[Note: rounding noise]
+An element's 16 bits depend on what it is, never on where it is computed: on a :class:`Key` (seed, step,
+micro-batch, unit, purpose, hop, source) and on its number in the unit.  So they are the same for any world
+size, bucket, chunk, backend and device, and a failure can be replayed anywhere.  Gradients (world, S) of a
+rank have that rank as their source: without it all ranks would share their noise, and the variance of a
+mean over N ranks would be N times as large.  Weights (S,) have none, and are keyed by the step alone:
+forward, backward and every micro-batch see the same weights.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 A key's 128 bits are BLAKE2b of its text; the first half is the upper half of the counter, the second

@@ -124,17 +124,17 @@ class Alone:
         self._buffers.give_back(self.send)
 
 
-def begin_stay(watchdog: Watchdog, lease: Lease, entry: Entry) -> Tensor:
-    """(rows, bytes) that this rank fills at a home, once all have ended the stay before."""
+def begin_lease(watchdog: Watchdog, lease: Lease, entry: Entry) -> Tensor:
+    """(rows, bytes) of the region that this rank fills, once all have ended the lease before."""
     lease.vacate()
     with watchdog.waiting(entry):
         return lease.begin()
 
 
 class InMemory:
-    """Ranks of one node read each other's rows in place: in a slot of the arena, or where they stay.
+    """Ranks of one node read each other's rows in place: in a slot of the arena, or where a lease keeps them.
 
-    Rows that stay are announced in a slot too, so that ranks that part find each other there.
+    Leased rows are announced in a slot too, so that ranks that part find each other there.
 
     Args:
         watchdog: of this rank.
@@ -143,7 +143,7 @@ class InMemory:
         kind: of exchange.
         nbytes: of a row that a rank receives from another.
         row: bytes of this rank's message.
-        lease: where the rows stay, if they do.
+        lease: on the region where the rows are kept, if any.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class InMemory:
         self._rows: Tensor | None = None  # once all have posted theirs
         place = None
         if lease is not None:  # if it has begun, the hop before wrote there
-            place = lease.rows[:0] if lease.begun else begin_stay(watchdog, lease, entry)
+            place = lease.rows[:0] if lease.begun else begin_lease(watchdog, lease, entry)
         with watchdog.waiting(entry):
             self._number = arena.claim()
         self.send = arena.row(self._number)[:row] if place is None else place.view(-1)

@@ -175,7 +175,7 @@ class Wire:
                 self._arenas[axis] = Arena(nbytes, self._waiting(group))
 
     def regions(self, axis: Axis, lengths: Sequence[int]) -> SharedRegions:
-        """Memory in which gathers along ``axis`` may stay; all ranks of it must call this.
+        """Regions of shared memory on which gathers along ``axis`` may hold leases; all its ranks must call this.
 
         Args:
             axis: whose ranks share memory.
@@ -324,7 +324,7 @@ class Wire:
             return exchanges.InMemory(self._watchdog, arena, entry, kind, nbytes=nbytes, row=row, lease=lease)
 
         if lease is not None:
-            place = exchanges.begin_stay(self._watchdog, lease, entry)
+            place = exchanges.begin_lease(self._watchdog, lease, entry)
         rows = 1 if kind == "shift" else axis.size
         taken = []
         received, send = (place, None) if kind == "all_gather" else (None, place)

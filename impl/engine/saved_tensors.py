@@ -1,9 +1,13 @@
-"""What backward needs of the weights is found again, not kept.
+"""Saved-tensor hooks: autograd keeps (unit, place) instead of a view of weights, and backward gathers it
+again.
 
-Events of modules say when a unit is gathered and released, but a use of weights can escape them (a
-block applied twice in a row, outputs that hide tensors, a detached copy).  So during a forward pass
-autograd saves only the *place* of a view of a unit's weights, and asking for it in backward gathers
-the unit if need be: a missed event costs time, never a crash.
+[Note: saved tensors]
+Events of modules say when a unit is gathered and resharded, but a use of weights can escape them: a block
+applied twice in a row, outputs that hide tensors, a detached copy.  Autograd would then read memory that is
+gone.  So during a forward pass, of a tensor that lies in a unit's flat buffer (P,) only its
+:class:`~impl.unit.member.Place` (type, shape, strides, offset) and the version of the weights are saved;
+unpacking it in backward gathers the unit if need be: a missed event costs time, never a crash.  The hooks
+switch torch's check of in-place changes off, so what is kept as it is has its version checked here.
 """
 
 from __future__ import annotations

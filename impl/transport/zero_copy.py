@@ -1,14 +1,17 @@
-"""Places in the memory of a node where gathered weights stay as they arrived, and are computed with.
+"""Leases on shared memory in which all-gathered weights stay as they arrived, and are computed with.
 
-Where the frames of a shard are its elements, what the ranks of a node wrote side by side *is* the gathered
-unit: nothing is decoded or copied.  The price is that the memory is in use until the unit is released, and
-that moment may differ between ranks.  So each unit has a *home*, fixed at construction and equal on all
-ranks; units that do not run around each other share homes in turn.
+[Note: lease]
+Where the frame of a shard is its elements, the rows (ranks, S) that the ranks of a node wrote side by side
+*are* the gathered unit (P,): nothing is decoded or copied, and the flat buffer is a view of them.  The
+price is that the memory is in use until the unit is resharded, and that moment may differ between ranks. So
+each unit has a *region* of the node's shared memory, fixed at construction and equal on all ranks; units
+that do not run around each other share regions in turn.
 
-A gather is a :class:`Lease` at the unit's home.  It begins once all ranks have ended the one before.  A rank
-that has not, because somebody still looks at those weights, *leaves*: what it sees becomes a private copy at
-the same addresses, and the home is mapped anew elsewhere.  All ranks begin stays in one order, so whoever has
-not ended a stay comes to the same point and leaves: nobody waits for a rank that releases late.
+Each gather takes a :class:`Lease` on its unit's region.  It begins once all ranks have ended the one
+before.  A rank that has not, because somebody still looks at those weights, *leaves*: what it sees becomes
+a private copy at the same addresses, and the region is mapped anew elsewhere.  All ranks begin leases in
+one order, so whoever has not ended one comes to the same point and leaves: nobody waits for a rank that
+reshards late.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _MAYMOVE, _FIXED = 1, 2  # of mremap(2)
 
 
 def regions_of(outer: Sequence[bool]) -> list[int]:
-    """The number of each unit's home: its own for units in use around the others, in turn for the rest.
+    """The number of each unit's region: its own for units in use around the others, in turn for the rest.
 
     Args:
         outer: of each unit, in model order, whether it is in use around the others.
@@ -43,13 +46,13 @@ def regions_of(outer: Sequence[bool]) -> list[int]:
 
 
 class SharedRegions:
-    """All homes of one engine on one node, in one anonymous file.
+    """All regions of one engine on one node, in one anonymous file.
 
-    A home's pages cost memory once, on the node, whatever the number of ranks: in all the largest unit of
-    each home.
+    A region's pages cost memory once, on the node, whatever the number of ranks: in all the largest unit
+    of each region.
 
     Args:
-        lengths: bytes of each home.
+        lengths: bytes of each region.
         waiting: how ranks wait for each other; all ranks of its group must construct this together.
 
     Raises:
@@ -65,28 +68,29 @@ class SharedRegions:
         weakref.finalize(self, os.close, self._handle)
         words = torch.frombuffer(mmap.mmap(self._handle, flags), dtype=torch.int64).view(-1, LINE // 8)
         each = words[: len(lengths) * self.ranks].view(len(lengths), self.ranks, -1)
-        self._ended = Flags(each, waiting)  # how many stays each rank has ended
-        self._begun = [0] * len(lengths)  # stays
-        self._maps: list[Tensor | None] = [None] * len(lengths)  # (bytes,) where this rank sees each home
+        self._ended = Flags(each, waiting)  # how many leases each rank has ended
+        self._begun = [0] * len(lengths)  # leases
+        self._maps: list[Tensor | None] = [None] * len(lengths)  # (bytes,) where this rank sees each region
         self._leases: list[Lease | None] = [None] * len(lengths)  # that this rank has not ended
         self._rows: list[Hashable] = [None] * len(lengths)  # what this rank last wrote there
         self._tenants: list[list[Callable[[], Callable[[], None] | None]]] = [[] for _ in lengths]
 
     def settle(self, region: int, gone: Callable[[], None]) -> None:
-        """Let ``gone``, a bound method of whoever stays at ``region``, be told when what is seen there goes.
+        """Let ``gone``, a bound method of a unit's buffer at ``region``, be told when what is seen there
+        goes.
 
-        Then it is a copy for whoever stays there now; others must look at it no more, or it would stay.
+        Then it is a copy for the lease that left; others must look at it no more, or it would be kept alive.
         """
         self._tenants[region].append(weakref.WeakMethod(gone))
 
     def vacate(self, region: int) -> None:
-        """Let this rank leave whom it still has at ``region``."""
+        """Let this rank leave the lease that it still has at ``region``."""
         lease = self._leases[region]
         if lease is not None:
             lease.leave()
 
     def begin(self, region: int, lease: Lease) -> Tensor:
-        """(bytes,) the home's memory, once all ranks have ended the stay before; vacated by this one.
+        """(bytes,) the region's memory, once all ranks have ended the lease before; vacated by this one.
 
         Raises:
             TimeoutError, ConnectionError: as :meth:`impl.transport.shared_memory.Flags.wait`.
@@ -107,7 +111,7 @@ class SharedRegions:
         """Let this rank's row at ``region`` be ``row``: ``write`` is called unless it is already.
 
         Args:
-            region: at which it has begun a stay.
+            region: at which it has begun a lease.
             row: name of what ``write`` writes, which tells apart whatever may be written there.
             write: writes it.
             anew: whether to call it in any case.
@@ -118,12 +122,12 @@ class SharedRegions:
             self._rows[region] = row
 
     def end(self, region: int) -> None:
-        """Tell the others that this rank is done with the stay at ``region``."""
+        """Tell the others that this rank is done with the lease at ``region``."""
         self._leases[region] = None
         self._ended.set(region, self.index, self._begun[region])
 
     def part(self, region: int, nbytes: int) -> None:
-        """Keep the first ``nbytes`` at ``region`` for whoever looks at them, and see the home elsewhere.
+        """Keep the first ``nbytes`` at ``region`` for whoever looks at them, and see the region elsewhere.
 
         Raises:
             SharedMemoryError: if there is no memory for it.
@@ -139,10 +143,10 @@ class SharedRegions:
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """Rows at a home that come from other nodes: the ranks of a node fill them together.
+    """Rows of a region that come from other nodes: the ranks of a node fill them together.
 
     Attributes:
-        rows: at the home, in all.
+        rows: of the region, in all.
         through: numbers of those that this rank fills, its own among them, by the node they come from.
         finish: carries the gather on to its end.
     """
@@ -153,11 +157,11 @@ class Passing:
 
 
 class Lease:
-    """One gather's weights at their home, from before this rank writes its row until it lets go.
+    """Lease on the shared-memory region that holds one all-gathered unit, until this rank ends it.
 
     Args:
-        homes: where.
-        region: number of the unit's home.
+        regions: where.
+        region: number of the unit's.
         nbytes: of a row.
         passing: if there are more rows than ranks here.
     """
@@ -166,7 +170,7 @@ class Lease:
         self, regions: SharedRegions, region: int, nbytes: int, passing: Passing | None = None
     ) -> None:
         self._regions, self._region, self._nbytes, self._passing = regions, region, nbytes, passing
-        self._memory: Tensor | None = None  # (bytes,) of the home
+        self._memory: Tensor | None = None  # (bytes,) of the region
         self._rows: Tensor | None = None  # (rows, nbytes) of it
         self._arrive: Callable[[], object] | None = None  # until what is under way is there
         self._lasts = self._left = False
@@ -177,7 +181,7 @@ class Lease:
         return self._memory is not None
 
     def vacate(self) -> None:
-        """Make the home free of this rank's last stay there, before :meth:`begin`."""
+        """End this rank's last lease there, before :meth:`begin`."""
         self._regions.vacate(self._region)
 
     def begin(self) -> Tensor:
@@ -207,7 +211,7 @@ class Lease:
 
     @property
     def memory(self) -> Tensor:
-        """(bytes,) uint8 in which the rows lie: one tensor for all stays there, until one is left."""
+        """(bytes,) uint8 in which the rows lie: one tensor for all leases there, until one is left."""
         assert self._memory is not None  # noqa: S101  # it has begun
         return self._memory
 
@@ -223,13 +227,13 @@ class Lease:
         return self._left
 
     def end(self) -> None:
-        """Let the home go; nobody may look at what was there."""
+        """Let the region go; nobody may look at what was there."""
         if self._lasts:
             self._lasts = False
             self._regions.end(self._region)
 
     def leave(self) -> None:
-        """Let the home go, and keep what was there where it was, for this rank alone.
+        """Let the region go, and keep what was there where it was, for this rank alone.
 
         Raises:
             SharedMemoryError: if there is no memory for it.

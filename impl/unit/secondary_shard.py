@@ -1,4 +1,13 @@
-"""hpZ's secondary shard: the frames that the hops between nodes brought, kept for the backward all-gather."""
+"""hpZ's secondary shard: the frames that the hops between nodes brought, kept for the backward all-gather.
+
+[Note: lifetime of the secondary]
+The frames (node, F) that the hops between nodes brought are this rank's copy of weights of one version.
+They are CURRENT until the weights change: an optimizer step, a load, a write under GatheredParameters, or a
+master written by hand, which :meth:`SecondaryShard.holds` notices by the version.  Then they are STALE and
+never used as weights again, only overwritten by the next forward all-gather.  All of that is decided here:
+DeepSpeed, where many places must remember to refresh an attribute, trained on stale copies in eight
+reported ways (paper section 3.2 for hpZ).
+"""
 
 from __future__ import annotations
 
