@@ -175,7 +175,7 @@ class Wire:
                 self._arenas[axis] = Arena(nbytes, self._waiting(group))
 
     def regions(self, axis: Axis, lengths: Sequence[int]) -> SharedRegions:
-        """Regions of shared memory on which gathers along ``axis`` may hold leases; all its ranks must call this.
+        """Regions of shared memory for leases of gathers along ``axis``; all its ranks must call this.
 
         Args:
             axis: whose ranks share memory.
