@@ -206,9 +206,9 @@ class Hooks:
         frame: FrameType | None = sys._getframe()  # noqa: SLF001
         calls = self._entered
         while frame is not None:
-            code, around = frame.f_code, frame.f_back
-            calls += code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is self._model  # noqa: SLF001
-            frame = around
+            if frame.f_code is nn.Module._call_impl.__code__:  # noqa: SLF001
+                calls += frame.f_locals["self"] is self._model
+            frame = frame.f_back
         return calls > 1
 
     def _parts_now(self) -> list[tuple[nn.Module, dict[str, nn.Module | None], list[str]]]:

@@ -6,12 +6,14 @@ masters that it holds tell whose weights it changed.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -83,8 +85,32 @@ def watch_optimizers(engine: Engine, units: Iterable[Unit]) -> None:
                 place = (weakref.ref(engine), weakref.ref(unit), number)
                 _visible[member.parameter] = _visible[member.placeholder] = place
         if not _watching:
+            _watch_norms()
             _watching.append(register_optimizer_step_pre_hook(_before_step))
             _watching.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _watch_norms() -> None:
+    """Refuse torch's own gradient norms of masters, which are of one rank's shards.
+
+    ``clip_grad_norm_()`` looks this function up when it is called, however it was imported.
+    """
+    own = clip_grad._get_total_norm  # noqa: SLF001  # torch has no hook there, and optimizers see it too late
+
+    @functools.wraps(own)
+    def total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        with _lock:
+            masters = list(_owners)
+        held = {id(master.grad) for master in masters if master.grad is not None}
+        if any(id(one) in held for one in given):
+            raise ZeroError(
+                "torch.nn.utils.clip_grad_norm_() of masters, which are this rank's shards: their norm is "
+                "not the model's; use zero.step(max_norm=) or zero.clip_grad_norm_()"
+            )
+        return own(given, *args, **kwargs)
+
+    clip_grad._get_total_norm = total_norm  # noqa: SLF001
 
 
 def find(parameter: Tensor) -> Found | None:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from impl.codecs.codec import IntCodec
 from impl.comm.mesh import Mesh
@@ -83,6 +84,25 @@ def test_a_norm_that_would_not_be_one_is_refused(norm_type: float) -> None:
         zero.finish_backward()
         with pytest.raises(ZeroError, match="expected inf, or above 0 and at most 8"):
             zero.grad_norm(norm_type)
+
+    on_threads(Topology(1, 2), body)
+
+
+def test_clipping_masters_by_a_local_norm_is_refused() -> None:
+    """Torch's clip_grad_norm_() would take this rank's shards for the model; of other tensors it works."""
+
+    def body(mesh: Mesh) -> None:
+        zero = shard(net := copy.deepcopy(MODEL), mesh=mesh, policy=EXACT)
+        net(batch(0, mesh.rank)).backward()
+        zero.finish_backward()
+        before = zero.grad_norm()
+        with pytest.raises(ZeroError, match=r"use zero\.step\(max_norm=\) or zero\.clip_grad_norm_\(\)"):
+            clip_grad_norm_((one for group in zero.param_groups() for one in group["params"]), 0.01)
+        assert torch.equal(zero.grad_norm(), before)
+        plain = torch.nn.Parameter(torch.ones(4))
+        plain.grad = torch.full((4,), 2.0)
+        assert clip_grad_norm_(plain, 1.0) == 4.0
+        assert plain.grad.norm().item() == pytest.approx(1.0)
 
     on_threads(Topology(1, 2), body)
 
