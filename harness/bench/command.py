@@ -196,22 +196,22 @@ def overlap(  # noqa: PLR0917  # typer passes by name
         from harness.bench import overlap as bench_overlap
 
     place = bench_overlap.TOPOLOGY_OF_STEP
-    alone = bench_overlap.StepSetting(seconds, model, layers, sequences)
-    found = run.on_ranks(bench_overlap.compute_alone, alone, topology=place)
+    setting = bench_overlap.Setting(seconds, model, layers, sequences, megabytes, chunks)
+    found = run.on_ranks(bench_overlap.compute_alone, setting, topology=place)
     samples: list[Sample] = []
     for policy, mbit in bench_overlap.rates_for_steps(found).items():
-        step = replace(alone, policy=policy, rate_mbit=mbit)
+        step = replace(setting, policy=policy, rate_mbit=mbit)
         samples += together(
             run.on_ranks(bench_overlap.step, step, topology=place, rate_mbit=mbit, kind="namespaces")
         )
     place = bench_overlap.TOPOLOGY_OF_HOPS
-    hops = bench_overlap.HopsSetting(seconds, megabytes, chunks)
-    mbit = bench_overlap.rate_for_hops(run.on_ranks(bench_overlap.first_hop, hops, topology=place), hops)
-    hops = replace(hops, rate_mbit=mbit)
+    first = run.on_ranks(bench_overlap.first_hop, setting, topology=place)
+    mbit = bench_overlap.rate_for_hops(first, setting)
+    hops = replace(setting, rate_mbit=mbit)
     samples += together(
         run.on_ranks(bench_overlap.hops, hops, topology=place, rate_mbit=mbit, kind="namespaces")
     )
-    run.finish(samples, asdict(alone) | {"megabytes": megabytes, "chunks": chunks})
+    run.finish(samples, asdict(setting))
 
 
 class _Run:

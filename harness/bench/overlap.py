@@ -60,17 +60,27 @@ HOPS_APART: Final = 3.0
 _TAG: Final = Tag("backward", "gradients")
 
 
+Took = tuple[
+    float, float, float
+]  # seconds of a step on this rank: forward, backward, all with the optimizer's
+Alone = tuple[list[Took], dict[str, tuple[int, int]]]
+"""Compute alone by round, without a link, and bytes that this rank will send to other nodes in forward and in
+backward, by policy."""
+
+
 @dataclass(frozen=True, slots=True)
-class StepSetting:
-    """Of a step.
+class Setting:
+    """What is measured.
 
     Attributes:
-        seconds: about how long all rounds take.
+        seconds: about how long all rounds of a policy, or of the hops, take.
         model: a GPT preset's name.
         layers: of it.
         sequences: of each rank in a step.
+        mebibytes: of the fp32 gradient that is reduced.
+        chunks: of the reduction; its reference has one.
         sequence: tokens of a sequence.
-        policy: a preset's name; empty for compute alone.
+        policy: of the step, a preset's name.
         rate_mbit: of the link between nodes, for the record.
     """
 
@@ -78,25 +88,10 @@ class StepSetting:
     model: str = MODEL
     layers: int = LAYERS
     sequences: int = SEQUENCES
-    sequence: int = SEQUENCE
-    policy: str = ""
-    rate_mbit: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class HopsSetting:
-    """Of two hops.
-
-    Attributes:
-        seconds: about how long all rounds take.
-        mebibytes: of the fp32 gradient.
-        chunks: of the contender; the reference has one.
-        rate_mbit: of the link between nodes, for the record.
-    """
-
-    seconds: float
     mebibytes: int = MEBIBYTES
     chunks: int = CHUNKS
+    sequence: int = SEQUENCE
+    policy: str = ""
     rate_mbit: float = 0.0
 
     @property
@@ -105,46 +100,23 @@ class HopsSetting:
         return self.mebibytes << 18
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
-    """Seconds of one step on this rank; ``whole`` includes the optimizer's."""
-
-    forward: float
-    backward: float
-    whole: float
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """Compute alone on this rank, without a link.
-
-    Attributes:
-        took: by round.
-        sent: bytes that this rank will send to other nodes in forward and in backward, by policy.
-    """
-
-    took: list[Took]
-    sent: dict[str, tuple[int, int]]
-
-
-def compute_alone(rank: Rank, setting: StepSetting) -> Alone:
+def compute_alone(rank: Rank, setting: Setting) -> Alone:
     """Time the model by itself; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(setting), name, mesh)) for name in POLICIES}
     batch = batches_of(rank, setting.sequences, setting.sequence)
     (took,) = interleaved(rank, [_alone(setting)], "compute alone", PROBES, batch)
-    return Alone(took, sent)
+    return took, sent
 
 
 def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
     """Mbit/s of the link by policy, from what :func:`compute_alone` found on all ranks, one a node."""
-    rounds = list(zip(*(each.took for each in ranks), strict=True))
+    rounds = list(zip(*(took for took, _ in ranks), strict=True))
     forward, backward = (
-        statistics.median(max(getattr(took, part) for took in each) for each in rounds)
-        for part in ("forward", "backward")
+        statistics.median(max(took[part] for took in each) for each in rounds) for part in (0, 1)
     )
     return {
-        name: max(rate_for_step(each.sent[name], (forward, backward)) for each in ranks) for name in POLICIES
+        name: max(rate_for_step(sent[name], (forward, backward)) for _, sent in ranks) for name in POLICIES
     }
 
 
@@ -162,7 +134,7 @@ def rate_for_step(sent: tuple[int, int], computed: tuple[float, float]) -> float
     return float(f"{max(rates):.3g}")
 
 
-def step(rank: Rank, setting: StepSetting) -> list[Sample]:
+def step(rank: Rank, setting: Setting) -> list[Sample]:
     """Time a policy's step and compute alone in turns; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     model = _model(setting)
@@ -182,23 +154,21 @@ def step(rank: Rank, setting: StepSetting) -> list[Sample]:
             "sequences": setting.sequences,
         },
         sizes={"parameters": parameters, "sent_forward": forward, "sent_backward": backward},
-        seconds=[each.whole for each in took],
-        reference_seconds=[each.whole for each in alone],
-        parts={
-            "forward": [each.forward for each in alone], "backward": [each.backward for each in alone],
-        },
+        seconds=[whole for _, _, whole in took],
+        reference_seconds=[whole for _, _, whole in alone],
+        parts={"forward": [each[0] for each in alone], "backward": [each[1] for each in alone]},
     )  # fmt: skip
     return [sample]
 
 
-def first_hop(rank: Rank, setting: HopsSetting) -> list[float]:
+def first_hop(rank: Rank, setting: Setting) -> list[float]:
     """Time the first hop by itself, without a link; the target of every rank."""
     hop, _ = _hops(_wire(Mesh.create(rank.topology)), setting)
     (took,) = interleaved(rank, [timed(hop)], "first hop", PROBES, lambda _: None)
     return took
 
 
-def rate_for_hops(ranks: Sequence[Sequence[float]], setting: HopsSetting) -> float:
+def rate_for_hops(ranks: Sequence[Sequence[float]], setting: Setting) -> float:
     """Mbit/s of the link, to three digits, at which the second hop takes :data:`HOPS_APART` times as long as
     :func:`first_hop` found the first to take on the slowest rank.
     """
@@ -209,7 +179,7 @@ def rate_for_hops(ranks: Sequence[Sequence[float]], setting: HopsSetting) -> flo
     return float(f"{8e-6 * sent / (HOPS_APART * slowest):.3g}")
 
 
-def hops(rank: Rank, setting: HopsSetting) -> list[Sample]:
+def hops(rank: Rank, setting: Setting) -> list[Sample]:
     """Time both hops by themselves, and whole reductions in one chunk and in several, in turns; the target
     of every rank.
     """
@@ -235,7 +205,7 @@ def hops(rank: Rank, setting: HopsSetting) -> list[Sample]:
     return [sample]
 
 
-def _model(setting: StepSetting) -> nn.Module:
+def _model(setting: Setting) -> nn.Module:
     """The same on every rank and for every contender."""
     torch.manual_seed(0)
     return build(Model(name=setting.model, arguments={"layers": setting.layers}), setting.sequence)
@@ -262,7 +232,7 @@ def _sent(zero: Zero) -> tuple[int, int]:
     return forward, backward
 
 
-def _alone(setting: StepSetting) -> Callable[[Batch], Took]:
+def _alone(setting: Setting) -> Callable[[Batch], Took]:
     model = _model(setting)
     return _trained(model, model.parameters(), lambda: None)
 
@@ -280,12 +250,12 @@ def _trained(model: nn.Module, parameters: Any, finish: Callable[[], None]) -> C
         backward = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
-        return Took(forward - begin, backward - forward, time.perf_counter() - begin)
+        return forward - begin, backward - forward, time.perf_counter() - begin
 
     return one
 
 
-def _rows(topology: Topology, setting: HopsSetting) -> tuple[int, int]:
+def _rows(topology: Topology, setting: Setting) -> tuple[int, int]:
     """Bytes that a rank sends to each other rank of its group in the first hop, and in the second."""
     frame = parse(CODEC).frame_bytes(setting.numel // topology.world)
     return topology.nodes * frame, frame
@@ -310,7 +280,7 @@ def _reduction(wire: Wire, chunks: int, gradient: torch.Tensor) -> Callable[[], 
     return run
 
 
-def _hops(wire: Wire, setting: HopsSetting) -> tuple[Callable[[], None], Callable[[], None]]:
+def _hops(wire: Wire, setting: Setting) -> tuple[Callable[[], None], Callable[[], None]]:
     """The messages of each hop by themselves: posted and waited for."""
     topology = wire.mesh.topology
 

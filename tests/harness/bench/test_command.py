@@ -404,7 +404,7 @@ def test_computation_has_its_room(forward: int, backward: int, ahead: float, beh
 @given(st.integers(1, 1 << 10), st.lists(st.floats(1e-3, 1e2), min_size=3, max_size=3))
 def test_the_second_hop_is_the_longer(mebibytes: int, first: list[float]) -> None:
     """At the rate of two hops the second takes three times as long as the slowest rank's first did."""
-    setting = overlap.HopsSetting(0.0, mebibytes)
+    setting = overlap.Setting(0.0, mebibytes=mebibytes)
     rate = overlap.rate_for_hops([first, [took / 2 for took in first]], setting)
     topology = Topology(*overlap.TOPOLOGY_OF_HOPS)
     row = parse(overlap.CODEC).frame_bytes(setting.numel // topology.world)
