@@ -134,7 +134,7 @@ def shard(
                 f"an external parameter of shape {tuple(parameter.shape)} is registered for "
                 f"{type(module).__name__}, but is not a parameter of the model"
             )
-        zero.hooks.register_external(module, unit_of[id(parameter)])
+        zero.hooks.outside.register(module, unit_of[id(parameter)])
     return zero
 
 

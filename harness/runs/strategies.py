@@ -25,6 +25,7 @@ from impl.adapters.fsdp2_ddp import InDDP, InFSDP2, join_ddp, join_fsdp2
 from impl.adapters.traffic import GroupGeometry, Host, check_host
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
+from impl.engine.engine import describe
 from impl.engine.loss_scaler import Stepped
 from impl.plan.geometry import UnitGeometry
 from impl.plan.offload_plan import CopyKey
@@ -291,7 +292,7 @@ class Sharded:
         mesh = self.engine.wire.mesh
         engine = self.engine
         return predict(
-            self.policy, mesh.topology, self.units(), mesh.rank, events, buffer_bytes=engine.buffer_bytes
+            self.policy, mesh.topology, self.units(), mesh.rank, events, buffer_bytes=engine.buffers.nbytes
         )
 
     def exposed_seconds(self) -> float | None:
@@ -334,7 +335,7 @@ class Sharded:
 
     def describe(self) -> dict[str, Any]:
         """See :meth:`Strategy.describe`."""
-        return self.engine.describe()
+        return describe(self.engine)
 
     def close(self) -> None:
         """Let go of shared memory."""

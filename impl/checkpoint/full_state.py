@@ -116,7 +116,7 @@ def _export_checkpoint(source: Path | str, path: Path, dtype: torch.dtype) -> No
 
 
 def _export_engine(zero: Zero, path: Path, dtype: torch.dtype) -> None:
-    zero.make_buffers_equal()
+    zero.buffers.make_equal()
     writes = zero.wire.mesh.rank == 0
     together(zero.wire, lambda: _check_target(path, dtype) if writes else None)
     own = state.parameter_names(zero.model, zero.units)
@@ -201,7 +201,7 @@ def import_(source: Path | str | Mapping[str, Any], zero: Zero) -> None:
     held: list[_Source] = []
 
     def find() -> None:
-        zero.check_finished("import_()")
+        zero.hooks.backward.check_finished("import_()")
         zero.check_hidden("import_()")
         held.append(_Source(source))
         held[0].check(zero)

@@ -216,7 +216,7 @@ def save(
     _finish_saving(zero)
     folder, wire = Path(folder), zero.wire
     rank = wire.mesh.rank
-    zero.make_buffers_equal()
+    zero.buffers.make_equal()
     manifests: list[Manifest] = []
     items: list[_Item] = []
 
@@ -268,10 +268,10 @@ def _finish_saving(zero: Zero) -> None:
 
 def _check_between_steps(zero: Zero) -> None:
     """Refuse a moment at which gradients wait to be used: they are not saved."""
-    zero.check_finished("save()")
-    if zero.unused_gradients:
+    zero.hooks.backward.check_finished("save()")
+    if unused := zero.masters.unused_gradients:
         raise CheckpointError(
-            f"save() with gradients that no optimizer has used, of {zero.unused_gradients} masters: they are "
+            f"save() with gradients that no optimizer has used, of {unused} masters: they are "
             "not saved; save after the step of every optimizer, or drop them with model.zero_grad()"
         )
 
@@ -426,7 +426,7 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     found: list[tuple[Path, Manifest, Masters, Any]] = []
 
     def find() -> str:
-        zero.check_finished("load()")
+        zero.hooks.backward.check_finished("load()")
         zero.check_hidden("load()")
         path = resolve(Path(folder))
         manifest = read_manifest(path)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from impl import ops
-from impl.codecs.rounding_noise import Clock
 from impl.engine import state_dict as state
 from impl.engine.hooks import Hooks
 from impl.engine.loss_scaler import LossScaler, Stepped
@@ -36,6 +35,9 @@ class Zero:
         wire: with the ledger.
         policy: what is sent, held and computed.
         scaler: the loss scale.
+        clock: what stochastic codecs and feedback go by.
+        masters: what an optimizer steps.
+        buffers: the model's persistent ones, which are kept equal on all ranks.
         hooks: what happens in forward and backward.
     """
 
@@ -51,16 +53,16 @@ class Zero:
         self.model, self.units = model, list(units)
         self.wire, self.policy = context.wire, context.policy
         self.scaler = LossScaler(context.policy.loss_scale)
-        self._meter, self._clock, self._host = context.meter, context.clock, context.host
-        self._masters = Masters(self.units, context.wire)
-        self._module_buffers = ModuleBuffers(model, context.wire)
+        self.clock, self._meter, self._host = context.clock, context.meter, context.host
+        self.masters = Masters(self.units, context.wire)
+        self.buffers = ModuleBuffers(model, context.wire)
         self.hooks = Hooks(
             model,
             self.units,
             modules,
             context,
-            masters=self._masters,
-            buffers=self._module_buffers,
+            masters=self.masters,
+            buffers=self.buffers,
             casts_inputs=casts_inputs,
         )
         # What the model holds of the engine: it lives as long as the model, though nobody keeps it.
@@ -86,7 +88,7 @@ class Zero:
         Raises:
             ZeroError: for options that are no table of groups.
         """
-        return self._masters.groups(options)
+        return self.masters.groups(options)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -114,7 +116,7 @@ class Zero:
                 f"accumulating() at stage {self.policy.stage}, which reduces each micro-batch into shards: "
                 "set the policy's reduce_every to 'step', and have memory for a whole local gradient"
             )
-        self.hooks.accumulate(on=on)
+        self.hooks.backward.accumulate(on=on)
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -140,7 +142,7 @@ class Zero:
         Raises:
             ZeroError: without a backward pass before.
         """
-        self.hooks.finish()
+        self.hooks.backward.finish()
         self.scaler.passed()
 
     def drop_gradients(self) -> None:
@@ -170,7 +172,7 @@ class Zero:
             ZeroError: with a loss scale, if an optimizer is missing or a loss was not scaled.
         """
         if self.policy.loss_scale is not None:
-            self._masters.check_complete(optimizers)
+            self.masters.check_complete(optimizers)
         return self.scaler.step(self, optimizers, max_norm, norm_type)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -185,8 +187,8 @@ class Zero:
         Raises:
             ZeroError: before :meth:`finish_backward`, or for another ``norm_type``.
         """
-        self.check_finished("grad_norm()")
-        return self._masters.norm(norm_type)
+        self.hooks.backward.check_finished("grad_norm()")
+        return self.masters.norm(norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm (:meth:`grad_norm`) is at most ``max_norm``.
@@ -208,7 +210,7 @@ class Zero:
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the masters' gradients, where they are there."""
-        self._masters.scale_gradients(factor)
+        self.masters.scale_gradients(factor)
 
     def overflowed(self) -> bool:
         """Whether any rank's gradient holds a NaN or an infinity; the same answer on all ranks.
@@ -232,7 +234,7 @@ class Zero:
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """What ``model.zero_grad()`` means: the gradients are the masters'."""
-        self._masters.zero_gradients(set_to_none=set_to_none)
+        self.masters.zero_gradients(set_to_none=set_to_none)
         self.scaler.forget()
 
     # State
@@ -250,9 +252,9 @@ class Zero:
 
         Several optimizers that step after one backward pass are one step.  Frozen weights did not change.
         """
-        if self._clock.micro_batch:
-            self._clock.next_step()
-        self._masters.stepped(masters)
+        if self.clock.micro_batch:
+            self.clock.next_step()
+        self.masters.stepped(masters)
         for unit in self.units:
             if unit.geometry.trainable:
                 unit.weights_changed()
@@ -261,7 +263,7 @@ class Zero:
         """What this rank's codecs depend on beside weights
         (:func:`impl.engine.state_dict.communication_state`).
         """
-        return state.communication_state(self.units, self._clock, self.wire, self.policy)
+        return state.communication_state(self.units, self.clock, self.wire, self.policy)
 
     def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`communication_state` gave on the same rank.
@@ -269,28 +271,14 @@ class Zero:
         Raises:
             ZeroError: if it is of another run, or not whole; nothing is changed then.
         """
-        state.load_communication_state(self.units, self._clock, self.wire, self.policy, given)
-
-    @property
-    def unused_gradients(self) -> int:
-        """Masters of this rank whose gradient waits for its optimizer's step."""
-        return self._masters.unused_gradients
-
-    @property
-    def clock(self) -> Clock:
-        """What stochastic codecs and feedback go by."""
-        return self._clock
-
-    def make_buffers_equal(self) -> None:
-        """Bring the model's persistent buffers together, as before a forward pass; all ranks must call it."""
-        self._module_buffers.make_equal()
+        state.load_communication_state(self.units, self.clock, self.wire, self.policy, given)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state: fp32 parameters and buffers by their original names.
 
         All ranks must call it, and all get it.
         """
-        self.make_buffers_equal()
+        self.buffers.make_equal()
         return state.full_state_dict(self.model, self.units)
 
     def load_full_state_dict(self, given: Mapping[str, Tensor]) -> None:
@@ -305,11 +293,6 @@ class Zero:
             unit.release()
         state.load_full_state_dict(self.model, self.units, given)
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Of the model's persistent buffers, which are kept equal on all ranks."""
-        return self._module_buffers.nbytes
-
     def memory(self) -> dict[str, int]:
         """Most bytes that this rank's engine has held, by part (keys of ``traffic.memory``)."""
         return dict(self._meter.peak)
@@ -318,45 +301,7 @@ class Zero:
         """Bytes copied between host and device so far (as ``traffic.predict_copies`` foresees)."""
         return dict(self._host.copied)
 
-    def _offloaded(self) -> dict[str, Any]:
-        """For the record: the shares that whole units come to, and what the host's memory is here."""
-        placements = [unit.master_shard.placement for unit in self.units]
-        shares = realised(self.policy, placements, [unit.geometry for unit in self.units])
-        return {**dataclasses.asdict(shares), "memory": self._host.nature}
-
-    def describe(self) -> dict[str, Any]:
-        """Algorithms, transports and kernels that ran, for the record."""
-        device = self.wire.mesh.device
-        warning = ops.warning_of(device)
-        return {
-            "stage": self.policy.stage,
-            "group": self.policy.group_ranks(self.wire.mesh.topology),
-            "gather": self.policy.gather,
-            "reduce": self.policy.reduce,
-            "transports": self.wire.describe(),
-            "kernels": ops.kernels_of(device, [self.policy.weights, *self.policy.gradients]),
-            **({} if warning is None else {"kernels_warning": warning}),
-            **({} if self.policy.offload == Offload() else {"offload": self._offloaded()}),
-            **({} if self.policy.loss_scale is None else {"loss_scale": self.scaler.state_dict()}),
-        }
-
     # Refusals, also of what watches the model's parameters and optimizers
-
-    def check_finished(self, what: str) -> None:
-        """Refuse ``what`` after a backward pass that was not finished.
-
-        Raises:
-            ZeroError: naming it.
-        """
-        self.hooks.check_finished(what)
-
-    def check_idle(self, what: str) -> None:
-        """Refuse ``what`` inside a forward or backward pass.
-
-        Raises:
-            ZeroError: naming it.
-        """
-        self.hooks.check_idle(what)
 
     def check_hidden(self, what: str) -> None:
         """Refuse ``what``, which writes weights, while parameters are seen whole: leaving would undo it.
@@ -374,6 +319,29 @@ class Zero:
                 f"{type(module).__name__}.load_state_dict() of a sharded model loads nothing: use "
                 "Zero.load_full_state_dict(), or GatheredParameters of all its parameters"
             )
+
+
+def describe(zero: Zero) -> dict[str, Any]:
+    """Algorithms, transports and kernels that ran, for the record."""
+    policy, device, units = zero.policy, zero.wire.mesh.device, zero.units
+    said = {
+        "stage": policy.stage,
+        "group": policy.group_ranks(zero.wire.mesh.topology),
+        "gather": policy.gather,
+        "reduce": policy.reduce,
+        "transports": zero.wire.describe(),
+        "kernels": ops.kernels_of(device, [policy.weights, *policy.gradients]),
+    }
+    if (warning := ops.warning_of(device)) is not None:
+        said["kernels_warning"] = warning
+    if policy.offload != Offload():
+        # The shares that whole units come to, and what the host's memory is here.
+        placements = [unit.master_shard.placement for unit in units]
+        shares = realised(policy, placements, [unit.geometry for unit in units])
+        said["offload"] = {**dataclasses.asdict(shares), "memory": units[0].host.nature}
+    if policy.loss_scale is not None:
+        said["loss_scale"] = zero.scaler.state_dict()
+    return said
 
 
 def _refuse_copy(_: object) -> None:

@@ -27,14 +27,36 @@ from impl.unit.unit import Unit
 NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 
 
-class Hooks(Protocol):
-    """What happens in forward and backward."""
+class Backward(Protocol):
+    """Backward passes of an engine's model."""
 
-    def register_external(self, module: nn.Module, unit: Unit) -> None:
+    def check_finished(self, what: str) -> None:
+        """Refuse ``what`` after a backward pass that was not finished."""
+
+
+class Outside(Protocol):
+    """Uses of parameters outside of the modules that hold them."""
+
+    def register(self, module: nn.Module, unit: Unit) -> None:
         """Gather ``unit`` for each forward pass of ``module``."""
+
+
+class Hooks(Protocol):
+    """Passes of an engine's model."""
+
+    @property
+    def backward(self) -> Backward:
+        """Backward passes."""
+
+    @property
+    def outside(self) -> Outside:
+        """Uses outside of modules."""
 
     def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``entry`` as a forward pass of ``module``."""
+
+    def check_idle(self, what: str) -> None:
+        """Refuse ``what`` inside a forward or backward pass."""
 
 
 class Engine(Protocol):
@@ -44,17 +66,11 @@ class Engine(Protocol):
     def hooks(self) -> Hooks:
         """Of the engine's model."""
 
-    def check_finished(self, what: str) -> None:
-        """Refuse ``what`` after a backward pass that was not finished."""
-
     def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
         """Masters, among other tensors of an optimizer, have new values."""
 
     def check_hidden(self, what: str) -> None:
         """Refuse ``what`` while parameters are seen whole."""
-
-    def check_idle(self, what: str) -> None:
-        """Refuse ``what`` inside a forward or backward pass."""
 
 
 class Found(NamedTuple):
@@ -148,7 +164,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if owners and names:
         raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
     for engine in owners:
-        engine.check_finished("optimizer.step()")
+        engine.hooks.backward.check_finished("optimizer.step()")
         engine.check_hidden("optimizer.step()")
 
 

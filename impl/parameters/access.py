@@ -111,7 +111,7 @@ def set_local_optimizer_state(
 
 
 def _find(zero: Zero, which: Which) -> tuple[Unit, int]:
-    zero.check_idle("access to a parameter's values")
+    zero.hooks.check_idle("access to a parameter's values")
     if isinstance(which, str):
         shown = dict(zero.model.named_parameters(remove_duplicate=False))
         if which not in shown:
@@ -124,7 +124,7 @@ def _find(zero: Zero, which: Which) -> tuple[Unit, int]:
 
 
 def _find_gradient(zero: Zero, which: Which) -> tuple[Unit, int]:
-    zero.check_finished("access to a gradient")
+    zero.hooks.backward.check_finished("access to a gradient")
     unit, number = _find(zero, which)
     if not unit.geometry.trainable:
         raise ZeroError(f"parameter {unit.geometry.slots[number].spec.name!r} is frozen: it has no gradient")

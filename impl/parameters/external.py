@@ -33,7 +33,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """
     found = find(parameter)
     if found is not None:
-        found.engine.hooks.register_external(module, found.unit)
+        found.engine.hooks.outside.register(module, found.unit)
     else:
         _registered.setdefault(module, []).append(parameter)
 

@@ -166,7 +166,7 @@ class _Sharded:
         return any(holder.held is not member.placeholder for holder in member.holders)
 
     def show(self) -> nn.Parameter:
-        self._engine.check_idle("GatheredParameters")
+        self._engine.hooks.check_idle("GatheredParameters")
         if self._unit.members[self.number].whole is not None:
             raise _twice(self.geometry.slots[self.number].spec.name)
         whole = self._values.gather_member(self.number, self.part())

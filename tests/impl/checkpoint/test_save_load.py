@@ -347,7 +347,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 def _sent(mesh: Mesh, folder: Path) -> list[tuple[str, int, int]]:
     zero = shard(copy.deepcopy(NET), mesh=mesh, policy=EXACT, wire=Wire(mesh))
-    zero.make_buffers_equal()
+    zero.buffers.make_equal()
     zero.wire.ledger.clear()
     save(folder, zero)
     load(folder, zero)

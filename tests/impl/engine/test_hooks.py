@@ -61,9 +61,9 @@ def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it() -> None:
             net(batch(0, 0))
         handle.remove()
         with pytest.raises(ZeroError, match=r"interrupted: call drop_gradients\(\)"):
-            zero.check_idle("access")
+            zero.hooks.check_idle("access")
         zero.drop_gradients()
-        zero.check_idle("access")
+        zero.hooks.check_idle("access")
         net(batch(0, 0)).backward()
         zero.finish_backward()
 
@@ -150,7 +150,7 @@ def test_a_model_that_calls_itself_trains_as_in_one_process(stage: Stage) -> Non
     results = on_threads(Topology(1, 2), train, model(Recursive), policy, 3)
     assert mean_losses(results) == pytest.approx(single(model(Recursive), 2, 3), rel=1e-5)
     for _, _, zero in results:
-        zero.check_idle("access")
+        zero.hooks.check_idle("access")
 
 
 @pytest.mark.parametrize("how", ["vmap", "grad", "jvp", "functional_call", "block"])

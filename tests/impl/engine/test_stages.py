@@ -196,7 +196,7 @@ def _under_way(mesh: Mesh, policy: Policy) -> int:
     net = copy.deepcopy(NET)
     zero = shard(net, mesh=mesh, policy=policy)
     seen = [0]
-    reductions = zero.hooks._reductions
+    reductions = zero.hooks.actions.reductions
     start = reductions._start
 
     def watched(index: int) -> None:

@@ -297,7 +297,7 @@ def _by_entry(mesh: Mesh, base: nn.Module, how: str, policy: Policy) -> tuple[li
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    zero.check_idle("access")
+    zero.hooks.check_idle("access")
     return losses, zero.full_state_dict()
 
 
@@ -329,7 +329,7 @@ def test_entry_points_cast_inputs_and_recover_from_errors() -> None:
         assert net.blocks[0].body(batch(0, 0)).dtype == torch.bfloat16
         with pytest.raises(RuntimeError):
             net.encode(torch.ones(3, 3))
-        zero.check_idle("access")
+        zero.hooks.check_idle("access")
         with pytest.raises(ZeroError, match="is used outside of a forward pass"):
             net.chunked(batch(0, 0))
         with pytest.raises(ZeroError, match="Tied has no method 'nothing'"):

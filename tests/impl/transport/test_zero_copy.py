@@ -719,7 +719,7 @@ def test_a_pass_in_which_weights_were_written_has_ended(
         with pytest.raises(ZeroError, match="was written in place or through"):
             (written if alone else net)(batch(0, mesh.rank, 8))
         assert not any(unit.gathered for unit in zero.units)
-        assert not zero.hooks._saved.active
+        assert not zero.hooks.actions.saved.active
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
     on_threads(Topology(1, 2), body)
