@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ABSENT = [
-    *("pydantic", "pydantic_core", "pyroute2", "platformdirs", "submitit", "typer", "rich"),
+    *("pydantic", "pydantic_core", "pyroute2", "platformdirs", "submitit", "typer", "rich", "safetensors"),
     *("pandas", "matplotlib", "seaborn", "scipy"),
     "jinja2",  # torch's own dependency: there, but not ours to use
 ]

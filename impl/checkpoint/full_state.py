@@ -31,7 +31,7 @@ from impl.checkpoint.manifest import (
     verify,
 )
 from impl.checkpoint.safetensors_file import Entry, Reader
-from impl.checkpoint.tensor_bytes import NAMES, content, entry_of, tensor_of
+from impl.checkpoint.tensor_bytes import NAMES, content, entry_of
 from impl.engine import state_dict as state
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
@@ -269,14 +269,13 @@ class _Source:
         """(end - start,) elements of a tensor."""
         if self._reader is None:
             return self._values[name].detach().reshape(-1)[start:end].cpu()  # type: ignore[no-any-return]
-        return tensor_of(self._reader.entry(name), self._reader.read(name, start, end))
+        return self._reader.read(name, start, end)
 
     def value(self, name: str) -> Any:
         """A whole entry."""
         if self._reader is None or name in self._values:
             return self._values[name]
-        entry = self._reader.entry(name)
-        return tensor_of(entry, self._reader.read(name)).view(entry.shape)
+        return self._reader.read(name).view(self._reader.entry(name).shape)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -295,13 +294,11 @@ def _parameter(manifest: Manifest, parts: Parts, name: str) -> Tensor:
     shape = manifest.parameters[name].shape
     whole = torch.empty(shape)
     flat = whole.view(-1)
-    for offset, entry, data in parts.read(WEIGHT, name, 0, flat.numel()):
-        values = tensor_of(entry, data)
+    for offset, values in parts.read(WEIGHT, name, 0, flat.numel()):
         flat[offset : offset + len(values)] = values
     return whole
 
 
 def _buffer(parts: Parts, name: str) -> Tensor:
     key = f"{BUFFER}/{name}"
-    entry = parts.file(0).entry(key)
-    return tensor_of(entry, parts.file(0).read(key)).view(entry.shape)
+    return parts.file(0).read(key).view(parts.file(0).entry(key).shape)

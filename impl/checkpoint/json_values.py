@@ -1,12 +1,14 @@
-"""Values as JSON and back, without loss: what is no tensor in a checkpoint.
+"""JSON of checkpoints: parsed strictly, and values in it without loss.
 
-Pure: no torch.  JSON has no tuples and no numbers that are not finite; they become objects of one key,
-``{"__tuple__": [...]}`` and ``{"__float__": "nan"}``.  Nothing else is guessed or pickled: what has no
-such form is refused by its place.
+Pure: no torch.  Files may come from anybody, and Python's parser takes ``NaN``, lets the last of equal keys
+win, and overflows its stack.  JSON has no tuples and no numbers that are not finite; they become objects of
+one key, ``{"__tuple__": [...]}`` and ``{"__float__": "nan"}``.  Nothing else is guessed or pickled: what has
+no such form is refused by its place.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any, Final
 
@@ -67,3 +69,26 @@ def from_json(value: Any) -> Any:
         case list():
             return [from_json(item) for item in value]
     return value
+
+
+def parsed(text: str | bytes) -> Any:
+    """What ``text`` says.
+
+    Raises:
+        ValueError: if it is not JSON, names a key twice, or nests too deep.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice")
+    return found

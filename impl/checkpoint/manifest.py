@@ -19,16 +19,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from impl.checkpoint import atomic_files as disk
 from impl.checkpoint.atomic_files import CheckpointError
-from impl.checkpoint.json_values import from_json
-from impl.checkpoint.safetensors_file import ITEM_BYTES, Entry, Reader, digest_of
-from impl.checkpoint.strict_json import parsed
+from impl.checkpoint.json_values import from_json, parsed
+from impl.checkpoint.safetensors_file import ITEM_BYTES, Reader, digest_of
 from impl.plan.geometry import Slot, UnitGeometry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -567,8 +569,8 @@ class Parts:
         start, _, number = self._manifest.parameters[name].ranges[0]
         return self.file(number).entry(key_of(kind, name, start)).dtype
 
-    def read(self, kind: str, name: str, start: int, end: int) -> Iterator[tuple[int, Entry, bytearray]]:
-        """Elements [start, end) of a parameter: (offset from ``start``, entry, bytes) of each run.
+    def read(self, kind: str, name: str, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """Elements [start, end) of a parameter: (offset from ``start``, values) of each run.
 
         Raises:
             CheckpointError: for a parameter or kind that was not saved.
@@ -576,9 +578,7 @@ class Parts:
         for saved in self._manifest.parameters[name].overlapping(start, end):
             key = key_of(kind, name, saved.start)
             first, last = max(start, saved.start), min(end, saved.end)
-            reader = self.file(saved.file)
-            entry = reader.entry(key)
-            yield first - start, entry, reader.read(key, first - saved.start, last - saved.start)
+            yield first - start, self.file(saved.file).read(key, first - saved.start, last - saved.start)
 
     def __enter__(self) -> Self:
         return self

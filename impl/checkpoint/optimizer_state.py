@@ -27,7 +27,7 @@ from impl.checkpoint.manifest import (
     held_ranges,
     saved_ranges,
 )
-from impl.checkpoint.tensor_bytes import DTYPES, NAMES, tensor_of
+from impl.checkpoint.tensor_bytes import DTYPES, NAMES
 from impl.plan.geometry import UnitGeometry
 from impl.unit.unit import Unit
 
@@ -261,9 +261,8 @@ class Masters:
             raise CheckpointError(f"{kind} of {owned.names[0]!r} and others of its master: types differ")
         out = torch.zeros(owned.end - owned.start, dtype=DTYPES[found.pop()])
         for one in owned.held(self._rank):
-            for offset, entry, data in parts.read(kind, one.name, one.start, one.end):
+            for offset, values in parts.read(kind, one.name, one.start, one.end):
                 first = one.at - owned.start + offset
-                values = tensor_of(entry, data)
                 out[first : first + len(values)] = values
         return out
 

@@ -2,8 +2,8 @@
 
 Pure: no torch.  The format is https://huggingface.co/docs/safetensors, "Format": 8 bytes, the length of
 the header as a little-endian integer; the header, JSON padded with spaces; then the tensors' bytes,
-little-endian, row by row, without gaps.  Files are those that the ``safetensors`` library writes and
-reads; it is not used because it takes all tensors at once and says nothing of their digest.
+little-endian, row by row, without gaps.  The ``safetensors`` library reads; it does not write, because it
+takes all tensors at once and says nothing of their digest.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from impl.checkpoint import atomic_files as disk
 from impl.checkpoint.atomic_files import Bytes, CheckpointError
-from impl.checkpoint.strict_json import parsed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ITEM_BYTES: Final = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -28,7 +29,6 @@ ITEM_BYTES: Final = {
 }  # fmt: skip
 _LENGTH: Final = 8  # bytes of the header's length
 _ALIGN: Final = 8  # bytes of which the header is a multiple
-_LONGEST: Final = 100_000_000  # bytes of a header; the library's limit
 _METADATA: Final = "__metadata__"
 
 
@@ -107,7 +107,7 @@ def write(
 
 
 class Reader:
-    """A file to be read by ranges of elements.
+    """A file to be read by ranges of elements, by the format's own library.
 
     Args:
         path: of the file.
@@ -125,44 +125,25 @@ class Reader:
         try:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise CheckpointError(f"{path}: not a regular file")
-            self._file = path.open("rb")
+            path.open("rb").close()  # the library's errors have no words of the system's
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
-        try:
-            self.entries, self.metadata, self._starts = self._header()
-        except BaseException:
-            self._file.close()
-            raise
+        self._tensors: Any = None  # the library's handle, once there is something to read
+        with self._opened("np") as file:  # without torch
+            self.metadata: dict[str, str] = file.metadata() or {}
+            try:
+                self.entries = {name: _entry(file.get_slice(name)) for name in file.offset_keys()}
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {error}") from None
 
-    def _header(self) -> tuple[dict[str, Entry], dict[str, str], dict[str, int]]:
-        size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(_LENGTH), "little")
-        if size < _LENGTH or length > min(size - _LENGTH, _LONGEST):
-            raise CheckpointError(
-                f"{self.path}: not a safetensors file, or cut short: {size} bytes, header of {length}"
-            )
+    def _opened(self, framework: str) -> Any:
+        # Here, as machines that train and keep no checkpoint may lack it.
+        from safetensors import SafetensorError, safe_open
+
         try:
-            described = parsed(self._file.read(length))
-            metadata = dict(described.pop(_METADATA, {}))
-            entries, starts, runs = {}, {}, []
-            for name, one in described.items():
-                entries[name] = Entry(one["dtype"], tuple(map(_count, one["shape"])))
-                start, end = map(_count, one["data_offsets"])
-                starts[name] = _LENGTH + length + start
-                runs.append((start, end))
-                if end - start != entries[name].nbytes:
-                    raise CheckpointError(f"{name!r} has {end - start} bytes, not {entries[name].nbytes}")  # noqa: TRY301
-            ends = [0, *(end for _, end in sorted(runs))]
-            if [start for start, _ in sorted(runs)] != ends[:-1]:
-                raise CheckpointError("its tensors leave gaps, or overlap")  # noqa: TRY301
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise CheckpointError(f"{self.path}: not a safetensors file: its header is not one") from None
-        wanted = _LENGTH + length + sum(entry.nbytes for entry in entries.values())
-        if size != wanted:
-            raise CheckpointError(f"{self.path}: {size} bytes, but its header says {wanted}")
-        return entries, metadata, starts
+            return safe_open(self.path, framework=framework)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path}: not a safetensors file, or cut short: {error}") from None
 
     def entry(self, name: str) -> Entry:
         """What is known of a tensor.
@@ -174,8 +155,8 @@ class Reader:
             raise CheckpointError(f"{self.path}: has no {name!r}")
         return self.entries[name]
 
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytearray:
-        """The bytes of elements [start, end) of a tensor, as it lies row by row; by default all.
+    def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
+        """(n,) elements [start, end) of a tensor, as it lies row by row; by default all.  Reads whole rows.
 
         Raises:
             CheckpointError: if there is none of that name, or it has not so many elements.
@@ -184,23 +165,25 @@ class Reader:
         end = entry.numel if end is None else end
         if not 0 <= start <= end <= entry.numel:
             raise CheckpointError(f"{self.path}: {name!r} has {entry.numel} elements, not [{start}, {end})")
-        item = ITEM_BYTES[entry.dtype]
-        data = bytearray((end - start) * item)
-        self._file.seek(self._starts[name] + start * item)
-        if self._file.readinto(data) != len(data):
-            raise CheckpointError(f"{self.path}: cut short while it was read")
-        return data
+        if self._tensors is None:
+            self._tensors = self._opened("pt")
+        if not entry.shape or not entry.numel:
+            first, part = 0, self._tensors.get_tensor(name)
+        else:
+            row = math.prod(entry.shape[1:])
+            first = start // row * row
+            part = self._tensors.get_slice(name)[start // row : -(-end // row)]
+        flat: Tensor = part.reshape(-1)[start - first : end - first]
+        return flat.clone()  # not the file's pages, which may go, nor where they happen to begin
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._tensors = None
 
 
-def _count(number: object) -> int:
-    """``number``, if it is one that counts something."""
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is no count")
-    return number
+def _entry(part: Any) -> Entry:
+    """What the library says of a tensor."""
+    return Entry(part.get_dtype(), tuple(part.get_shape()))
 
 
 def digest_of(path: Path) -> Written:

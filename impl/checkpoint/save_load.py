@@ -61,7 +61,7 @@ from impl.checkpoint.manifest import (
 from impl.checkpoint.optimizer_state import Masters
 from impl.checkpoint.rng_state import load_random_states, random_states
 from impl.checkpoint.safetensors_file import Entry, Reader, Written
-from impl.checkpoint.tensor_bytes import content, entry_of, tensor_of
+from impl.checkpoint.tensor_bytes import content, entry_of
 from impl.comm.wire import Wire
 from impl.engine import state_dict as state
 from impl.plan.policy import DYNAMIC, LossScale
@@ -495,8 +495,7 @@ def _take_weights(zero: Zero, parts: Parts) -> None:
         unit.release()
         shard = torch.zeros(unit.geometry.shard)
         for one in held_ranges(unit.geometry, zero.wire.mesh.rank):
-            for offset, entry, data in parts.read(WEIGHT, one.name, one.start, one.end):
-                values = tensor_of(entry, data)
+            for offset, values in parts.read(WEIGHT, one.name, one.start, one.end):
                 shard[one.at + offset : one.at + offset + len(values)] = values
         WholeValues(unit).load_shard(shard)
 
@@ -508,7 +507,7 @@ def _take_entries(zero: Zero, manifest: Manifest, parts: Parts) -> None:
         if one.kind == "buffer":
             key = f"{BUFFER}/{one.name}"
             entry = parts.file(0).entry(key)
-            value = tensor_of(entry, parts.file(0).read(key)).view(entry.shape)
+            value = parts.file(0).read(key).view(entry.shape)
             state.load_entry(zero.model, one.name, own[one.name], value)
         elif one.kind == "extra":
             state.load_entry(zero.model, one.name, own[one.name], from_json(one.value))
@@ -549,7 +548,7 @@ def _take_run(zero: Zero, manifest: Manifest, parts: Parts) -> Iterator[str]:
 def _tensors(reader: Reader, kind: str) -> dict[str, Tensor]:
     """All of one kind in a rank's file."""
     return {
-        key.removeprefix(f"{kind}/"): tensor_of(entry, reader.read(key)).view(entry.shape)
+        key.removeprefix(f"{kind}/"): reader.read(key).view(entry.shape)
         for key, entry in reader.entries.items()
         if key.startswith(f"{kind}/")
     }

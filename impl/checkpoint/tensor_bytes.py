@@ -1,4 +1,4 @@
-"""Tensors as the bytes of safetensors files, and back."""
+"""Tensors as the bytes of safetensors files."""
 
 from __future__ import annotations
 
@@ -44,9 +44,3 @@ def content(tensor: Tensor) -> Bytes:
         return b""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def tensor_of(entry: Entry, data: bytearray) -> Tensor:
-    """(n,) tensor of some of an entry's elements, in their order, on ``data``'s memory."""
-    dtype = DTYPES[entry.dtype]
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from impl.checkpoint.manifest import WEIGHT, Parts, read_manifest
 from impl.checkpoint.save_load import save
-from impl.checkpoint.tensor_bytes import tensor_of
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, preset
@@ -132,12 +131,11 @@ def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                     kinds += [f"optimizer{number}.{key}" for key in optimizer.state[name].elements]
                     numbers[f"{number}/{name}"] = optimizer.state[name].numbers
             for kind in kinds:
-                runs = [tensor_of(entry, data) for _, entry, data in parts.read(kind, name, 0, numel)]
+                runs = [values for _, values in parts.read(kind, name, 0, numel)]
                 tensors[f"{kind}/{name}"] = torch.cat(runs) if runs else torch.empty(0)
         for value in manifest.state:
             if value.kind == "buffer":
-                entry = parts.file(0).entry(f"buffer/{value.name}")
-                tensors[value.name] = tensor_of(entry, parts.file(0).read(f"buffer/{value.name}"))
+                tensors[value.name] = parts.file(0).read(f"buffer/{value.name}")
         numbers["options"] = [[group.options for group in one.groups] for one in manifest.optimizers]
     return tensors, numbers
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import torch as library
 from torch import Tensor
 
 from impl.checkpoint.atomic_files import CheckpointError
 from impl.checkpoint.safetensors_file import Entry, Reader, Written, digest_of, write
-from impl.checkpoint.tensor_bytes import NAMES, content, entry_of, tensor_of
+from impl.checkpoint.tensor_bytes import NAMES, content, entry_of
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
@@ -52,10 +53,12 @@ def test_what_is_written_is_read(
     written = _write(path, tensors)
     assert written == digest_of(path)
     reader = Reader(path)
-    assert list(reader.entries) == list(tensors)
+    assert reader.entries == {name: entry_of(tensor, name) for name, tensor in tensors.items()}
+    held = [name for name, tensor in tensors.items() if tensor.numel()]
+    assert [name for name in reader.entries if reader.entries[name].numel] == held  # in the file's order
     assert reader.metadata == {"of": "a test"}
     for name, tensor in tensors.items():
-        assert _same(tensor_of(reader.entry(name), reader.read(name)).view(tensor.shape), tensor)
+        assert _same(reader.read(name).view(tensor.shape), tensor)
     reader.close()
 
 
@@ -64,7 +67,6 @@ def test_the_library_reads_and_writes_the_same_files(
     tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Tensor]
 ) -> None:
     """The format's own library reads what is written here, and what it writes is read here."""
-    library = pytest.importorskip("safetensors.torch", reason="the format's own library is not installed")
     path = tmp_path_factory.getbasetemp() / "library.safetensors"
     _write(path, tensors)
     loaded = library.load_file(path)
@@ -73,7 +75,7 @@ def test_the_library_reads_and_writes_the_same_files(
     library.save_file(tensors, path)
     reader = Reader(path)
     for name, tensor in tensors.items():
-        assert _same(tensor_of(reader.entry(name), reader.read(name)).view(tensor.shape), tensor)
+        assert _same(reader.read(name).view(tensor.shape), tensor)
     reader.close()
 
 
@@ -87,8 +89,7 @@ def test_any_range_of_elements_is_read_alone(
     _write(path, {"first": torch.ones(2), "values": values})
     reader = Reader(path)
     if start <= end <= 15:
-        part = tensor_of(reader.entry("values"), reader.read("values", start, end))
-        assert torch.equal(part, values.view(-1)[start:end])
+        assert torch.equal(reader.read("values", start, end), values.view(-1)[start:end])
     else:
         with pytest.raises(CheckpointError, match="has 15 elements, not"):
             reader.read("values", start, end)
@@ -102,19 +103,23 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path_factory: pytest.TempPathFa
     whole = _write(path, {"values": torch.ones(9)})
     data = path.read_bytes()
     path.write_bytes(data[: min(keep, whole.nbytes - 1)])
-    with pytest.raises(CheckpointError, match=r"cut short|its header says"):
+    with pytest.raises(CheckpointError, match="cut short"):
         Reader(path)
 
 
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        (b"[]", "its header is not one"),
-        (b"{", "its header is not one"),
-        (b'{"a": 1}', "its header is not one"),
-        (b'{"a": {"dtype": "F32", "shape": [1]}}', "its header is not one"),
-        (b'{"a": {"dtype": "F7", "shape": [], "data_offsets": [0, 4]}}', "type 'F7': expected one of F64"),
-        (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "'a' has 4 bytes, not 8"),
+        (b"[]", "not a safetensors file"),
+        (b"{", "not a safetensors file"),
+        (b'{"a": 1}', "not a safetensors file"),
+        (b'{"a": {"dtype": "F32", "shape": [1]}}', "not a safetensors file"),
+        (b'{"a": {"dtype": "F7", "shape": [], "data_offsets": [0, 4]}}', "unknown variant `F7`, expected"),
+        (b'{"a": {"dtype": "U16", "shape": [2], "data_offsets": [0, 4]}}', "type 'U16': expected one of F64"),
+        (
+            b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+            "not a safetensors file",
+        ),
     ],
 )
 def test_a_foreign_file_is_refused(tmp_path: Path, header: bytes, words: str) -> None:
