@@ -7,7 +7,7 @@ the commands that need it.
 
 from __future__ import annotations
 
-import harness.cluster.interrupts  # noqa: F401
+from harness.cluster import interrupts
 
 # isort: split
 import inspect
@@ -25,7 +25,7 @@ import typer
 
 from harness import terminal
 from harness.bench import command as bench
-from harness.cluster.leaving import INTERRUPTED, at_once, take_over
+from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.print_once import saying
 from harness.laws import command as check
 from harness.measure import machine
@@ -86,8 +86,7 @@ def _entry(
 def plan(file: SuiteFile) -> None:
     """Predict every trial's bytes and memory; status 1, after the reasons, if some cannot run here."""
     suite = load(file)
-    with at_once():
-        found = forecast(suite.trials, this_host())
+    found = forecast(suite.trials, this_host())
     out = terminal.console()
     terminal.forecasts(suite, found, out)
     if impossible := sum(bool(one.problems) for one in found):
@@ -101,12 +100,12 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
     suite = load(file)
     folder = results / suite.name
     _check_folder(folder)
-    with at_once():
-        _check_inputs(folder, suite.trials)
-        _check_feasible(file, forecast(suite.trials, this_host()))
+    _check_inputs(folder, suite.trials)
+    _check_feasible(file, forecast(suite.trials, this_host()))
 
-        from harness.runs.sweep import run_sweep
+    from harness.runs.sweep import run_sweep
 
+    interrupts.take_over()
     progress = terminal.console(stderr=True)
     progress.print(f"{suite.name}: {suite.question}", markup=False)
     progress.print(f"{len(suite.trials)} trials into {folder}. Stated time: {suite.time}.", markup=False)
@@ -205,13 +204,13 @@ def export_checkpoint(
     dtype: Annotated[str, typer.Option(help="Type of the parameters: fp32, bf16 or fp16.")] = "fp32",
 ) -> None:
     """Write a checkpoint's model as one safetensors file; on one process, without the model."""
-    with at_once():
-        from impl.checkpoint.full_state import export
-        from impl.codecs.reference import DTYPES
+    from impl.checkpoint.full_state import export
+    from impl.codecs.reference import DTYPES
 
     named = {str(name): one for name, one in DTYPES.items()}
     if dtype not in named:
         raise RefusalError(f"--dtype {dtype}: expected one of {', '.join(named)}")
+    interrupts.take_over()
     export(checkpoint, out, dtype=named[dtype])
     print(out)
 
@@ -222,6 +221,7 @@ def _build_report(folder: Path) -> None:
     else:
         from report.build import build
 
+    interrupts.take_over()
     print(build(folder))
 
 
@@ -344,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         after Ctrl-C.
     """
     if arguments is None:
-        take_over()
+        interrupts.end_at_once()
     try:
         return _main(arguments)
     finally:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-from harness.cluster.leaving import at_once
+from harness.cluster.interrupts import cleaning_up
 from harness.measure import machine
 from harness.runs.forecast import PROCESS_BYTES, gib
 
@@ -55,8 +55,7 @@ def _torch() -> Finding:
 def _cuda() -> Finding:
     adds = "trials with cluster.device = 'cuda'; without one everything runs on the CPU"
     try:
-        with at_once():
-            import torch
+        import torch
     except (ImportError, OSError) as error:
         return Finding("CUDA device", False, f"torch does not import: {error}", adds)
     if not torch.cuda.is_available():
@@ -102,7 +101,7 @@ def _tried_link(what: str, rate_mbit: float | None, adds: str) -> Finding:
     from harness.cluster.link import LinkError, Setting, open_link
 
     try:
-        with open_link(Setting("namespaces", 2, rate_mbit), f"{os.getpid():x}"[-6:]) as link:
+        with cleaning_up(), open_link(Setting("namespaces", 2, rate_mbit), f"{os.getpid():x}"[-6:]) as link:
             how = f"works, as {link.details.get('mode', 'asked for')}"
     except LinkError as error:
         return Finding(what, False, str(error), adds)

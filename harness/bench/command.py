@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from harness import terminal
-from harness.cluster.leaving import at_once
+from harness.cluster import interrupts
 from harness.measure import machine
 from harness.records import bench_record
 from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
@@ -73,9 +73,8 @@ def codecs(  # noqa: PLR0917  # typer passes by name
     run = _Run("codecs", results)
     kinds = _chosen(kind or ["fp32"], TYPES, "type of elements")
 
-    with at_once():
-        from harness.bench import codecs as bench_codecs
-        from harness.bench import peers
+    from harness.bench import codecs as bench_codecs
+    from harness.bench import peers
     from impl.codecs.codec import CodecError, parse
 
     try:
@@ -116,8 +115,7 @@ def collectives(  # noqa: PLR0917  # typer passes by name
     sizes, mbit = _sizes(megabytes), _rate(rate)
     topologies = [_topology(nodes, ranks)] if nodes or ranks else [(1, 4), (2, 2)]
 
-    with at_once():
-        from harness.bench import collectives as bench_collectives
+    from harness.bench import collectives as bench_collectives
 
     setting = bench_collectives.Setting(sizes, mbit, seconds)
     samples = []
@@ -150,9 +148,8 @@ def engine(  # noqa: PLR0917  # typer passes by name
     run = _Run("engine", results)
     places = _places(nodes, ranks, rate)
 
-    with at_once():
-        from harness.bench import deepspeed_peer
-        from harness.bench import engine as bench_engine
+    from harness.bench import deepspeed_peer
+    from harness.bench import engine as bench_engine
 
     _check_model(model)
     asked = _chosen(contender or bench_engine.NAMES, bench_engine.NAMES, "contender")
@@ -192,8 +189,7 @@ def overlap(  # noqa: PLR0917  # typer passes by name
     run = _Run("overlap", results)
     _check_model(model)
 
-    with at_once():
-        from harness.bench import overlap as bench_overlap
+    from harness.bench import overlap as bench_overlap
 
     place = bench_overlap.TOPOLOGY_OF_STEP
     setting = bench_overlap.Setting(seconds, model, layers, sequences, megabytes, chunks)
@@ -246,6 +242,7 @@ class _Run:
         from harness.cluster.processes import Launch, LaunchError, run_ranks
         from impl.plan.topology import Topology
 
+        interrupts.take_over()
         wanted = Setting("none" if rate_mbit is None else kind, topology[0], rate_mbit)
         log = self._folder / _LOG
         try:

@@ -1,34 +1,64 @@
-"""Ctrl-C while the command line is still importing: one line, no traceback.
+"""Ctrl-C: ends the process at once until there is something to clean up; then it is a ``KeyboardInterrupt``.
 
-Imported before anything that takes time.  No torch.
+A ``KeyboardInterrupt`` that is raised while torch is imported may meet code that lets no exception pass: then
+it is lost, or the process aborts.  So the signal itself ends the command line, with one line and status 130,
+until it starts processes, joins nodes or writes files.  Imported before anything that takes time.  No torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from types import TracebackType
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Final
 
-from harness.cluster.leaving import INTERRUPTED, WORDS
+INTERRUPTED: Final = 130
 
-_before = sys.excepthook
+_excepthook = sys.excepthook
+
+
+def end_at_once() -> None:
+    """Let Ctrl-C end this process, which is the command's alone, unless it ignores Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def take_over() -> None:
+    """From now on let Ctrl-C be a ``KeyboardInterrupt``, for whoever cleans up."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def cleaning_up() -> Iterator[None]:
+    """:func:`take_over` for what is begun and cleaned up inside."""
+    before = signal.getsignal(signal.SIGINT)
+    take_over()
+    try:
+        yield
+    finally:
+        if before is _leave:
+            signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(_: int = 0, __: FrameType | None = None) -> None:
+    """End the process, past all that it runs."""
+    with contextlib.suppress(OSError):
+        os.write(2, b"zeropp: interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What Python calls for an error that nobody caught."""
-    if not _from_interrupt(error):
-        _before(kind, error, trace)
-        return
-    sys.stderr.write(WORDS)
-    sys.stderr.flush()
-    os._exit(INTERRUPTED)  # without what atexit would still print
-
-
-def _from_interrupt(error: BaseException | None) -> bool:
-    """Whether it is a Ctrl-C, or what the import of an extension in C makes of one."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
+    """What Python calls for an error that nobody caught, as while the command line itself is imported."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):  # as extensions in C wrap it
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        _leave()
+    _excepthook(kind, error, trace)
 
 
 sys.excepthook = _report

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness import terminal
-from harness.cluster.leaving import at_once
+from harness.cluster import interrupts
 from harness.suites.labels import NONE
 from impl.codecs.codec import Codec, Law, padded_bytes, parse
 
@@ -150,10 +150,10 @@ def _more(count: int) -> str:
 
 def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], list[str]]:
     """Whom to try; a line for each backend that is not here, or has no kernels for some of the codecs."""
-    with at_once():
-        from harness.laws import subject
-        from harness.laws.laws import Subject
+    from harness.laws import subject
+    from harness.laws.laws import Subject
 
+    interrupts.take_over()  # a codec of one's own may begin what it cleans up
     try:
         named = [subject.read(text) for text in texts] or [parse(text) for text in subject.REPRESENTATIVE]
     except subject.SubjectError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from harness.cluster.leaving import cleaning_up
+from harness.cluster.interrupts import cleaning_up
 from harness.errors import CorpusError
 from harness.measure import machine
 from harness.measure.memory_parts import on_device, on_host, without_training

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from harness.cluster.leaving import at_once
+from harness.cluster import interrupts
 from harness.cluster.rank import Progress
 from harness.errors import Refusal
 from harness.measure import machine
@@ -100,8 +100,7 @@ def train(
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory at each stage, and stop.")] = False,
 ) -> None:
     """Train a GPT by a DeepSpeed configuration, with the flags of its tutorials; print a line a step."""
-    with at_once():
-        from harness.train.loop import Asked, Checkpoints, job_of
+    from harness.train.loop import Asked, Checkpoints, job_of
 
     for flag, size in (
         ("--model-parallel-size", model_parallel_size),
@@ -147,8 +146,7 @@ def train(
     except (Refusal, ValueError) as error:
         raise TrainError(f"{deepspeed_config or 'flags'}: {error}") from None
     speaks = not torchrun or os.environ.get("RANK", "0") == "0"
-    with at_once():
-        problem = _refused(job, found, asked, speaks=speaks)
+    problem = _refused(job, found, asked, speaks=speaks)
     if problem and not plan:
         raise TrainError(f"too big for memory: {problem}; the table says what other stages need")
     if not plan:
@@ -298,6 +296,7 @@ def _run(job: Job, asked: Asked) -> None:
     def say(progress: Progress) -> None:
         print(progress.text, flush=True)
 
+    interrupts.take_over()
     setting = Setting("real" if asked.torchrun else "none", asked.topology.nodes, None)
     with open_link(setting, f"{os.getpid():x}"[-6:]) as link:
         launch = Launch(

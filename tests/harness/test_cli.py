@@ -534,18 +534,17 @@ def test_interrupt_of_what_must_be_taken_apart() -> None:
     """Where a process has been started, Ctrl-C is an exception again, and ends at once after it."""
     code = """
 import os, signal
-from harness.cluster.leaving import at_once, cleaning_up, take_over
-take_over()
-with at_once():
-    try:
-        with cleaning_up():
-            os.kill(os.getpid(), signal.SIGINT)
-    except KeyboardInterrupt:
-        print("taken apart", flush=True)
-    try:
+from harness.cluster.interrupts import cleaning_up, end_at_once
+end_at_once()
+try:
+    with cleaning_up():
         os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        print("not said")
+except KeyboardInterrupt:
+    print("taken apart", flush=True)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+finally:
+    print("not said")
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=machine.ROOT
