@@ -223,20 +223,20 @@ def _refuse_next_pass() -> None:
 
 
 def release_all(units: Iterable[Unit]) -> None:
-    """Release all of them in order, as :func:`each`; an interrupt ends it, as each may wait for ranks."""
-    each((unit.release for unit in units), Exception)
+    """Release all of them in order, as :func:`each`."""
+    each(unit.release for unit in units)
 
 
-def each(steps: Iterable[Callable[[], None]], whatever: type[BaseException] = BaseException) -> None:
+def each(steps: Iterable[Callable[[], None]]) -> None:
     """Take all steps in order, whatever fails in one; the first error is raised at the end.
 
     Where parameters were written in several, one error names them all.
     """
-    failed: list[BaseException] = []
+    failed: list[Exception] = []
     for step in steps:
         try:
             step()
-        except whatever as error:  # raised below
+        except Exception as error:  # raised below
             failed.append(error)
     if not failed:
         return
