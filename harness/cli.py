@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -27,6 +28,7 @@ from harness import terminal
 from harness.bench import command as bench
 from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.print_once import saying
+from harness.cluster.processes import end_if_in_group
 from harness.laws import command as check
 from harness.measure import machine
 from harness.records import bench_record
@@ -343,13 +345,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if trials failed or, planned, cannot run here, 2 for what cannot be done, 130
         after Ctrl-C.
     """
-    if arguments is None:
-        interrupts.end_at_once()
-    try:
+    if arguments is not None:
         return _main(arguments)
-    finally:
-        if arguments is None:  # the process ends: a Ctrl-C has nothing left to interrupt
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts.end_at_once()
+    try:
+        status = _main(arguments)
+    except Exception:
+        traceback.print_exc()
+        status = SOME_FAILED
+    finally:  # the process ends: a Ctrl-C has nothing left to interrupt
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_if_in_group(status)
+    return status
 
 
 def _main(arguments: Sequence[str] | None) -> int:

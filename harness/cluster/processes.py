@@ -222,14 +222,17 @@ def run_in_place(
     import torch
     import torch.distributed as dist
 
+    from impl.comm.mesh import default_group
+
     if not dist.is_torchelastic_launched():
         topology = launch.topology
         raise Refusal(
             "cluster.launcher = 'torchrun' needs to be started by it: torchrun "
             f"--nnodes={topology.nodes} --nproc-per-node={topology.ranks_per_node} --no-python zeropp run ..."
         )
-    if not dist.is_initialized():
-        dist.init_process_group(launch.backend, timeout=timedelta(seconds=launch.timeout_seconds))
+    if not dist.is_initialized():  # a sweep joins once, for all its trials
+        with default_group(launch.backend, timeout=timedelta(seconds=launch.timeout_seconds)):
+            return run_in_place(target, argument, launch, on_progress)
     world, number = dist.get_world_size(), dist.get_rank()
     if world != launch.topology.world:
         raise Refusal(f"torchrun started {world} ranks, the trial has {launch.topology}")
@@ -240,6 +243,19 @@ def run_in_place(
     results: list[Any] | None = [None] * world if number == 0 else None
     dist.gather_object(result, results)
     return results
+
+
+def end_if_in_group(status: int) -> None:
+    """End this process here, if a failure left it in its process group
+    (:func:`impl.comm.mesh.default_group`).
+
+    The interpreter's own end would wait for ranks that may never answer, or abort.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 @contextlib.contextmanager
@@ -433,6 +449,8 @@ def _run(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Any:
     import torch
     import torch.distributed as dist
 
+    from impl.comm.mesh import default_group
+
     launch = seat.launch
     node = launch.topology.node_of(seat.rank)
     port = launch.ports[node]
@@ -441,14 +459,6 @@ def _run(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Any:
     if port.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # gloo asks the environment, and nothing else
     torch.set_num_threads(launch.threads)
-    dist.init_process_group(
-        launch.backend,
-        # A file: it needs no port, crosses namespaces, and sends nothing over the link.
-        store=dist.FileStore(str(seat.scratch / "store"), launch.topology.world),  # type: ignore[attr-defined]
-        rank=seat.rank,
-        world_size=launch.topology.world,
-        timeout=timedelta(seconds=launch.timeout_seconds),
-    )
     pacer = None
     if launch.paced_mbit is not None:
         pacer = Pacer(seat.scratch / "pacer", node, launch.paced_mbit)
@@ -457,9 +467,15 @@ def _run(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Any:
         if seat.rank == 0:
             pipe.send(progress)
 
-    result = target(Rank(seat.rank, launch.topology, port, pacer, report, launch.threads), argument)
-    dist.destroy_process_group()
-    return result
+    with default_group(
+        launch.backend,
+        # A file: it needs no port, crosses namespaces, and sends nothing over the link.
+        store=dist.FileStore(str(seat.scratch / "store"), launch.topology.world),  # type: ignore[attr-defined]
+        rank=seat.rank,
+        world_size=launch.topology.world,
+        timeout=timedelta(seconds=launch.timeout_seconds),
+    ):
+        return target(Rank(seat.rank, launch.topology, port, pacer, report, launch.threads), argument)
 
 
 def _die_with_sweep() -> None:

@@ -77,6 +77,10 @@ class SweepOutcome:
     leads: bool = True
 
 
+class _Interrupted(Exception):  # noqa: N818 - no error: what a user asked for
+    """Ctrl-C ended the sweep, which has said so."""
+
+
 def run_sweep(
     suite_name: str, trials: Sequence[Trial], results: Path, console: Console, *, question: str = ""
 ) -> SweepOutcome:
@@ -94,9 +98,10 @@ def run_sweep(
     """
     counts = {"ok": 0, "failed": 0}
     together = any(trial.cluster.launcher == "torchrun" for trial in trials)
-    sweep = _Sweep(suite_name, results, question, leads=_join() if together else True)
-    with contextlib.ExitStack() as stack:
-        if sweep.leads:
+    with contextlib.suppress(_Interrupted), contextlib.ExitStack() as stack:
+        leads = stack.enter_context(_joined()) if together else True
+        sweep = _Sweep(suite_name, results, question, leads=leads)
+        if leads:
             stack.enter_context(alone(results))
         missing = [
             (order, trial) for order, trial in enumerate(trials) if not finished(results, trial, sweep.pool)
@@ -123,6 +128,7 @@ def run_sweep(
         except KeyboardInterrupt:
             interrupted = True
             display.interrupted()
+            raise _Interrupted from None  # past torchrun's group, in which messages may be under way
     return SweepOutcome(counts["ok"], counts["failed"], skipped, interrupted, sweep.leads)
 
 
@@ -172,14 +178,18 @@ def alone(results: Path) -> Iterator[None]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _join() -> bool:
-    """Join torchrun's ranks; whether this one leads."""
+@contextlib.contextmanager
+def _joined() -> Iterator[bool]:
+    """Be one of torchrun's ranks in the body; whether this one leads."""
     import torch.distributed as dist
 
+    from impl.comm.mesh import default_group
+
     if not dist.is_torchelastic_launched():
-        return True  # every trial will be refused, and say so
-    dist.init_process_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo")
-    return dist.get_rank() == 0
+        yield True  # every trial will be refused, and say so
+        return
+    with default_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"):
+        yield dist.get_rank() == 0
 
 
 def _agree(missing: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:

@@ -1,18 +1,43 @@
-"""Process groups along each axis of a topology; the only place that makes any."""
+"""Process groups: the default one, and those along each axis of a topology; the only place that makes any.
+
+A process that made a group must end it before the interpreter does.  Gloo's threads drop the tensors of a
+collective after its ``wait()`` returned; one that still does so while the interpreter goes aborts the process
+(status -6, "terminate called without an active exception").  ``destroy_process_group()`` waits for these
+threads only if nobody else holds the group, so a :class:`Mesh` does not: torch's call ends its groups too.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before a group is there: its defaults would hold it for ever
 
 from impl.plan.topology import Axis, Topology
-from impl.transport.group import Group
+from impl.transport.group import Group, MeshError
 
 
-class MeshError(RuntimeError):
-    """The process group at hand does not fit the topology; the message names both sizes."""
+@contextlib.contextmanager
+def default_group(backend: str, **options: Any) -> Iterator[None]:
+    """Join the default process group; after the body it and all groups made from it have ended.
+
+    After an error they are left as they are: ending them would wait for whatever other ranks no longer send.
+    Such a process must not end by the interpreter's own way, but by ``os._exit()``, once it said why.
+
+    Args:
+        backend: as ``torch.distributed.init_process_group`` takes it.
+        options: of the same.
+    """
+    dist.init_process_group(backend, **options)
+    yield
+    dist.destroy_process_group()
+    gc.collect()  # FSDP2 and DDP hold groups from cycles
 
 
 @dataclass(slots=True, eq=False)
@@ -69,5 +94,5 @@ class Mesh:
             assert mine is not None  # noqa: S101  # every rank is in one group of every axis
             ranks = axis.group(self.rank)
             same_node = len({self.topology.node_of(rank) for rank in ranks}) == 1
-            self._groups[axis] = Group(axis, ranks, ranks.index(self.rank), same_node, mine)
+            self._groups[axis] = Group(axis, ranks, ranks.index(self.rank), same_node, weakref.ref(mine))
         return self._groups[axis]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from impl.plan.topology import Axis
+
+
+class MeshError(RuntimeError):
+    """The process group at hand does not fit the topology, or has ended; the message names sizes or ranks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -18,14 +23,25 @@ class Group:
         ranks: global ranks, ascending.
         index: this rank's place among them.
         same_node: whether all of them share this rank's node.
-        process_group: torch's handle.
     """
 
     axis: Axis
     ranks: tuple[int, ...]
     index: int
     same_node: bool
-    process_group: dist.ProcessGroup
+    _process_group: weakref.ref[dist.ProcessGroup]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Torch's handle; torch holds it until ``destroy_process_group()``.
+
+        Raises:
+            MeshError: after that.
+        """
+        found = self._process_group()
+        if found is None:
+            raise MeshError(f"the process group of ranks {self.ranks} along {self.axis.name} was destroyed")
+        return found
 
     @property
     def size(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,7 @@ from impl.errors import ZeroError
 from impl.plan.policy import Policy, preset
 from tests.impl.deepspeed.test_recipe import ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, ZEROPP_TUTORIAL
 
+ROOT = Path(__file__).parent.parent.parent
 TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
 LINE = re.compile(
     r"step \d+/2 \| loss (?P<loss>[\d.]+) \| [\d.]+ ms \(forward [\d.]+, backward [\d.]+, optimizer [\d.]+\) "
@@ -245,6 +248,52 @@ def test_what_a_rank_of_torchrun_refuses_is_one_line(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("RANK", "0")
     assert refusal(capfd, *TOY) == f"zeropp: {error}\n"
+
+
+_STUCK = """
+import sys, time
+import torch
+import torch.distributed as dist
+from harness import cli, train
+from harness.cluster.rank import Refusal
+
+def stuck(rank, job):
+    if rank.rank == 1:
+        time.sleep(600)
+    train.under_way = dist.all_reduce(torch.ones(1), async_op=True)
+    raise Refusal("rank 0 cannot go on")
+
+train.train = stuck
+sys.exit(cli.main())
+"""
+
+
+def test_a_rank_of_torchrun_that_fails_waits_for_nobody() -> None:
+    """It ends with its line and status 2, though a message to a rank that no longer answers is under way."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    said = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    failing, silent = (
+        subprocess.Popen(
+            [sys.executable, "-c", _STUCK, "train", *TOY],
+            cwd=ROOT,
+            env={**os.environ, **said, **where, "RANK": rank, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    )
+    try:
+        _, told = failing.communicate(timeout=120)
+        assert silent.poll() is None
+    finally:
+        for process in (failing, silent):
+            process.kill()
+            process.communicate()
+    assert (failing.returncode, told) == (2, "zeropp: rank 0 cannot go on\n")
 
 
 def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
