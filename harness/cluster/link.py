@@ -35,7 +35,7 @@ QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks sen
 REPETITIONS: Final = 5  # of a calibration
 PROBES: Final = 2  # of a probe after a trial
 _ROOT: Final = Path(__file__).resolve().parents[2]  # where harness is importable from
-_ANSWER_SECONDS: Final = 20.0
+_ANSWER_SECONDS: Final = 120.0  # a keeper imports its libraries first; one that dies is noticed at once
 _NAME_LENGTH: Final = 15  # of a Linux interface
 
 
@@ -244,7 +244,13 @@ def _answer(process: subprocess.Popen[str], request: str) -> dict[str, Any]:
     """
     assert process.stdin is not None  # noqa: S101 - piped above
     assert process.stdout is not None  # noqa: S101
-    watchdog = threading.Timer(_ANSWER_SECONDS, process.kill)
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        process.kill()
+
+    watchdog = threading.Timer(_ANSWER_SECONDS, give_up)
     watchdog.start()
     try:
         process.stdin.write(request)
@@ -254,6 +260,9 @@ def _answer(process: subprocess.Popen[str], request: str) -> dict[str, Any]:
         line = ""
     finally:
         watchdog.cancel()
+    if late.is_set():
+        process.communicate()
+        raise LinkError(f"the keeper of the namespaces did not answer within {_ANSWER_SECONDS:g} s")
     if not line:
         process.kill()
         tail = process.communicate()[1].strip().splitlines()[-1:]
@@ -283,22 +292,26 @@ def _try_to_join(port: Port) -> None:
     Raises:
         LinkError: if not.
     """
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "harness.cluster.namespaces",
-            "enter",
-            str(port.holder),
-            str(int(port.user_namespace)),
-        ],
-        cwd=_ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_ANSWER_SECONDS,
-    )
+    asked = [
+        sys.executable,
+        "-m",
+        "harness.cluster.namespaces",
+        "enter",
+        str(port.holder),
+        str(int(port.user_namespace)),
+    ]
+    try:
+        done = subprocess.run(
+            asked,
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_ANSWER_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise LinkError(f"no process entered a node's namespace within {_ANSWER_SECONDS:g} s") from None
     if done.returncode != 0:
         raise LinkError(
             f"cannot enter a node's namespace: {done.stderr.strip().splitlines()[-1]}; {_advice()}"

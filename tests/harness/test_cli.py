@@ -571,7 +571,7 @@ def test_interrupt_at_any_moment(folder: Path, seconds: float) -> None:
         assert process.stderr is not None
         time.sleep(seconds)
         os.killpg(process.pid, signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=120)
     assert process.returncode == cli.INTERRUPTED, error
     assert "Traceback" not in error
     assert error.endswith("zeropp: interrupted\n")

@@ -143,6 +143,13 @@ def test_a_rate_that_nothing_holds_is_refused(kind: link.Kind) -> None:
         open_link(Setting(kind, 2, 50.0), "abc123")
 
 
+def test_a_keeper_that_is_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did not die: it was not waited for any longer, and the limit is named."""
+    monkeypatch.setattr(link, "_ANSWER_SECONDS", 0.01)
+    with pytest.raises(LinkError, match=r"did not answer within 0\.01 s"):
+        open_link(Setting("namespaces", 2, None), "late01")
+
+
 def test_impossible_namespaces_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for, they raise the kernel's reason and what to do; under auto the link is paced, saying why."""
 

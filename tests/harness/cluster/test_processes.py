@@ -60,7 +60,7 @@ def test_the_rank_that_failed_is_named(tmp_path: Path, how: str, kind: str, word
 def test_a_hanging_rank_leaves_its_stack(tmp_path: Path) -> None:
     """After its time a trial is killed, and the log shows where every rank stood."""
     with pytest.raises(LaunchError) as caught:
-        run_ranks(targets.hang, None, local(Topology(1, 2), tmp_path / "log", seconds=4))
+        run_ranks(targets.hang, None, local(Topology(1, 2), tmp_path / "log", seconds=8))
     assert caught.value.kind == "timeout"
     log = (tmp_path / "log").read_text()
     assert "in hang" in log
@@ -96,12 +96,12 @@ if __name__ == "__main__":
     ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert set(ranks) <= {process.pid for process in below}
     parent.send_signal(number)
-    out, _ = parent.communicate(timeout=20)
+    out, _ = parent.communicate(timeout=120)
     until(lambda: not any(process.is_running() for process in below))
     assert out.strip() == ("clean" if number == signal.SIGINT else "")
 
 
-def until(true: object, seconds: float = 30) -> None:
+def until(true: object, seconds: float = 120) -> None:
     """Wait until ``true()`` is."""
     end = time.monotonic() + seconds
     while not true():  # type: ignore[operator]
