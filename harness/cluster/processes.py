@@ -46,6 +46,7 @@ PRELOAD: Final = (
     "torch.distributed",
     "torch.distributed.fsdp",
     "torch.nn.parallel",
+    "torch._dynamo",  # which hooks of an engine need: 1.6 s a rank
     "harness.cluster.processes",
     "harness.runs.trial",
 )
