@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from harness.cluster.processes import start_server
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 
@@ -72,10 +73,8 @@ def on_processes(topology: Topology, body: Callable[..., Any], *args: Any) -> li
 
     ``body`` must be importable; arguments and results are pickled by ``multiprocessing``.
     """
+    start_server()  # the one of trials, whichever test comes first: a process has one
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "impl.zero", "impl.adapters.fsdp2_ddp", "torch._dynamo"]
-    )
     with tempfile.TemporaryDirectory() as folder:
         queue = context.Queue()
         ranks = [

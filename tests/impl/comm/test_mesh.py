@@ -14,6 +14,13 @@ from impl.plan.topology import Topology
 
 ROOT = Path(__file__).parent.parent.parent
 
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else gloo looks the machine's name up."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
 _ENDS = """
 import os
 import torch
