@@ -148,16 +148,16 @@ def check_plain(model: nn.Module) -> None:
         ZeroError: naming one of its parameters.
     """
     for name, parameter in model.named_parameters():
+        if isinstance(keeper_of(parameter), InUnit):
+            raise ZeroError(
+                f"parameter {name!r} of this model is sharded already: call shard() once, for a model as a "
+                "whole, and go on with the engine that it returned"
+            )
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             check_hooks(name, parameter)
         if type(parameter) not in (nn.Parameter, Placeholder):
             raise ZeroError(
                 f"parameter {name!r} is a {type(parameter).__name__}: only plain parameters can be sharded"
-            )
-        if isinstance(keeper_of(parameter), InUnit):
-            raise ZeroError(
-                f"parameter {name!r} of this model is sharded already: call shard() once, for a model as a "
-                "whole, and go on with the engine that it returned"
             )
 
 
