@@ -18,7 +18,7 @@ from harness.measure.memory_parts import on_device, on_host
 from harness.records.record import Record, slowest_seconds
 from harness.runs.forecast import Forecast, gib
 from harness.suites.expansion import Suite
-from harness.suites.labels import NONE, at, in_words, told
+from harness.suites.labels import NONE, at, in_words, padded, padded_in_words, told
 
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
 
@@ -57,7 +57,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
         trial = one.trial.canonical()
         table.add_row(
             *(at(trial, path) for path in varying or ["strategy"]),
-            NONE if one.parameters is None else f"{one.parameters / 1e6:,.2f} M",
+            NONE if one.parameters is None else f"{one.parameters / 1e6:,.2f} M{padded(one.padding)}",
             _size(one.inter),
             _size(one.intra),
             _size(one.egress),
@@ -67,10 +67,17 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             _runs(one, notes),
         )
     out.print(table)
+    _say_padding((one.padding for one in rows), out)
     for number, why in enumerate(notes, 1):
         count = sum(why in _reasons(one) for one in rows)
         what = "over its limit" if any(one.beyond_limit == why for one in rows) else "cannot run here"
         out.print(f"{number}: {what} ({count} of {len(rows)} cells): {escape(why)}", soft_wrap=True)
+
+
+def _say_padding(shares: Iterable[float], out: Console) -> None:
+    """What the mark in the table above means, if it stands there."""
+    if said := padded_in_words(shares):
+        out.print(said, soft_wrap=True)
 
 
 def _reasons(one: Forecast) -> tuple[str, ...]:
@@ -115,6 +122,7 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
             "ok" if record.failure is None else record.failure.kind,
         )
     out.print(table)
+    _say_padding((record.padding for record in found), out)
     for record in found:
         if record.failure is not None:
             log = f"; log {folder / record.failure.log}" if record.failure.log else ""
@@ -150,6 +158,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
         ("pool", one.pool),
         *((f"ran {name}", value) for name, value in one.ran.items()),
         ("parameters", one.parameters),
+        ("padding of its units", f"{one.padding:.1%} of them" if one.units else NONE),
     ]
     if one.link is not None:
         lines += [(f"link {name}", value) for name, value in one.link.model_dump().items()]
@@ -203,7 +212,7 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
     return (
         f"{statistics.median(slowest_seconds(one)):.4f}",
         NONE if steps[0].exposed_forward is None else f"{statistics.median(exposed):.4f}",
-        _size(sent / len(steps)) if ledgers else NONE,
+        _size(sent / len(steps)) + padded(one.padding) if ledgers else NONE,
         _achieved(one),
         f"{statistics.fmean(rank.steps[-1].loss for rank in one.ranks):.4f}",
     )
@@ -220,7 +229,7 @@ def _measured_generations(one: Record) -> tuple[str, str, str, str, str]:
     return (
         f"{statistics.median(seconds.values()):.4f}",
         NONE if timed[0][0].exposed is None else f"{statistics.median(exposed.values()):.4f}",
-        _size(sum(sent) / len(seconds)) if sent else NONE,
+        _size(sum(sent) / len(seconds)) + padded(one.padding) if sent else NONE,
         _achieved(one),
         NONE,
     )

@@ -26,7 +26,7 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.engine.engine import Zero
 from impl.engine.initial_weights import check_same_start
-from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometry_of, plan_units
+from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometries_of, plan_units
 from impl.errors import ZeroError
 from impl.parameters.external import external_to
 from impl.parameters.init import give_values
@@ -97,7 +97,7 @@ def shard(
         blocks = find_blocks(model, most=policy.memory.largest_unit)
     give_values(model, blocks, mesh, policy, initialise)
     drafts = drafts_of(model, blocks, group_of, policy)
-    geometries = [geometry_of(draft, mesh.topology, policy) for draft in drafts]
+    geometries = geometries_of(drafts, mesh.topology, policy)
     parameters = dict(model.named_parameters())
     check_same_start(mesh.rank, mesh.topology.world, parameters, drawn(parameters))
     meter = Meter()

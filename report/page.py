@@ -341,8 +341,9 @@ def warnings(derived: Derived) -> list[str]:
             f"{where[cell]}: the rates that the contenders' links achieved differ by {spread:.0%}; their "
             f"comparison is marked ({footnotes.RATES})."
         )
-    if (taken := footnotes.taken_warning(derived)) is not None:
-        found.append(taken)
+    found += [
+        said for warn in (footnotes.taken_warning, footnotes.padding_warning) if (said := warn(derived))
+    ]
     if len(frames.failures):
         found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
     return found

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from impl.deepspeed.recipe import Finding
+from impl.plan.geometry import padding_share
 
 # 1: first schema.
 SCHEMA_VERSION: Final = 1
@@ -283,6 +284,11 @@ class Record(_Part):
     decoded_sha256: list[str] = []
     power: list[dict[str, float]] | None = None
     processor_use: ProcessorUse | None = None
+
+    @property
+    def padding(self) -> float:
+        """Of its units, as a share of the model's elements; 0 where it has no units."""
+        return padding_share((numel, padded) for _, numel, padded in self.units)
 
     @property
     def settled(self) -> bool:

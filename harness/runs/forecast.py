@@ -23,7 +23,7 @@ from harness.workloads import samples
 from impl.adapters.traffic import predict_hosted
 from impl.deepspeed.recipe import Finding, laid_out
 from impl.plan import traffic
-from impl.plan.geometry import GeometryError, PaddingError, UnitGeometry
+from impl.plan.geometry import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.topology import Topology
 
@@ -85,6 +85,12 @@ class Forecast:
     problems: tuple[str, ...] = ()
     beyond_limit: str | None = None
     copied: int = 0
+
+    @property
+    def padding(self) -> float:
+        """Of its units, as a share of the model's elements; 0 where it has no units."""
+        return padding_share([(self.parameters, self.padded)]) if self.parameters and self.padded else 0.0
+
     findings: tuple[Finding, ...] = ()
 
 
@@ -229,7 +235,7 @@ def _unfit(trial: Trial, error: Exception) -> str:
     """Why a trial's units cannot be laid out; of padding also which key allows it, and for whose blocks."""
     if not isinstance(error, PaddingError):
         return str(error)
-    said = f"{error}: policy.max_padding of the suite"
+    said = f"{error}: policy.max_padding = {error.needed:.2f} in the suite"
     alone = trial.model_copy(
         update={"policy": trial.policy.model_copy(update={"align": 1})}
     ).resolved_policy()

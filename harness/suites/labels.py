@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from harness.suites.expansion import differing, look_up
+from impl.plan.geometry import MUCH_PADDING
 
 NONE: Final = "-"
+PADDED: Final = "¶"  # beside bytes, or a size, of a model whose units are padded by more than MUCH_PADDING
+_FOLLOWS: Final = ("policy.align", "policy.max_padding")  # from the suite; they change no trial's question
 
 
 def told(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Paths in which trials differ, without the alignment, which follows from the suite."""
-    return [path for path in differing(trials) if path != "policy.align"]
+    """Paths in which trials differ, without the layout's, which compare nothing."""
+    return [path for path in differing(trials) if path not in _FOLLOWS]
+
+
+def padded(share: float) -> str:
+    """The mark of a model whose units are padded by this share of its elements; nothing for little."""
+    return f" {PADDED}" if share > MUCH_PADDING else ""
+
+
+def padded_in_words(shares: Iterable[float]) -> str:
+    """What the mark says, for tables in which it stands; empty for others."""
+    most = max((share for share in shares if share > MUCH_PADDING), default=0.0)
+    if not most:
+        return ""
+    return (
+        f"{PADDED}: more than {MUCH_PADDING:.0%} of the model's elements, at most {most:.1%}, is added to "
+        "them as padding, which is sent and held too."
+    )
 
 
 def at(trial: Mapping[str, Any], path: str) -> str:

@@ -86,7 +86,7 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
     max_padding: Annotated[
         float | None,
-        typer.Option(min=0, help="Share of a unit's elements that may be padding; 0.05 if not given."),
+        typer.Option(min=0, help="Share of a unit's elements that may be padding; 0.2 if not given."),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Folder of checkpoints: one after the last step.")] = None,
     save_every: Annotated[
@@ -265,7 +265,7 @@ def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | N
     except (ValueError, ZeroError) as error:
         if speaks:
             _print(recipe)
-        option = ": --max-padding SHARE" if isinstance(error, PaddingError) else ""
+        option = f": --max-padding {error.needed:.2f}" if isinstance(error, PaddingError) else ""
         raise TrainError(f"{error}{option}") from None
     if speaks:
         _print(recipe)

@@ -202,22 +202,31 @@ def drafts_of(
     return held
 
 
-def geometry_of(draft: Draft, topology: Topology, policy: Policy) -> UnitGeometry:
-    """The layout of a unit.
+def geometries_of(drafts: Sequence[Draft], topology: Topology, policy: Policy) -> list[UnitGeometry]:
+    """The layout of all units.
 
     Raises:
-        GeometryError: if it would be padded too much; not for persistent parameters, which are small.
+        PaddingError: naming the unit that would be padded most, if that is too much; persistent parameters
+            are small, and may.
     """
-    small = draft.name.removesuffix(FROZEN) == PERSISTENT
-    return lay_out(
-        draft.name,
-        draft.specs,
-        grain=policy.grain,
-        world=topology.world,
-        max_padding=math.inf if small else policy.memory.max_padding,
-        trainable=draft.trainable,
-        group=policy.group_ranks(topology),
-    )
+
+    def laid_out(draft: Draft, max_padding: float) -> UnitGeometry:
+        return lay_out(
+            draft.name,
+            draft.specs,
+            grain=policy.grain,
+            world=topology.world,
+            max_padding=max_padding,
+            trainable=draft.trainable,
+            group=policy.group_ranks(topology),
+        )
+
+    found = [laid_out(draft, math.inf) for draft in drafts]
+    judged = [(u.padded / u.numel, d) for u, d in zip(found, drafts, strict=True) if not u.persistent]
+    if judged:
+        _, worst = max(judged, key=lambda one: one[0])
+        laid_out(worst, policy.memory.max_padding)
+    return found
 
 
 def plan_units(
@@ -239,4 +248,4 @@ def plan_units(
     """
     policy.check(topology)
     drafts = drafts_of(model, blocks, group_of, policy)
-    return [geometry_of(draft, topology, policy) for draft in drafts]
+    return geometries_of(drafts, topology, policy)

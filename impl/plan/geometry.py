@@ -16,6 +16,9 @@ from typing import Final
 FROZEN: Final = ".frozen"  # ends the name of a block's second unit, of its frozen parameters
 PERSISTENT: Final = "persistent"  # the unit of parameters too small to be worth a gather each time
 ROOT: Final = "root"  # the unit of parameters outside all blocks
+MUCH_PADDING: Final = (
+    0.05  # of a model's elements: beyond it bytes and memory are marked where they are shown
+)
 
 
 class GeometryError(ValueError):
@@ -23,7 +26,15 @@ class GeometryError(ValueError):
 
 
 class PaddingError(GeometryError):
-    """More of a unit would be padding than is allowed."""
+    """More of a unit would be padding than is allowed.
+
+    Attributes:
+        needed: the least ``max_padding``, in hundredths, that allows it.
+    """
+
+    def __init__(self, message: str, needed: float) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +216,25 @@ def lay_out(
     unit = UnitGeometry(name, tuple(slots), padded, world, trainable, 0 if group == world else group)
     padding = padded - unit.numel
     if padding > max_padding * unit.numel:
+        needed = -(-100 * padding // unit.numel) / 100
         raise PaddingError(
             f"unit {name!r}: {padding} of {padded} elements would be padding "
-            f"({padding / max(unit.numel, 1):.1%} of {unit.numel}, allowed {max_padding:.1%} by "
-            f"max_padding) for blocks of {grain} on {world} ranks; use smaller blocks or raise max_padding"
+            f"({padding / unit.numel:.1%} of {unit.numel}, allowed {max_padding:.1%} by max_padding) for "
+            f"blocks of {grain} on {world} ranks; use smaller blocks or raise max_padding to {needed:.2f}",
+            needed,
         )
     return unit
+
+
+def padding_share(units: Iterable[tuple[int, int]]) -> float:
+    """Padding of a model's units over its elements; 0 without units.
+
+    Args:
+        units: (elements, elements with padding) of each.
+    """
+    sizes = list(units)
+    numel = sum(own for own, _ in sizes)
+    return (sum(padded for _, padded in sizes) - numel) / numel if numel else 0.0
 
 
 def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:

@@ -64,7 +64,7 @@ class MemoryLimits:
     persist_most: int = 2**63 - 1
     reduce_bucket: int = 500_000_000
     largest_unit: int = 0
-    max_padding: float = 0.05
+    max_padding: float = 0.2
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable
 
 import pandas as pd
 
+from harness.suites import labels
+from impl.plan.geometry import MUCH_PADDING
 from report.data.metrics import OTHERS_WITHIN, RATES_AGREE_WITHIN, Derived
 from report.data.text import NOTHING, counted
 
@@ -73,6 +75,19 @@ def trials(mine: pd.DataFrame) -> str:
 def rates(mine: pd.DataFrame, differing: Collection[str]) -> str:
     """The mark of trials in settings whose links had different rates; nothing for others."""
     return f" {RATES}" if mine["cell"].isin(list(differing)).any() else ""
+
+
+def padded(mine: pd.DataFrame) -> str:
+    """The mark of trials whose models' units are padded much; nothing for others."""
+    return labels.padded(float(mine["padding_share"].max()))
+
+
+def padding_warning(derived: Derived) -> str | None:
+    """What the page says before all numbers, if the units of any trial are padded much."""
+    ran = derived.finished
+    said = labels.padded_in_words(ran["padding_share"])
+    marked = int(ran["padding_share"].gt(MUCH_PADDING).sum())
+    return f"{said} It stands beside what was sent in {counted(marked, 'trial')}." if said else None
 
 
 def in_words(cells: Iterable[str]) -> str:

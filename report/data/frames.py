@@ -34,8 +34,9 @@ TRIALS: Final = (
     "id", "suite", "order", "started", "pool", "strategy", "contender", "place", "cell", "where",
     "seed", "repeat", "nodes", "ranks_per_node", "world", "processes", "tokens_per_rank", "sequence",
     "accumulation", "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local",
-    "gradients_node", "secondary", "parameters", "units", "padded", "reference_loss", "predicted_equal",
-    "link_kind", "backend", "kernels", "kernels_warning", "processors", "corpus", "corpus_sha256",
+    "gradients_node", "secondary", "parameters", "units", "padded", "padding_share", "reference_loss",
+    "predicted_equal", "link_kind", "backend", "kernels", "kernels_warning", "processors", "corpus",
+    "corpus_sha256",
     "others_share", "steal_share",
 )  # fmt: skip
 STEPS: Final = (
@@ -321,6 +322,7 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
         "parameters": record.parameters,
         "units": len(record.units),
         "padded": sum(padded for _, _, padded in record.units),
+        "padding_share": record.padding,
         "reference_loss": record.reference_loss,
         "predicted_equal": record.predicted.equal if record.predicted else None,
         "link_kind": record.link.kind if record.link else "",

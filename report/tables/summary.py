@@ -40,7 +40,7 @@ def summary(derived: Derived) -> Table:
         Column("speedup_told", "Speed-up", str),
         Column("pairs_told", "Pairs", str),
         Column("share", "Share allowed", footnotes.share),
-        Column("sent_mb", "Sent, MB/step", number(3)),
+        Column("sent_told", "Sent, MB/step", str),
         Column("bytes_ratio", "of ZeRO-3's", number(3)),
         Column("validation_loss", "Validation loss", number(4)),
     )
@@ -139,7 +139,8 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         "step_seconds": step.estimate,
         "step_seconds_low": step.low,
         "step_seconds_high": step.high,
-        "sent_mb": mine["sent_bytes"].median() / 1e6,
+        "sent_mb": (sent := mine["sent_bytes"].median() / 1e6),
+        "sent_told": number(3)(sent) + footnotes.padded(mine),
         "speedup": math.nan,
         "speedup_low": math.nan,
         "speedup_high": math.nan,

@@ -94,7 +94,7 @@ BAD_SUITES = {
     "missing corpus": (SMALL + 'corpus = "no/such/corpus"\n', "no/such/corpus"),
     "padding": (
         'policy.weights = "int8:65536"\n',
-        "use smaller blocks or raise max_padding: policy.max_padding of the suite",
+        "use smaller blocks or raise max_padding to 9.64: policy.max_padding = 9.64 in the suite",
     ),
 }
 
@@ -301,10 +301,33 @@ def test_plan_says_which_limit_stops_each_cell(folder: Path, capsys: pytest.Capt
     for name, own in (("zero3", True), ("zeropp", False)):
         ((_, _, number),) = (end.rpartition("no: ") for end in ends[name])
         assert "elements would be padding" in said[number]
-        assert "allowed 5.0% by max_padding) for blocks of 4096 on 4 ranks" in said[number]
+        assert "allowed 20.0% by max_padding) for blocks of 4096 on 4 ranks" in said[number]
         assert ("for policy.align = 4096, the blocks of all policies of its suite" in said[number]) == own
     found = sorted(line.rpartition("  ")[2] for line in lines if line.split()[:1] == ["ddp"])
     assert found == [f"over its limit: {limit}", "yes"]
+
+
+def test_plan_and_show_mark_padding_and_not_its_limit(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes of models padded by more than 5 % are marked and told; the limit is no column."""
+    body = '[matrix]\nstrategy = ["zero3", "zeropp"]\n[[override]]\nmatch.strategy = "zeropp"\n'
+    suite(folder, body + "set.policy.max_padding = 0.5\n")
+    assert cli.main(["plan", "q.toml"]) == cli.OK
+    said = capsys.readouterr().out
+    rows = [line for line in said.splitlines() if line.strip().startswith("zero")]
+    assert [row.count(" M ¶") for row in rows] == [1, 1]
+    assert "¶: more than 5% of the model's elements, at most 16.6%, is added to them as padding" in said
+    record(Path("results"), policy={"max_padding": 0.5})
+    path = record(Path("results"))
+    assert cli.main(["show", "q"]) == cli.OK
+    bare = capsys.readouterr().out
+    for units, marked in (([("u", 1000, 1050)], False), ([("u", 1000, 1051)], True)):
+        write(Path("results/q"), path.model_copy(update={"units": units}))
+        assert cli.main(["show", "q"]) == cli.OK
+        said = capsys.readouterr().out
+        assert ("2 MB ¶" in said, "at most 5.1%, is added" in said) == (marked, marked)
+        assert "max_padding" not in said + bare
 
 
 def test_plan_tells_what_became_of_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

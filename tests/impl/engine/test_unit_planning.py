@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from impl.comm.mesh import Mesh
-from impl.plan.geometry import GeometryError
-from impl.plan.policy import preset
+from impl.plan.geometry import GeometryError, PaddingError
+from impl.plan.policy import MemoryLimits, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, find_blocks, plan_units, shard
 from tests.support.models import Net
@@ -38,6 +38,15 @@ def test_padding_of_tiny_units_is_refused_by_default() -> None:
     """Blocks far larger than a unit are refused, naming the unit."""
     with pytest.raises(GeometryError, match="unit 'root'"):
         plan_units(Net(), Topology(2, 2), preset("zeropp"))
+
+
+def test_one_refusal_names_the_padding_of_all_units() -> None:
+    """The unit that is padded most is refused, so that with the share it names all are laid out."""
+    net = nn.Sequential(nn.Linear(500, 8), nn.Linear(2, 2))
+    with pytest.raises(PaddingError, match="unit '1'") as caught:
+        plan_units(net, Topology(2, 2), preset("zeropp"))
+    roomy = preset("zeropp", memory=MemoryLimits(max_padding=caught.value.needed))
+    assert len(plan_units(net, Topology(2, 2), roomy)) == 2
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])

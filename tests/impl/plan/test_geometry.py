@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.plan.geometry import GeometryError, ParameterSpec, chunked, lay_out
+from impl.plan.geometry import GeometryError, PaddingError, ParameterSpec, chunked, lay_out, padding_share
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 specs = st.lists(st.tuples(shapes, st.integers(0, 2)), min_size=1, max_size=8).map(
@@ -55,6 +55,22 @@ def test_too_much_padding_is_refused_by_name_with_numbers() -> None:
         GeometryError, match=r"unit 'ln'.*8128 of 8192.*blocks of 2048 on 4 ranks.*max_padding"
     ):
         lay_out("ln", [ParameterSpec("w", (64,))], grain=2048, world=4, max_padding=0.05)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=4), st.integers(1, 4096), st.integers(1, 8))
+def test_a_refusal_says_how_much_padding_to_allow(sizes: list[int], grain: int, world: int) -> None:
+    """With the share that it names the unit is laid out; with a hundredth less it is not."""
+    specs = [ParameterSpec(f"p{i}", (size,)) for i, size in enumerate(sizes)]
+    try:
+        unit = lay_out("u", specs, grain=grain, world=world, max_padding=0.0)
+    except PaddingError as error:
+        needed = error.needed
+        unit = lay_out("u", specs, grain=grain, world=world, max_padding=needed)
+        with pytest.raises(PaddingError, match=f"to {needed:.2f}$"):
+            lay_out("u", specs, grain=grain, world=world, max_padding=needed - 0.01)
+    else:
+        needed = 0.0
+    assert padding_share([(unit.numel, unit.padded)]) <= needed
 
 
 @given(st.integers(1, 5000), st.integers(1, 40), st.sampled_from([1, 8, 256]))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from harness.records.record import ProcessorUse, Record
+from harness.suites.labels import PADDED
 from harness.suites.trial import Cluster, Trial
 from report.data import footnotes
 from report.data import text as wording
@@ -22,6 +23,7 @@ from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.data.text import number
 from report.draw import theme
+from report.page import warnings
 from report.tables import registry, table
 from report.tables.table import Column, Table
 from tests.report.records import changed_steps, record_of, records_of, taken_by_others
@@ -347,3 +349,16 @@ def test_the_loss_says_of_what_and_when() -> None:
     assert (
         "in nats, on data held back from training, at the end of each trial, after 5 steps" in table.caption
     )
+
+
+def test_bytes_of_much_padding_are_marked() -> None:
+    """In the summary, and in words among the warnings before all numbers; little padding is not."""
+
+    def padded(by: int) -> Callable[[dict[str, Any]], None]:
+        return lambda fields: fields.update(units=[("u", 1000, 1000 + by)])
+
+    for by, mark in ((50, ""), (51, f" {PADDED}")):
+        found = derive(frames_of([record_of(Trial(strategy="zero3"), change=padded(by))]))
+        (told,) = registry.summary(found).data["sent_told"]
+        assert told.endswith(mark or told)
+        assert any(f"{PADDED}: more than 5%" in warning for warning in warnings(found)) == bool(mark)
