@@ -29,6 +29,7 @@ from harness.bench import command as bench
 from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.print_once import saying
 from harness.cluster.processes import end_if_in_group
+from harness.errors import one_line
 from harness.laws import command as check
 from harness.measure import machine
 from harness.records import bench_record
@@ -387,7 +388,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _complain(words: str, status: int) -> int:
-    line = f"zeropp: {' '.join(words.split())}"
+    line = f"zeropp: {one_line(words)}"
     with saying(line) if status == REFUSED else nullcontext(enter_result=True) as alone:
         if alone:
             print(line, file=sys.stderr, flush=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
+_LONGEST_WORD: Final = 300  # characters of a message's word that are printed: enough for a path
+
 
 class Refusal(Exception):  # noqa: N818 - not an error of the program: what was asked cannot be done
     """A trial cannot be carried out as asked; the message names the numbers."""
@@ -9,3 +14,13 @@ class Refusal(Exception):  # noqa: N818 - not an error of the program: what was 
 
 class CorpusError(ValueError):
     """A corpus cannot be read or is too small; the message names it and the numbers."""
+
+
+def one_line(message: object) -> str:
+    """``message`` on one line that any terminal may show.
+
+    Characters that move the cursor or cannot be printed are escaped as in Python; long words are cut.
+    """
+    line = " ".join(str(message).split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
+    return re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: f"{word[0][: _LONGEST_WORD - 3]}...", shown)

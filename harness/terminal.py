@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness.doctor import Finding
+from harness.errors import one_line
 from harness.measure.memory_parts import on_device, on_host
 from harness.records.record import Record, slowest_seconds
 from harness.runs.forecast import Forecast, gib
@@ -71,7 +72,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     for number, why in enumerate(notes, 1):
         count = sum(why in _reasons(one) for one in rows)
         what = "over its limit" if any(one.beyond_limit == why for one in rows) else "cannot run here"
-        out.print(f"{number}: {what} ({count} of {len(rows)} cells): {escape(why)}", soft_wrap=True)
+        out.print(f"{number}: {what} ({count} of {len(rows)} cells): {escape(one_line(why))}", soft_wrap=True)
 
 
 def _say_padding(shares: Iterable[float], out: Console) -> None:
@@ -127,7 +128,7 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
         if record.failure is not None:
             log = f"; log {folder / record.failure.log}" if record.failure.log else ""
             line = f"{record.id} {record.failure.kind}: {record.failure.message}{log}"
-            out.print(escape(line), soft_wrap=True)
+            out.print(escape(one_line(line)), soft_wrap=True)
 
 
 def _held(one: Record) -> list[tuple[str, Any]]:

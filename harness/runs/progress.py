@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from harness.cluster.rank import Progress
+from harness.errors import one_line
 from harness.records.record import Record, slowest_seconds
 from harness.suites.labels import NONE, at, told
 from harness.suites.trial import Trial
@@ -67,7 +68,7 @@ class Display:
         place = f"[{self._done}/{self._trials}]"
         if record.failure is not None:
             log = f"; log: {self._results / record.failure.log}" if record.failure.log else ""
-            end = f"{record.failure.kind}: {record.failure.message}{log}"
+            end = one_line(f"{record.failure.kind}: {record.failure.message}{log}")
         else:
             timed = slowest_seconds(record)
             end = f"{statistics.median(timed):.3f} s a step" if timed else "done"

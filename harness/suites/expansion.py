@@ -36,6 +36,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ from impl.deepspeed.recipe import load as load_configuration
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
 _ABSENT: Final = object()
 _CONFIGURATION: Final = "deepspeed_config"
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 
 
 class SuiteError(ValueError):
@@ -156,6 +158,7 @@ class _Expansion:
 
     def __init__(self, path: Path, tables: dict[str, Any]) -> None:
         self.path = path
+        self._check_text(tables)
         self.file = self._validated(self._with_configurations(tables))
         self.fields = dict(_fields(Trial))
 
@@ -199,6 +202,15 @@ class _Expansion:
 
     def _refuse(self, complaint: str) -> NoReturn:
         raise SuiteError(f"{self.path}: {complaint}")
+
+    def _check_text(self, value: Any) -> None:
+        """Refuse characters that a terminal would act on: all names and values are printed somewhere."""
+        if isinstance(value, str):
+            if found := _CONTROL.search(value):
+                self._refuse(f"{_text(value)}: has the control character {found[0]!r}; expected text")
+        elif isinstance(value, dict | list):
+            for part in itertools.chain(value, value.values() if isinstance(value, dict) else ()):
+                self._check_text(part)
 
     def _validated(self, tables: dict[str, Any]) -> _File:
         for key in tables:
@@ -264,10 +276,12 @@ class _Expansion:
         return axes
 
     def _check_different(self, points: list[Any], axis: str) -> None:
-        texts = [_text(point) for point in points]
-        for text in texts:
-            if texts.count(text) > 1:
-                self._refuse(f"{axis}: {text} stands twice; expected different values")
+        seen: set[str] = set()
+        for point in points:
+            text = json.dumps(point, default=str)
+            if text in seen:
+                self._refuse(f"{axis}: {_text(point)} stands twice; expected different values")
+            seen.add(text)
 
     def _points(self, path: str, values: Any, table: str, taken: list[str]) -> list[_Settings]:
         """The settings of each value of one axis."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from harness.errors import one_line
 from harness.suites.expansion import differing, look_up
 from impl.plan.geometry import MUCH_PADDING
 
@@ -50,7 +51,7 @@ def in_words(value: Any) -> str:
         return ", ".join(in_words(item) for item in value) or NONE
     if isinstance(value, dict):
         return ", ".join(f"{key} {in_words(item)}" for key, item in value.items() if item is not None) or NONE
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else one_line(value)
 
 
 def _limit(size: int) -> str:

@@ -44,6 +44,8 @@ _BYTES = {"MiB": 2**20, "GiB": 2**30}
 _RATES: Final = (1e-3, 1e6)  # 1 kbit/s to 1 Tbit/s: nothing outside is a link between nodes
 MOST_MICRO_BATCHES: Final = 1_000_000
 _LARGEST_LR: Final = 1e3
+MOST_COUNTED: Final = 2**63  # of anything
+_LONGEST_SECONDS: Final = 10_000_000  # 116 days; the clock's own limit depends on the system
 _CANONICAL: Final = {"canonical": True}  # validation context: rates are plain Mbit/s
 
 
@@ -74,12 +76,15 @@ def parse_size(value: object) -> object:
     """``"48 MiB"`` to bytes.
 
     Raises:
-        ValueError: for a number without a unit, an unknown unit, or no size at all.
+        ValueError: for a number without a unit, an unknown unit, no size at all, or more than 64 bits count.
     """
     if value is None:
         return None
     if isinstance(value, str) and (match := _SIZE.match(value)) and float(match[1]) > 0:
-        return round(float(match[1]) * _BYTES[match[2]])
+        size = float(match[1]) * _BYTES[match[2]]
+        if size >= MOST_COUNTED:
+            raise ValueError("expected less than 2^63 bytes")
+        return round(size)
     raise ValueError("expected a number above 0 with a unit, MiB or GiB")
 
 
@@ -98,6 +103,15 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _countable(cls, value: Any) -> Any:
+        """Whole numbers that neither 64 bits nor, in a quotient, a float would hold are a slip of the pen."""
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
+        if any(isinstance(part, int) and abs(part) >= MOST_COUNTED for part in parts):
+            raise ValueError("expected a number below 2^63")
+        return value
 
 
 class Model(_Frozen):
@@ -311,7 +325,7 @@ class Trial(_Frozen):
     seed: int = Field(0, ge=0, lt=2**63)
     repeat: int = Field(0, ge=0)
     threads: int | None = Field(None, ge=1)
-    timeout_seconds: float = Field(600, gt=0)
+    timeout_seconds: float = Field(600, gt=0, le=_LONGEST_SECONDS)
     measure_quantisation: bool = False
     memory_limit: Annotated[int | None, BeforeValidator(_size)] = None
 

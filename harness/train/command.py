@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LONGEST_SECONDS: Final = 7 * 86400.0
 DEFAULT: Final = GPTShape(layers=4, width=256, heads=4)
 MOST_LAYERS: Final = 10_000  # each takes time to be laid out
+MOST: Final = 1_000_000_000  # steps, sequences of a rank, tokens of a sequence
 MOST_PARAMETERS: Final = 1e15
 _LENGTHS: Final = {"1.5b": 1024, "10b": 1024, "18b": 512}
 _ONE: Final = "only 1: there is no tensor, model or pipeline parallelism here"
@@ -50,9 +51,9 @@ def train(
     vocab_size: Annotated[
         int | None, typer.Option(min=256, help="Rows of the embedding; data are bytes.")
     ] = None,
-    seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    seq_length: Annotated[int | None, typer.Option(min=1, max=MOST, help="Tokens of a sequence.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a rank in a micro-batch.")
+        int | None, typer.Option(min=1, max=MOST, help="Sequences of a rank in a micro-batch.")
     ] = None,
     checkpoint_activations: Annotated[
         bool,
@@ -77,13 +78,13 @@ def train(
     nodes: Annotated[int | None, typer.Option(min=1, help="Virtual nodes; under torchrun, its own.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, max=64, help="Ranks of each node.")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where states and models lie.")] = "cpu",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, max=MOST, help="Optimizer steps.")] = 10,
     lr: Annotated[
         float | None,
         typer.Option(min=0, help="Learning rate; 3e-4 where the configuration does not say one either."),
     ] = None,
     corpus: Annotated[str, typer.Option(help="stdlib, a file or a folder.")] = "stdlib",
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and batches.")] = 0,
     max_padding: Annotated[
         float | None,
         typer.Option(min=0, help="Share of a unit's elements that may be padding; 0.2 if not given."),

@@ -159,10 +159,10 @@ def parse_loss_scale(text: str) -> LossScale | None:
             f"loss scale {text!r}: expected none, a number, or dynamic, then :from<scale>, :window<steps>"
         )
     initial = found.get("from", DYNAMIC.initial)
-    window = int(found.get("window", DYNAMIC.window))
-    if not window:
-        raise PolicyError(f"loss scale {text!r}: a dynamic scale needs a window of 1 step or more")
-    return LossScale(initial=initial, window=window, least=min(1.0, initial))
+    window = found.get("window", DYNAMIC.window)
+    if not 1 <= window < 2**63:
+        raise PolicyError(f"loss scale {text!r}: a dynamic window is 1 step or more, below 2^63")
+    return LossScale(initial=initial, window=int(window), least=min(1.0, initial))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

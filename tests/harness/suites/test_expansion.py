@@ -10,12 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.suites.expansion import MOST_TRIALS, Suite, SuiteError, differing, load
+from harness.suites.expansion import MOST_TRIALS, Suite, SuiteError, _fields, differing, load
 from harness.suites.trial import RECIPE, STRATEGIES, Trial
 from impl.codecs.codec import parse
 
 HEAD = 'name = "q"\nquestion = "?"\n'
 SUITES = Path(__file__).parents[3] / "suites"
+AXES = ("seed", "steps", "warmup", "validation_batches")
 NAMED = [name for name in STRATEGIES if name != RECIPE]  # that need nothing else
 
 
@@ -308,6 +309,20 @@ CASES = {
         "6000 trials",
         "at most 2000",
     ),
+    "far too many": (
+        "repeats = 10\n[matrix]\n" + "".join(f"{name} = {list(range(1, 101))}\n" for name in AXES),
+        "1000000000 trials",
+        "at most 2000",
+    ),
+    "a long axis": (f"[matrix]\nseed = {list(range(100_000))}\n", "100000 trials", "at most 2000"),
+    "a control character": ('[defaults]\ncorpus = "a\\u0000b"\n', r'"a\u0000b"', "control character"),
+    "a timeout beyond all clocks": ("[defaults]\ntimeout_seconds = 1e300\n", "1e+300", "at most 10000000"),
+    "more bytes than are counted": (f'[defaults]\nmemory_limit = "{"9" * 400} GiB"\n', "999", "2^63"),
+    "more steps than are counted": (
+        f'[defaults]\npolicy.loss_scale = "dynamic:window{"9" * 400}"\n',
+        "999",
+        "below 2^63",
+    ),
     "match of nothing": ('[[exclude]]\nstrategy = "ddp"\n', "ddp", "matches no trial"),
     "match of no field": ("[[exclude]]\nstrateg = 1\n", "strateg", "'strategy'?"),
     "override of no field": ("[[override]]\nmatch = {}\nset = { stepz = 1 }\n", "stepz", "'steps'?"),
@@ -426,3 +441,24 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, fields: str,
     line = refusal(tmp_path, f"[defaults]\n{strategy}{fields}\n")
     assert words in line
     assert line.count("none.json") == ("none.json" in fields)
+
+
+COUNTS = [path for path, kind in _fields(Trial) if kind == "leaf"] + ["model.arguments.layers"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(COUNTS), st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63)))
+def test_numbers_that_nothing_counts_are_refused(tmp_path: Path, path: str, value: int) -> None:
+    """In every field, beyond 64 bits as beyond a float, with the field's name and what is expected."""
+    text = refusal(tmp_path, f"[defaults]\n{path} = {value}\n")
+    assert f"[defaults] {path} = " in text
+    assert "expected" in text
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([*range(9), 11, *range(12, 32), *range(127, 160)]), st.booleans())
+def test_no_name_and_no_value_holds_a_control_character(tmp_path: Path, code: int, key: bool) -> None:
+    """A terminal would act on it wherever it is shown, in the question too."""
+    escaped = f'"x\\u{code:04x}"'
+    body = f"[defaults]\nmodel.arguments = {{ {escaped} = 1 }}\n" if key else f"time = {escaped}\n"
+    assert "control character" in refusal(tmp_path, body)

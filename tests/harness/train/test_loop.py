@@ -209,6 +209,12 @@ def test_padding_is_refused_with_the_option_that_allows_it(
     assert "step 1/1 | loss " in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("flag", ["--steps", "--seed", "--seq-length", "--batch-size", "--hidden-size"])
+def test_numbers_that_nothing_counts_are_refused(flag: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """10^30 of anything ends in one line."""
+    assert "pydantic" not in refusal(capfd, *TOY, "--plan", flag, "1" + "0" * 30)
+
+
 @pytest.mark.parametrize(
     ("environment", "flags", "words"),
     [
