@@ -28,7 +28,7 @@ from impl.errors import ZeroError
 from impl.plan.policy import Policy, preset
 from tests.impl.deepspeed.test_recipe import ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, ZEROPP_TUTORIAL
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
 LINE = re.compile(
     r"step \d+/2 \| loss (?P<loss>[\d.]+) \| [\d.]+ ms \(forward [\d.]+, backward [\d.]+, optimizer [\d.]+\) "

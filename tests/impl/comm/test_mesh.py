@@ -12,7 +12,7 @@ import torch.distributed as dist
 from impl.comm.mesh import Mesh, MeshError, default_group
 from impl.plan.topology import Topology
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
