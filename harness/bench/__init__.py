@@ -1,1 +1,1 @@
-"""harness/bench."""
+"""``zeropp bench``: timings beside peers, as ratios within one run."""

@@ -1,1 +1,1 @@
-"""harness/laws."""
+"""``zeropp check``: the laws of codecs, and the inputs that attack them."""

@@ -1,1 +1,1 @@
-"""harness/measure."""
+"""What is read off a trial: clocks, memory, processors, errors of quantisation, the machine."""

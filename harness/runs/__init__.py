@@ -1,1 +1,1 @@
-"""harness/runs."""
+"""Trials and sweeps: from a plan to a record."""

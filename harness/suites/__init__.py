@@ -1,1 +1,1 @@
-"""harness/suites."""
+"""A question as data: suites, their trials, and model sizes.  No torch."""

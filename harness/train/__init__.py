@@ -1,1 +1,1 @@
-"""harness/train."""
+"""``zeropp train``: training by a DeepSpeed configuration."""

@@ -1,1 +1,1 @@
-"""harness/workloads."""
+"""What is trained on what: models, corpora and batches."""

@@ -1,1 +1,1 @@
-"""report/bench."""
+"""The page of ``zeropp bench``."""

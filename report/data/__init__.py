@@ -1,1 +1,1 @@
-"""report/data."""
+"""Records as tables: the only readers of results."""

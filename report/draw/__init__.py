@@ -1,1 +1,1 @@
-"""report/draw."""
+"""How anything is drawn: colours, markers, axes."""

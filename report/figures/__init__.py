@@ -1,1 +1,1 @@
-"""report/figures."""
+"""Figures of a report, one file a family."""

@@ -1,1 +1,1 @@
-"""report/tables."""
+"""Tables of a report."""

@@ -1,1 +1,1 @@
-"""tests/support."""
+"""What tests share: ranks as threads or processes, strategies, models, training loops."""

@@ -1,1 +1,1 @@
-"""tests/harness/bench."""
+"""Tests of harness/bench."""

@@ -1,1 +1,1 @@
-"""tests/harness/cluster."""
+"""Tests of harness/cluster."""

@@ -1,1 +1,1 @@
-"""tests/harness/docpages."""
+"""Tests of harness/docpages."""

@@ -1,1 +1,1 @@
-"""tests/harness/laws."""
+"""Tests of harness/laws."""

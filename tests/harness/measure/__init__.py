@@ -1,1 +1,1 @@
-"""tests/harness/measure."""
+"""Tests of harness/measure."""

@@ -1,1 +1,1 @@
-"""tests/harness/records."""
+"""Tests of harness/records."""

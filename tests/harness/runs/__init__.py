@@ -1,1 +1,1 @@
-"""tests/harness/runs."""
+"""Tests of harness/runs."""

@@ -1,1 +1,1 @@
-"""tests/harness/suites."""
+"""Tests of harness/suites."""

@@ -1,1 +1,1 @@
-"""tests/harness/train."""
+"""Tests of harness/train."""

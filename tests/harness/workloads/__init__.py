@@ -1,1 +1,1 @@
-"""tests/harness/workloads."""
+"""Tests of harness/workloads."""

@@ -1,1 +1,1 @@
-"""tests/impl/adapters."""
+"""Tests of impl/adapters."""

@@ -1,1 +1,1 @@
-"""tests/impl/checkpoint."""
+"""Tests of impl/checkpoint."""

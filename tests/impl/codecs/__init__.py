@@ -1,1 +1,1 @@
-"""tests/impl/codecs."""
+"""Tests of impl/codecs."""

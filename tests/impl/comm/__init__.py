@@ -1,1 +1,1 @@
-"""tests/impl/comm."""
+"""Tests of impl/comm."""

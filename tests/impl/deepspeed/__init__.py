@@ -1,1 +1,1 @@
-"""tests/impl/deepspeed."""
+"""Tests of impl/deepspeed."""

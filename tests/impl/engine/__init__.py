@@ -1,1 +1,1 @@
-"""tests/impl/engine."""
+"""Tests of impl/engine."""

@@ -1,1 +1,1 @@
-"""tests/impl/parameters."""
+"""Tests of impl/parameters."""

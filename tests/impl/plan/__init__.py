@@ -1,1 +1,1 @@
-"""tests/impl/plan."""
+"""Tests of impl/plan."""

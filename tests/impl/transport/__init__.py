@@ -1,1 +1,1 @@
-"""tests/impl/transport."""
+"""Tests of impl/transport."""

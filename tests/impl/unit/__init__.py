@@ -1,1 +1,1 @@
-"""tests/impl/unit."""
+"""Tests of impl/unit."""

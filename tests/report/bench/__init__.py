@@ -1,1 +1,1 @@
-"""tests/report/bench."""
+"""Tests of report/bench."""

@@ -1,1 +1,1 @@
-"""tests/report/data."""
+"""Tests of report/data."""

@@ -1,1 +1,1 @@
-"""tests/report/draw."""
+"""Tests of report/draw."""

@@ -1,1 +1,1 @@
-"""tests/report/figures."""
+"""Tests of report/figures."""

@@ -1,1 +1,1 @@
-"""tests/report/tables."""
+"""Tests of report/tables."""
