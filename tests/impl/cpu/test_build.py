@@ -23,20 +23,26 @@ def script(path: Path, body: str) -> str:
     return str(path)
 
 
-def counting(folder: Path) -> tuple[str, Path]:
-    """A compiler that writes a line for each library that it builds, and where."""
+def counting(folder: Path, *, compiles: bool = False) -> tuple[str, Path]:
+    """A compiler that writes a line for each library that it builds, and where.
+
+    Unless it ``compiles``, it copies the library that was built for this machine: that takes no time.
+    """
     real, log = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"), folder / "log"
     if real is None:
         pytest.skip("no C++ compiler installed")
+    whole = "" if compiles else build.library(build.user_folder())
+    copies = f'for last; do :; done; exec cp {whole} "$last"' if whole else ""
     command = script(
-        folder / "cxx", f'case "$*" in *-shared*) echo built >> {log}; sleep 0.3;; esac; exec {real} "$@"'
+        folder / "cxx",
+        f'case "$*" in *-shared*) echo built >> {log}; sleep 0.3; {copies or ":"};; esac; exec {real} "$@"',
     )
     return command, log
 
 
 def test_a_library_is_built_once(tmp_path: Path) -> None:
     """The second request finds what the first has built, and nothing else is left in the folder."""
-    command, log = counting(tmp_path)
+    command, log = counting(tmp_path, compiles=True)
     folder = tmp_path / "cache" / "kernels"
     first = build.library(folder, command)
     assert build.library(folder, command) == first
