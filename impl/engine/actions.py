@@ -16,7 +16,7 @@ from impl.engine.reduction_queue import ReductionQueue
 from impl.engine.saved_tensors import SavedTensors
 from impl.errors import WrittenError
 from impl.plan.schedule import MOST_AHEAD, Action, Schedule
-from impl.plan.traffic import Phase, kept_units
+from impl.plan.traffic import Phase
 from impl.unit.context import UnitContext
 from impl.unit.unit import Unit
 
@@ -26,13 +26,11 @@ class Actions:
 
     Args:
         units: the root's first, then in model order.
-        outer: indices of the units that are in use around all others.
         context: of the units.
 
     Attributes:
         units: as given.
         schedule: what to do at each event.
-        kept: units that stay gathered from a forward pass to its backward pass.
         reductions: of the units' gradients.
         saved: what autograd keeps of forward passes.
         running: forward calls of hooked modules under way.
@@ -42,20 +40,11 @@ class Actions:
         escaped: units in use outside of their modules, in this forward pass.
     """
 
-    def __init__(self, units: Sequence[Unit], outer: tuple[int, ...], context: UnitContext) -> None:
-        policy, limits = context.policy, context.policy.memory
+    def __init__(self, units: Sequence[Unit], context: UnitContext) -> None:
+        policy = context.policy
         self.units, self._under_way = units, context.under_way
-        self.kept = kept_units(policy, [unit.geometry for unit in units])
-        self.schedule = Schedule(
-            [unit.geometry.padded for unit in units],
-            tuple(index for index in range(len(units)) if index not in outer),
-            outer,
-            limits.prefetch,
-            limits.max_live,
-            self.kept,
-            in_model_order=policy.stage < 3,
-        )
-        self.reductions = ReductionQueue(units, self.schedule.reduction_order, limits.reduce_bucket)
+        self.schedule = Schedule.of(policy, [unit.geometry for unit in units])
+        self.reductions = ReductionQueue(units, self.schedule.reduction_order, policy.memory.reduce_bucket)
         self.saved = SavedTensors()
         self.running = 0
         self.in_forward = self.in_backward = self.accumulating = False
@@ -71,7 +60,7 @@ class Actions:
     @property
     def stays(self) -> frozenset[int]:
         """Units that are not resharded at the end of this forward pass."""
-        return self.kept if torch.is_grad_enabled() else frozenset()
+        return self.schedule.kept if torch.is_grad_enabled() else frozenset()
 
     def carry_out(self, actions: Iterable[Action], phase: Phase) -> None:
         """Carry out ``actions`` in order.

@@ -66,7 +66,7 @@ class Hooks:
         self._of_module: dict[nn.Module, list[int]] = {}
         for index, module in enumerate(modules):
             self._of_module.setdefault(module, []).append(index)
-        self.actions = Actions(units, tuple(self._of_module.get(model, ())), context)
+        self.actions = Actions(units, context)
         self.backward = BackwardHooks(model, self._of_module, self.actions, context, masters)
         self.outside = OutsideUses(self.actions)
         # Units in the order they ran; None once it is known, and where it is the model's.

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
+from impl.plan.geometry import UnitGeometry
+from impl.plan.policy import Policy
+from impl.plan.traffic import kept_units
+
 MOST_AHEAD: Final = 4  # units under way at most: each holds a slot of the shared arena
 Kind = Literal["gather", "wait", "release", "reduce"]
 
@@ -45,6 +49,19 @@ class Schedule:
     max_live: int = 1 << 62
     kept: frozenset[int] = frozenset()
     in_model_order: bool = False
+
+    @classmethod
+    def of(cls, policy: Policy, units: Sequence[UnitGeometry]) -> Schedule:
+        """The schedule of a model's units, given in model order."""
+        return cls(
+            sizes=[unit.padded for unit in units],
+            order=tuple(index for index, unit in enumerate(units) if not unit.outer),
+            outer=tuple(index for index, unit in enumerate(units) if unit.outer),
+            prefetch=policy.memory.prefetch,
+            max_live=policy.memory.max_live,
+            kept=kept_units(policy, units),
+            in_model_order=policy.stage < 3,
+        )
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:

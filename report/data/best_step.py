@@ -17,7 +17,6 @@ import pandas as pd
 from impl.plan.geometry import FROZEN, UnitGeometry
 from impl.plan.schedule import Schedule
 from impl.plan.simulate import Load, pass_seconds
-from impl.plan.traffic import kept_units
 from report.data.frames import Frames
 
 BITS_PER_MBIT: Final = 1e6
@@ -114,16 +113,7 @@ def _bound_of(
     geometries = [
         UnitGeometry(name, (), padded, world, not name.endswith(FROZEN)) for name, _, padded in units
     ]
-    outer = tuple(index for index, unit in enumerate(geometries) if unit.outer)
-    schedule = Schedule(
-        [unit.padded for unit in geometries],
-        tuple(index for index in range(len(units)) if index not in outer),
-        outer,
-        policy.memory.prefetch,
-        policy.memory.max_live,
-        kept_units(policy, geometries),
-        in_model_order=policy.stage < 3,
-    )
+    schedule = Schedule.of(policy, geometries)
 
     def bound(forward: float, backward: float, rest: float) -> float:
         loads = [
