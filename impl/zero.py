@@ -139,21 +139,21 @@ def shard(
 
 
 def _settle(units: Sequence[Unit], wire: Wire, kept: frozenset[int]) -> None:
-    """Give homes in shared memory to the units whose weights may stay there as they arrive.
+    """Give regions of shared memory to the units whose weights may stay there as they arrive.
 
-    Units that stay gathered from forward to backward have none: they would keep others out of it.
+    Units that stay gathered from forward to backward share theirs with none: they would keep others out.
     """
-    along: dict[Axis, list[Unit]] = {}
+    along: dict[Axis, list[tuple[Unit, bool]]] = {}  # with whether it has a region of its own
     item = DTYPES[units[0].policy.compute].itemsize if units else 0
     for index, unit in enumerate(units):
-        axis = None if index in kept else unit.weight_gather.leasable_axis()
+        axis = unit.weight_gather.leasable_axis()
         if axis is not None:
-            along.setdefault(axis, []).append(unit)
+            along.setdefault(axis, []).append((unit, unit.geometry.outer or index in kept))
     for axis, sharing in along.items():
-        numbers = regions_of([unit.geometry.outer for unit in sharing])
+        numbers = regions_of([alone for _, alone in sharing])
         lengths = [0] * (max(numbers) + 1)
-        for unit, number in zip(sharing, numbers, strict=True):
+        for (unit, _), number in zip(sharing, numbers, strict=True):
             lengths[number] = max(lengths[number], unit.geometry.padded * item)
         regions = wire.regions(axis, lengths)
-        for unit, number in zip(sharing, numbers, strict=True):
+        for (unit, _), number in zip(sharing, numbers, strict=True):
             unit.flat.lease_at(regions, number)

@@ -29,7 +29,7 @@ _MORE: Final = {
     "policy.frozen": "codec in which weights that are not trained are held and sent, or `none`",
     "policy.prefetch": "elements gathered ahead of their use",
     "policy.max_live": "elements gathered at once: beyond, nothing is gathered ahead or kept",
-    "policy.max_reuse": "blocks stay gathered until backward if fewer elements run in between; 0: none",
+    "policy.max_reuse": "units stay gathered until backward if fewer elements run in between; 0: none",
     "policy.persist_below": "parameters of fewer elements stay gathered, and are never quantised; 0: none",
     "policy.persist_most": "elements that stay gathered so in all; the others, in model order, do not",
     "policy.largest_unit": "elements of a unit: larger blocks are cut into their parts; 0: any",

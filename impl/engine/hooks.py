@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -173,33 +173,37 @@ class Hooks:
         nested = module is self._model and self._nested > 0
         self._nested -= nested
         indices = () if nested else self._of_module.get(module, ())
-        ends: list[Callable[[], None]] = [partial(self._end_unit, index, outputs) for index in indices]
+        kept = actions.schedule.kept
+        if module is not self._model:
+            kept = kept.intersection(indices)
+        if not _backward_follows(outputs) or any(self._units[index].written() for index in kept):
+            kept = frozenset()
+        ends: list[Callable[[], None]] = [partial(self._end_unit, index, outputs, kept) for index in indices]
         if module is self._model and not nested:
             if outputs:  # nothing was raised
                 ends.append(partial(actions.gather_before, -1, actions.phase))
-            ends.append(partial(self._end_forward, outputs))
+            ends.append(partial(self._end_forward, outputs, kept))
         if module is self._called_alone:
             ends.append(self._end_alone)
         each(ends)
         if torch.is_grad_enabled() and self._of_module.get(module):
             self.backward.gather_before(module, outputs)
 
-    def _end_unit(self, index: int, outputs: Sequence[Tensor]) -> None:
-        """The module of this unit has run in a forward pass."""
+    def _end_unit(self, index: int, outputs: Sequence[Tensor], kept: Collection[int]) -> None:
+        """The module of this unit has run in a forward pass; ``kept`` units stay for its backward pass."""
         unit, actions = self._units[index], self.actions
         address = unit.flat.bounds[0]
         if unit.gathered and any(memory_of(tensor) == address for tensor in outputs):
             actions.escaped.add(index)  # a returned parameter (Megatron's bias) is used outside
-        training = torch.is_grad_enabled()
-        actions.carry_out(actions.schedule.post_forward(index, training=training), actions.phase)
+        actions.carry_out(actions.schedule.post_forward(index, training=index in kept), actions.phase)
 
     def _end_alone(self) -> None:
         """A block that was called by itself has run."""
         self.actions.saved.end()
         self._called_alone = None
 
-    def _end_forward(self, outputs: Sequence[Tensor]) -> None:
-        """The model has run."""
+    def _end_forward(self, outputs: Sequence[Tensor], kept: Collection[int]) -> None:
+        """The model has run; ``kept`` units stay for its backward pass."""
         actions = self.actions
         actions.in_forward = False
         actions.saved.end()
@@ -211,7 +215,7 @@ class Hooks:
         release_all(  # gathered ahead and not used, or returned by a module
             unit
             for index, unit in enumerate(self._units)
-            if index not in actions.stays and not (unit.gathered and unit.flat.bounds[0] in addresses)
+            if index not in kept and not (unit.gathered and unit.flat.bounds[0] in addresses)
         )
 
     # Other ways to run
@@ -336,6 +340,11 @@ class OutsideUses:
     def drop(self) -> None:
         """Lead out of a pass that failed."""
         self._brought.clear()
+
+
+def _backward_follows(outputs: Iterable[Tensor]) -> bool:
+    """Whether what a forward pass returned can be differentiated; it returns nothing if it failed."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in outputs)
 
 
 def _recomputing() -> bool:

@@ -42,7 +42,8 @@ class MemoryLimits:
         max_live: elements that may be gathered at once; a unit in use is gathered even beyond it, but
             nothing is gathered ahead or kept.
         max_reuse: a unit stays gathered from forward to backward if fewer elements than these run in
-            between, as far as ``max_live`` allows; 0 lets every unit go.
+            between, as far as ``max_live`` allows.  1 keeps what backward needs first, which any schedule
+            would gather again at once: what lies outside all blocks, and the last block; 0 keeps nothing.
         persist_below: parameters with fewer elements form a unit of stage 2 of their own, which stays
             gathered and travels unquantised; 0 for none.
         persist_most: elements that such parameters may have in all; those that would exceed it, in model
@@ -59,7 +60,7 @@ class MemoryLimits:
 
     prefetch: int = 50_000_000
     max_live: int = 1_000_000_000
-    max_reuse: int = 0
+    max_reuse: int = 1
     persist_below: int = 0
     persist_most: int = 2**63 - 1
     reduce_bucket: int = 500_000_000

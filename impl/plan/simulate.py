@@ -9,7 +9,7 @@ is the engine's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from impl.plan.schedule import Action, Schedule
@@ -51,7 +51,7 @@ def pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> float:
         run.now += loads[unit].forward
         run.carry_out(schedule.post_forward(unit))
     run.now = max(run.now, sum(load.forward for load in loads))
-    run.turn()
+    run.turn(schedule.kept)
     begin = run.now
     for unit in outer:
         run.carry_out(schedule.pre_backward(unit))
@@ -78,9 +78,9 @@ class _Run:
         self._free = 0.0  # when the link will have sent what was posted
         self._arrival: dict[int, float] = {}  # of the weights of units that are gathered, or on their way
 
-    def turn(self) -> None:
-        """The forward pass is over: what was gathered ahead of it is not used."""
-        self._arrival.clear()
+    def turn(self, kept: Collection[int]) -> None:
+        """The forward pass is over: of what is gathered only ``kept`` units are used again."""
+        self._arrival = {unit: at for unit, at in self._arrival.items() if unit in kept}
         self._backward = True
 
     def carry_out(self, actions: Iterable[Action]) -> None:

@@ -281,9 +281,10 @@ class _Sender:
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     """Indices of the units that stay gathered from a forward pass to its backward pass.
 
-    The last blocks are needed again first: from the last one on, blocks stay while fewer than
-    ``max_reuse`` elements run between their forward and their backward, and all that is gathered at once
-    stays within ``max_live``.
+    What lies outside all blocks ends the one and begins the other, so it stays unless ``max_reuse`` is 0.
+    Of blocks the last are needed again first: from the last one on they stay while fewer than ``max_reuse``
+    elements run between their forward and their backward, and all that is gathered at once stays within
+    ``max_live``.
 
     Args:
         policy: with the limits.
@@ -296,7 +297,7 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
             blocks.setdefault(unit.block, []).append(index)
     sizes = {name: sum(units[i].padded for i in indices) for name, indices in blocks.items()}
     live = sum(unit.padded for unit in units if unit.outer)
-    kept: set[int] = set()
+    kept = {index for index, unit in enumerate(units) if unit.outer and limits.max_reuse}
     between = 0
     for name in reversed(blocks):
         others = max((size for other, size in sizes.items() if other != name), default=0)
@@ -372,7 +373,7 @@ def _gathered(policy: Policy, units: Sequence[UnitGeometry]) -> int:
     if policy.stage < 3:
         return sum(unit.padded for unit in units)
     around = sum(unit.padded for unit in units if unit.outer)
-    kept = sum(units[index].padded for index in kept_units(policy, units))
+    kept = sum(units[index].padded for index in kept_units(policy, units) if not units[index].outer)
     return around + max(kept, _largest_block([unit for unit in units if not unit.outer]))
 
 

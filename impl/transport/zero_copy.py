@@ -34,15 +34,15 @@ INNER_REGIONS: Final = 2 * MOST_AHEAD + 2  # of units that run one after the oth
 _MAYMOVE, _FIXED = 1, 2  # of mremap(2)
 
 
-def regions_of(outer: Sequence[bool]) -> list[int]:
-    """The number of each unit's region: its own for units in use around the others, in turn for the rest.
+def regions_of(alone: Sequence[bool]) -> list[int]:
+    """The number of each unit's region: its own for units gathered while others run, in turn for the rest.
 
     Args:
-        outer: of each unit, in model order, whether it is in use around the others.
+        alone: of each unit, in model order, whether it is in use around the others, or kept for backward.
     """
-    own = sum(outer)
-    first, inner = iter(range(own)), iter(range(len(outer) - own))
-    return [next(first) if around else own + next(inner) % INNER_REGIONS for around in outer]
+    own = sum(alone)
+    first, inner = iter(range(own)), iter(range(len(alone) - own))
+    return [next(first) if one else own + next(inner) % INNER_REGIONS for one in alone]
 
 
 class SharedRegions:

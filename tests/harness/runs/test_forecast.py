@@ -64,11 +64,16 @@ def test_nodes_send_alike(
 
 
 def test_quickstart_ratio() -> None:
-    """ZeRO++ is predicted to send at most 0.26 of ZeRO-3's bytes between two nodes of two ranks."""
+    """ZeRO++ is predicted to send 0.25 of ZeRO-3's bytes between two nodes of two ranks, 0.28 where ZeRO-3
+    keeps what backward needs first, which ZeRO++ has in hpZ's copy anyway.
+    """
     zero3, zeropp = (one(strategy=name, cluster=SHAPED) for name in ("zero3", "zeropp"))
+    bare = one(strategy="zero3", cluster=SHAPED, policy=PolicyChanges(max_reuse=0))
     assert zeropp.inter is not None
     assert zero3.inter is not None
-    assert 0.25 < zeropp.inter / zero3.inter < 0.26
+    assert bare.inter is not None
+    assert 0.25 < zeropp.inter / bare.inter < 0.26
+    assert 0.28 < zeropp.inter / zero3.inter < 0.29
     assert not zero3.problems
     assert not zeropp.problems
 
@@ -314,10 +319,10 @@ def test_a_limit_is_told_exactly(strategy: str) -> None:
 
 def test_what_is_offloaded_is_foreseen_and_not_the_devices() -> None:
     """Host parts are beside the device's and outside a limit on it; copies of a step are told."""
-    shares = PolicyChanges(offload_optimizer=1.0, offload_weights=1.0, max_padding=0.1)
+    shares = PolicyChanges(offload_optimizer=1.0, offload_weights=1.0, max_reuse=0)
     plain, moved = (
         forecast([Trial(strategy="zeropp", policy=policy)], HERE)[0]
-        for policy in (PolicyChanges(max_padding=0.1), shares)
+        for policy in (PolicyChanges(max_reuse=0), shares)
     )
     assert plain.memory is not None
     assert moved.memory is not None

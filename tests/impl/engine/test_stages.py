@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from impl.codecs.codec import IntCodec, parse
+from impl.codecs.codec import FP32, IntCodec, parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.policy import Policy, Stage, preset
+from impl.plan.policy import MemoryLimits, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import Phase, memory
 from impl.zero import ZeroError, shard
@@ -98,8 +98,10 @@ def _crossings(mesh: Mesh, policy: Policy, accumulation: int) -> dict[tuple[Phas
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_each_stage_sends(stage: Stage) -> None:
-    """Stages 0 to 2 send 2 M a step, stage 3 sends 3 M (facts A10); 0 and 1 whatever the accumulation."""
-    policy = replace(EXACT, stage=stage)
+    """Stages 0 to 2 send 2 M a step, stage 3, where it keeps nothing for backward, 3 M (facts A10); 0 and 1
+    whatever the accumulation.
+    """
+    policy = replace(EXACT, stage=stage, memory=replace(ROOMY, max_reuse=0))
     one, three = (on_threads(Topology(1, 4), _crossings, policy, n)[0] for n in (1, 3))
     scatter = on_threads(Topology(1, 4), _crossings, EXACT, 1)[0]["backward", "gradients"]
     gather = 0 if stage == 0 else scatter
@@ -182,13 +184,43 @@ def test_no_more_is_gathered_than_allowed(max_live: int, max_reuse: int) -> None
 
 @pytest.mark.parametrize(("max_reuse", "kept"), [(0, 0), (1, 1), (3000, 2), (10**9, 5)])
 def test_blocks_within_the_reuse_distance_are_gathered_once(max_reuse: int, kept: int) -> None:
-    """The last blocks are gathered in forward alone, as many as run within max_reuse elements."""
+    """The last blocks are gathered in forward alone, as far as max_reuse reaches, and with any the root."""
     policy = replace(EXACT, memory=replace(ROOMY, max_reuse=max_reuse))
     zero = on_threads(Topology(1, 2), train, model(depth=5), policy, 1)[0][2]
     rows = zero.wire.ledger.rows()
     again = {key.unit for key in rows if (key.phase, key.purpose) == ("backward", "weights")}
     assert {f"blocks.{i}" for i in range(5 - kept)} <= again
     assert not again & {f"blocks.{i}" for i in range(5 - kept, 5)}
+    assert ("root" in again) == (max_reuse == 0)
+
+
+@pytest.mark.parametrize("name", ["zero3", "qwz", "hpz", "zeropp"])
+def test_what_backward_needs_first_is_not_gathered_again_at_once(name: str) -> None:
+    """By default the root and the last block stay from forward to backward; evaluated, and alone, they go."""
+    assert preset(name).memory == MemoryLimits()
+    small = {"weights": parse("int8:32")} if name in ("qwz", "zeropp") else {}
+    policy = preset(name, memory=ROOMY, gradients=(FP32, FP32), **small)
+    zero = on_threads(Topology(2, 2), train, model(depth=3), policy, 1)[0][2]
+    rows = zero.wire.ledger.rows()
+    again = {key.unit for key in rows if (key.phase, key.purpose) == ("backward", "weights")}
+    assert again == {"blocks.0", "blocks.1"}
+    assert not any(unit.gathered for unit in zero.units)
+
+
+def test_nothing_stays_where_no_backward_pass_follows() -> None:
+    """After an evaluation and after a forward pass that failed all units are sharded."""
+
+    def body(mesh: Mesh) -> None:
+        net = model(depth=2)
+        zero = shard(net, mesh=mesh, policy=EXACT)
+        with torch.no_grad():
+            net(batch(0, mesh.rank))
+        assert not any(unit.gathered for unit in zero.units)
+        with pytest.raises(RuntimeError):
+            net(torch.zeros(3, 5))
+        assert not any(unit.gathered for unit in zero.units)
+
+    on_threads(Topology(1, 2), body)
 
 
 def _under_way(mesh: Mesh, policy: Policy) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from impl.plan.geometry import ParameterSpec, lay_out
-from impl.plan.policy import PRESETS, Offload, Policy, preset
+from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import Load, memory, predict
 
@@ -16,7 +17,8 @@ PUBLISHED = Path(__file__).parents[3] / "report" / "published"
 
 
 def inter_bytes(policy: Policy, topology: Topology, load: Load) -> int:
-    """Bytes that all ranks send between nodes for one unit of 2^22 elements."""
+    """Bytes that all ranks send between nodes for one unit of 2^22 elements, released after each use."""
+    policy = replace(policy, memory=MemoryLimits(max_reuse=0))
     unit = lay_out("u", [ParameterSpec("w", (1 << 22,))], grain=2048, world=topology.world, max_padding=0)
     return sum(
         sent.bytes

@@ -135,9 +135,12 @@ def test_the_table_of_time_prints_all_shares_and_how_busy_processors_were() -> N
 
 
 def test_volume_is_in_units_of_one_gather() -> None:
-    """ZeRO-3 sends 3 M and ZeRO++ a little over 0.75 M, beside the published."""
-    table = registry.volume(derive(frames_of(records_of("ablation", repeats=1)))).data.set_index("contender")
-    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(3, abs=1e-4)
+    """ZeRO-3 sends 3 M less what stays for backward, ZeRO++ a little over 0.75 M, beside the published."""
+    records = records_of("ablation", repeats=1)
+    table = registry.volume(derive(frames_of(records))).data.set_index("contender")
+    sizes = [padded for _, _, padded in next(one.units for one in records if one.units)]
+    stays = (sizes[0] + sizes[-1]) / sum(sizes)  # the root, and the last block
+    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(3 - stays, abs=1e-4)
     assert 0.75 < table.loc["ZeRO++", "ledger"] < 0.78
     assert table.loc["ZeRO++", "published"] == 0.75
 
