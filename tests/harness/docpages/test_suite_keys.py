@@ -13,14 +13,14 @@ from impl.plan.policy import PRESETS, MemoryLimits, preset
 
 def test_it_is_whole() -> None:
     """Every field that a suite may set stands there."""
-    page = (DOCS / "suites.md").read_text(encoding="utf-8")
+    page = (DOCS / "guide" / "suites.md").read_text(encoding="utf-8")
     for path, kind in _fields(Trial):
         assert kind == "table" or f"| `{path}` |" in page
 
 
 def test_its_examples_hold() -> None:
     """The codecs that it names are codecs of the presets, and its remedy for padding is a policy."""
-    page = (DOCS / "suites.md").read_text(encoding="utf-8")
+    page = (DOCS / "guide" / "suites.md").read_text(encoding="utf-8")
     named = {parse(text) for text in re.findall(r"`(int\d:\w+)`", page)}
     assert named == {PRESETS["zeropp"].weights, *PRESETS["zeropp"].gradients}
     assert preset("zeropp", memory=MemoryLimits(max_padding=0.3)).memory.max_padding == 0.3
