@@ -42,7 +42,7 @@ def plain(text: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the page's codec in it, as ``mine`` and, mended, as ``mended``."""
-    code = dict(BLOCK.findall((DOCS / "codecs.md").read_text(encoding="utf-8")))["python"]
+    code = dict(BLOCK.findall((DOCS / "reference" / "codecs.md").read_text(encoding="utf-8")))["python"]
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     (tmp_path / "mended.py").write_text(code.replace("block.max()", "block.abs().max()"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("folder")
 def test_the_pages_example_is_real(capsys: pytest.CaptureFixture[str]) -> None:
     """The codec of the page breaks what the page says, by the smallest row that it shows; mended it holds."""
-    wanted = dict(BLOCK.findall((DOCS / "codecs.md").read_text(encoding="utf-8")))["text"]
+    wanted = dict(BLOCK.findall((DOCS / "reference" / "codecs.md").read_text(encoding="utf-8")))["text"]
     assert cli.main(["check", "codecs", "--codec", "mine:Int8"]) == command.VIOLATED
     assert plain(capsys.readouterr().out) == plain(wanted)
     assert cli.main(["check", "codecs", "--codec", "mended:Int8"]) == cli.OK
@@ -281,6 +281,6 @@ def test_a_codec_without_kernels_is_said_to_have_none(
 
 def test_every_law_has_a_column() -> None:
     """The table on the page has each law, by its name in ``laws``."""
-    page = (DOCS / "codecs.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "codecs.md").read_text(encoding="utf-8")
     for law in Law:
         assert f"| `{law.name.lower()}` | {law.value} |" in page
