@@ -11,6 +11,10 @@ import signal
 
 from hypothesis import HealthCheck, settings
 
+# Before torch is imported, here or in what tests start: workers and thread ranks fill the processors already,
+# and threads of one operation, which wait for each other by spinning, take twice the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("quick", max_examples=30, derandomize=True, **_COMMON)
 settings.register_profile("ci", max_examples=60, derandomize=True, **_COMMON)
