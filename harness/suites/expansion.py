@@ -46,12 +46,13 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from harness.suites.interleaving import interleaved
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.trial import PEERS, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
-from impl.deepspeed.recipe import DeepSpeedError
-from impl.deepspeed.recipe import load as load_configuration
+from impl.deepspeed.config_file import DeepSpeedError
+from impl.deepspeed.config_file import load as load_configuration
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
 _ABSENT: Final = object()
@@ -195,7 +196,7 @@ class _Expansion:
             self.file.name,
             self.file.question,
             self.file.time,
-            tuple(_interleaved(unique, self.file.repeats)),
+            tuple(interleaved(unique, self.file.repeats)),
             len(trials) - len(unique),
             tuple(kept),
         )
@@ -583,22 +584,3 @@ def _aligned(trials: list[Trial]) -> list[Trial]:
         else trial.model_copy(update={"policy": trial.policy.model_copy(update={"align": grain})})
         for trial in trials
     ]
-
-
-def _interleaved(trials: list[Trial], repeats: int) -> Iterator[Trial]:
-    """Every trial once a repeat; compared ones adjacent, in an order that no drift can favour."""
-    groups: dict[str, list[Trial]] = {}
-    for trial in trials:
-        data = trial.canonical()
-        del data["strategy"], data["policy"]
-        groups.setdefault(json.dumps(data, sort_keys=True), []).append(trial)
-    blocks = list(groups.values())
-    for repeat in range(repeats):
-        for index, block in enumerate(_rotated(blocks, repeat)):
-            turned = _rotated(block, repeat + index)
-            for trial in turned if repeat % 2 == 0 else reversed(turned):
-                yield trial.model_copy(update={"repeat": repeat})
-
-
-def _rotated(items: list[Any], by: int) -> list[Any]:
-    return items[by % len(items) :] + items[: by % len(items)]

@@ -17,7 +17,8 @@ from harness.measure import machine
 from harness.runs.forecast import this_host
 from harness.suites.model_sizes import PRESETS, GPTShape
 from impl.checkpoint.manifest import Manifest, read_manifest, resolve
-from impl.deepspeed.recipe import DeepSpeedError, Recipe, laid_out, load
+from impl.deepspeed.config_file import DeepSpeedError, load
+from impl.deepspeed.recipe import Recipe, laid_out
 from impl.plan.topology import Topology
 
 if TYPE_CHECKING:

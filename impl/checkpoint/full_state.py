@@ -25,11 +25,11 @@ from impl.checkpoint.manifest import (
     Manifest,
     Parts,
     check_names,
-    held_ranges,
     read_manifest,
     resolve,
     verify,
 )
+from impl.checkpoint.ranges import held_ranges
 from impl.checkpoint.safetensors_file import Entry, Reader
 from impl.checkpoint.tensor_bytes import NAMES, content, entry_of
 from impl.engine import state_dict as state

@@ -26,8 +26,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from impl.checkpoint import atomic_files as disk
 from impl.checkpoint.atomic_files import CheckpointError
 from impl.checkpoint.json_values import from_json, parsed
+from impl.checkpoint.ranges import saved_ranges
 from impl.checkpoint.safetensors_file import ITEM_BYTES, Reader, digest_of
-from impl.plan.geometry import Slot, UnitGeometry
+from impl.plan.geometry import UnitGeometry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,51 +47,6 @@ RANDOM: Final = "random"  # generators' states
 _NAME: Final = re.compile(r"checkpoint-([0-9]{6,})")
 _LEFT: Final = re.compile(r"\.checkpoint-([0-9]{6,})\.[0-9a-f]+\.(partial|removed)")
 _DIGEST: Final = "sha256"  # key of the manifest's own digest, its last
-
-
-# Ranges
-
-
-class Range(NamedTuple):
-    """Elements [start, end) of a parameter, which begin at element ``at`` of a shard."""
-
-    slot: Slot
-    start: int
-    end: int
-    at: int
-
-    @property
-    def name(self) -> str:
-        """Of the parameter."""
-        return self.slot.spec.name
-
-
-def ranges(geometry: UnitGeometry, low: int, high: int, origin: int | None = None) -> Iterator[Range]:
-    """What elements [low, high) of a unit hold of its parameters; padding is nobody's.
-
-    Args:
-        geometry: of the unit.
-        low: first element.
-        high: one past the last.
-        origin: the element that ``Range.at`` counts from; ``low`` by default.
-    """
-    for slot in geometry.slots:
-        begin, end = max(slot.offset, low), min(slot.end, high)
-        if begin < end:
-            at = begin - (low if origin is None else origin)
-            yield Range(slot, begin - slot.offset, end - slot.offset, at)
-
-
-def held_ranges(geometry: UnitGeometry, rank: int) -> Iterator[Range]:
-    """What ``rank``'s shard holds."""
-    return ranges(geometry, *geometry.bounds(rank))
-
-
-def saved_ranges(geometry: UnitGeometry, rank: int) -> Iterator[Range]:
-    """What ``rank`` saves: of groups that hold copies of one another, each a part, so nothing twice."""
-    first, _ = geometry.bounds(rank)
-    low, high = geometry.own_piece(rank)
-    return ranges(geometry, first + low, first + high, first)
 
 
 def key_of(kind: str, name: str, start: int) -> str:

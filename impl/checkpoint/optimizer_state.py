@@ -20,13 +20,11 @@ from impl.checkpoint.atomic_files import CheckpointError
 from impl.checkpoint.json_values import NUMBER, from_json, to_json
 from impl.checkpoint.manifest import (
     Parts,
-    Range,
     SavedGroup,
     SavedOptimizer,
     SavedState,
-    held_ranges,
-    saved_ranges,
 )
+from impl.checkpoint.ranges import Range, held_ranges, saved_ranges
 from impl.checkpoint.tensor_bytes import DTYPES, NAMES
 from impl.plan.geometry import UnitGeometry
 from impl.unit.unit import Unit

@@ -47,18 +47,17 @@ from impl.checkpoint.manifest import (
     complete_name,
     file_name,
     give_up,
-    held_ranges,
     key_of,
     latest,
     layout_digest,
     read_manifest,
     resolve,
     saved_parameters,
-    saved_ranges,
     thin,
     verify,
 )
 from impl.checkpoint.optimizer_state import Masters
+from impl.checkpoint.ranges import held_ranges, saved_ranges
 from impl.checkpoint.rng_state import load_random_states, random_states
 from impl.checkpoint.safetensors_file import Entry, Reader, Written
 from impl.checkpoint.tensor_bytes import content, entry_of

@@ -14,15 +14,14 @@ given.
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, cast
 
 from impl.codecs.codec import BF16, FP16, FP32, Codec, Dtype, IntCodec
-from impl.deepspeed.keys import KEYS, LOCO, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SECTIONS, SWITCHED, ZERO, Key
+from impl.deepspeed.config_file import DeepSpeedError, as_json, is_auto, leaves, load, shown
+from impl.deepspeed.keys import KEYS, LOCO, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SWITCHED, ZERO, Key
 from impl.plan.geometry import UnitGeometry
 from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError, Stage
 from impl.plan.topology import Topology
@@ -46,10 +45,6 @@ _OF_SHARDS: Final = tuple(  # keys, or tables of them, that change nothing for p
 TORCH_DECAY: Final = 0.01  # torch.optim.AdamW's default weight decay
 
 
-class DeepSpeedError(ValueError):
-    """A configuration that cannot be carried out as it asks; one line that names the key and its value."""
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """What became of one key that a configuration names.
@@ -67,7 +62,7 @@ class Finding:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.key} = {_json(self.value)}: {self.kind}: {self.text}"
+        return f"{self.key} = {as_json(self.value)}: {self.kind}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,96 +137,9 @@ def _is_of_shards(one: Finding) -> bool:
     on = bool(one.value) or one.key == LOCO
     return (
         on
-        and not _is_auto(one.value)
+        and not is_auto(one.value)
         and any(one.key == key or one.key.startswith(f"{key}.") for key in _OF_SHARDS)
     )
-
-
-def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """The configuration as a table, its keys not looked at: of :func:`recipe`'s ``config``.
-
-    Raises:
-        DeepSpeedError: naming the file, if it is one, that cannot be read or is no table in JSON.
-    """
-    if isinstance(config, Mapping):
-        return config
-    text, where = str(config), "configuration"
-    if isinstance(config, Path) or not text.lstrip().startswith("{"):
-        where = text
-        try:
-            text = Path(config).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
-            raise DeepSpeedError(f"{where}: cannot read: {reason or error}") from None
-    try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except DeepSpeedError as error:
-        raise DeepSpeedError(f"{where}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise DeepSpeedError(f"{where}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise DeepSpeedError(f"{where}: expected a table of keys, got {_shown(found)}")
-    return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise DeepSpeedError(f"key {key!r} stands twice")
-        table[key] = value
-    return table
-
-
-def _no_constant(word: str) -> NoReturn:
-    raise DeepSpeedError(f"{word} is not a number")
-
-
-def _shown(value: Any) -> str:
-    """A value as JSON, short enough for a line."""
-    text = _json(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _json(value: Any) -> str:
-    """A value as JSON on one line, or as Python writes it if JSON cannot."""
-    try:
-        return json.dumps(value, default=repr)
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, tables inside themselves
-        return " ".join(repr(value).split())
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
-
-
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every key, tables that are values themselves unopened, and of every empty section.
-
-    Raises:
-        DeepSpeedError: for an unknown key, or a section that is no table.
-    """
-    for name, value in table.items():
-        path = f"{prefix}{name}"
-        if path in SECTIONS and isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{path}.")
-        elif path in KEYS or (path in SECTIONS and (value is None or isinstance(value, Mapping))):
-            yield path, value
-        elif path in SECTIONS:
-            raise DeepSpeedError(f"{path} = {_shown(value)}: expected a table")
-        else:
-            raise DeepSpeedError(f"unknown key {path!r}{_nearest(path)}")
-
-
-def _nearest(path: str) -> str:
-    """``"; did you mean ...?"`` for a path close to a known one in its section, or anywhere."""
-    known = [*KEYS, *SECTIONS]
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
-    if not near:
-        name = path.rpartition(".")[2]
-        names = {other.rpartition(".")[2]: other for other in known}
-        near = [names[found] for found in difflib.get_close_matches(name, names, n=1)]
-    return f"; did you mean {near[0]!r}?" if near else "; docs/guide/deepspeed.md lists what there is"
 
 
 class _Reading:
@@ -239,13 +147,13 @@ class _Reading:
 
     def __init__(self, table: Mapping[str, Any], topology: Topology) -> None:
         self.topology = topology
-        self.given: dict[str, Any] = dict(_leaves(table))
+        self.given: dict[str, Any] = dict(leaves(table))
         self.values: dict[str, Any] = {}  # typed, under the current spelling
         self.spelt: dict[str, str] = {}  # path -> as the configuration spells it
         self.notes: dict[str, tuple[Kind, str]] = {}  # by path: other than the table of keys says
         self.loco = isinstance(table.get(ZERO), Mapping) and table[ZERO].get("zeropp_loco_param") is not None
         for path, value in self.given.items():
-            if path in KEYS and value is not None and not _is_auto(value):
+            if path in KEYS and value is not None and not is_auto(value):
                 self._take(KEYS[path], value)
 
     def recipe(self) -> Recipe:
@@ -274,7 +182,7 @@ class _Reading:
     def says(self, path: str) -> str:
         """``key = value`` as the configuration spells it."""
         spelt = self.spelt.get(path, path)
-        return f"{spelt} = {_shown(self.given.get(spelt, self.get(path)))}"
+        return f"{spelt} = {shown(self.given.get(spelt, self.get(path)))}"
 
     def refuse(self, path: str, why: str) -> NoReturn:
         """Refuse the value of a key."""
@@ -293,12 +201,12 @@ class _Reading:
         if target in self.values and self.values[target] != typed:
             other = self.spelt[target]
             raise DeepSpeedError(
-                f"{key.path} = {_shown(value)} and {other} = {_shown(self.given[other])} mean the same key, "
+                f"{key.path} = {shown(value)} and {other} = {shown(self.given[other])} mean the same key, "
                 "with different values"
             )
         off = key.path in SWITCHED and _switched_off(typed)
         if key.fate == "only the default" and typed != key.default and not off:
-            raise DeepSpeedError(f"{key.path} = {_shown(value)}: not possible: {key.text}")
+            raise DeepSpeedError(f"{key.path} = {shown(value)}: not possible: {key.text}")
         self.values[target] = typed
         self.spelt.setdefault(target, key.path)
 
@@ -562,7 +470,7 @@ class _Reading:
                 yield Finding(path, value, "honoured", f"LoCo, with its defaults: {self._feedback()}")
             elif path not in KEYS:
                 yield Finding(path, value, "without effect", "an empty table")
-            elif _is_auto(value):
+            elif is_auto(value):
                 plain: tuple[Kind, str] = "changed", f"counts as not given: {_default(KEYS[path])}"
                 yield Finding(path, value, *self.notes.get(path, plain))
             else:
@@ -579,7 +487,7 @@ def _kind(key: Key) -> Kind:
 
 
 def _default(key: Key) -> str:
-    return "left open" if key.default is None else _shown(key.default)
+    return "left open" if key.default is None else shown(key.default)
 
 
 def _typed(key: Key, value: Any) -> Any:
@@ -604,7 +512,7 @@ def _typed(key: Key, value: Any) -> Any:
     elif takes == "list" and not isinstance(value, list | tuple):
         wanted = "a list"
     if wanted:
-        raise DeepSpeedError(f"{key.path} = {_shown(value)}: expected {wanted}")
+        raise DeepSpeedError(f"{key.path} = {shown(value)}: expected {wanted}")
     return value
 
 

@@ -1,0 +1,50 @@
+"""Ranges, the unit of saving: which elements of which parameters a shard holds, and a rank saves.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from impl.plan.geometry import Slot, UnitGeometry
+
+
+class Range(NamedTuple):
+    """Elements [start, end) of a parameter, which begin at element ``at`` of a shard."""
+
+    slot: Slot
+    start: int
+    end: int
+    at: int
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+        return self.slot.spec.name
+
+
+def ranges(geometry: UnitGeometry, low: int, high: int, origin: int | None = None) -> Iterator[Range]:
+    """What elements [low, high) of a unit hold of its parameters; padding is nobody's.
+
+    Args:
+        geometry: of the unit.
+        low: first element.
+        high: one past the last.
+        origin: the element that ``Range.at`` counts from; ``low`` by default.
+    """
+    for slot in geometry.slots:
+        begin, end = max(slot.offset, low), min(slot.end, high)
+        if begin < end:
+            at = begin - (low if origin is None else origin)
+            yield Range(slot, begin - slot.offset, end - slot.offset, at)
+
+
+def held_ranges(geometry: UnitGeometry, rank: int) -> Iterator[Range]:
+    """What ``rank``'s shard holds."""
+    return ranges(geometry, *geometry.bounds(rank))
+
+
+def saved_ranges(geometry: UnitGeometry, rank: int) -> Iterator[Range]:
+    """What ``rank`` saves: of groups that hold copies of one another, each a part, so nothing twice."""
+    first, _ = geometry.bounds(rank)
+    low, high = geometry.own_piece(rank)
+    return ranges(geometry, first + low, first + high, first)

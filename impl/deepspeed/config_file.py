@@ -1,0 +1,103 @@
+"""Reads a DeepSpeed configuration as (path, value) pairs: from a file, JSON text or a table.  No torch."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from impl.deepspeed.keys import KEYS, SECTIONS
+
+
+class DeepSpeedError(ValueError):
+    """A configuration that cannot be carried out as it asks; one line that names the key and its value."""
+
+
+def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """The configuration as a table, its keys not looked at: of :func:`recipe`'s ``config``.
+
+    Raises:
+        DeepSpeedError: naming the file, if it is one, that cannot be read or is no table in JSON.
+    """
+    if isinstance(config, Mapping):
+        return config
+    text, where = str(config), "configuration"
+    if isinstance(config, Path) or not text.lstrip().startswith("{"):
+        where = text
+        try:
+            text = Path(config).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+            raise DeepSpeedError(f"{where}: cannot read: {reason or error}") from None
+    try:
+        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except DeepSpeedError as error:
+        raise DeepSpeedError(f"{where}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise DeepSpeedError(f"{where}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise DeepSpeedError(f"{where}: expected a table of keys, got {shown(found)}")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise DeepSpeedError(f"key {key!r} stands twice")
+        table[key] = value
+    return table
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise DeepSpeedError(f"{word} is not a number")
+
+
+def shown(value: Any) -> str:
+    """A value as JSON, short enough for a line."""
+    text = as_json(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def as_json(value: Any) -> str:
+    """A value as JSON on one line, or as Python writes it if JSON cannot."""
+    try:
+        return json.dumps(value, default=repr)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, tables inside themselves
+        return " ".join(repr(value).split())
+
+
+def is_auto(value: Any) -> bool:
+    """Whether it is HuggingFace's "auto", which counts as not given."""
+    return isinstance(value, str) and value == "auto"
+
+
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every key, tables that are values themselves unopened, and of every empty section.
+
+    Raises:
+        DeepSpeedError: for an unknown key, or a section that is no table.
+    """
+    for name, value in table.items():
+        path = f"{prefix}{name}"
+        if path in SECTIONS and isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{path}.")
+        elif path in KEYS or (path in SECTIONS and (value is None or isinstance(value, Mapping))):
+            yield path, value
+        elif path in SECTIONS:
+            raise DeepSpeedError(f"{path} = {shown(value)}: expected a table")
+        else:
+            raise DeepSpeedError(f"unknown key {path!r}{_nearest(path)}")
+
+
+def _nearest(path: str) -> str:
+    """``"; did you mean ...?"`` for a path close to a known one in its section, or anywhere."""
+    known = [*KEYS, *SECTIONS]
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
+    if not near:
+        name = path.rpartition(".")[2]
+        names = {other.rpartition(".")[2]: other for other in known}
+        near = [names[found] for found in difflib.get_close_matches(name, names, n=1)]
+    return f"; did you mean {near[0]!r}?" if near else "; docs/guide/deepspeed.md lists what there is"
