@@ -1,4 +1,7 @@
-"""Ranges, the unit of saving: which elements of which parameters a shard holds, and a rank saves.  No torch."""
+"""Ranges, the unit of saving: which elements of which parameters a shard holds, and a rank saves.
+
+Pure: no torch.
+"""
 
 from __future__ import annotations
 
