@@ -384,9 +384,9 @@ def test_elements_of_one_hop_arrive_where_they_are_used(transport: Transport) ->
 
 def test_what_is_no_policy_is_refused() -> None:
     """A recipe, or a configuration, in the place of its policy: one line that says what is expected."""
-    with pytest.raises(ZeroError, match=r"policy is a dict: expected an impl\.policy\.Policy"):
+    with pytest.raises(ZeroError, match=r"policy is a dict: expected an impl\.plan\.policy\.Policy"):
         shard(nn.Linear(1, 1), mesh=None, policy={"stage": 3})  # type: ignore[arg-type]
-    with pytest.raises(ZeroError, match=r"mesh is a NoneType: expected an impl\.mesh\.Mesh"):
+    with pytest.raises(ZeroError, match=r"mesh is a NoneType: expected an impl\.comm\.mesh\.Mesh"):
         shard(nn.Linear(1, 1), mesh=None, policy=preset("exact"))  # type: ignore[arg-type]
 
 

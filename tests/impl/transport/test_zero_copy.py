@@ -124,7 +124,7 @@ def _passes(
             frame.fill_(mesh.rank + number % 200)
 
         tag = Tag("forward", "weights", str(order[number]))
-        exchange = yield from gather_frames(wire, axes, write, ROW, tag, lease=lease)
+        exchange = yield from gather_frames(wire, axes, write, ROW, tag, destination=lease)
         exchange.close()
 
     def finish(number: int) -> None:
@@ -156,8 +156,8 @@ def _passes(
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (3, 2)])
-def test_rows_from_other_nodes_arrive_at_their_home(nodes: int, ranks: int) -> None:
-    """Over gloo each rank fills rows of its node's home; late ranks, late waits and drops mix nothing up."""
+def test_rows_from_other_nodes_arrive_in_their_region(nodes: int, ranks: int) -> None:
+    """Over gloo each rank fills rows of its node's region; late ranks, waits and drops mix nothing up."""
     draw = random.Random(nodes)
     order = [draw.randrange(3) for _ in range(200)]
     ends = [[draw.randrange(9) for _ in order] for _ in range(nodes * ranks)]
@@ -166,8 +166,8 @@ def test_rows_from_other_nodes_arrive_at_their_home(nodes: int, ranks: int) -> N
     on_processes(Topology(nodes, ranks), _passes, order, ends, lags, dropped)
 
 
-def test_homes_need_shared_memory() -> None:
-    """Where ranks share none, homes are refused, naming the axis."""
+def test_regions_need_shared_memory() -> None:
+    """Where ranks share none, regions are refused, naming the axis."""
 
     def body(mesh: Mesh) -> None:
         with pytest.raises(WireError, match="axis node share no memory"):
