@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
+from impl.engine.engine import describe
 from impl.plan.offload_plan import Copied, CopyKey
 from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, PolicyError, Stage, preset
 from impl.plan.topology import Topology
@@ -333,7 +334,7 @@ def _on_gpu(mesh: Mesh, policy: Policy) -> tuple[list[float], dict[str, Tensor]]
 
 
 def _described(mesh: Mesh, policy: Policy) -> dict[str, Any]:
-    return shard(copy.deepcopy(MODEL), mesh=mesh, policy=policy).describe()
+    return describe(shard(copy.deepcopy(MODEL), mesh=mesh, policy=policy))
 
 
 def test_the_record_says_what_the_hosts_memory_was() -> None:

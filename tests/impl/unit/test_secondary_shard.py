@@ -43,10 +43,10 @@ def _phases(mesh: Mesh, policy: Policy) -> dict[str, int]:
 @pytest.mark.parametrize("secondary", [1, 2, 4, "node"])
 def test_hpz_inside_a_node_sends_nothing_between_nodes_in_backward(secondary: Any) -> None:
     """With a group inside a node, backward gathers cross no node border, and forward ones once a step."""
-    topology = Topology(2, 4)
+    topology, exact = Topology(2, 4), replace(EXACT, memory=replace(EXACT.memory, max_reuse=0))
     for crossing, plain in zip(
-        on_threads(topology, _phases, replace(EXACT, secondary=secondary)),
-        on_threads(topology, _phases, EXACT),
+        on_threads(topology, _phases, replace(exact, secondary=secondary)),
+        on_threads(topology, _phases, exact),
         strict=True,
     ):
         assert "backward" not in crossing
