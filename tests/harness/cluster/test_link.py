@@ -33,7 +33,7 @@ from harness.cluster.link import (
 )
 from harness.cluster.processes import Launch, run_ranks
 from impl.plan.topology import Topology
-from tests.harness.laws import targets
+from tests.harness.cluster import targets
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -17,7 +17,7 @@ from harness.cluster.link import Port
 from harness.cluster.processes import Launch, LaunchError, run_ranks
 from harness.cluster.rank import Progress
 from impl.plan.topology import Topology
-from tests.harness.laws import targets
+from tests.harness.cluster import targets
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -72,7 +72,7 @@ def test_no_rank_outlives_its_parent(tmp_path: Path, number: signal.Signals) -> 
     """Killed without warning or by Ctrl-C, the parent takes all its ranks with it."""
     code = f"""
 from pathlib import Path
-from tests.harness import targets
+from tests.harness.cluster import targets
 from tests.harness.cluster.test_processes import local
 from harness.cluster.processes import run_ranks
 from impl.plan.topology import Topology

@@ -15,8 +15,8 @@ from harness.runs.strategies import Sharded
 from harness.suites.trial import Optimizer, Trial
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
+from tests.harness.cluster import targets
 from tests.harness.cluster.test_processes import local
-from tests.harness.laws import targets
 
 STEPS = 20
 
