@@ -119,7 +119,7 @@ def test_one_codec_on_one_backend(capsys: pytest.CaptureFixture[str]) -> None:
 
 KERNEL = """
 import torch
-from impl import reference
+from impl.codecs import reference
 from impl.codecs.codec import parse
 
 class Kernel:

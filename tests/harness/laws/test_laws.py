@@ -384,7 +384,7 @@ def test_what_a_codec_raises_is_a_violation() -> None:
 
     violation = broken(Fragile, Law.ZERO)
     assert re.fullmatch(
-        r"raised IndexError: no room for a fourth, at tests/harness/test_laws\.py line \d+, in encode: "
+        r"raised IndexError: no room for a fourth, at tests/harness/laws/test_laws\.py line \d+, in encode: "
         r'raise IndexError\("no room for a fourth"\)',
         str(violation),
     )
