@@ -3,8 +3,8 @@
 All contenders live in the same processes: each has its own copy of the same model, sees the same batches of
 real text, and steps the same AdamW.  In each round each trains a few steps in its turn, after a barrier; the
 turns rotate from round to round.  A round's seconds are the slowest rank's.  Nothing is clipped, all is fp32
-but for what ``zeropp`` quantises, and weights are released after use but for what each engine keeps
-by default (ours the root and the last block, FSDP2 the root), or, where a name says ``kept``, all.
+but for what ``zeropp`` quantises.  Weights are released after use, but for the root and the last block of
+ours; where a name says ``kept``, none is.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _shard_by_fsdp2(model: nn.Module, *, reshard: bool) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in find_blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False)  # None: not the root
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
 def _trained(

@@ -399,7 +399,7 @@ def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for block in find_blocks(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh)  # as by default: its root stays for backward
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
         names = {"gather": f"all_gather of {backend}, fp32", "reduce": f"reduce_scatter of {backend}, fp32"}
         return Peer(model, names)
     raise Refusal(f"unknown strategy {name!r}")

@@ -267,8 +267,8 @@ BOARDS: Final[dict[Kind, Board]] = {
         caption=(
             f"{_SLOWEST}Tokens of all ranks. Of compute alone: tokens per second over those of the same "
             "model that steps on every rank by itself and sends nothing. Over DDP, and over the faster of "
-            "FSDP2 with weights released after use, but for its root, and with all weights kept for the "
-            "backward pass: likewise. Ours keep the root and the last block. "
+            "FSDP2 with weights released after use and with weights kept for the backward pass: likewise. "
+            "Ours keep the root and the last block. "
             "shm: shared memory inside nodes, gloo between them. DeepSpeed: its ZeRO-3. Nothing is clipped;"
             " AdamW, fp32, one thread a rank. CPU ms: that all ranks' processes computed in a step, waiting"
             " awake included. The last loss is the mean over ranks before the last step: all that train "

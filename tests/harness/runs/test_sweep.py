@@ -158,7 +158,7 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
     trials = [
         trial("ddp", model={"name": f"{here}:diverging"}),
         trial("fsdp2", kind="paced", rate="50 Mbit/s"),
-        trial("zeropp", policy={}),
+        trial("zeropp", policy={"max_padding": 0.05}),
         trial("single", model={"name": f"{here}:slow"}, timeout_seconds=3),
         trial("exact", optimizer={"name": "SGD", "arguments": {"lr": 1.0, "weight_decay": 1e30}}),
         trial("zero3"),

@@ -260,16 +260,17 @@ _STUCK = """
 import sys, time
 import torch
 import torch.distributed as dist
-from harness import cli, train
-from harness.cluster.rank import Refusal
+from harness import cli
+from harness.train import loop
+from harness.errors import Refusal
 
 def stuck(rank, job):
     if rank.rank == 1:
         time.sleep(600)
-    train.under_way = dist.all_reduce(torch.ones(1), async_op=True)
+    loop.under_way = dist.all_reduce(torch.ones(1), async_op=True)
     raise Refusal("rank 0 cannot go on")
 
-train.train = stuck
+loop.train = stuck
 sys.exit(cli.main())
 """
 
