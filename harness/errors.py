@@ -1,4 +1,4 @@
-"""Why something that was asked cannot be done: each one line, ending a command with status 2.  No torch."""
+"""Exceptions for bad input: each is one line and ends a command with status 2.  No torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final
 _LONGEST_WORD: Final = 300  # characters of a message's word that are printed: enough for a path
 
 
-class Refusal(Exception):  # noqa: N818 - not an error of the program: what was asked cannot be done
-    """A trial cannot be carried out as asked; the message names the numbers."""
+class Refusal(Exception):  # noqa: N818 - bad input, not an error of the program
+    """A trial cannot be run as asked; the message names the numbers."""
 
 
 class CorpusError(ValueError):

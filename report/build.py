@@ -1,7 +1,7 @@
-"""A results folder in, ``report.html`` out, with ``figures/`` and ``tables/`` beside it.
+"""Builds the report of a results folder: ``report.html``, with ``figures/`` and ``tables/`` beside it.
 
-The report is written whole into a hidden folder inside the results folder, and only then swapped
-in, file by file, by rename: a full disk or an interruption leaves the previous report as it was.
+The report is written into a hidden folder inside the results folder, then swapped in file by file
+by rename: a full disk or an interruption leaves the previous report as it was.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FOLDERS: Final[Folders] = {  # what a build may leave in each: names and forms
 
 
 def build(results: Path, *, across_pools: bool = False) -> Path:
-    """Write the report of a results folder into it; the same records give the same bytes.
+    """Build the report of a results folder, inside it; equal records give equal bytes.
 
     Args:
         results: the folder that holds ``<id>.json``.
@@ -46,7 +46,7 @@ def build(results: Path, *, across_pools: bool = False) -> Path:
 
 
 def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> Path:
-    """Put a page and its files into ``results``, whole or not at all.
+    """Write a page and its files into ``results`` atomically.
 
     Args:
         results: the folder.
@@ -75,7 +75,7 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
 
 
 def _write(folder: Path, derived: Derived) -> None:
-    """The whole report."""
+    """Write the page, figures and tables."""
     found = {plot.name: registry.draw(plot, derived, folder / "figures") for plot in registry.PLOTS}
     failed = tables.failures(derived)
     content = page.Content(
@@ -99,8 +99,8 @@ def _to_disk(path: Path) -> None:
 
 
 def _swap_in(staging: Path, results: Path, folders: Folders) -> None:
-    """Rename the new files over the old: first what the page links to, then the page, and only then
-    remove what the old page alone linked to.  Files that no build made stay.
+    """Rename the new files over the old: first what the page links to, then the page; then remove files
+    that only the old page linked to.  Files that no build made stay.
     """
     fresh: set[Path] = set()
     for folder in folders:

@@ -1,4 +1,4 @@
-"""The report as one self-contained page: figures inside, raw values and other forms beside it."""
+"""Renders the report as one self-contained HTML page with its figures inline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHORT: Final = 16  # rows of a summary that stands before the figures
 
 @dataclass(frozen=True)
 class Link:
-    """A file beside the page: its form and its address relative to the page."""
+    """A link to a file beside the page: its format and its relative address."""
 
     form: str
     address: str
@@ -42,7 +42,7 @@ class Link:
 
 @dataclass(frozen=True)
 class FigureOnPage:
-    """A figure as the template needs it."""
+    """A figure for the template."""
 
     name: str
     title: str
@@ -55,7 +55,7 @@ class FigureOnPage:
 
 @dataclass(frozen=True)
 class TableOnPage:
-    """A table as the template needs it: cells as text, not yet escaped."""
+    """A table for the template: cells as text, not yet escaped."""
 
     name: str
     title: str
@@ -87,7 +87,7 @@ class Content:
 
 
 def render(content: Content) -> str:
-    """The page as HTML."""
+    """Render the page as HTML."""
     frames = content.derived.frames
     tables = [table_on_page(table, files, content.folder) for table, files in content.tables]
     first = [table for table in tables if table.name == "summary" and _length(table) <= _SHORT]
@@ -112,7 +112,7 @@ def render(content: Content) -> str:
 
 
 def fill(**parts: Any) -> str:
-    """The template with its parts; one that is left out is an error."""
+    """Fill the template; a missing part is an error."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -157,7 +157,7 @@ def table_on_page(table: Table, files: dict[str, Path], folder: Path) -> TableOn
 
 
 def _length(table: TableOnPage) -> int:
-    """Rows of a table, its places apart."""
+    """Number of rows of a table, group headings not counted."""
     return sum(len(rows) for _, rows in table.groups)
 
 
@@ -177,7 +177,7 @@ def heading(derived: Derived) -> tuple[str, str]:
 
 
 def headline(derived: Derived) -> list[str]:
-    """Sentences with the main numbers, computed from the records: speed-up and bytes."""
+    """Sentences with the main numbers: speed-up and bytes."""
     if derived.trials.empty and len(derived.generations):
         return _generation_sentences(derived)
     pairs = derived.pairs
@@ -210,7 +210,7 @@ def headline(derived: Derived) -> list[str]:
 
 
 def _generation_sentences(derived: Derived) -> list[str]:
-    """What decoding gains, and what still crosses between nodes."""
+    """Sentences on decoding: its speed-up, and its bytes between nodes."""
     table = derived.generations
     ours = table[(table["contender"] == NAMES[PROPOSED]) & table["baseline"].notna()]
     if ours.empty:
@@ -267,7 +267,7 @@ def _bytes_sentences(ours: pd.DataFrame) -> list[str]:
 
 
 def facts(derived: Derived) -> list[tuple[str, str]]:
-    """Where and when it ran, in a few words."""
+    """Facts for the page's head: where and when the trials ran."""
     frames = derived.frames
     known = {
         fact: listed(
@@ -311,7 +311,7 @@ def _when(ran: pd.DataFrame) -> str:
 
 
 def warnings(derived: Derived) -> list[str]:
-    """What a reader must know before believing a number."""
+    """Warnings at the head of the page."""
     frames, ran = derived.frames, derived.finished
     found = [
         f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."

@@ -1,4 +1,4 @@
-"""``zeropp bench codecs``: seconds of every operation, codec and backend, each beside a copy.
+"""``zeropp bench codecs``: times every operation, codec and backend, each beside a copy.
 
 One process measures: for every round and operation first ``calls`` copies of the same elements into an
 existing buffer, then ``calls`` operations on existing buffers, so that a ratio compares neighbours.
@@ -50,15 +50,15 @@ _FLUSH_BYTES: Final = 1 << 29  # written on a GPU before a timed call; no cache 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
         codecs: text forms.
-        backends: of :data:`BACKENDS`, all there.
+        backends: of :data:`BACKENDS`, all available.
         kinds: types of the elements; sums are of fp32.
         mebibytes: of elements; None takes the device's of :data:`MEBIBYTES`.
         threads: of torch.
-        seconds: about how long each operation is timed, copies included.
+        seconds: approximate time per operation, copies included.
     """
 
     codecs: tuple[str, ...]
@@ -69,23 +69,23 @@ class Setting:
     seconds: float
 
     def numel(self, device: str, kind: ElementType) -> int:
-        """Elements of the shard on ``device``."""
+        """Number of elements on ``device``."""
         size = (self.mebibytes or MEBIBYTES[device]) << 20
         return max(GRAIN, size // DTYPES[kind].itemsize // GRAIN * GRAIN)
 
     def devices(self) -> list[str]:
-        """Where tensors live: every chosen backend's own device, and the CPU if there is none."""
+        """Devices to measure on: those of the chosen backends, and the CPU if there is none."""
         found = ["cuda"] if "cuda" in self.backends else []
         return found if found and set(self.backends) <= {"cuda", "reference"} else ["cpu", *found]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operation that is timed.
+    """One operation to time.
 
     Attributes:
         operation: of :data:`OPERATIONS`.
-        codec: text form, or a peer's name for its own.
+        codec: text form, or a peer library's name for its own.
         backend: whose kernels run.
         x: (S,) the elements; what the reference copies.
         moved_bytes: read and written in one call.
@@ -103,7 +103,7 @@ class Work:
 
 
 def found() -> tuple[list[str], dict[str, str]]:
-    """Backends that are here, and the others with the reason."""
+    """Available backends, and the others with the reason."""
     missing = {name: reason for name in BACKENDS if (reason := _why_missing(name)) is not None}
     return [name for name in BACKENDS if name not in missing], missing
 
@@ -121,7 +121,7 @@ def _why_missing(name: str) -> str | None:
 
 
 def measure(rank: Rank, setting: Setting) -> list[Sample]:
-    """Time everything; the target of one process."""
+    """Run the benchmark; the target of one process."""
     clocks: dict[str, _Clock] = {"cpu": _wall_seconds}
     if "cuda" in setting.devices():
         clocks["cuda"] = _Device()
@@ -151,7 +151,7 @@ def _wall_seconds(run: Callable[[], object], calls: int) -> float:
 
 
 class _Device:
-    """A clock of the GPU's own seconds.
+    """Clock of a GPU, by CUDA events.
 
     The cache is flushed before each call by writing more than it holds, which also lets the host queue
     the call while the device is busy: its launch is not in the time.
@@ -174,7 +174,7 @@ class _Device:
 
 
 class Timed:
-    """One operation with its rounds; warms up when made."""
+    """One operation with the times of its rounds; warms up when constructed."""
 
     def __init__(self, work: Work, clock: _Clock, seconds: float) -> None:
         self._work, self._clock = work, clock
@@ -192,7 +192,7 @@ class Timed:
         self._target.copy_(self._work.x)
 
     def takes_part(self, index: int, most: int) -> bool:
-        """Whether round ``index`` of ``most`` is one of its own: they are spread evenly."""
+        """Whether it runs in round ``index`` of ``most``: its rounds are spread evenly."""
         return index * self.rounds // most != (index + 1) * self.rounds // most
 
     def round(self) -> None:
@@ -201,7 +201,7 @@ class Timed:
         self._seconds.append(self._clock(self._work.run, self._calls))
 
     def sample(self, threads: int) -> Sample:
-        """What was measured; seconds are of one call."""
+        """The measurements as a sample; seconds are of one call."""
         work, x = self._work, self._work.x
         return Sample(
             kind="codec",
@@ -217,7 +217,7 @@ class Timed:
 
 
 def _works(setting: Setting, device: str) -> Iterator[Work]:
-    """Everything that is timed on one device."""
+    """All operations to time on one device."""
     backends = [name for name in setting.backends if name in (device, "reference")]
     for kind in setting.kinds:
         generator = torch.Generator().manual_seed(0)
@@ -236,7 +236,7 @@ def _works(setting: Setting, device: str) -> Iterator[Work]:
 
 
 def _serves(name: str, codec: Codec, backends: Sequence[str]) -> bool:
-    """Whether ``name`` runs kernels of its own; raw codecs are torch's casts, timed once."""
+    """Whether backend ``name`` has kernels for the codec; raw codecs are torch's casts, timed once."""
     if isinstance(codec, Raw):
         return name == backends[0]
     return ops.operations_of(name).supports(codec)

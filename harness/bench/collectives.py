@@ -1,9 +1,9 @@
-"""``zeropp bench collectives``: seconds and bytes of our collectives beside gloo's own.
+"""``zeropp bench collectives``: times our collectives beside gloo's, and counts their bytes.
 
 Every rank holds a shard of an fp32 tensor for an all-gather, and a whole gradient for a
 reduce-scatter.  In each round gloo's own collectives of that tensor and all of ours take turns; a round's
 seconds are the slowest rank's.  All write into existing tensors, but for the reduced shard, which our
-reductions make.  An all-gather's work ends when the whole tensor is decoded.
+reductions allocate.  An all-gather ends when the whole tensor is decoded.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
         mebibytes: sizes of the whole tensor.
         rate_mbit: of the link between nodes, for the record; None is unshaped.
-        seconds: about how long all rounds of one size take.
+        seconds: approximate time of all rounds of one size.
     """
 
     mebibytes: tuple[int, ...]
@@ -56,13 +56,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One of our collectives.
+    """One of our collectives, to time.
 
     Attributes:
         operation: all_gather or reduce_scatter.
         algorithm: of the policy.
         codec: text form.
-        wire: what carries it, by shared memory only where a hop lies inside a node.
+        wire: its transport; uses shared memory only for hops inside a node.
         run: one call.
     """
 
@@ -74,7 +74,7 @@ class Contender:
 
 
 def measure(rank: Rank, setting: Setting) -> list[Sample]:
-    """Time everything; the target of every rank.  Seconds and bytes are this rank's alone."""
+    """Run the benchmark; the target of every rank.  Seconds and bytes are of this rank alone."""
     mesh = Mesh.create(rank.topology)
     wires = [Wire(mesh, transport=transport) for transport in TRANSPORTS]
     found = []
@@ -119,7 +119,7 @@ def _of_size(rank: Rank, mesh: Mesh, wires: list[Wire], mebibytes: int, setting:
 
 
 def _sent(contender: Contender) -> dict[str, int]:
-    """Call it twice, in the first of which arenas are made; bytes that this rank sent in one call."""
+    """Bytes that this rank sends in one call: that of the second, as the first allocates the arenas."""
     ledger = contender.wire.ledger
     contender.run()
     ledger.clear()
@@ -128,7 +128,7 @@ def _sent(contender: Contender) -> dict[str, int]:
 
 
 def _gloo_bytes(operation: str, world: int, nbytes: int) -> int:
-    """What all ranks send: gloo gathers in a ring, and reduces and scatters by a whole all-reduce's ring.
+    """Bytes that all ranks send by gloo: in a ring all-gather, or a reduce-scatter by ring all-reduce.
 
     Each of ``world`` ranks sends ``(world - 1) / world`` of the tensor; an all-reduce does it twice.
     """

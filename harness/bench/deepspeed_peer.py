@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO-3 on a CPU, as a peer: an optional extra, imported only when it is asked for.
+"""DeepSpeed's ZeRO-3 on a CPU as a peer: an optional extra, imported only when used.
 
-Unquantised: its quantising kernels do not exist for CPUs.  It clips gradients at 1.0 unless told not to, and
-by default keeps gathered what is used again within 1e9 elements, which is every model here.
+Unquantised, since its quantising kernels do not exist for CPUs.  By default it clips gradients at 1.0, and
+keeps weights gathered that are used again within 1e9 elements, which is every model here.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _INFERENCE_OP: Final = "deepspeed_shm_comm"
 
 
 def why_missing() -> str | None:
-    """How to install DeepSpeed if it is not here; None if it is."""
+    """How to install DeepSpeed if it is missing; None if it is installed."""
     if importlib.util.find_spec("deepspeed") is not None:
         return None
     return "deepspeed is not installed: pip install -c constraints.txt -e '.[deepspeed]'"
 
 
 def version() -> str:
-    """Of the one that is here."""
+    """Version of the installed DeepSpeed."""
     return importlib.metadata.version("deepspeed")
 
 
 def config(*, sequences: int, kept: bool) -> dict[str, Any]:
-    """Its configuration: ZeRO-3 in fp32 that shards everything and clips nothing.
+    """DeepSpeed configuration: ZeRO-3 in fp32, everything sharded, no clipping.
 
     Args:
         sequences: of one rank in one step.
@@ -90,7 +90,7 @@ def engine(
 
 
 def step(made: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    """One training step; () the loss before it."""
+    """One training step; returns the () loss before it."""
     loss: Tensor = made(tokens, targets)
     made.backward(loss)
     made.step()

@@ -1,4 +1,4 @@
-"""``zeropp bench engine``: training steps of our engine beside those of its peers, interleaved.
+"""``zeropp bench engine``: times training steps of our engine beside those of its peers, interleaved.
 
 All contenders live in the same processes: each has its own copy of the same model, sees the same batches of
 real text, and steps the same AdamW.  In each round each trains a few steps in its turn, after a barrier; the
@@ -58,12 +58,12 @@ Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, T)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured.
+    """Options of the benchmark.
 
     Attributes:
         names: of :data:`NAMES`; the first is :data:`ALONE`.
         rate_mbit: of the link between nodes, for the record; None is unshaped.
-        seconds: about how long all rounds take.
+        seconds: approximate time of all rounds.
         model: a preset's name.
         sequence: tokens of a sequence.
         sequences: of each rank in a step.
@@ -79,12 +79,12 @@ class Setting:
 
 @dataclass(slots=True)
 class Contender:
-    """One that trains.
+    """One contender: a strategy with its own copy of the model.
 
     Attributes:
         name: of :data:`NAMES`.
         step: one training step; () the loss before it.
-        told: how it was set up.
+        told: how it was set up, as labels.
         losses: this rank's, so far.
     """
 
@@ -150,10 +150,9 @@ def measure(rank: Rank, setting: Setting) -> list[Sample]:
 
 
 def unequal(samples: Sequence[Sample]) -> str | None:
-    """What to say of contenders whose losses are not those of the first that is held to all its steps; None
-    if all are equal.
+    """A message on contenders whose losses differ from those of the first exact contender; None if none do.
 
-    Each is held to the steps that it says must be equal
+    Each is compared in the steps that it says must be equal
     (:attr:`~harness.records.bench_record.Sample.equal_steps`).
     """
     for sample in samples:
@@ -175,7 +174,7 @@ def _told(sample: Sample) -> str:
 
 
 def batches_of(rank: Rank, sequences: int, length: int) -> Callable[[int], Batch]:
-    """Batches of real text by step: of this rank alone, of ``sequences`` sequences."""
+    """Batches of text by step, for this rank, of ``sequences`` sequences."""
     text = corpus.load(corpus.STDLIB)
 
     def batch(step: int) -> Batch:
@@ -189,7 +188,7 @@ def batches_of(rank: Rank, sequences: int, length: int) -> Callable[[int], Batch
 
 
 def _model(setting: Setting) -> nn.Module:
-    """The same on every rank and for every contender."""
+    """Build the model, equal on every rank and for every contender."""
     torch.manual_seed(0)
     return build(Model(name=setting.model), setting.sequence)
 
@@ -199,7 +198,7 @@ def _optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _contender(name: str, mesh: Mesh, setting: Setting) -> Contender:
-    """Build it; all ranks must call it."""
+    """Build a contender; all ranks must call it."""
     model = _model(setting)
     if name in DEEPSPEED:
         kept = name == "deepspeed-kept"
@@ -231,7 +230,7 @@ def _shard_by_fsdp2(model: nn.Module, *, reshard: bool) -> None:
 def _trained(
     model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable[[], None] = lambda: None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Steps of a model that torch's own loop trains."""
+    """A step of a model in a plain torch training loop."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)

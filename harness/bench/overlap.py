@@ -1,4 +1,4 @@
-"""``zeropp bench overlap``: what of communication hides behind computation, and of one hop behind the other.
+"""``zeropp bench overlap``: how much communication overlaps with computation, and one hop with the other.
 
 A step.  *Compute alone* is the same model that every rank trains by itself, on its own batches, sending
 nothing: forward, backward and the optimizer's step over the whole model.  It is first timed on all ranks at
@@ -96,12 +96,12 @@ class Setting:
 
     @property
     def numel(self) -> int:
-        """Elements of the gradient."""
+        """Number of elements of the gradient."""
         return self.mebibytes << 18
 
 
 def compute_alone(rank: Rank, setting: Setting) -> Alone:
-    """Time the model by itself; the target of every rank."""
+    """Time the unsharded model without communication; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(setting), name, mesh)) for name in POLICIES}
     batch = batches_of(rank, setting.sequences, setting.sequence)
@@ -162,7 +162,7 @@ def step(rank: Rank, setting: Setting) -> list[Sample]:
 
 
 def first_hop(rank: Rank, setting: Setting) -> list[float]:
-    """Time the first hop by itself, without a link; the target of every rank."""
+    """Time the first hop alone, without a link; the target of every rank."""
     hop, _ = _hops(_wire(Mesh.create(rank.topology)), setting)
     (took,) = interleaved(rank, [timed(hop)], "first hop", PROBES, lambda _: None)
     return took
@@ -206,7 +206,7 @@ def hops(rank: Rank, setting: Setting) -> list[Sample]:
 
 
 def _model(setting: Setting) -> nn.Module:
-    """The same on every rank and for every contender."""
+    """Build the model, equal on every rank and for every contender."""
     torch.manual_seed(0)
     return build(Model(name=setting.model, arguments={"layers": setting.layers}), setting.sequence)
 
@@ -222,7 +222,7 @@ def _wire(mesh: Mesh) -> Wire:
 
 
 def _sent(zero: Zero) -> tuple[int, int]:
-    """Bytes that this rank sends to other nodes in forward and in backward of a step, as predicted."""
+    """Predicted bytes that this rank sends to other nodes in forward and in backward of a step."""
     mesh = zero.wire.mesh
     sent = predict(zero.policy, mesh.topology, [unit.geometry for unit in zero.units], mesh.rank, Load())
     forward, backward = (
@@ -238,7 +238,7 @@ def _alone(setting: Setting) -> Callable[[Batch], Took]:
 
 
 def _trained(model: nn.Module, parameters: Any, finish: Callable[[], None]) -> Callable[[Batch], Took]:
-    """Steps by torch's own loop."""
+    """A step of a plain torch training loop."""
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
     def one(batch: Batch) -> Took:
@@ -262,7 +262,7 @@ def _rows(topology: Topology, setting: Setting) -> tuple[int, int]:
 
 
 def _reduction(wire: Wire, chunks: int, gradient: torch.Tensor) -> Callable[[], None]:
-    """Reduce ``gradient`` (world * S,) fp32 by two hops, its shards in chunks."""
+    """A two-hop reduction of ``gradient`` (world * S,) fp32, its shards in chunks."""
     codec = parse(CODEC)
     mean = torch.empty(gradient.numel() // wire.mesh.topology.world)  # (S,)
     how = Reduction(
@@ -281,7 +281,7 @@ def _reduction(wire: Wire, chunks: int, gradient: torch.Tensor) -> Callable[[], 
 
 
 def _hops(wire: Wire, setting: Setting) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The messages of each hop by themselves: posted and waited for."""
+    """The messages of each hop alone: posted and waited for, without encoding."""
     topology = wire.mesh.topology
 
     def hop(axis: Axis, row: int) -> Callable[[], None]:

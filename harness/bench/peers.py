@@ -1,7 +1,7 @@
-"""What other libraries quantise with on a CPU, beside our codecs: their own arithmetic, marked so.
+"""CPU quantisers of other libraries, timed beside our codecs.
 
-None equals a codec of ours, so none is checked against one: they stand in the table for their speed.
-On a CPU neither writes into an existing buffer, so making new ones is in their seconds.
+Their arithmetic equals no codec of ours, so only their speed is compared, and the table marks them.  Neither
+writes into an existing buffer on a CPU, so their seconds include allocation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ NAMES: Final = ("bitsandbytes", "torchao")
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """A peer's quantiser of one tensor.
+    """A peer library's quantiser of one tensor.
 
     Attributes:
         backend: of :data:`NAMES`.
         codec: its name.
-        arithmetic: what it computes.
-        nbytes: of codes and scales.
+        arithmetic: description of what it computes.
+        nbytes: bytes of codes and scales.
         encode: one call.
         decode: one call.
     """
@@ -41,7 +41,7 @@ class Coding:
 
 
 def why_missing(name: str) -> str | None:
-    """How to install a peer that is not here; None for one that is."""
+    """How to install a peer that is missing; None if it is installed."""
     if importlib.util.find_spec(name) is not None:
         return None
     return f"{name} is not installed: pip install -c constraints.txt -e '.[peers]'"

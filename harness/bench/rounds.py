@@ -1,4 +1,4 @@
-"""Rounds in which contenders take turns on the same ranks, so that all see the same machine."""
+"""Interleaved rounds: contenders take turns on the same ranks, so that drift hits all alike."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Drawn = TypeVar("Drawn")
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How many.
+    """Number of rounds.
 
     Attributes:
         fewest: at least.
         most: at most.
-        seconds: that all of them may take, about; None for ``most``.
+        seconds: approximate time of all rounds; None runs ``most``.
     """
 
     fewest: int
@@ -38,18 +38,18 @@ def interleaved(
     rounds: Rounds,
     prepare: Callable[[int], Drawn],
 ) -> list[list[T]]:
-    """Each contender once in every round, in turns that rotate, all ranks at once after a barrier.
+    """Run each contender once per round, in rotating order, all ranks starting at a barrier.
 
     Args:
-        rank: this one; all ranks must call it.
-        contenders: called with what was prepared.
-        stage: what progress calls it.
-        rounds: how many.
-        prepare: makes what a round needs, before anything of it is timed; called with the round's number,
-            where 0 is the warm-up: buffers are made in it, orders learnt.
+        rank: this rank; all must call it.
+        contenders: called with what ``prepare`` returned.
+        stage: name for progress output.
+        rounds: number of rounds.
+        prepare: makes the input of a round, untimed; called with the round's number, where 0 is the
+            warm-up, in which buffers are allocated and orders recorded.
 
     Returns:
-        What each contender returned, round by round, without the warm-up.
+        Results of each contender by round, without the warm-up.
     """
     found: list[list[T]] = [[] for _ in contenders]
     most, begin, index = rounds.most, 0.0, 0
@@ -74,7 +74,7 @@ def interleaved(
 
 
 def timed(run: Callable[[], object]) -> Callable[[object], float]:
-    """A contender that calls ``run`` and returns seconds on this rank."""
+    """A contender that calls ``run`` and returns its seconds on this rank."""
 
     def seconds(_: object) -> float:
         begin = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What joins the nodes of a trial: shaped namespaces, an in-process pacer, or nothing.
+"""The link between the nodes of a trial: shaped network namespaces, an in-process pacer, or none.
 
 ``namespaces``: every node is a Linux network namespace and the kernel's ``tbf`` shapes both
-directions (``harness.cluster.namespaces``); peers outside our wire are held to the rate as well.  ``paced``:
-all ranks share the host's loopback, and our wire books its bytes in a token bucket per node; it
-cannot hold anything else to a rate, so peers are refused.  ``none``: joined unshaped.  ``real``: a
-network that exists.  What a link really achieves is calibrated, never assumed.
+directions (``harness.cluster.namespaces``), of peers too, which send outside our wire.  ``paced``: all
+ranks share the host's loopback, and our wire books its bytes in a token bucket per node; that limits
+nothing else, so peers are refused.  ``none``: unshaped loopback.  ``real``: a network that exists.
+The rate that a link achieves is calibrated, never assumed.
 
 No torch at import.
 """
@@ -40,16 +40,16 @@ _NAME_LENGTH: Final = 15  # of a Linux interface
 
 
 class LinkError(Exception):
-    """The nodes cannot be joined as asked; the message names why and what to do."""
+    """A link cannot be opened as asked; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A link as asked for.
+    """Request for a link.
 
     Attributes:
-        kind: see the module's words; ``auto`` is namespaces where they work, else paced.
-        nodes: how many are joined.
+        kind: see the module's docstring; ``auto`` is namespaces where they work, else paced.
+        nodes: number of nodes.
         rate_mbit: Mbit/s per node and direction; None is unshaped.
     """
 
@@ -60,12 +60,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A node's end of the link: where its ranks have to stand.
+    """A node's end of the link: network interface and namespace of its ranks.
 
     Attributes:
         interface: name for gloo and for the byte counters; None leaves the choice to gloo.
         address: its IPv4 address.
-        holder: process whose network namespace is the node's; None is the host's own.
+        holder: pid of a process inside the node's network namespace; None is the host's own namespace.
         user_namespace: whether the user namespace has to be entered first (rootless).
     """
 
@@ -77,7 +77,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Bytes and packets that an interface has sent."""
+    """Counters of a network interface: bytes and packets sent."""
 
     tx_bytes: int
     tx_packets: int
@@ -90,10 +90,10 @@ class Counters:
 
 
 def shape(rate_mbit: float) -> namespaces.Shape:
-    """Queue sizes for a rate.
+    """Sizes of the ``tbf`` queue for a rate.
 
     The burst is worth about 4 ms of the rate (1 ms above 1 Gbit/s), so that messages of 50 ms
-    and more run at the rate and not on saved tokens; packets are kept at half a burst, so that
+    and more run at the rate, not on saved tokens; packets are kept at half a burst, so that
     ``tbf`` does not cut them into MTU-sized ones, which costs 5 % in headers.
     """
     rate = max(1, round(rate_mbit * 1e6 / 8))
@@ -112,15 +112,15 @@ def message_bytes(rate_mbit: float | None) -> int:
 
 @dataclass(slots=True)
 class Link:
-    """Nodes that are joined; a context manager that takes them apart again.
+    """An open link between nodes; a context manager that closes it.
 
     Attributes:
-        setting: as asked for.
-        kind: what it is: namespaces, paced, none or real.
+        setting: what was requested.
+        kind: what was opened: namespaces, paced, none or real.
         why: why this kind.
-        ports: one a node.
+        ports: one per node.
         details: burst, queue, MTU and the like, for the record.
-        calibrated_mbit: filled in by the sweep, one value a repetition.
+        calibrated_mbit: Mbit/s per repetition, filled in by the sweep.
     """
 
     setting: Setting
@@ -133,7 +133,7 @@ class Link:
 
     @property
     def paced_mbit(self) -> float | None:
-        """Rate that our wire has to hold itself to, or None."""
+        """Mbit/s at which our wire paces itself; None if the link is not ``paced``."""
         return self.setting.rate_mbit if self.kind == "paced" else None
 
     def __enter__(self) -> Self:
@@ -143,21 +143,21 @@ class Link:
         self.close()
 
     def close(self) -> None:
-        """Take the nodes apart; the kernel removes the namespaces with their last process."""
+        """Close the link; the kernel removes the namespaces with their last process."""
         if self._keeper is not None:
             _end(self._keeper)
             self._keeper = None
 
 
 def open_link(setting: Setting, run_id: str) -> Link:
-    """Join the nodes.
+    """Open a link between nodes.
 
     Args:
-        setting: what is asked for.
-        run_id: at most 6 characters; interface names bear it.
+        setting: what is requested.
+        run_id: at most 6 characters; part of interface names.
 
     Raises:
-        LinkError: for what is not possible here, or not at all.
+        LinkError: if it is not possible on this machine, or contradicts itself.
     """
     loopback = tuple(Port("lo", "127.0.0.1") for _ in range(setting.nodes))
     if setting.kind == "real":
@@ -237,10 +237,10 @@ def _open_namespaces(setting: Setting, run_id: str) -> Link:
 
 
 def _answer(process: subprocess.Popen[str], request: str) -> dict[str, Any]:
-    """Send the request to the keeper and read its one line.
+    """Send the request to the namespace process and read its one-line answer.
 
     Raises:
-        LinkError: with the keeper's reason.
+        LinkError: with that process's reason.
     """
     assert process.stdin is not None  # noqa: S101 - piped above
     assert process.stdout is not None  # noqa: S101
@@ -287,10 +287,10 @@ def _advice() -> str:
 
 
 def _try_to_join(port: Port) -> None:
-    """Whether a process beside the keeper may enter a node, in a child of its own.
+    """Check in a child process that other processes may enter a node's namespace.
 
     Raises:
-        LinkError: if not.
+        LinkError: if they may not.
     """
     asked = [
         sys.executable,
@@ -331,7 +331,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def join(port: Port) -> None:
-    """Move this process, which must still have one thread, into a node's namespaces.
+    """Move this process, which must be single-threaded, into a node's namespaces.
 
     Raises:
         LinkError: if the kernel refuses.
@@ -345,7 +345,7 @@ def join(port: Port) -> None:
 
 
 def counters(interface: str, process: int | Literal["self"] = "self") -> Counters:
-    """What ``interface`` has sent, as the network namespace of ``process`` sees it.
+    """Read the counters of ``interface`` in the network namespace of ``process``.
 
     Not ``/sys/class/net``, which shows the outer interfaces in a rootless namespace.
 
@@ -365,11 +365,10 @@ _BOOKING: Final = threading.Lock()
 
 
 class Pacer:
-    """A token bucket per node without a bucket: bytes are booked one after the other.
+    """Rate limiter shared by the ranks of a node: each message is booked after the previous one.
 
-    The time at which a node's interface is next free lies in a small shared file, one fp64 a
-    node; ranks of a node book under a lock on their node's eight bytes, which the kernel releases
-    when a rank dies.
+    A small shared file holds, per node, the time at which its interface is next free, as fp64.  Ranks
+    book under a lock on their node's eight bytes, which the kernel releases when a rank dies.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float) -> None:
@@ -377,7 +376,7 @@ class Pacer:
 
         Args:
             path: the shared file.
-            node: whose interface is booked.
+            node: the node of this rank.
             rate_mbit: Mbit/s of every node.
         """
         self._file = path.open("r+b", buffering=0)
@@ -392,7 +391,7 @@ class Pacer:
         return path
 
     def book(self, nbytes: int) -> float:
-        """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` at which the last one has left."""
+        """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` when the last byte has left."""
         with _BOOKING:
             fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)
             try:
@@ -404,19 +403,19 @@ class Pacer:
         return end
 
     def close(self) -> None:
-        """Detach."""
+        """Unmap and close the shared file."""
         self._memory.close()
         self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Messages around the ring of nodes, by one rank a node, for calibration.
+    """Calibration: measures the link's rate by messages around the ring of nodes, one rank per node.
 
     Attributes:
         message_bytes: of each message.
-        repetitions: how many, one after the other.
-        speakers: the ranks that exchange, one a node; the others only wait.
+        repetitions: number of messages, one after the other.
+        speakers: the ranks that exchange, one per node; the others only wait.
     """
 
     message_bytes: int
@@ -424,10 +423,10 @@ class Exchange:
     speakers: tuple[int, ...]
 
     def run(self, pacer: Pacer | None, device: str = "cpu") -> list[float]:
-        """Exchange; every rank of the default group takes part.
+        """Measure; every rank of the default group must call it.
 
         Returns:
-            Mbit/s into this rank, one value a repetition; empty for ranks that only wait.
+            Mbit/s into this rank, one value per repetition; empty for ranks that only wait.
         """
         import torch
         import torch.distributed as dist
@@ -462,5 +461,5 @@ class Exchange:
 
 
 def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:
-    """Of each repetition the rate of the slowest node."""
+    """Rate of the slowest node in each repetition, Mbit/s."""
     return [min(rates) for rates in zip(*by_node, strict=True)] if by_node else []

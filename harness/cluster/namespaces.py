@@ -1,4 +1,4 @@
-"""The process that keeps the nodes' network namespaces alive: ``python -m harness.cluster.namespaces``.
+"""Process that makes the nodes' network namespaces and keeps them alive (the keeper).
 
 Every node is an *anonymous* network namespace, held by a small child of this process; nothing is
 named under ``/run/netns`` and nothing is made in the namespace of the host.  Two nodes are joined
@@ -9,7 +9,7 @@ namespaces and interfaces; the keeper goes when its standard input closes, so al
 
 As root it makes the namespaces directly; otherwise inside a user namespace of its own.  It reads
 one JSON :class:`Request` line from standard input and answers with one JSON line.  No torch: a
-fresh interpreter starts in a tenth of a second.
+fresh interpreter starts in a tenth of a second.  Run as ``python -m harness.cluster.namespaces``.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ CONGESTION: Final = "reno"
 
 
 class KeeperError(Exception):
-    """Namespaces cannot be made here; the message says which call failed."""
+    """Namespaces cannot be made on this machine; the message says which call failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A ``tbf`` queue: bytes per second, and sizes in bytes.
+    """Parameters of a ``tbf`` queue.
 
     Attributes:
         rate: bytes per second.
@@ -63,7 +63,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to keep: ``nodes`` namespaces whose interface names start with ``prefix``."""
+    """Request to the keeper: ``nodes`` namespaces whose interface names start with ``prefix``."""
 
     nodes: int
     prefix: str
@@ -90,23 +90,23 @@ def _check(result: int, call: str) -> None:
 
 
 def unshare(flags: int, call: str) -> None:
-    """Leave the namespaces named by ``flags`` for new ones.
+    """Call ``unshare(2)``: move this process into new namespaces of the kinds in ``flags``.
 
     Raises:
-        OSError: the kernel refuses; names ``call``.
+        OSError: if the kernel refuses; names ``call``.
     """
     _check(_LIBC.unshare(flags), call)
 
 
 def enter(process: int, *, user_namespace: bool) -> None:
-    """Move this process, which must still have one thread, into the namespaces of another.
+    """Move this process, which must be single-threaded, into the namespaces of another.
 
     Args:
-        process: who stands there.
+        process: pid of that other process.
         user_namespace: enter its user namespace first.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: if the kernel refuses.
     """
     names = {"user": CLONE_NEWUSER, "net": CLONE_NEWNET}
     if not user_namespace:
@@ -124,14 +124,14 @@ def enter(process: int, *, user_namespace: bool) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when the parent ends.  To be called *after* entering namespaces, which resets it."""
+    """Have the kernel kill this process when its parent ends; call *after* entering namespaces."""
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
 
 
 def _enter_own_namespace() -> str:
-    """Unshare the network, through a user namespace where that is needed; returns how."""
+    """Enter a new network namespace, via a user namespace if needed; returns ``root`` or ``rootless``."""
     try:
         unshare(CLONE_NEWNET, "unshare(NEWNET)")
     except OSError as error:
@@ -183,7 +183,7 @@ def _configure_node(request: Request, node: int) -> None:
 
 @dataclass(slots=True)
 class _Holder:
-    """A child that stands in a node's namespace, and the pipes to and from it."""
+    """A child process inside a node's namespace, and the pipes to and from it."""
 
     pid: int
     go: int
@@ -227,7 +227,7 @@ def _hold(request: Request, node: int) -> _Holder:
 
 
 def _join(request: Request, holders: list[_Holder]) -> None:
-    """Make the interfaces: one veth pair for two nodes, else a bridge here with a port a node."""
+    """Make the interfaces: one veth pair for two nodes, else a bridge with one port per node."""
     names = [interface(request.prefix, node) for node in range(request.nodes)]
     with _netlink() as route:
         if request.nodes == 2:
@@ -249,7 +249,7 @@ def _join(request: Request, holders: list[_Holder]) -> None:
 
 
 def keep(request: Request) -> dict[str, Any]:
-    """Make the nodes and their link; the answer names how, and each node's holder.
+    """Make the namespaces and their link; the answer has the mode and a pid inside each node.
 
     Raises:
         KeeperError, OSError: with the call that failed.
@@ -268,7 +268,7 @@ def keep(request: Request) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the request, answer, stay until standard input closes; or ``enter PID USER`` and end."""
+    """Answer the request and stay until standard input closes; with ``enter PID USER`` only try to enter."""
     if sys.argv[1:2] == ["enter"]:
         enter(int(sys.argv[2]), user_namespace=sys.argv[3] == "1")
         return
@@ -286,7 +286,7 @@ def main() -> None:
 
 
 def encode(request: Request) -> str:
-    """The request as the one line that :func:`main` reads."""
+    """Serialise the request as the line that :func:`main` reads."""
     return json.dumps(asdict(request)) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""Errors that all ranks of torchrun meet are printed by the first alone.  torch only where one failed.
+"""Prints an error that all ranks of torchrun raise only once.  Imports torch only after an error.
 
-Ranks that check the same flags and the same plan fail with the same line; torchrun shows what each writes.
-They agree through the store by which torchrun's ranks find one another; where there is none, all speak.
+Ranks that check the same flags fail with the same line, and torchrun shows the output of each.  They agree
+through torchrun's rendezvous store on one that prints; where there is none, all do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _PATIENCE: Final = timedelta(seconds=5)  # for the store, and for the rank that 
 
 @contextlib.contextmanager
 def saying(words: str) -> Iterator[bool]:
-    """Whether this process is the one to print ``words``, which it does inside the block.
+    """Yields whether this process is the one to print ``words``, inside the block.
 
-    A rank that is not waits until the words are out; if the one that claimed them ends first, it prints them.
+    Other ranks first wait until they are printed; if the rank that claimed them ends before, all print.
     """
     # Without the agent's store rank 0 would have to serve one, and may have failed first.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

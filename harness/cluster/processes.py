@@ -1,10 +1,10 @@
-"""Starting ranks: fresh processes per trial, with torch already imported, watched until they end.
+"""Starts the rank processes of a trial, fresh ones each time, and watches them until they end.
 
 A fork server that has imported torch once forks four ranks in a tenth of a second.  Every rank
-enters its node's namespaces while it still has one thread, sends its output to a log, and dies
-with the fork server, which dies with the sweep.  The first rank that fails ends the others; a
-trial that exceeds its time is asked for the stacks of all its threads and then killed.  The log
-is kept when something failed.
+enters its node's namespaces while it is single-threaded, writes its output to a log, and dies
+with the fork server, which dies with the sweep.  The first rank that fails ends the others; on
+a timeout every rank dumps the stacks of all its threads and is killed.  The log is kept only after
+a failure.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connecti
 
 
 class LaunchError(Exception):
-    """Ranks did not all end well.
+    """A rank failed, or all timed out.
 
     Attributes:
         kind: of :class:`harness.records.record.Failure`.
-        log: what all ranks wrote, kept; None if there is none.
+        log: file with the output of all ranks; None if there is none.
     """
 
     def __init__(self, kind: Kind, message: str, log: Path | None) -> None:
@@ -82,17 +82,17 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How ranks are started.
+    """Options for starting ranks.
 
     Attributes:
-        topology: where they stand.
-        ports: one a node.
+        topology: nodes x ranks per node.
+        ports: one per node.
         paced_mbit: rate of the in-process pacer, or None.
         threads: of torch in each rank.
-        timeout_seconds: for everything.
-        log: where the log goes if something fails.
+        timeout_seconds: for the whole run.
+        log: path of the log if something fails.
         backend: of the process group.
-        scratch: where ranks meet while they run; None for the system's temporary folder.
+        scratch: folder for rendezvous files and logs; None for the system's temporary folder.
     """
 
     topology: Topology
@@ -107,7 +107,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What a rank sends before it ends badly."""
+    """Message of a rank that fails."""
 
     kind: Kind
     message: str
@@ -115,14 +115,14 @@ class _Fault:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What a rank sends when its target returned."""
+    """Message of a rank whose target returned."""
 
     result: Any
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A rank process as its parent sees it; ``gone`` once its end of the pipe is closed."""
+    """A rank process as its parent tracks it; ``gone`` once its end of the pipe is closed."""
 
     rank: int
     process: Any
@@ -137,7 +137,7 @@ class _Watched:
 
     @property
     def only_effect(self) -> bool:
-        """Whether it failed because another rank did."""
+        """Whether it failed only because another rank did."""
         return self.fault is not None and any(text in self.fault.message for text in _LOST_PEER)
 
     def describe(self) -> tuple[Kind, str]:
@@ -158,16 +158,16 @@ def run_ranks(
     """Run ``target(rank, argument)`` in one fresh process per rank.
 
     Args:
-        target: a function of a module; it finds the default process group ready.
+        target: a module-level function; the default process group is initialised when it is called.
         argument: pickled to every rank.
-        launch: how.
-        on_progress: called here with what rank 0 reports.
+        launch: options.
+        on_progress: called in this process with the progress of rank 0.
 
     Returns:
         What each rank returned, by rank.
 
     Raises:
-        LaunchError: the first failure; all ranks have ended, the log is kept.
+        LaunchError: for the first failure, after all ranks have ended; the log is kept.
         KeyboardInterrupt: after all ranks have ended.
     """
     if launch.scratch is not None:
@@ -206,7 +206,7 @@ def run_in_place(
 ) -> list[Result] | None:
     """Run ``target`` in this process, as one rank of the group that ``torchrun`` started.
 
-    All its ranks must call it.  What fails on one rank ends the job, as torchrun does.
+    All ranks must call it.  A failure on one rank ends the job, as torchrun does.
 
     Args:
         target: see :func:`run_ranks`.
@@ -261,7 +261,7 @@ def end_if_in_group(status: int) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let a Ctrl-C take effect only after the body."""
+    """Defer Ctrl-C until after the body."""
     if threading.current_thread() is not threading.main_thread():  # then it is not ours anyway
         yield
         return
@@ -277,7 +277,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _allocator() -> Iterator[None]:
-    """The same :data:`ALLOCATOR` for every contender; glibc reads it once, in the fork server."""
+    """Set :data:`ALLOCATOR` in the environment of the fork server, where glibc reads it once."""
     before = {name: os.environ.get(name) for name in ALLOCATOR}
     os.environ.update(ALLOCATOR)
     try:
@@ -291,7 +291,7 @@ def _allocator() -> Iterator[None]:
 
 
 def start_server() -> None:
-    """Start the fork server, or do nothing if it runs; the first rank would otherwise wait for it."""
+    """Start the fork server ahead of the first trial; does nothing if it runs."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     # A Ctrl-C is for the sweep: the server would answer with a traceback while it imports torch.
     resource_tracker.ensure_running()  # which unblocks it again
@@ -324,7 +324,7 @@ def _start(target: Any, argument: Any, launch: Launch, scratch: Path) -> list[_W
 def _watch(
     ranks: list[_Watched], timeout_seconds: float, on_progress: Callable[[Progress], None]
 ) -> tuple[Kind, str] | None:
-    """Read from all ranks until all are done (None) or one failed (why)."""
+    """Read from all ranks until all are done (returns None) or one failed (returns why)."""
     deadline = time.monotonic() + timeout_seconds
     while any(watched.done is None for watched in ranks):
         left = deadline - time.monotonic()
@@ -349,7 +349,7 @@ def _watch(
 
 
 def _collect(ranks: list[_Watched], seconds: float, on_progress: Callable[[Progress], None]) -> None:
-    """Wait until some rank says something or ends, and take it in."""
+    """Wait until any rank sends a message or ends, and store it."""
     speaking = {w.pipe: w for w in ranks if not (w.gone or w.done or w.fault)}
     for ready in connection.wait(list(speaking), timeout=seconds):
         watched = speaking[ready]  # type: ignore[index]  # only connections were waited for
@@ -368,7 +368,7 @@ def _collect(ranks: list[_Watched], seconds: float, on_progress: Callable[[Progr
 
 
 def _cause(ranks: list[_Watched]) -> tuple[Kind, str]:
-    """Of all that failed, what most likely came first: ranks that lost a peer only saw an effect."""
+    """The most likely first failure: ranks that only lost a connection come last."""
 
     def order(watched: _Watched) -> tuple[bool, bool]:
         return watched.only_effect, watched.fault is not None and watched.fault.kind == "crashed"
@@ -385,7 +385,7 @@ def _dump_stacks(ranks: list[_Watched]) -> None:
 
 
 def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
-    """One file with the end of every rank's log; None if it cannot be written."""
+    """Write the tails of all ranks' logs to one file; None if it cannot be written."""
     try:
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         with launch.log.open("wb") as whole:
@@ -406,7 +406,7 @@ def _log_of(scratch: Path, rank: int) -> Path:
 
 
 def _out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for want of memory, on the machine or in our group."""
+    """Number of OOM kills so far, on the machine or in our control group."""
     count = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         with contextlib.suppress(OSError):
@@ -418,7 +418,7 @@ def _out_of_memory_kills() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """Where a new process finds itself: pickled to it."""
+    """What a new rank process is told, by pickle."""
 
     rank: int
     launch: Launch
@@ -426,7 +426,7 @@ class _Seat:
 
 
 def _rank_main(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> None:
-    """A rank process from its first line to its last."""
+    """Main function of a rank process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which ends us
     log = os.open(_log_of(seat.scratch, seat.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -480,7 +480,7 @@ def _run(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Any:
 
 
 def _die_with_sweep() -> None:
-    """End when the fork server or the sweep does, however that ends; starts a thread.
+    """End this process when the fork server or the sweep ends; starts a thread.
 
     The server alone is not enough: it lives as long as anyone, ranks included, holds its pipe.
     """

@@ -1,4 +1,4 @@
-"""What a rank process knows of itself, however it was started.  No torch."""
+"""Context of one rank process: number, topology, port, pacer, progress.  No torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from impl.plan.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a trial is.
+    """Progress of a trial.
 
     Attributes:
         stage: set-up, warm-up, steps, validation, probe.
         step: steps done.
-        steps: of how many.
-        text: a line for whoever started the rank to print; empty for none.
+        steps: steps in all.
+        text: a line for the parent process to print; empty for none.
     """
 
     stage: str
@@ -32,10 +32,10 @@ class Rank:
 
     Attributes:
         rank: its number; ``node * ranks_per_node + local``.
-        topology: where all ranks stand.
+        topology: nodes x ranks per node.
         port: its node's end of the link.
         pacer: its node's token bucket, where the link is paced.
-        report: tells whoever started the rank how far it is.
+        report: sends progress to the parent process.
         threads: of torch.
     """
 
@@ -48,7 +48,7 @@ class Rank:
 
     @property
     def node(self) -> int:
-        """The node it stands on."""
+        """Index of its node."""
         return self.topology.node_of(self.rank)
 
     @property
@@ -58,5 +58,5 @@ class Rank:
 
     @property
     def speaks(self) -> bool:
-        """Whether it speaks for its node: the first rank there."""
+        """Whether it is the first rank of its node, which reports for it."""
         return self.local == 0

@@ -1,4 +1,4 @@
-"""Write all generated tables anew, and say which pages changed."""
+"""Regenerate all tables of the documentation, and print which pages changed."""
 
 from __future__ import annotations
 

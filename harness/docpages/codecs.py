@@ -1,4 +1,4 @@
-"""What codecs send, promise and run on, as tables of ``docs/reference/codecs.md``."""
+"""Tables of ``docs/reference/codecs.md``: sizes, laws and backends of codecs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def render() -> str:
 
 
 def formula(codec: Codec) -> str:
-    """The largest error of a finite block decoded to fp32, to within 2^-14 and one rounding of the output.
+    """Formula of the largest error of a finite block decoded to fp32, to within 2^-14 and one rounding.
 
     The exact one is ``codec.error_bound``.  ``max`` is the block's largest magnitude, ``range`` its
     largest element minus its smallest; with a rotation, of the rotated block.

@@ -1,4 +1,4 @@
-"""What happens to every key of DeepSpeed's configuration, as the table of ``docs/guide/deepspeed.md``."""
+"""Table of ``docs/guide/deepspeed.md``: how each key of DeepSpeed's configuration is handled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of a suite file as tables of ``docs/guide/suites.md``, from the models that read it."""
+"""Tables of ``docs/guide/suites.md``: the keys of a suite file, from the pydantic models that read it."""
 
 from __future__ import annotations
 

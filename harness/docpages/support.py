@@ -1,7 +1,7 @@
-"""Which parts of a policy go together, tried out, as tables of ``docs/reference/support.md``.
+"""Tables of ``docs/reference/support.md``: which options of a policy can be combined.
 
-Nothing is listed by hand: every pair is built as a policy and checked on a topology, and what is refused
-is refused in the program's own words.  What is not refused trains; the tests train it.
+Every pair is built as a policy and checked on a topology; a refusal is quoted in the program's own words.
+The tests train every pair that is not refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Changes = Mapping[str, Any]
 
 
 def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, Changes]:
-    """What a policy can be made of, by name: changes of ``Policy()``, each a technique or an option.
+    """Techniques and options of a policy by name, each as changes of ``Policy()``.
 
     Args:
         weights: codec of qwZ, and of frozen weights.
@@ -56,14 +56,14 @@ PARTS: Final = parts(IntCodec(8, 2048), IntCodec(4, 256), MemoryLimits())
 
 
 def together(changes: Mapping[str, Changes], base: Policy) -> Iterator[tuple[str, str, Policy | str]]:
-    """Every two parts that say different things: (one, other, the policy, or why there is none)."""
+    """Every pair of parts that change different fields: (one, other, the policy or why it is refused)."""
     for one, other in itertools.combinations(changes, 2):
         if not changes[one].keys() & changes[other].keys():
             yield one, other, combined(base, changes[one], changes[other])
 
 
 def combined(base: Policy, *changes: Changes) -> Policy | str:
-    """``base`` with all ``changes``, or why that is refused."""
+    """``base`` with all ``changes``, or the text of its refusal."""
     try:
         policy = replace(base, **{name: value for each in changes for name, value in each.items()})
         policy.check(TOPOLOGY)
@@ -101,7 +101,7 @@ def render() -> str:
 
 
 def _inside(name: str) -> dict[str, str | None]:
-    """For each host, why it does not carry out a part; None where it does."""
+    """For FSDP2 and DDP, why each does not support a part; None if it does."""
     found: dict[str, str | None] = {}
     for host, base in BASES.items():
         policy = combined(base, PARTS[name])

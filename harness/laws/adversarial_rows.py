@@ -1,4 +1,4 @@
-"""Rows that are hard on codecs, as Hypothesis strategies; the search for the smallest that breaks a law."""
+"""Hypothesis strategies for adversarial rows, and the search for the smallest row that violates a law."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _LARGEST_ELEMENTS: Final = [(6.0, 1), (448.0, 3), (57344.0, 2)]
 
 @st.composite
 def _ties(draw: st.DrawFn) -> list[float]:
-    """A largest code, so that steps are 1, and numbers halfway between two codes: where rounding shows."""
+    """Values with a largest code, so that steps are 1, and ties halfway between two codes."""
     if draw(st.booleans()):
         top = draw(st.sampled_from(_LARGEST_CODES))
         halves = st.integers(-top, top - 1).map(lambda code: code + 0.5)
@@ -146,9 +146,9 @@ def standing(subject: Subject, claim: Claim) -> list[Case]:
 
 
 def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Violation | None:
-    """Try a claim on ``examples`` rows; the violation of the smallest row that breaks it, or None.
+    """Try a claim on ``examples`` rows; returns the violation of the smallest failing row, or None.
 
-    What the subject raises is a violation too.  ``UNBIASED``, which encodes thousands of rows each time,
+    An exception of the subject is a violation too.  ``UNBIASED``, which encodes thousands of rows each time,
     is tried on a tenth as many rows, and of the first that breaks it the first block is shown.
     """
     costly = claim is Law.UNBIASED
@@ -195,9 +195,9 @@ def _once(claim: Claim, case: Case) -> Violation:
 
 
 def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """How a claim is broken on one row, by wrong numbers or by what is raised; None if it holds.
+    """The violation of a claim on one row, by wrong numbers or an exception; None if it holds.
 
-    Whatever is raised, a SystemExit too: that of somebody's code must not end the command with status 0.
+    Any exception, SystemExit too: one in user code must not end the command with status 0.
     """
     try:
         attempt(subject, claim, case)
@@ -235,8 +235,8 @@ def _of_few(subject: Subject, claim: Claim, case: Case) -> Violation | None:
 
 
 def _of_one_block(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """The violation of a single block of a row, where one alone breaks the claim: shrinking element by
-    element moves the others across the bounds of blocks.
+    """The violation of a single block of a row, if one alone fails: shrinking element by element would move
+    the others across block boundaries.
     """
     for where in block_slices(subject.block, case.x.numel()):
         violation = violation_of(subject, claim, replace(case, x=case.x[where].clone()))

@@ -1,9 +1,9 @@
-"""The laws of codecs as functions: each tries one law on one row of elements, whoever encodes it.
+"""Laws of codecs as functions, each of which checks one property on one row of elements.
 
-What is tried is a :class:`Subject`: a codec of ours on one backend, or somebody's own object.  The tests
-of this repository and ``zeropp check codecs`` run the same functions; each raises :class:`Violation` with
-the numbers, or returns.  Beside the laws that a codec declares (:class:`impl.codecs.codec.Law`), everyone has
-the duties of :class:`Duty`.
+A :class:`Subject` is a codec of ours on one backend, or a user's object.  The tests of this repository
+and ``zeropp check codecs`` run the same functions; each raises :class:`Violation` with the numbers, or
+returns.  Beside the laws that a codec declares (:class:`impl.codecs.codec.Law`), every codec has the duties
+of :class:`Duty`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LIBRARIES: Final = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", 
 
 
 class Duty(enum.Enum):
-    """What every codec owes, whatever its laws."""
+    """Properties that every codec must have, whatever laws it declares."""
 
     FRAME = "a frame is written whole, nothing beyond it, and alone decides what it decodes to"
     BITS = "frames and decoded elements equal the reference's, bit for bit"
@@ -49,7 +49,7 @@ Claim = Law | Duty
 
 
 class Promises(Protocol):
-    """What a codec says of itself; :mod:`impl.codecs.codec` says what the words mean."""
+    """Declarations of a codec about itself; :mod:`impl.codecs.codec` defines them."""
 
     @property
     def laws(self) -> frozenset[Law]:
@@ -68,17 +68,17 @@ class Promises(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """A codec as one implementation carries it out.
+    """One implementation of a codec, to be checked.
 
     Attributes:
         name: for messages.
-        promises: sizes, laws and error bound.
+        promises: declared sizes, laws and error bound.
         block: elements that share a scale.
         encode: from x (..., S) and random bits into frames (..., F) uint8.
         decode: from frames (..., F) into elements (..., S).
-        kinds: types of the elements that it takes and gives.
-        device: where its tensors lie.
-        codec: the codec of ours that it is, or None.
+        kinds: element types that it supports.
+        device: of its tensors.
+        codec: the codec of ours that it implements, or None.
         specification: whether it is the reference itself, which is not compared with itself.
     """
 
@@ -94,7 +94,7 @@ class Subject:
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """All that it has to keep: duties first, then laws in the order of their declaration."""
+        """All properties to check: duties first, then its laws in declaration order."""
         compared = self.codec is not None and not self.specification
         laws = [law for law in Law if law in self.promises.laws]
         return (Duty.FRAME, *((Duty.BITS,) if compared else ()), *laws)
@@ -102,7 +102,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """What a law is tried on.
+    """Input of one check.
 
     Attributes:
         x: (S,) fp32, bf16 or fp16, on the CPU.
@@ -118,11 +118,11 @@ class Case:
 
 
 class Violation(AssertionError):  # noqa: N818  # it is one, not an error of a program
-    """A claim does not hold.
+    """A claim does not hold on a row.
 
     Attributes:
-        x: the row that shows it.
-        frame: (F,) uint8 that was written, where one was.
+        x: the row.
+        frame: (F,) uint8 that was written, if any.
     """
 
     def __init__(self, words: str, x: Tensor, frame: Tensor | None = None) -> None:
@@ -131,10 +131,10 @@ class Violation(AssertionError):  # noqa: N818  # it is one, not an error of a p
 
 
 def attempt(subject: Subject, claim: Claim, case: Case) -> None:
-    """Try one claim on one row.
+    """Check one claim on one row.
 
     Raises:
-        Violation: if it does not hold there.
+        Violation: if it does not hold.
     """
     _TRIALS[claim](subject, case)
 
@@ -145,15 +145,15 @@ def title(claim: Claim) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """An error in one line: its type, and the first line of what it says."""
+    """An exception in one line: its type, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def place(error: BaseException) -> str:
-    """Where an error was raised, as ``mine.py line 12, in encode: frame[at] = scale``; empty if nobody knows.
+    """Where an exception was raised, as ``mine.py line 12, in encode: frame[at] = scale``; empty if unknown.
 
-    That is the innermost line of somebody's own, of ours where there is none; not of a library.
+    That is the innermost line of user code, else of ours; not of a library.
     """
     frames = traceback.extract_tb(error.__traceback__)
     found = [frame for frame in frames if not _stands_in(frame.filename, _LIBRARIES)]
@@ -172,13 +172,13 @@ def _stands_in(file: str, folders: tuple[Path, ...]) -> bool:
 
 
 def block_slices(block: Block, numel: int) -> Iterator[slice]:
-    """Where the blocks of a row of ``numel`` elements lie; the last may be short."""
+    """Slices of the blocks of a row of ``numel`` elements; the last may be short."""
     size = numel if block == "shard" else block
     return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
 def through(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> tuple[Tensor, Tensor]:
-    """The frames (..., F) of ``x`` (..., S), and the elements that they decode to; both on the CPU."""
+    """Encode and decode ``x`` (..., S): the frames (..., F) and the decoded elements, both on the CPU."""
     size = subject.promises.frame_bytes(x.shape[-1])
     frames = torch.full((*x.shape[:-1], size), 0xA5, dtype=torch.uint8, device=subject.device)
     decoded = torch.full(x.shape, math.nan, dtype=DTYPES[out], device=subject.device)
@@ -189,12 +189,12 @@ def through(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> t
 
 
 def _quantised(subject: Subject, x: Tensor) -> Tensor:
-    """What the codec's scales are taken of: ``x`` itself, or its rotation."""
+    """The values that the codec's scales are computed from: ``x`` itself, or its rotation."""
     return x if subject.codec is None else reference.rotated(subject.codec, x)
 
 
 def _bound(subject: Subject, case: Case) -> None:
-    """Errors of finite blocks, away from where the output's type saturates."""
+    """Check the error bound on finite blocks, away from where the output's type saturates."""
     x = _representable(subject, case)
     frame, decoded = through(subject, x, case.noise, case.out)
     allowed = _bounds(subject, x, case.out)
@@ -228,7 +228,7 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
 
 
 def _zero(subject: Subject, case: Case) -> None:
-    """Blocks of zeros, of both signs, beside blocks that are none."""
+    """Check that blocks of zeros, of both signs, decode to zeros beside other blocks."""
     x = case.x.clone()
     blocks = list(block_slices(subject.block, x.numel()))
     zeros = torch.zeros(x.shape, dtype=torch.bool)
@@ -240,7 +240,7 @@ def _zero(subject: Subject, case: Case) -> None:
 
 
 def _idempotent(subject: Subject, case: Case) -> None:
-    """A second trip, whose scales may differ from the first's by their last bit."""
+    """Check that a second round trip equals the first, up to the last bit of its scales."""
     frame, once = through(subject, case.x, case.noise)
     _, twice = through(subject, once, case.noise)
     close = _same(once, twice) | ((once - twice).abs() <= once.abs() * 2.0**-22)
@@ -259,7 +259,7 @@ def _sign(subject: Subject, case: Case) -> None:
 
 
 def _power_of_two(subject: Subject, case: Case) -> None:
-    """Elements are first brought to [2^-30, 1], so that no exponent leaves fp32's normal range."""
+    """Check scaling by powers of two, on elements in [2^-30, 1], so that exponents stay normal in fp32."""
     narrow = subject.codec == Raw("fp16")
     exponents = _FP16_EXPONENTS if narrow else _EXPONENTS
     power = max(-exponents, min(exponents, case.power))
@@ -278,7 +278,7 @@ def _power_of_two(subject: Subject, case: Case) -> None:
 
 
 def _nonfinite(subject: Subject, case: Case) -> None:
-    """Blocks with a NaN or an infinity, and their neighbours."""
+    """Check blocks with a NaN or an infinity, and their neighbours."""
     frame, decoded = through(subject, case.x, case.noise, case.out)
     x, got = case.x.float(), decoded.float()
     kept = torch.where(x.isfinite(), ~got.isnan(), _same(x, got))
@@ -292,7 +292,7 @@ def _nonfinite(subject: Subject, case: Case) -> None:
 
 
 def _unbiased(subject: Subject, case: Case) -> None:
-    """The mean of ``DRAWS`` encodings with independent random bits, for each of the first ``DRAWN`` elements.
+    """Check the mean of ``DRAWS`` encodings with independent random bits, for the first ``DRAWN`` elements.
 
     Decoded values lie within the error bound ``b`` of the element, so by the empirical Bernstein bound
     (Maurer and Pontil 2009, theorem 4, both sides) the mean of N of them with sample variance V is within
@@ -334,7 +334,7 @@ def _unbiased(subject: Subject, case: Case) -> None:
 
 
 def _frame(subject: Subject, case: Case) -> None:
-    """Two trips between guards, over different rubbish; then another row, and the first frame once more."""
+    """Check two round trips between guards, over different garbage, and that frames alone decide."""
     x, numel = case.x, case.x.numel()
     size = subject.promises.frame_bytes(numel)
     noise = case.noise if subject.promises.stochastic else None
@@ -383,7 +383,7 @@ def _frame(subject: Subject, case: Case) -> None:
 
 
 def _untouched(x: Tensor, given: Tensor, written: Tensor, read: Tensor) -> None:
-    """Encoding leaves its elements as they are, and decoding its frame."""
+    """Check that encoding does not change its elements, nor decoding its frame."""
     _refuse(~_same(given, x), lambda i: f"encoding changed element {i} of what it was given", x)
     size = written.numel()
     _refuse(read != written, lambda i: f"decoding changed byte {i} of {size} that it read", x, written)
@@ -395,7 +395,7 @@ def _other(x: Tensor) -> Tensor:
 
 
 def _bits(subject: Subject, case: Case) -> None:
-    """Frames byte by byte, elements bit by bit, any NaN alike."""
+    """Check frames byte by byte and elements bit by bit against the reference; all NaN are equal."""
     codec = subject.codec
     assert codec is not None  # noqa: S101  # a claim of those alone that are a codec of ours
     numel = case.x.numel()
@@ -444,7 +444,7 @@ _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
 
 
 def _representable(subject: Subject, case: Case) -> Tensor:
-    """The row, held to where none of its types saturates or overflows."""
+    """The row, clamped to where none of its types saturates or overflows."""
     types = {case.out, NAMES[case.x.dtype]} | (
         {subject.codec.dtype} if isinstance(subject.codec, Raw) else set()
     )
@@ -455,7 +455,7 @@ def _representable(subject: Subject, case: Case) -> Tensor:
 
 
 def _refuse(broken: Tensor, words: Callable[[int], str], x: Tensor, frame: Tensor | None = None) -> None:
-    """Raise for the first element that is broken."""
+    """Raise a violation for the first failing element."""
     if bool(broken.any()):
         raise Violation(words(int(broken.int().argmax())), x, frame)
 

@@ -1,6 +1,6 @@
-"""Rows where a codec's rounding turns: for every two adjacent levels their tie, and the floats beside it.
+"""Rows at a codec's rounding edges: for every two adjacent levels their tie, and the floats beside it.
 
-A level is a quotient ``x / scale`` that a codec of ours has a code for.  Where scales are powers of two, ties
+A level is a quotient ``x / scale`` that a codec of ours can represent.  Where scales are powers of two, ties
 stay ties however a quotient is computed; so the scales of these rows are those at which a product with the
 reciprocal, of the scale or of the block's largest element, becomes another code than the quotient.
 """
@@ -29,7 +29,7 @@ _CPU: Final = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Of blocks: their least element, their largest, and the scale that follows.
+    """Extremes of blocks: least element, largest element, and the resulting scale.
 
     Attributes:
         low: the offset of an asymmetric codec, 0 of others.
@@ -73,7 +73,7 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 
 @cache
 def spans(codec: Blocked, kind: Dtype) -> tuple[Span, ...]:
-    """Scale 1; those that tell a product from a quotient, whole and not; the least scale, and the largest."""
+    """Spans with scale 1, with scales that tell a product from a quotient, and with the extreme scales."""
     top, largest = _top(codec), LARGEST[kind]
     small = 2.0**-8 if top * MOST_SCALES > largest else 1.0
     whole = torch.arange(1.0, MOST_SCALES + 1) * top * small
@@ -101,7 +101,7 @@ def _of(codec: Blocked, low: Tensor, high: Tensor) -> list[Span]:
 
 
 def _confused(codec: Blocked, low: Tensor, high: Tensor, kind: Dtype) -> Tensor:
-    """(mistakes, spans) how many edges each mistake gives another code than the quotient, for each span."""
+    """(mistakes, spans): number of edges to which each mistake gives another code than the quotient."""
     scale = _scale(codec, low, high)
     x = _edges(codec, low, high, scale, kind).float()  # (spans, edges)
     lows, scales, measures = low[:, None], scale[:, None], (high - low)[:, None]
@@ -129,7 +129,7 @@ def _with_neighbours(x: Tensor) -> Tensor:
 
 
 def _nearest(codec: Blocked, quotients: Tensor) -> Tensor:
-    """Of each quotient the number of the nearest level, of two the one with an even code."""
+    """Index of the level nearest to each quotient; a tie goes to the even code."""
     own = levels(codec)
     ties = (own[1:] + own[:-1]) / 2
     wide = quotients.double().contiguous()

@@ -1,7 +1,6 @@
-"""Whom the laws are tried on: codecs of ours on a backend, and objects of others.
+"""Subjects of the laws: codecs of ours on a backend, and user objects given as ``module:object``.
 
-An object of one's own is ``module:object``; a class stands for what it makes without arguments.
-It has
+A class is instantiated without arguments.  The object has
 
 - ``encode(x, frame)``: write the frame (F,) uint8 of x (S,); all of it, and nothing beyond it;
 - ``decode(frame, out)``: write the elements (S,) of a frame;
@@ -14,7 +13,7 @@ and either ``codec``, the text form of a codec of ours, which it then claims to 
 - ``error_bound(low, high, out)``: largest error of finite values in [low, high] of one block, decoded to
   ``out``: ``"fp32"``, ``"bf16"`` or ``"fp16"``; asked only where it promises ``bound`` or ``unbiased``.
 
-Where they differ from what is said here: ``stochastic`` (False; if True, ``encode(x, frame, noise)`` gets
+Optional, with these defaults: ``stochastic`` (False; if True, ``encode(x, frame, noise)`` gets
 an :class:`impl.codecs.rounding_noise.Noise`), ``kinds`` (``["fp32"]``: types of x and out), ``device``
 (``"cpu"``).
 """
@@ -57,11 +56,11 @@ _KINDS: Final[tuple[Dtype, ...]] = get_args(Dtype)
 
 
 class SubjectError(ValueError):
-    """What was named cannot be tried here; one line says why."""
+    """A named subject cannot be checked here; one line says why."""
 
 
 def missing(backend: str) -> str | None:
-    """Why ``backend`` is not to be had on this machine; None if it is."""
+    """Why ``backend`` is not available on this machine; None if it is."""
     if backend not in BACKENDS:
         return f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}"
     try:
@@ -74,7 +73,7 @@ def missing(backend: str) -> str | None:
 
 
 def found() -> tuple[list[str], list[str]]:
-    """The backends of this machine, and why each of the others is not to be had."""
+    """The available backends, and the reason for each of the others."""
     reasons = {backend: missing(backend) for backend in BACKENDS}
     return (
         [backend for backend, reason in reasons.items() if reason is None],
@@ -118,7 +117,7 @@ def of_operations(codec: Codec, operations: ops.Operations, name: str, device: s
 
 
 def read(text: str) -> Codec | Subject:
-    """A codec of ours by its text form, or somebody's ``module:object``.
+    """Resolve a codec of ours by its text form, or a user's ``module:object``.
 
     Raises:
         SubjectError: if it is neither, naming what is wrong.
@@ -132,10 +131,10 @@ def read(text: str) -> Codec | Subject:
 
 
 def of_object(name: str, thing: Any) -> Subject:
-    """Somebody's own codec or kernel; the module's text says what it must have.
+    """A user's own codec or kernel; the module's docstring says what it must have.
 
     Raises:
-        SubjectError: naming what it lacks, or what it raised when it was asked.
+        SubjectError: naming what it lacks, or what it raised.
     """
     try:
         return _of_object(name, thing() if isinstance(thing, type) else thing)
@@ -181,7 +180,7 @@ def _device(name: str, text: Any) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What an object that is no codec of ours says of itself."""
+    """Declarations of a user's object, as :class:`Promises`."""
 
     laws: frozenset[Law]
     stochastic: bool
@@ -229,7 +228,7 @@ def _block(name: str, thing: Any, codec: Codec | None) -> Block:
 def _by_rows(
     encode: Callable[..., None], *, stochastic: bool
 ) -> Callable[[Tensor, Tensor, Noise | None], None]:
-    """``encode`` of one row, for rows (..., S)."""
+    """Lift ``encode`` of one row to rows (..., S)."""
 
     def all_rows(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
         if noise is None or not stochastic:

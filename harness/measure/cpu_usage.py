@@ -1,7 +1,7 @@
-"""What the processors of a machine did over a time: for a process and its like, and for everybody else.
+"""CPU usage over an interval: of this process, and of the whole machine.
 
-The system counts (``/proc/stat``, in ticks of 10 ms as a rule) who had each processor; where it does not,
-nothing is known.  Of the machine's processors only those count that this process may use.
+The machine's comes from ``/proc/stat``, usually in ticks of 10 ms, and is None where there is none.  Only
+the CPUs that this process may use are counted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _COLUMNS: Final = 8  # user, nice, system, idle, iowait, irq, softirq, steal; gu
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Processor seconds of all processors that a process may use.
+    """CPU seconds of the machine, over all CPUs that this process may use.
 
     Attributes:
         user: of programs, niced ones too.
         system: of the kernel on behalf of programs.
-        interrupts: of the kernel on behalf of devices and the network, on nobody's account.
-        steal: that the machine's own host gave to others.
+        interrupts: of the kernel for devices and the network, charged to no process.
+        steal: that the hypervisor gave to other machines.
     """
 
     user: float
@@ -35,7 +35,7 @@ class Busy:
     steal: float
 
     def __sub__(self, earlier: Self) -> Busy:
-        """What came since; a count that the system corrected downwards adds nothing."""
+        """The difference of two readings; a counter that the kernel corrected downwards counts as 0."""
         return Busy(
             *(max(now - then, 0.0) for now, then in zip(astuple(self), astuple(earlier), strict=True))
         )
@@ -43,13 +43,13 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """One process's view of a time.
+    """CPU usage of one interval.
 
     Attributes:
         seconds: wall-clock.
-        computed: processor seconds of this process, all its threads.
-        processors: how many it may use.
-        machine: what these did for everybody; None where it was not asked for or the system does not tell.
+        computed: CPU seconds of this process, all its threads.
+        processors: CPUs that it may use.
+        machine: usage of these CPUs by all programs; None if not asked for or not available.
     """
 
     seconds: float
@@ -59,10 +59,10 @@ class Spent:
 
 
 class ProcessorMeter:
-    """Runs from its making on.
+    """Measures CPU usage from its construction on.
 
     Args:
-        machine: whether to ask for the whole machine.
+        machine: whether to read the whole machine's usage too.
     """
 
     def __init__(self, *, machine: bool) -> None:
@@ -70,7 +70,7 @@ class ProcessorMeter:
         self._computed, self._begun = time.process_time(), time.perf_counter()
 
     def spent(self) -> Spent:
-        """What has been spent so far."""
+        """The usage so far."""
         seconds, computed = time.perf_counter() - self._begun, time.process_time() - self._computed
         after = busy() if self._machine is not None else None
         found = None if after is None or self._machine is None else after - self._machine
@@ -78,10 +78,10 @@ class ProcessorMeter:
 
 
 def busy(stat: Path = STAT) -> Busy | None:
-    """Processor seconds since the system began; None where it does not count them.
+    """Read the machine's CPU seconds since boot; None where ``stat`` does not exist.
 
     Args:
-        stat: what the system says, in the form of Linux.
+        stat: path of Linux's ``/proc/stat``.
     """
     try:
         lines = stat.read_text(encoding="ascii").splitlines()

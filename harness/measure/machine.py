@@ -1,7 +1,7 @@
-"""Facts about where a trial ran, and which of them must agree before records are pooled.
+"""Facts about the machine and code of a trial, and the pool key made of them.
 
-Everything here is read, never guessed: what cannot be read is None.  No host name and no path is
-recorded.  Versions come from package metadata, so nothing heavy is imported.
+A fact that cannot be read is None.  No host name and no path is recorded.  Versions come from package
+metadata, so nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".h"})
 
 
 def facts() -> dict[str, Any]:
-    """The machine, JSON-ready: processor, memory, kernel, Python, packages, GPUs."""
+    """Facts about the machine, JSON-ready: CPU, memory, kernel, Python, packages, GPUs."""
     gpus, driver = _gpus()
     return {
         "cpu": _cpu_model(),
@@ -47,7 +47,7 @@ def facts() -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """Which code ran: version, commit, whether the checkout was changed, digest of the sources.
+    """Identity of the code: version, commit, whether the checkout is dirty, digest of the sources.
 
     ``commit`` and ``dirty`` are None outside a git checkout; ``source`` is always there.
     """
@@ -62,7 +62,7 @@ def code() -> dict[str, Any]:
 
 
 def source_digest(root: Path = ROOT) -> str:
-    """First 16 hex digits of the SHA-256 of all sources that decide a measurement."""
+    """First 16 hex digits of the SHA-256 of all source files that can affect a measurement."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((root / folder).rglob("*")):

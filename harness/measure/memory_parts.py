@@ -1,4 +1,4 @@
-"""Which of the bytes that a rank holds a workload needs, and where they lie.  No torch."""
+"""Filters over a rank's bytes by part: for workloads without training, on the device, on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TRAINING: Final = (*_STEPPED, *(HOST + part for part in _STEPPED), "local_gradie
 
 
 def without_training(memory: dict[str, int]) -> dict[str, int]:
-    """Bytes by part, without the parts that only training holds."""
+    """Bytes by part, without the parts that only training needs."""
     return {part: size for part, size in memory.items() if part not in TRAINING}
 
 

@@ -1,4 +1,4 @@
-"""Measuring: steps by part, memory, power.  What is measured is kept raw."""
+"""Measures the parts of a step, peak memory, and GPU power; keeps raw values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _POWER_SECONDS: Final = 0.1  # NVML refreshes its reading about as often
 
 
 class StepClock:
-    """Times one step after the other by part, and what the process computed in it, all its threads' work.
+    """Times each step by part, with the CPU seconds of the process, all its threads included.
 
     Args:
-        exposed: seconds waited for communication so far, or None where that cannot be told.
-        device: waited for at the edges of every part, if it works on its own.
+        exposed: returns seconds waited for communication so far, or None if not known.
+        device: synchronised at the edges of every part, if it is a GPU.
     """
 
     def __init__(self, exposed: Callable[[], float | None], device: torch.device) -> None:
@@ -35,7 +35,7 @@ class StepClock:
         self.steps: list[Step] = []
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         self._waited = {}
         self._begun = self._now()
@@ -43,7 +43,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Time the body as a part of the step; a part may come several times."""
+        """Time the body as a part of the step; a part may occur several times and adds up."""
         waited, start = self._exposed(), self._now()
         yield
         self._seconds[name] += self._now() - start
@@ -52,7 +52,7 @@ class StepClock:
             self._waited[name] = self._waited.get(name, 0.0) + after - waited
 
     def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
-        """The step is over; ``index`` counts from the first warm-up step."""
+        """End the step and return its times; ``index`` counts from the first warm-up step."""
         computed = time.process_time() - self._computed
         self.steps.append(
             Step(
@@ -75,7 +75,7 @@ class StepClock:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let peaks of memory count from here on, where the system can."""
+    """Reset the peaks of memory, where the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):  # then the peak is the whole process's, an upper bound
@@ -83,7 +83,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_rss() -> int:
-    """Most memory that this process has had resident, in bytes."""
+    """Peak resident memory of this process, in bytes."""
     with contextlib.suppress(OSError):
         found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
         if found:
@@ -92,12 +92,12 @@ def peak_rss() -> int:
 
 
 def peak_device(device: torch.device) -> int | None:
-    """Most memory that torch has had allocated on a GPU; None on a CPU."""
+    """Peak memory that torch has allocated on the GPU, in bytes; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 class PowerSampler:
-    """Reads a GPU's power in a thread; samples nothing on a CPU or without NVML.
+    """Reads a GPU's power in a thread; does nothing on a CPU or without NVML.
 
     Attributes:
         samples: ``{"seconds": since start, "watts": drawn}`` each; None if nothing can be read.

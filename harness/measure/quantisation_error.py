@@ -1,6 +1,6 @@
-"""Quantisation error on the tensors of a trial: what codecs do to its weights and gradients.
+"""Measures quantisation errors of codecs on a trial's weights and gradients.
 
-Every rank adds up squares over its own shards; the sums of all ranks make one figure per tensor.
+Every rank sums squares over its own shards; the sums of all ranks give one error per tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = tuple[str, str, str]  # purpose, unit, codec
 
 @dataclass(frozen=True, slots=True)
 class Squares:
-    """Sums over one rank's shard: squared errors and values, largest error and value."""
+    """Error sums over one rank's shard: squared errors and values, largest error and value."""
 
     error: float
     value: float
@@ -34,7 +34,7 @@ class Squares:
 
 
 def measure(zero: Zero) -> dict[Key, Squares]:
-    """Errors of the policy's codecs and of a grid of bits and block sizes.
+    """Measure the error sums of the policy's codecs and of a grid of bits and block sizes.
 
     Args:
         zero: with gradients that no optimizer step has consumed.
@@ -55,10 +55,10 @@ def measure(zero: Zero) -> dict[Key, Squares]:
 
 
 def squares(codec: Codec, x: Tensor) -> Squares:
-    """Sums of one codec on one tensor.
+    """Error sums of one codec on one tensor.
 
     Args:
-        codec: what encodes.
+        codec: to try.
         x: (S,) fp32.
     """
     frames = torch.empty(codec.frame_bytes(x.numel()), dtype=torch.uint8, device=x.device)
@@ -77,7 +77,7 @@ def squares(codec: Codec, x: Tensor) -> Squares:
 
 
 def errors_of(ranks: Sequence[Mapping[Key, Squares]]) -> list[QuantisationError]:
-    """The errors over all ranks' shards; a tensor of zeros has none and is left out."""
+    """Combine the sums of all ranks into errors; a tensor of zeros is left out."""
     errors = []
     for key in ranks[0] if ranks else ():
         parts = [rank[key] for rank in ranks if key in rank]

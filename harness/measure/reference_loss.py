@@ -1,9 +1,8 @@
-"""The loss that a model must have before training, sharded or not: the check of every trial.
+"""Checks the sharded model's loss before training against that of a single process.
 
-A single process computes it twice on this rank's batches of the first step: with the fp32 weights,
-and with the weights that a gather brings, each encoded and decoded once by the policy's codec.  The
-sharded model has to agree with the second.  All three are taken in evaluation mode, so a model with
-dropout draws no random number.
+The unsharded model computes it twice on this rank's batches of the first step: with the fp32 weights,
+and with the weights as all-gathered, encoded and decoded once by the policy's codec.  The sharded model's
+loss must equal the second.  All three are taken in evaluation mode, so dropout draws no random number.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class WrongLossError(RuntimeError):
-    """A sharded model is not the model; the message names both losses."""
+    """The sharded model's loss differs from the single process's; the message names both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,8 @@ class FirstLoss:
 
     Attributes:
         reference: of a single process in fp32.
-        expected: of a single process with weights as a gather brings them.
-        found: of the model that is trained.
+        expected: of a single process with weights as all-gathered.
+        found: of the sharded model.
     """
 
     reference: float
@@ -52,7 +51,7 @@ class FirstLoss:
     found: float
 
     def check(self, rank: int) -> None:
-        """Compare what was found with what was expected.
+        """Compare ``found`` with ``expected``.
 
         Raises:
             WrongLossError: if they differ by more than :data:`TOLERANCE`, or one is not a number.
@@ -82,11 +81,11 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
 def as_gathered(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry], seed: int = 0
 ) -> Iterator[None]:
-    """Let an unsharded model have the weights that the first gather brings; they are restored after.
+    """Inside, an unsharded model has the weights of the first all-gather; they are restored after.
 
     Args:
-        model: its parameters are trained in fp32.
-        policy: how they are gathered.
+        model: with fp32 parameters.
+        policy: of the all-gather.
         units: their layout.
         seed: of stochastic codecs.
     """
@@ -98,7 +97,7 @@ def as_gathered(
 
 
 def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
-    """``model`` as the policy computes it: itself in fp32, else a copy whose parameters have that type.
+    """``model`` in the policy's compute type: itself in fp32, else a copy whose parameters have that type.
 
     Inputs of another floating-point type are cast, as the engine does.
     """
@@ -119,10 +118,10 @@ def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
 
 @contextmanager
 def as_gathered_by_fsdp2(model: nn.Module, codec: Codec, groups: Sequence[GroupGeometry]) -> Iterator[None]:
-    """The same for FSDP2 with our gather: each rank's message is its parts of a group's parameters.
+    """As :func:`as_gathered`, for FSDP2: a rank's message is its shards of a parameter group.
 
     Args:
-        model: its parameters are trained in fp32.
+        model: with fp32 parameters.
         codec: of the policy's weights; not stochastic.
         groups: FSDP2's parameter groups.
     """
@@ -134,7 +133,7 @@ def as_gathered_by_fsdp2(model: nn.Module, codec: Codec, groups: Sequence[GroupG
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """The parameters by name, to be changed; they are as they were afterwards."""
+    """Yields the parameters by name, to be changed; restores their values afterwards."""
     parameters = dict(model.named_parameters())
     kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
@@ -147,7 +146,7 @@ def _restored(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 
 @torch.no_grad()
 def _pass_group(codec: Codec, group: GroupGeometry, parameters: dict[str, nn.Parameter]) -> None:
-    """Encode and decode every rank's message of a group, by the reference."""
+    """Encode and decode every rank's message of a parameter group, with the reference backend."""
     whole = torch.zeros(group.world, group.shard)
     columns = [0, *itertools.accumulate(map(group.part, group.parameters))]
     places = []  # (parameter, its elements in rank order with padding: a view of ``whole``)
@@ -166,7 +165,7 @@ def _pass_group(codec: Codec, group: GroupGeometry, parameters: dict[str, nn.Par
 
 @torch.no_grad()
 def _pass_unit(codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parameter], clock: Clock) -> None:
-    """Encode and decode every shard of a unit, by the reference whatever kernels the engine uses."""
+    """Encode and decode every shard of a unit, with the reference backend whatever the engine uses."""
     slots = [(slot, parameters[slot.spec.name]) for slot in unit.slots]
     whole = torch.zeros(unit.padded, device=slots[0][1].device)
     for slot, parameter in slots:

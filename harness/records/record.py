@@ -1,8 +1,8 @@
-"""What a trial leaves behind: raw values, written once by rename, read tolerantly.
+"""Record of a trial: its raw measurements as one JSON file, written atomically.
 
-A record holds no means: every step's times, every loss, every byte counter stands as it was
-measured; statistics belong to ``report``.  A failure is a record too.  The schema in words is
-``results/README.md``; its history stands beside :data:`SCHEMA_VERSION`.  No torch.
+A record holds no means: every step's times, every loss and every byte counter is stored as measured;
+statistics belong to ``report``.  A failure is a record too.  ``results/README.md`` documents the
+schema; its history stands beside :data:`SCHEMA_VERSION`.  No torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Part(BaseModel):
 
 
 class LedgerRow(_Part):
-    """Bytes that one rank sent, summed over the timed steps, self excluded.
+    """Bytes that one rank sent to others over the timed steps, by purpose and link.
 
     Attributes:
         phase: what the rank was doing: forward, backward, evaluate (also to decode a token), step
@@ -59,7 +59,7 @@ class LedgerRow(_Part):
 
 
 class Step(_Part):
-    """One optimizer step of one rank; times in seconds.
+    """Times of one optimizer step on one rank, in seconds.
 
     ``forward`` and ``backward`` contain ``exposed_forward`` and ``exposed_backward``: the time
     the rank stood waiting for communication.  ``total`` runs from the step's begin to its end, and
@@ -81,15 +81,15 @@ class Step(_Part):
 
 
 class Token(_Part):
-    """One decoded token of each of a rank's sequences.
+    """Time and bytes of decoding one token, in all sequences of a rank at once.
 
     Attributes:
         step: which generation, warm-ups included.
-        warmup: whether that was one.
+        warmup: whether that generation was a warm-up.
         index: of the token, from 0; the first also reads the prompt.
-        seconds: that it took.
-        exposed: of these, seconds that the rank stood waiting for communication.
-        inter_bytes, intra_bytes: sent for it by this rank, between nodes and inside its node; None where
+        seconds: its duration.
+        exposed: seconds of it that the rank waited for communication.
+        inter_bytes, intra_bytes: sent by this rank, between nodes and inside its node; None where
             there is no ledger.
     """
 
@@ -108,7 +108,7 @@ class Validation(_Part):
     Attributes:
         step: optimizer steps taken, warm-ups included.
         loss: mean cross-entropy over all ranks, in nats per byte of text, byte to fill in, or image.
-        train_seconds: wall-clock spent in steps so far.
+        train_seconds: wall-clock seconds of all steps so far.
         inter_bytes: bytes all ranks had sent between nodes in training so far (ledger, or the
             interfaces where there is no ledger).
     """
@@ -120,7 +120,7 @@ class Validation(_Part):
 
 
 class Memory(_Part):
-    """Bytes of one rank. ``engine``: what the engine owns, by name; ``formula``: the same
+    """Memory of one rank in bytes. ``engine``: what the engine owns, by name; ``formula``: the same
     parts as ``impl.plan.traffic.memory`` predicts; ``peak_rss``: of the process.  ``copied``: between host
     and device over the timed steps, by direction and purpose, for what is offloaded, and
     ``copied_formula`` as ``impl.plan.traffic.predict_copies`` predicts it.
@@ -135,7 +135,7 @@ class Memory(_Part):
 
 
 class RankRecord(_Part):
-    """What one rank measured. ``ledger`` is None for strategies outside our wire; ``steps`` are of
+    """Measurements of one rank. ``ledger`` is None for strategies outside our wire; ``steps`` are of
     training and ``tokens`` of generation, one of them empty.
     """
 
@@ -149,7 +149,7 @@ class RankRecord(_Part):
 
 
 class QuantisationError(_Part):
-    """Error of one codec on one real tensor of the trial, from its frames.
+    """Quantisation error of one codec on one tensor of the trial.
 
     Attributes:
         purpose: weights or gradients.
@@ -167,7 +167,7 @@ class QuantisationError(_Part):
 
 
 class LinkRecord(_Part):
-    """The link between nodes, as asked for and as it was.
+    """The link between nodes: rate requested, calibrated and probed.
 
     Attributes:
         kind: namespaces, paced, none, or real (a network that exists).
@@ -197,15 +197,15 @@ class InterfaceCounters(_Part):
 
 
 class ProcessorUse(_Part):
-    """What the processors that a trial may use did over its timed steps, evaluations between them included.
+    """CPU usage of the machine over a trial's timed steps, evaluations between them included.
 
     Attributes:
         seconds: wall-clock, from begin to end.
-        processors: how many.
-        ranks: processor seconds of all ranks' processes.
-        user, system: processor seconds of all programs, the ranks' among them, and of the kernel for them.
-        interrupts: processor seconds of the kernel for devices and the network.
-        steal: processor seconds that the machine's host gave to others.
+        processors: CPUs that the trial may use.
+        ranks: CPU seconds of all ranks' processes.
+        user, system: CPU seconds of all programs, ranks included, and of the kernel for them.
+        interrupts: CPU seconds of the kernel for devices and the network.
+        steal: CPU seconds that the hypervisor gave to other machines.
     """
 
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -218,16 +218,15 @@ class ProcessorUse(_Part):
 
 
 class Predicted(_Part):
-    """What ``impl.plan.traffic`` says the timed steps send on each rank, and the exact equality."""
+    """Bytes that ``impl.plan.traffic`` predicts per rank, and whether the ledger equals them exactly."""
 
     ledgers: list[list[LedgerRow]]  # one list a rank
     equal: bool
 
 
 class Failure(_Part):
-    """Why there is no result. ``kind``: refused, crashed, timeout, memory (also what would not keep
-    within the trial's limit, and was not run), interrupted, or wrong: it ran, and a check of what came
-    out failed.
+    """Why a trial has no result. ``kind``: refused, crashed, timeout, memory (also a trial over its memory
+    limit, which was not run), interrupted, or wrong: it ran, and a check of its results failed.
     """
 
     kind: str
@@ -236,7 +235,7 @@ class Failure(_Part):
 
 
 class Record(_Part):
-    """One trial: what defines it, where it ran, what came out.
+    """Record of one trial: its definition, its machine, its measurements.
 
     Attributes:
         suite: the suite's name.
@@ -244,17 +243,17 @@ class Record(_Part):
         trial: the trial's canonical JSON; its hash is ``id``.
         machine: facts about where it ran (``harness.measure.machine``).
         code: version, commit, and whether the checkout was changed.
-        inputs: digests of what the trial names but does not hold (``harness.workloads.input_digests``).
+        inputs: digests of the files that the trial reads (``harness.workloads.input_digests``).
         pool: hash of the facts that must agree before two records are pooled.
-        ran: algorithms, transports, kernel backends and threads that really ran.
-        findings: what became of each key of a DeepSpeed configuration, of strategy ``recipe``.
+        ran: algorithms, transports, kernel backends and threads that were actually used.
+        findings: how each key of a DeepSpeed configuration was handled (strategy ``recipe``).
         order: position in the sweep's interleaved order.
         units: name, elements, padded elements of each unit.
         reference_loss: of a single process in fp32 on the first step's batches, before training and in
             evaluation mode.
         decoded_sha256: of the tokens that each rank decodes in every generation, in rank order.
-        processor_use: of the machine on which all ranks ran; None where they may stand on several, where the
-            system does not tell, and in records from before it was measured.
+        processor_use: of the machine on which all ranks ran; None if they may run on several, if the
+            system does not report it, and in older records.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -292,21 +291,21 @@ class Record(_Part):
 
     @property
     def settled(self) -> bool:
-        """Whether running its trial again would only repeat it.
+        """Whether its trial need not be run again.
 
-        One that was interrupted is run again, and so is one that was refused: it costs nothing, and
-        the machine may allow it now.
+        An interrupted trial is run again, and so is a refused one: that costs nothing, and the machine may
+        allow it now.
         """
         return self.failure is None or self.failure.kind not in ("interrupted", "refused")
 
     @property
     def measured(self) -> bool:
-        """Whether it holds anything that was measured; most failures do not."""
+        """True if it holds any measurement; most failures do not."""
         return self.failure is None or bool(self.ranks)
 
     @property
     def answers(self) -> bool:
-        """Whether it says what its suite asks: a result, or that its memory limit allows none."""
+        """True if it answers the suite's question: it has a result, or its memory limit allows none."""
         if self.failure is None:
             return True
         foreseen = self.failure.kind == "memory" and not self.ranks and self.failure.log is None
@@ -314,18 +313,18 @@ class Record(_Part):
 
 
 def slowest_seconds(one: Record) -> list[float]:
-    """Of each timed step the slowest rank's seconds, as the report counts them."""
+    """Seconds of each timed step on its slowest rank."""
     of_ranks = [[step.total for step in rank.steps if not step.warmup] for rank in one.ranks]
     return [max(totals) for totals in zip(*of_ranks, strict=True)]
 
 
 def path_of(results: Path, record_id: str) -> Path:
-    """Where the record of trial ``record_id`` lies."""
+    """Path of the record of trial ``record_id``."""
     return results / f"{record_id}.json"
 
 
 def write(results: Path, record: Record) -> Path:
-    """Write ``record`` whole or not at all; returns where.
+    """Write ``record`` atomically; returns its path.
 
     Raises:
         RecordError: if the folder cannot be written.
@@ -336,7 +335,7 @@ def write(results: Path, record: Record) -> Path:
 
 
 def write_whole(target: Path, text: str) -> None:
-    """Write a file whole or not at all: temporary file, fsync, rename.
+    """Write a file atomically: temporary file, fsync, rename.
 
     Raises:
         RecordError: if its folder cannot be written.
@@ -398,7 +397,7 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
 
 
 def read_all(results: Path) -> list[Record]:
-    """All records of a folder, by order of running.
+    """Read all records of a folder, in the order in which they ran.
 
     Raises:
         RecordError: for any file that is not a record of this schema.

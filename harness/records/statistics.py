@@ -1,7 +1,6 @@
-"""Intervals for medians and paired ratios of timings.  Formulas: docs/reference/metrics.md.  No torch.
+"""Confidence intervals for medians and paired ratios of timings.  Formulas: docs/reference/metrics.md.
 
-Records keep raw values; what is derived from them is derived here, when a report asks.  One
-value says nothing about its spread: its interval has NaN ends, which plots and tables leave out.
+An interval of a single value has NaN ends, which plots and tables leave out.  No torch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ SEED: Final = 20230616  # of the bootstrap: a report made twice prints the same 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate and where it may lie.
+    """An estimate with its confidence interval.
 
     Attributes:
         estimate: of the quantity.
@@ -70,10 +69,9 @@ def paired_ratio_interval(
     denominator: Mapping[Hashable, float],
     confidence: float = CONFIDENCE,
 ) -> Interval:
-    """Ratio paired by key (the repeat): geometric mean of ratios, t interval on their logarithms.
+    """Geometric mean of ratios paired by key (the repeat), with a t interval on their logarithms.
 
-    What drifts between repeats, such as a noisy machine, cancels.  Keys that only one side has
-    are left out.
+    Drift between repeats cancels.  Keys that only one side has are left out.
 
     Raises:
         ValueError: without a common key, or for values that are not positive.

@@ -1,8 +1,8 @@
-"""What every trial should send and hold, said before anything runs; and what cannot run, and why.
+"""Predicts the bytes and memory of every trial before it runs, and whether it can run here.
 
-The model is built on the meta device, its units are laid out, and ``impl.plan.traffic`` counts: so
-models and clusters that do not fit here, such as 100 B parameters on 64x16, are planned in
-seconds.  By symmetry every node sends what node 0 sends.  Activations are not counted.
+The model is built on the meta device, its units are planned, and ``impl.plan.traffic`` counts their
+bytes.  So models and clusters that do not fit here, such as 100 B parameters on 64x16, are predicted
+in seconds.  By symmetry every node sends what node 0 sends.  Activations are not counted.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the machine that would run the trials has.
+    """Resources of the machine that would run the trials.
 
     Attributes:
         memory: bytes that processes may use.
         gpus: bytes of each GPU.
-        namespaces: asks once whether nodes can be network namespaces: None if so, else why not.
+        namespaces: checks (once) whether network namespaces work: None if so, else why not.
     """
 
     memory: int
@@ -56,10 +56,10 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """One trial's prediction.
+    """Prediction for one trial.
 
     Attributes:
-        trial: of which.
+        trial: the trial.
         parameters: elements of the model, without padding.
         padded: elements of its units, with padding; None for peers.
         inter: bytes between nodes in one optimizer step, or one generation, all ranks together; None for
@@ -69,7 +69,7 @@ class Forecast:
         memory: bytes of one rank, by part, without activations.
         wire_seconds: time that ``egress`` takes at the link's rate; None without a rate.
         problems: why it cannot run here; empty if it can.
-        beyond_limit: how it exceeds its own memory limit, for which it will not be run; None if it does not.
+        beyond_limit: how it exceeds its memory limit, so that it will not be run; None if it does not.
         copied: bytes that one rank copies between host and device in one step, both ways; 0 where nothing
             is offloaded.
     """
@@ -121,7 +121,7 @@ def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
 
 
 def findings(trial: Trial) -> tuple[Finding, ...]:
-    """What becomes of each key of a trial's DeepSpeed configuration on its model; none without one."""
+    """How each key of a trial's DeepSpeed configuration is handled on its model; none without one."""
     return _findings(trial, {})
 
 
@@ -201,7 +201,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
 def _hosted(
     trial: Trial, host: Host, policy: Policy, model: nn.Module, *, state: int, problems: tuple[str, ...]
 ) -> Forecast:
-    """The prediction of a policy inside a host, whose memory is a peer's."""
+    """The prediction of a policy inside FSDP2 or DDP, whose memory is that of the peer."""
     from impl.adapters.fsdp2_ddp import HostError, hosted_units
 
     assert trial.host is not None  # noqa: S101  # the caller asked
@@ -232,7 +232,7 @@ def _hosted(
 
 
 def _unfit(trial: Trial, error: Exception) -> str:
-    """Why a trial's units cannot be laid out; of padding also which key allows it, and for whose blocks."""
+    """Why a trial's units cannot be planned; for padding also the key that allows it, and what it is for."""
     if not isinstance(error, PaddingError):
         return str(error)
     said = f"{error}: policy.max_padding = {error.needed:.2f} in the suite"
@@ -248,7 +248,7 @@ def _unfit(trial: Trial, error: Exception) -> str:
 
 
 def _events(trial: Trial) -> list[traffic.Event]:
-    """The passes of one step."""
+    """The events (passes, norms) of one step, for ``impl.plan.traffic``."""
     if trial.workload == "generate":
         return ["evaluate"] * trial.generate.tokens
     norm: list[traffic.Event] = [] if trial.clip is None else ["norm"]
@@ -270,7 +270,7 @@ def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
 
 
 def _held(trial: Trial, memory: dict[str, int]) -> dict[str, int]:
-    """Of the parts that a rank holds in training, those that the trial's workload needs."""
+    """A rank's bytes by part in training, reduced to those that the trial's workload needs."""
     return without_training(memory) if trial.workload == "generate" else memory
 
 
@@ -287,9 +287,9 @@ def per_node_bytes(
 
 
 def _loads(trial: Trial) -> tuple[tuple[traffic.Load, traffic.Load], int]:
-    """A step of one micro-batch, or token, and one of two; and how many a step has after the first.
+    """Loads of one and of two micro-batches (or tokens), and the number in a step after the first.
 
-    Only the first finds no copy of the weights: all later ones send alike.
+    Only the first all-gathers without a secondary shard: all later ones send equal bytes.
     """
     if trial.workload == "generate":
         one, two = (traffic.Load(steps=0, evaluations=tokens) for tokens in (1, 2))
@@ -320,7 +320,7 @@ def _node_bytes(
 
 
 def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]) -> nn.Module | PlanError:
-    """The model on the meta device, or why it cannot be built."""
+    """Build the model on the meta device, once; returns a PlanError if it cannot be built."""
     key = f"{model.model_dump_json()}/{sequence}"
     if key not in models:
         from harness.workloads import models as workload
@@ -349,7 +349,7 @@ def _peer_memory(strategy: str, parameters: int, topology: Topology, state: int)
 
 
 def _ranks_here(trial: Trial) -> int:
-    """Ranks that one machine holds: all of them, unless a launcher spreads nodes over machines."""
+    """Number of ranks on this machine: all of them, unless a launcher spreads nodes over machines."""
     if trial.strategy == "single":
         return 1
     cluster = trial.cluster
@@ -357,7 +357,7 @@ def _ranks_here(trial: Trial) -> int:
 
 
 def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...]:
-    """Whether the ranks fit this machine's memory, or its GPUs'."""
+    """Why the ranks do not fit this machine's memory, or its GPUs'; nothing if they do."""
     ranks, each = _ranks_here(trial), sum(memory.values()) + _batch_bytes(trial)
     if trial.cluster.device == "cuda":
         each -= (offloaded := sum(on_host(memory).values()))
@@ -376,14 +376,14 @@ def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...
 
 
 def _batch_bytes(trial: Trial) -> int:
-    """Data of a micro-batch and of all validation batches of one rank."""
+    """Bytes of a micro-batch and of all validation batches of one rank."""
     batches = 1 + (trial.validation_batches if trial.validate_every is not None else 0)
     parts = trial.topology().world if trial.strategy == "single" else 1
     return samples.micro_batch_bytes(trial) * batches * parts
 
 
 def _check_ranks(trial: Trial, host: Host) -> str | None:
-    """More ranks than the machine can hold, whatever the model."""
+    """Why the machine cannot hold the ranks, whatever the model; None if it can."""
     ranks = _ranks_here(trial)
     if trial.cluster.device == "cuda":
         if trial.strategy != "single" and ranks > len(host.gpus):
@@ -409,7 +409,7 @@ def _check_corpus(trial: Trial) -> str | None:
 
 
 def _check_link(trial: Trial, host: Host) -> str | None:
-    """Links that cannot be made here, or that could not hold a peer to its rate."""
+    """Why the link cannot be opened here, or cannot limit a peer's rate; None if it can."""
     cluster, peer = trial.cluster, trial.strategy in ("ddp", "fsdp2")
     if cluster.link == "real":
         if cluster.launcher == "local" and cluster.nodes > 1:
@@ -453,7 +453,7 @@ def _check_launcher(trial: Trial) -> str | None:
 
 
 def _check_optimizer(trial: Trial) -> str | int:
-    """Bytes of state an element of an optimizer that works on 1-D shards; else why it does not."""
+    """State bytes per element of the trial's optimizer, or why it does not work on 1-D shards."""
     from harness.errors import Refusal
     from harness.runs.optimizers import state_bytes_per_element
     from impl.engine.optimizer_hooks import NOT_ELEMENTWISE
@@ -468,7 +468,7 @@ def _check_optimizer(trial: Trial) -> str | int:
 
 
 def _namespaces() -> str | None:
-    """Why nodes cannot be network namespaces here; None if they can."""
+    """Why network namespaces do not work here; None if they do."""
     from harness.cluster.link import LinkError, Setting, open_link
 
     try:
@@ -479,5 +479,5 @@ def _namespaces() -> str | None:
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB or, below a tenth, MiB."""
+    """Format bytes as GiB or, below 0.1 GiB, MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"

@@ -1,6 +1,6 @@
-"""Optimizers of ``torch.optim`` by their names, and the state that they keep.
+"""Builds optimizers of ``torch.optim`` by name, and measures their state per element.
 
-What ``zeropp plan`` needs of them, without what trains: no engine, no peers.
+Separate from ``strategies`` so that ``zeropp plan`` imports neither the engine nor peers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def predicted_memory(
     *,
     micro_batches: int,
 ) -> dict[str, int]:
-    """What ``impl.plan.traffic`` says one rank holds, by part, with the state of the trial's optimizer."""
+    """Bytes of one rank by part, as ``impl.plan.traffic`` predicts them for the trial's optimizer."""
     parts = memory(policy, topology, units, micro_batches=micro_batches)
     size = state_bytes_per_element(optimizer)
     states = {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
@@ -36,7 +36,7 @@ def predicted_memory(
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
-    """Bytes of state that an optimizer keeps for each fp32 element, measured on a step of a few.
+    """State bytes of an optimizer per fp32 element, measured by stepping a small tensor.
 
     Raises:
         Refusal: for an optimizer that cannot be built or cannot step.
@@ -53,7 +53,7 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
 
 
 def built(optimizer: Optimizer, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """The optimizer that a trial names, over ``parameters`` or groups of them.
+    """Build the optimizer that a trial names, over ``parameters`` or groups of them.
 
     Raises:
         Refusal: if torch has none of that name, or its arguments do not fit.
@@ -72,7 +72,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) 
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a ``DTensor``; any other tensor as it is."""
+    """The local shard of a ``DTensor``; any other tensor as it is."""
     return cast("Tensor", tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
@@ -84,7 +84,7 @@ def _kind(optimizer: Optimizer) -> type[torch.optim.Optimizer]:
 
 
 def _unwrapped(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The same optimizer without torch's wrappers, for which its compiler is imported: 1.5 s."""
+    """The optimizer class without torch's wrappers, which import its compiler: 1.5 s."""
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "step")}
     return type(kind.__name__, (kind,), methods)
 

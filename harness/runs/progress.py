@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs: a live line on a terminal, plain lines elsewhere."""
+"""Progress output of a sweep: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Display:
             self._console.print(progress.text, markup=False, highlight=False, soft_wrap=True)
 
     def finished(self, record: Record) -> None:
-        """The trial under way left this record."""
+        """Print the outcome of the current trial from its record."""
         self._done += 1
         seconds = time.monotonic() - self._began
         self._durations.append(seconds)
@@ -84,7 +84,7 @@ class Display:
         self._trial = None
 
     def interrupted(self) -> None:
-        """Ctrl-C."""
+        """Print that the sweep was interrupted, and what is left."""
         self._console.print(
             f"interrupted; {self._done} of {self._trials} trials have a record, the same command goes on",
             markup=False,

@@ -1,9 +1,9 @@
-"""What trains a model: peers by name, and every policy of ``impl``, behind one small protocol.
+"""Training strategies: torch's peers, and every policy of ``impl``, behind one protocol.
 
-``single`` is one process that averages over the batches of all ranks, and so the reference;
-``ddp`` and ``fsdp2`` are torch's own, in fp32, on the same model, data and link.  Peers send past
-our wire: they have no ledger, and only a shaped network holds them to a rate.  The same two are hosts
-where their messages are ours (``fsdp2+qgz``): then they have a ledger and a prediction as policies do.
+``single`` is one process that averages over the batches of all ranks: the reference.  ``ddp`` and
+``fsdp2`` are torch's own, in fp32, on the same model, data and link.  Peers send outside our wire: they have
+no ledger, and only a shaped network limits their rate.  With our collectives inside (``fsdp2+qgz``) the
+same two have a ledger and a prediction, as policies do.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "ncc
 
 
 class Strategy(Protocol):
-    """A model that is ready to be trained.
+    """Protocol of a strategy: a wrapped model, and the calls of a training step.
 
     Attributes:
-        model: call it as the workload's model.
+        model: called like the unwrapped model.
     """
 
     model: nn.Module
@@ -50,35 +50,35 @@ class Strategy(Protocol):
         """The engine of a policy; None for peers."""
 
     def parameters(self) -> Iterable[Any]:
-        """What the optimizer takes."""
+        """The parameters for the optimizer."""
 
     def begin(self, *, last: bool) -> None:
-        """A micro-batch begins; the ``last`` one of its step or not."""
+        """Begin a micro-batch; ``last`` if it is the last of its step."""
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of ``loss``, scaled if the strategy scales losses."""
 
     def finish_backward(self) -> None:
-        """A micro-batch's backward pass is over: wait until its gradients are reduced, if they are."""
+        """After a micro-batch's backward pass: wait until its gradients are reduced, if it reduces any."""
 
     @property
     def reduced(self) -> bool:
         """Whether :meth:`finish_backward` of this micro-batch reduces gradients."""
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """Step, with gradients scaled to a global 2-norm of at most ``clip``; an overflow may skip it."""
+        """Clip gradients to a global 2-norm of at most ``clip`` and step; an overflow may skip the step."""
 
     def weights_changed(self) -> None:
-        """Let go of kept copies of the weights: the next pass gathers them anew."""
+        """Invalidate cached copies of the weights: the next pass all-gathers them again."""
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
-        """Everything this rank has sent so far; None if it went past our wire."""
+        """Everything this rank has sent so far; None if it was sent outside our wire."""
 
     def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent] | None:
-        """What this rank should have sent in the passes of ``events``; None if it has no ledger."""
+        """Predicted bytes that this rank sends in the passes of ``events``; None if it has no ledger."""
 
     def exposed_seconds(self) -> float | None:
-        """Time this rank has waited for communication so far; None if it cannot be told."""
+        """Seconds this rank has waited for communication so far; None if not known."""
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Bytes this rank's engine holds at most, by part."""
@@ -93,10 +93,10 @@ class Strategy(Protocol):
         """The same in the passes of ``events``, as ``impl.plan.traffic`` predicts it."""
 
     def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
-        """What travels together; empty for peers."""
+        """Geometry of the units; empty for peers."""
 
     def describe(self) -> dict[str, Any]:
-        """Algorithms and transports that ran."""
+        """Algorithms and transports in use, for the record."""
 
     def close(self) -> None:
         """Let go of buffers."""
@@ -104,11 +104,11 @@ class Strategy(Protocol):
 
 @dataclass(slots=True)
 class Peer:
-    """A strategy of torch's own, or none at all.
+    """A peer: torch's DDP or FSDP2, or a single process.
 
     Attributes:
-        model: wrapped as it is trained.
-        algorithms: what the record says ran.
+        model: wrapped.
+        algorithms: for the record.
     """
 
     model: nn.Module
@@ -129,15 +129,15 @@ class Peer:
             self.model.require_backward_grad_sync = last  # what its no_sync() sets
 
     def backward(self, loss: Tensor) -> None:
-        """Of the loss as it is."""
+        """Run the backward pass of ``loss``, unscaled."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def finish_backward(self) -> None:
-        """Nothing: torch's own are done when ``backward()`` returns."""
+        """Do nothing: torch's reductions are done when ``backward()`` returns."""
 
     @property
     def reduced(self) -> bool:
-        """As far as our wire would see it, after every micro-batch."""
+        """True: a peer's reductions are not tracked."""
         return True
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
@@ -152,7 +152,7 @@ class Peer:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def weights_changed(self) -> None:
-        """Nothing: peers keep no copies from pass to pass."""
+        """Do nothing: peers cache no weights between passes."""
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
         """None."""
@@ -194,21 +194,21 @@ class Peer:
         return self.algorithms
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
 @dataclass(slots=True)
 class Hosted(Peer):
-    """A peer whose messages are ours: a policy inside FSDP2 or DDP.
+    """A policy inside FSDP2 or DDP: a peer that communicates through our collectives.
 
     Attributes:
-        joined: what carries them.
+        joined: the adapter.
     """
 
     joined: InFSDP2 | InDDP
 
     def clip(self, largest: float) -> float:
-        """See :meth:`Strategy.clip`; the sums of FSDP2's shards go through the wire too."""
+        """See :meth:`Peer.clip`; the sums over FSDP2's shards go through our wire."""
         return float(self.joined.clip_grad_norm_(largest))
 
     def ledger(self) -> dict[LedgerKey, Sent]:
@@ -238,7 +238,7 @@ class Hosted(Peer):
 
 @dataclass(slots=True)
 class Sharded:
-    """A policy, carried out by ``impl.zero``."""
+    """A policy run by our own engine, ``impl.zero``."""
 
     model: nn.Module
     engine: Zero
@@ -253,17 +253,17 @@ class Sharded:
         return self.engine
 
     def parameters(self) -> Iterable[Any]:
-        """This rank's masters."""
+        """This rank's shards of the master weights."""
         return self.engine.param_groups()
 
     def begin(self, *, last: bool) -> None:
-        """Where the policy adds gradients up locally, only the last micro-batch is reduced."""
+        """Where the policy accumulates gradients locally, reduce in the last micro-batch only."""
         if not self.policy.reduces_each_micro_batch:
             self.engine.accumulate(on=not last)
         self._last = last
 
     def backward(self, loss: Tensor) -> None:
-        """Of the loss times the policy's loss scale."""
+        """Run the backward pass of the loss times the policy's loss scale."""
         self.engine.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def finish_backward(self) -> None:
@@ -296,7 +296,7 @@ class Sharded:
         )
 
     def exposed_seconds(self) -> float | None:
-        """Time spent in the wire's waits; None on a GPU, whose stream waits while this process goes on."""
+        """Time spent in the wire's waits; None on a GPU, where the stream waits and not this process."""
         wire = self.engine.wire
         return None if wire.mesh.device.type == "cuda" else wire.exposed_seconds
 
@@ -343,18 +343,18 @@ class Sharded:
 
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
-    """Make ``model`` trainable as the trial asks; all ranks must call it.
+    """Wrap ``model`` in the trial's strategy; all ranks must call it.
 
     Args:
-        trial: what is asked.
+        trial: names strategy and policy.
         model: unsharded, on ``device``, the same on every rank; it is changed.
-        rank: whose process this is.
-        device: where tensors live.
+        rank: context of this process.
+        device: of the tensors.
 
     Raises:
         Refusal: for a combination that is not possible.
-        PolicyError, GeometryError: for a policy that does not fit model or topology, or that its host
-            cannot carry out.
+        PolicyError, GeometryError: for a policy that does not fit model or topology, or that FSDP2 or DDP
+            cannot run.
     """
     policy = trial.resolved_policy()
     if policy is None:
@@ -366,7 +366,7 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
 
 
 def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
-    """What sends in a trial; all ranks must call it."""
+    """Create the wire of a trial; all ranks must call it."""
     return Wire(
         Mesh.create(rank.topology, device),
         transport=TRANSPORTS[trial.cluster.transport],
@@ -377,7 +377,7 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
 
 
 def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
-    """``model`` on our engine; all ranks must call it."""
+    """Shard ``model`` with our engine; all ranks must call it."""
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
     return Sharded(model, zero, policy, trial.optimizer, trial.accumulation)
 
@@ -406,7 +406,7 @@ def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:
 
 
 def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
-    """The peer of that name, and our collectives in it."""
+    """The named peer with our collectives inside."""
     check_host(host, policy)
     if host == "fsdp2":
         peer = _peer(host, model, wire.mesh.device)
@@ -417,7 +417,7 @@ def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
 
 
 def build_optimizer(optimizer: Optimizer, strategy: Strategy) -> torch.optim.Optimizer:
-    """The optimizer that the trial names, over what the strategy lets it change.
+    """Build the optimizer that the trial names, over the strategy's parameters.
 
     Raises:
         Refusal: if torch has none of that name, or its arguments do not fit.

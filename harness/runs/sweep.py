@@ -1,8 +1,8 @@
-"""A sweep: the trials of a suite that have no record yet, one after the other, each leaving one.
+"""Runs the trials of a suite that have no record yet, one after the other, and writes their records.
 
-Links are brought up when a trial first needs them, calibrated once, and kept until no later trial
-needs them.  A failed trial is a record too, and the sweep goes on; Ctrl-C ends it, and what was
-under way is recorded as interrupted, to be run again next time.
+Links are opened when a trial first needs them, calibrated once, and kept until no later trial
+needs them.  A failed trial is recorded and the sweep goes on; Ctrl-C ends it, and the current trial
+is recorded as interrupted, to be run again next time.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ _CALIBRATION_SECONDS: Final = 120.0
 
 @dataclass(frozen=True, slots=True)
 class SweepOutcome:
-    """How many trials of a sweep ended how.
+    """Counts of a sweep's trials by outcome.
 
     Attributes:
-        ok, skipped: trials that ran and gave an answer, and that had run before.
-        failed: trials without an answer, those of earlier runs included.
+        ok, skipped: trials that ran with a result, and that had a record before.
+        failed: trials without a result, those of earlier runs included.
         interrupted: Ctrl-C ended it.
         leads: whether this process wrote the records; under torchrun only the first rank does.
     """
@@ -90,7 +90,7 @@ def run_sweep(
         suite_name: goes on the records.
         trials: in the order in which they are to run.
         results: folder of the records; logs of failed trials go to its ``logs``.
-        console: for live progress, or plain lines where it is no terminal.
+        console: for progress output.
         question: what the suite asks; goes on the records.
 
     Raises:
@@ -133,9 +133,9 @@ def run_sweep(
 
 
 def finished(results: Path, trial: Trial, pool: str) -> bool:
-    """Whether a trial has a record that another run in ``pool`` would only repeat.
+    """Whether a trial has a record in ``pool``, so that it need not run again.
 
-    A failure would be repeated only by the same code on the same inputs.
+    A failure counts only if code and inputs are still the same.
 
     Raises:
         RecordError: if there is a file that is not a record.
@@ -151,7 +151,7 @@ def finished(results: Path, trial: Trial, pool: str) -> bool:
 
 @contextlib.contextmanager
 def alone(results: Path) -> Iterator[None]:
-    """Hold the folder's lock, and clear away what a run that was killed has left there.
+    """Hold the folder's lock, and remove temporary files that a killed run left there.
 
     Raises:
         RecordError: if another run holds it, or the folder cannot be written.
@@ -193,7 +193,7 @@ def _joined() -> Iterator[bool]:
 
 
 def _agree(missing: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
-    """Under torchrun, what the leader found missing."""
+    """Under torchrun, broadcast the leader's list of missing trials."""
     import torch.distributed as dist
 
     found = [missing]
@@ -214,7 +214,7 @@ def _setting(trial: Trial) -> Setting:
 
 @dataclass(slots=True)
 class _Sweep:
-    """What a sweep keeps from trial to trial: links, and facts about the machine."""
+    """State of a sweep between trials: open links, and facts about the machine."""
 
     suite: str
     results: Path
@@ -226,7 +226,7 @@ class _Sweep:
 
     @property
     def pool(self) -> str:
-        """Of its records."""
+        """Pool key of its records."""
         return machine.pool_key(self._machine, self._code)
 
     def __enter__(self) -> None:
@@ -236,14 +236,14 @@ class _Sweep:
         self.keep_links([])
 
     def keep_links(self, settings: Sequence[Setting]) -> None:
-        """Take apart the links that none of ``settings`` needs."""
+        """Close the links that none of ``settings`` needs."""
         for setting in [setting for setting in self._links if setting not in settings]:
             link = self._links.pop(setting)
             if isinstance(link, Link):
                 link.close()
 
     def run(self, trial: Trial, order: int, display: Display) -> Record:
-        """One trial, whatever becomes of it.
+        """Run one trial and return its record, of a failure too.
 
         Raises:
             KeyboardInterrupt: after its record as interrupted is written.
@@ -276,10 +276,10 @@ class _Sweep:
         return result.model_copy(update={"failure": _beyond_limit(trial, result)})
 
     def _link(self, setting: Setting, trial: Trial, display: Display) -> Link:
-        """The link of a setting, up and calibrated.
+        """The open, calibrated link of a setting.
 
         Raises:
-            LinkError: also for every later trial that asks for what was impossible once.
+            LinkError: if it cannot be opened; the error is kept for later trials of the same setting.
         """
         if setting not in self._links:
             display.progress(Progress("link"))
@@ -342,7 +342,7 @@ class _Sweep:
         launch: Launch,
         on_progress: Callable[[Progress], None],
     ) -> list[T]:
-        """Run ranks as the trial's launcher does; ranks that do not lead get nothing back."""
+        """Run the ranks with the trial's launcher; under torchrun only rank 0 gets their outcomes."""
         if trial.cluster.launcher == "local":
             return run_ranks(target, argument, launch, on_progress)
         if trial.cluster.launcher == "torchrun":
@@ -375,7 +375,7 @@ class _Sweep:
 
 
 def assignment(trial: Trial, link: Link) -> Assignment:
-    """What the ranks of a trial on ``link`` are given."""
+    """The assignment of a trial's ranks on ``link``."""
     several = link.setting.nodes > 1
     return Assignment(
         trial=trial,
@@ -385,12 +385,12 @@ def assignment(trial: Trial, link: Link) -> Assignment:
 
 
 def _foreseen(trial: Trial) -> Forecast | None:
-    """What a trial with a memory limit would hold; None if it has no limit."""
+    """The forecast of a trial with a memory limit; None if it has no limit."""
     return None if trial.memory_limit is None else forecast((trial,), this_host())[0]
 
 
 def _beyond_limit(trial: Trial, result: Record) -> Failure | None:
-    """Whether a rank's engine has held more than the trial's limit, in the parts that were foreseen."""
+    """The failure of a trial whose engine exceeded its limit in the predicted parts; else None."""
     for rank in result.ranks:
         foreseen = rank.memory.formula or rank.memory.engine  # peers have no formula
         held = {part: size for part, size in rank.memory.engine.items() if part in foreseen}
@@ -400,11 +400,11 @@ def _beyond_limit(trial: Trial, result: Record) -> Failure | None:
 
 
 def _check(trial: Trial, link: Link) -> None:
-    """Refuse what a link or a launcher cannot do.
+    """Refuse trials that the link or the launcher cannot run.
 
     Raises:
-        LinkError: for a peer that nothing would hold to the rate.
-        Refusal: for a launcher's limits.
+        LinkError: for a peer whose rate nothing would limit.
+        Refusal: if the launcher cannot run it.
     """
     if link.paced_mbit is not None and trial.resolved_policy() is None:
         raise LinkError(

@@ -1,9 +1,8 @@
-"""One trial as each of its ranks runs it, and the record that their outcomes make.
+"""Runs one trial on each rank, and assembles the ranks' outcomes into a record.
 
 Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the
 link, and quantisation errors on a backward pass of its own after everything timed.  A step trains or,
-in workload ``generate``, decodes.  A rank returns raw values only; :func:`assemble` puts all ranks'
-together.
+in workload ``generate``, decodes.  Each rank returns raw values; :func:`assemble` merges them.
 """
 
 from __future__ import annotations
@@ -55,17 +54,17 @@ from impl.zero import find_blocks, plan_units
 
 
 class TrialError(RuntimeError):
-    """A trial ran and its result cannot be trusted; the message names the numbers."""
+    """A trial ran, but a check of its results failed; the message names the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What every rank of a trial is given.
+    """Argument of every rank of a trial.
 
     Attributes:
-        trial: what to run.
+        trial: to run.
         probe_bytes: size of a probe's message; None for no probe.
-        count: whether the node's interface counts what leaves the node, and nothing else.
+        count: whether the node's interface counts exactly the bytes that leave the node.
     """
 
     trial: Trial
@@ -75,13 +74,13 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank brings back.
+    """Result of one rank.
 
     Attributes:
         record: steps, ledger, memory.
         validations: its share of each.
-        predicted: what ``impl.plan.traffic`` says it sent over the timed steps; None for peers.
-        sent: what its node's interface sent over the timed steps, evaluations left out; from the
+        predicted: bytes that ``impl.plan.traffic`` predicts for the timed steps; None for peers.
+        sent: counters of its node's interface over the timed steps, evaluations left out; from the
             first rank of a node.
         probed: Mbit/s into its node.
         errors: sums for quantisation errors.
@@ -110,17 +109,17 @@ class Outcome:
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank; the default process group is there.
+    """Run a trial on this rank; the default process group is initialised.
 
     Raises:
         Refusal, PolicyError, GeometryError, CorpusError, WorkloadError: it cannot be run as asked.
-        TrialError: it ran and cannot be trusted.
+        TrialError: a check of its results failed.
     """
     return _Run(rank, assignment).run()
 
 
 class _Run:
-    """One rank's trial under way."""
+    """State of a running trial on one rank."""
 
     def __init__(self, rank: Rank, assignment: Assignment) -> None:
         trial = assignment.trial
@@ -220,7 +219,7 @@ class _Run:
         return (batch for micro in self.data.step(0) for batch in micro)
 
     def _single_process(self, model: nn.Module) -> tuple[float, float]:
-        """Loss of the unsharded model in fp32, and with weights as a gather brings them."""
+        """Loss of the unsharded model in fp32, and with weights as all-gathered."""
         exact = mean_loss(model, self._first_batches())
         policy, host = self.trial.resolved_policy(), self.trial.host
         if policy is None or host == "ddp":  # whole weights on every rank: none are gathered
@@ -244,7 +243,7 @@ class _Run:
         self.events += ["evaluate"] * self.trial.generate.tokens
 
     def _generator(self) -> Generator:
-        """Decodes from the beginnings of this rank's first batch."""
+        """A generator whose prompts are the beginnings of this rank's first batch."""
         generate = self.trial.generate
         prompts = [tokens[:, : generate.prompt] for tokens, _ in self._first_batches()]
         shape = models.shape_of(self.trial.model)
@@ -310,7 +309,7 @@ class _Run:
         dist.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> Counters | None:
-        """What the node's interface has sent; by the node's first rank.  All ranks must call it."""
+        """Read the node's interface counters, on its first rank.  All ranks must call it."""
         if not self.assignment.count or self.rank.port.interface is None:
             return None
         dist.barrier()
@@ -319,7 +318,7 @@ class _Run:
         return found
 
     def _trained(self) -> Counters | None:
-        """What the node's interface has sent in training so far, evaluations left out."""
+        """The node's interface counters of training so far, evaluations left out."""
         counted = self._count()
         if counted is None or self.before_training is None:
             return None
@@ -372,7 +371,7 @@ class _Run:
         }
 
     def _predicted(self, skipped: int) -> list[LedgerRow] | None:
-        """What the passes after the first ``skipped`` should have sent."""
+        """Predicted bytes of the passes after the first ``skipped``."""
         whole = self.strategy.predicted(self.events)
         if whole is None:
             return None
@@ -380,7 +379,7 @@ class _Run:
 
 
 def device_of(trial: Trial, rank: Rank) -> torch.device:
-    """Where a rank's tensors live, which becomes torch's current device.
+    """The device of a rank's tensors; makes a GPU torch's current device.
 
     Raises:
         Refusal: if there is no GPU for it.
@@ -396,7 +395,7 @@ def device_of(trial: Trial, rank: Rank) -> torch.device:
 
 
 def _less(whole: Mapping[LedgerKey, Sent], before: Mapping[LedgerKey, Sent]) -> dict[LedgerKey, Sent]:
-    """What ``whole`` holds beyond ``before``."""
+    """Ledger difference: ``whole`` minus ``before``."""
     rest = {}
     for key, sent in whole.items():
         earlier = before.get(key, Sent(0, 0))
@@ -414,7 +413,7 @@ def _rows(sent: Mapping[LedgerKey, Sent]) -> list[LedgerRow]:
 
 
 def _copied(whole: Mapping[CopyKey, int], before: Mapping[CopyKey, int]) -> dict[str, int]:
-    """What ``whole`` holds beyond ``before``, by direction and purpose."""
+    """Difference of copied bytes, ``whole`` minus ``before``, by direction and purpose."""
     rest: dict[str, int] = {}
     for key, nbytes in sorted(whole.items()):
         name = f"{key.direction} {key.purpose}"
@@ -423,11 +422,11 @@ def _copied(whole: Mapping[CopyKey, int], before: Mapping[CopyKey, int]) -> dict
 
 
 def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
-    """The record with what all ranks brought back, in rank order.
+    """Assemble the record of a trial from all ranks' outcomes.
 
     Args:
         outcomes: by rank.
-        blank: what is known of the trial without them.
+        blank: the record without measurements.
 
     Raises:
         TrialError: for a loss that is not finite, one before training that is not a single process's,
@@ -464,7 +463,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 
 
 def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
-    """The machine's processors as the first rank saw them, beside what all ranks computed."""
+    """CPU usage of the machine as rank 0 read it, with the CPU seconds of all ranks."""
     first, machine = spent[0], spent[0].machine
     if machine is None:
         return None
@@ -477,7 +476,7 @@ def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
 
 
 def _mean(shares: Sequence[Validation]) -> Validation:
-    """All ranks' shares of one."""
+    """Combine all ranks' shares of one validation."""
     known = [share.inter_bytes for share in shares if share.inter_bytes is not None]
     return Validation(
         step=shares[0].step,
@@ -501,7 +500,7 @@ def _check_losses(outcomes: Sequence[Outcome]) -> None:
 
 
 def _check_steps(outcome: Outcome) -> None:
-    """At least one step was taken: what skips all of them trains nothing, however fast."""
+    """Refuse a run in which overflows skipped every step."""
     scaler = outcome.ran.get("loss_scale")
     if scaler is not None and outcome.record.steps and scaler["skipped"] >= len(outcome.record.steps):
         raise TrialError(
@@ -511,7 +510,7 @@ def _check_steps(outcome: Outcome) -> None:
 
 
 def _check_decoded(outcomes: Sequence[Outcome]) -> None:
-    """Every generation starts from the same prompt and weights, and is greedy."""
+    """Check that all generations of a rank decoded the same tokens: prompt and weights are equal."""
     for outcome in outcomes:
         for number, digest in enumerate(outcome.decoded):
             if digest != outcome.decoded[0]:
@@ -523,7 +522,7 @@ def _check_decoded(outcomes: Sequence[Outcome]) -> None:
 
 
 def _check_ledger(rank: int, found: Sequence[LedgerRow], expected: Sequence[LedgerRow]) -> None:
-    """Every row as predicted.
+    """Check that every ledger row equals the prediction.
 
     Raises:
         TrialError: naming the first row that differs, and both numbers.

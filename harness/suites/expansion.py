@@ -1,4 +1,4 @@
-"""Suite files in TOML become trials, interleaved by repeat.
+"""Reads a suite file in TOML and expands it into a list of trials, interleaved by repeat.
 
 A suite asks one question.  Its file::
 
@@ -9,7 +9,7 @@ A suite asks one question.  Its file::
 
     [defaults]                          # any field of Trial
     cluster.rate = "50 Mbit/s"
-    [matrix]                            # every combination of these
+    [matrix]                            # axes, of which every combination is run
     strategy = ["zero3", "zeropp"]
     model.arguments.layers = [2, 4]
     [[zip]]                             # axes that step together
@@ -22,13 +22,12 @@ A suite asks one question.  Its file::
     match = { strategy = "zeropp" }
     set = { steps = 4 }
 
-A codec, feedback or an hpZ group that [defaults] or [matrix] gives all strategies alike changes only those
-that quantise there or keep a copy: with it ZeRO-3 stays ZeRO-3.  A [[zip]] or an [[override]] that
-names the strategy may say otherwise, and so may a suite of one policy.  Cells that turn out to be
-the same run are run once.
+A codec, error feedback or hpZ group that [defaults] or [matrix] sets for all strategies applies only to those
+that quantise there or keep a secondary shard: ZeRO-3 stays ZeRO-3.  A [[zip]] or an [[override]] that
+names the strategy overrules this, and so does a suite of a single policy.  Cells that resolve to the
+same run are run once.
 
-Everything that can be known without building the model is refused here, in one line that names
-file, key, value and what is allowed.  No torch.
+Raises :class:`SuiteError` for everything that is known to be wrong without building the model.  No torch.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs a
 
 
 class SuiteError(ValueError):
-    """A suite cannot be used; one line that names file, key, value and what is allowed."""
+    """A suite file is invalid; one line that names file, key, value and what is allowed."""
 
 
 class _Override(BaseModel):
@@ -71,7 +70,7 @@ class _Override(BaseModel):
 
 
 class _File(BaseModel):
-    """What stands at the top level of a suite file."""
+    """The top-level keys of a suite file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)
@@ -95,9 +94,9 @@ class Suite:
         time: how long it takes, as its file states.
         trials: repeat by repeat; inside a repeat, trials that differ only in strategy and policy
             stand together, and their order changes from repeat to repeat.
-        merged: cells that were the same run as another: those of a peer that differ in policy
+        merged: number of cells dropped as duplicates: those of a peer that differ in policy
             alone, or two that resolve to one policy.
-        kept: what was not changed in a strategy because it would have become another, one line each.
+        kept: fields not applied to a strategy because they would turn it into another, one line each.
     """
 
     name: str
@@ -110,7 +109,7 @@ class Suite:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """A value and the table of the file that it comes from."""
+    """A value, and the table of the suite file that sets it (for error messages)."""
 
     value: Any
     table: str
@@ -120,16 +119,16 @@ _Settings = dict[str, _Setting]  # by dotted path
 
 
 def load(path: Path) -> Suite:
-    """Read a suite file.
+    """Read a suite file and expand it.
 
     Raises:
-        SuiteError: for the first thing in it that cannot be used.
+        SuiteError: for the first error in it.
     """
     return _Expansion(path, _read(path)).suite()
 
 
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Dotted paths in which canonical trials differ, repeats left out, in the order of the fields."""
+    """Dotted paths of the fields in which canonical trials differ, ``repeat`` left out, in field order."""
     flat = [dict(_flatten(trial)) for trial in trials]
     paths = dict.fromkeys(itertools.chain.from_iterable(flat))
     return [path for path in paths if path != "repeat" and len({_text(one.get(path)) for one in flat}) > 1]
@@ -155,7 +154,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _Expansion:
-    """Turns the tables of one file into trials; knows the file's name for its complaints."""
+    """Expands the tables of one file into trials; holds the file's name for error messages."""
 
     def __init__(self, path: Path, tables: dict[str, Any]) -> None:
         self.path = path
@@ -230,7 +229,7 @@ class _Expansion:
             self._refuse(f"{where} = {_text(first['input'])}: {_allowed([first])}")
 
     def _with_configurations(self, tables: dict[str, Any]) -> dict[str, Any]:
-        """The tables with every DeepSpeed configuration, a file beside the suite or a table, as its text."""
+        """The tables with each DeepSpeed configuration (a path beside the suite, or a table) as text."""
 
         def inlined(table: Any) -> Any:
             if isinstance(table, list):
@@ -258,7 +257,7 @@ class _Expansion:
             self._refuse(f"{_CONFIGURATION}: {error}")  # which names the file
 
     def _axes(self) -> list[list[_Settings]]:
-        """Each axis as the settings of its points; a zip is one axis."""
+        """The axes: each a list of points, a point being its fields' values; a zip is one axis."""
         axes: list[list[_Settings]] = []
         taken: list[str] = []
         for path, values in _flatten(self.file.matrix):
@@ -285,7 +284,7 @@ class _Expansion:
             seen.add(text)
 
     def _points(self, path: str, values: Any, table: str, taken: list[str]) -> list[_Settings]:
-        """The settings of each value of one axis."""
+        """The points of one axis, one per value."""
         if not isinstance(values, list) or not values:
             self._check_path(path, table, _ABSENT)
             self._refuse(f"{table} {path} = {_text(values)}: expected a list of at least one value")
@@ -325,7 +324,7 @@ class _Expansion:
         self._refuse(f"{table} {path}: no such field of a trial{near}")
 
     def _trial(self, settings: _Settings) -> Trial:
-        """Validate one cell; TOML's types are kept to strictly."""
+        """Validate one cell into a trial, without coercing TOML's types."""
         nested: dict[str, Any] = {}
         for path, setting in settings.items():
             *tables, leaf = path.split(".")
@@ -345,7 +344,7 @@ class _Expansion:
         return trial
 
     def _check_model(self, settings: _Settings, name: str) -> None:
-        """Refuse a model that has no name here; whether a function can be called, building it says."""
+        """Refuse a model that is neither a preset nor ``module:function``, which is not imported here."""
         if name in MODELS or ":" in name:
             return
         table = settings["model.name"].table if "model.name" in settings else "[defaults]"
@@ -355,7 +354,7 @@ class _Expansion:
         )
 
     def _fitting(self, settings: _Settings, trial: Trial, kept: dict[str, None]) -> _Settings:
-        """A cell without what would make its strategy another, unless it was stated for the strategy."""
+        """The cell without fields that would turn its strategy into another, unless set for that strategy."""
         if trial.strategy in PEERS:
             return settings
         named = {f"[[zip]] #{n}" for n, table in enumerate(self.file.zip, 1) if "strategy" in table}
@@ -369,7 +368,7 @@ class _Expansion:
         return {path: setting for path, setting in settings.items() if path not in foreign}
 
     def _check(self, settings: _Settings, check: Callable[[], None], axes: list[list[_Settings]]) -> None:
-        """Refuse what is impossible together, naming the cell by what varies."""
+        """Refuse fields that contradict each other, naming the cell by the fields that vary."""
         try:
             check()
         except ValueError as error:
@@ -446,7 +445,7 @@ def _path_of(error: ErrorDetails, settings: _Settings) -> str:
 
 
 def _allowed(errors: Sequence[ErrorDetails]) -> str:
-    """What the field would take, from pydantic's errors about one value."""
+    """The values that a field accepts, in words, from pydantic's errors about one value."""
     first, *others = dict.fromkeys(_one_allowed(error) for error in errors)
     return " or ".join([first, *(other.removeprefix("expected ") for other in others)])
 
@@ -503,7 +502,7 @@ def _text(value: Any) -> str:
 
 
 def _foreign(trial: Trial) -> Iterator[str]:
-    """Paths of the trial's changes that would make its preset another technique."""
+    """Paths of policy changes that would turn the trial's preset into another technique."""
     base, changes = trial.base_policy(), trial.policy
     if base is None:
         return
@@ -537,7 +536,7 @@ def _raw(codecs: Sequence[Codec]) -> bool:
 
 
 def _different(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials without those that run what another one runs; the plainest of such stays."""
+    """The trials without duplicates that resolve to the same run; the one with fewest changes stays."""
     found: dict[str, Trial] = {}
     for trial in trials:
         key = _run_key(trial)
@@ -547,7 +546,7 @@ def _different(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _run_key(trial: Trial) -> str:
-    """What a trial runs, whatever its policy is called."""
+    """A key that is equal for trials that resolve to the same run, whatever their policy is called."""
     data = trial.canonical()
     policy = trial.resolved_policy()
     if policy is not None:
@@ -570,12 +569,12 @@ def _changes(trial: Trial) -> dict[str, Any]:
 
 
 def _without_policy(trial: Trial) -> Trial:
-    """Peers have no policy; their cells must not differ by one."""
+    """A peer's trial without policy fields, so that its cells do not differ by them; others unchanged."""
     return trial.model_copy(update={"policy": PolicyChanges()}) if trial.strategy in PEERS else trial
 
 
 def _aligned(trials: list[Trial]) -> list[Trial]:
-    """All policies on the grain of all of them, so that bytes are compared on one geometry."""
+    """The trials with one common alignment, that of all policies, so that bytes compare on one geometry."""
     policies = [policy for trial in trials if (policy := trial.resolved_policy())]
     grain = math.lcm(1, *(policy.grain for policy in policies))
     return [

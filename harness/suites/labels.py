@@ -1,4 +1,4 @@
-"""In what trials differ, and how a table writes the values.  No torch."""
+"""The fields in which trials differ, and their values as text for tables.  No torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def padded_in_words(shares: Iterable[float]) -> str:
 
 
 def at(trial: Mapping[str, Any], path: str) -> str:
-    """The value at a dotted path of a canonical trial, as a suite would write it."""
+    """The value at a dotted path of a canonical trial, formatted as in a suite file."""
     value = look_up(trial, path)
     if path == "memory_limit" and value is not None:
         return _limit(value)
@@ -44,7 +44,7 @@ def at(trial: Mapping[str, Any], path: str) -> str:
 
 
 def in_words(value: Any) -> str:
-    """A value of a trial on one line."""
+    """Format any value of a trial on one line."""
     if value is None or value == "":
         return NONE
     if isinstance(value, list):
@@ -55,12 +55,12 @@ def in_words(value: Any) -> str:
 
 
 def _limit(size: int) -> str:
-    """A limit on memory as a suite writes it, whole: GiB, below one MiB."""
+    """Format bytes as in a suite file: GiB, or MiB below one GiB."""
     return f"{size / 2**30:.12g} GiB" if size >= 2**30 else f"{size / 2**20:.12g} MiB"
 
 
 def _rate(mbit: float | None) -> str:
-    """Mbit/s as a suite writes it."""
+    """Format Mbit/s as in a suite file."""
     if mbit is None:
         return "unshaped"
     return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"

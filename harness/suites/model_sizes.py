@@ -1,4 +1,4 @@
-"""Sizes of the models that have a name, and the arithmetic that a training step of them takes.  No torch."""
+"""Sizes of the preset models, and the FLOPs of a training step of each.  No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GPTShape:
 
 @dataclass(frozen=True, slots=True)
 class BERTShape:
-    """Sizes of an encoder that fills in masked tokens.
+    """Sizes of a BERT, an encoder trained on masked tokens.
 
     Attributes:
         layers, width, heads: as of a GPT.

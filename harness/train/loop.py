@@ -1,7 +1,7 @@
-"""Training by a DeepSpeed configuration: what ``zeropp train`` asks for, and the loop of each rank.
+"""Training loop of ``zeropp train`` on each rank, and the job that flags and configuration define.
 
-A job is a :class:`harness.suites.trial.Trial` of strategy ``recipe``, so that model, data, optimizer and
-clocks are those of the suites; it is logged step by step and leaves no record.
+A job is a :class:`harness.suites.trial.Trial` of strategy ``recipe``, so model, data, optimizer and clocks
+are those of the suites; it prints a log line per step and writes no record.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ LR: Final = 3e-4  # where neither flags nor the configuration say one, or that s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """Where a run begins and what it leaves; None for nothing.
+    """Which checkpoint to load and which to save; None for none.
 
     Attributes:
         load: a checkpoint, or a folder of them, whose newest is taken.
-        save: the folder of those that are saved.
-        every: steps between them; None saves after the last step alone.
-        keep: of the newest; None keeps all.
+        save: folder to save checkpoints in.
+        every: steps between them; None saves after the last step only.
+        keep: number of newest checkpoints to keep; None keeps all.
     """
 
     load: Path | None = None
@@ -57,7 +57,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the flags of ``zeropp train`` say; None where they leave it to the configuration.
+    """Flags of ``zeropp train``; None where a flag leaves it to the configuration.
 
     Attributes:
         shape: of the model.
@@ -71,7 +71,7 @@ class Asked:
         corpus: see :mod:`harness.workloads.corpus`.
         seed: of weights and batches.
         max_padding: share of a unit's elements that may be padding; None leaves it to the policy.
-        topology: where ranks stand.
+        topology: nodes x ranks per node.
         device: ``cpu`` or ``cuda``.
         torchrun: whether this process is a rank already.
         threads: of torch in a rank.
@@ -98,7 +98,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank of a training run is given.
+    """Argument of every rank of a training run.
 
     Attributes:
         trial: model, data, optimizer and policy.
@@ -113,10 +113,10 @@ class Job:
 
 
 def configured(config: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
-    """The configuration with what the flags say, where it does not say it itself.
+    """The configuration, completed by the flags.
 
     Raises:
-        Refusal: where they say different things.
+        Refusal: if a flag contradicts it.
     """
     table = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
     adam = table.get("optimizer")
@@ -148,11 +148,11 @@ def configured(config: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
 
 
 def job_of(config: Mapping[str, Any], asked: Asked) -> tuple[Job, Recipe]:
-    """The job that configuration and flags make together.
+    """Build the job from configuration and flags.
 
     Raises:
-        Refusal: where they contradict one another.
-        DeepSpeedError: for a configuration that cannot be carried out.
+        Refusal: if they contradict one another.
+        DeepSpeedError: for a configuration that is not supported.
     """
     table = configured(config, asked)
     changes = PolicyChanges(max_padding=asked.max_padding)
@@ -199,10 +199,10 @@ def job_of(config: Mapping[str, Any], asked: Asked) -> tuple[Job, Recipe]:
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
-    """Train on this rank; rank 0 reports a line a step.
+    """Train on this rank; rank 0 reports one line per step.
 
     Returns:
-        Its steps, raw.
+        Times of its steps.
 
     Raises:
         Refusal, PolicyError, GeometryError, ZeroError, CorpusError: it cannot be run as asked.
@@ -211,7 +211,7 @@ def train(rank: Rank, job: Job) -> list[Step]:
 
 
 class _Training:
-    """One rank's training under way."""
+    """State of a training run on one rank."""
 
     def __init__(self, rank: Rank, job: Job) -> None:
         trial = job.trial
@@ -233,7 +233,7 @@ class _Training:
         self.stepped = True  # the last step, rather than skipped for an overflow
 
     def run(self) -> list[Step]:
-        """All steps, with a line for each."""
+        """Run all steps, reporting a line for each."""
         begin = self._resumed()
         forget_peak(self.device)
         for index in range(begin, self.trial.steps):
@@ -249,10 +249,10 @@ class _Training:
         return self.clock.steps
 
     def _resumed(self) -> int:
-        """Steps that were done before: those of the checkpoint, if one is loaded.
+        """Load the checkpoint, if any; returns the number of steps already done.
 
         Raises:
-            Refusal: for a checkpoint that cannot be taken over, of other data, or with no step left.
+            Refusal: for a checkpoint that cannot be loaded, of other data, or with no step left.
         """
         folder = self.job.checkpoints.load
         if folder is None:
@@ -288,10 +288,10 @@ class _Training:
         return done
 
     def _save(self, done: int) -> None:
-        """Leave a checkpoint after ``done`` steps, if it is time for one.
+        """Save a checkpoint after ``done`` steps, if one is due.
 
         Raises:
-            Refusal: if it cannot be written; those before it stay.
+            Refusal: if it cannot be written; earlier ones stay.
         """
         asked = self.job.checkpoints
         last = done == self.trial.steps
@@ -308,7 +308,7 @@ class _Training:
         self.rank.report(Progress("save", done, self.trial.steps, f"saved {saving.path}"))
 
     def _run(self) -> dict[str, Any]:
-        """What must be the same for a run to go on: batches are drawn from it."""
+        """Identity of the run, which must be equal on resume: batches are drawn from it."""
         trial = self.trial
         return {"seed": trial.seed, "corpus": self.data.sha256, "sequence": trial.sequence}
 
@@ -336,12 +336,12 @@ class _Training:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an optimizer's group."""
+    """Options of an optimizer's parameter group, without the parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
 def _mean(strategy: Strategy, loss: float, device: torch.device) -> float:
-    """Mean loss over all ranks, through the wire: 8 bytes of each."""
+    """Mean loss over all ranks, through the wire: 8 bytes per rank."""
     assert strategy.zero is not None  # noqa: S101  # a recipe is a policy
     wire: Wire = strategy.zero.wire
     losses = wire.all_gather_small(torch.tensor([loss], dtype=torch.float64, device=device))
@@ -355,14 +355,14 @@ def _scale(strategy: Strategy) -> float | None:
 
 
 def line(job: Job, step: Step, loss: float, scale: float | None, peak: int) -> str:
-    """One step as the ZeRO++ tutorial's log tells it.
+    """Log line of one step, in the form of the ZeRO++ tutorial's log.
 
     Args:
-        job: for sizes.
-        step: with its times.
+        job: for batch and model sizes.
+        step: its times.
         loss: mean over all ranks.
         scale: of the loss, if there is one.
-        peak: most bytes of a rank so far: allocated on its GPU, or resident.
+        peak: largest bytes of a rank so far: allocated on its GPU, or resident.
     """
     trial = job.trial
     ranks = trial.topology().world

@@ -1,7 +1,7 @@
-"""What a model needs of a rank's memory at each stage of ZeRO, before any of it is allocated.
+"""Predicts the memory that a rank needs at each stage of ZeRO, as a table, before allocating any.
 
-Bytes of states are those of :func:`impl.plan.traffic.memory`, from the model's layout on the meta device;
-activations are an estimate, and said to be one.
+Bytes of states are those of :func:`impl.plan.traffic.memory`, from the model's units on the meta device;
+activations are an estimate, and marked so.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _BLOCK_BYTES: Final = 34  # kept for backward of a block in 16 bits, per token a
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes of states that one rank holds in one memory.
+    """Bytes of one rank's states in one memory (device or host).
 
     Attributes:
         adam: fp32 weights and two moments: 12 bytes for each of a rank's elements.
-        gradients: mean gradients of a rank's shard, fp32, and those that wait to be reduced.
-        weights: gathered, in the type that is computed in.
-        other: what the policy keeps beside them: hpZ's copy, carried errors, frozen codes, frames.
+        gradients: reduced gradients of a rank's shard, fp32, and those not reduced yet.
+        weights: all-gathered, in the compute type.
+        other: what the policy adds: hpZ's secondary shard, carried errors, frozen codes, frames.
     """
 
     adam: int
@@ -45,18 +45,18 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all parts."""
         return self.adam + self.gradients + self.weights + self.other
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that one rank needs at one stage.
+    """Memory need of one rank at one stage, in bytes.
 
     Attributes:
         stage: of ZeRO.
-        device: states where the model is computed.
-        host: states that are offloaded to host memory; none of them is in ``device``.
+        device: states on the device.
+        host: states offloaded to host memory, not in ``device``.
         activations: an estimate; on the device.
     """
 
@@ -67,29 +67,29 @@ class Need:
 
     @property
     def adam(self) -> int:
-        """Adam's states, wherever they lie."""
+        """Adam's states, on device and host."""
         return self.device.adam + self.host.adam
 
     @property
     def training(self) -> int:
-        """All of a step, on the device: more than masters and one whole block, while it is built."""
+        """Peak of a step on the device, which exceeds that of building the model."""
         return self.device.total + self.activations
 
 
 def needs(
     model: nn.Module, policy: Policy, topology: Topology, *, micro_batches: int, activations: int
 ) -> list[Need]:
-    """What a rank needs at stages 0 to 3, with the rest of ``policy`` where a stage can have it.
+    """Memory needs of a rank at stages 0 to 3, with the rest of ``policy`` where a stage supports it.
 
     Args:
         model: on the meta device.
-        policy: of the stage that is asked for.
-        topology: where ranks stand.
+        policy: at the stage that is asked for.
+        topology: nodes x ranks per node.
         micro_batches: of a step.
         activations: bytes, see :func:`activation_bytes`.
 
     Raises:
-        PolicyError, GeometryError, ZeroError: if the model cannot be laid out as the policy asks.
+        PolicyError, GeometryError, ZeroError: if the model's units cannot be planned.
     """
     found = []
     for stage in get_args(Stage):
@@ -101,7 +101,7 @@ def needs(
 
 
 def _held(parts: dict[str, int]) -> Held:
-    """Bytes by part of one memory, as the table groups them."""
+    """Group the bytes by part of one memory into the table's columns."""
     groups = ("masters", "optimizer"), ("gradients", "local_gradients"), ("gathered",)
     adam, gradients, weights = (sum(parts.get(name, 0) for name in group) for group in groups)
     return Held(adam, gradients, weights, sum(parts.values()) - adam - gradients - weights)
@@ -116,15 +116,15 @@ def _at(policy: Policy, stage: Stage) -> Policy:
 
 
 def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length: int, recompute: bool) -> int:
-    """An estimate of what a micro-batch keeps for its backward pass, at most.
+    """Estimate the activation bytes that a micro-batch keeps for backward, at most.
 
     A block keeps about 34 bytes a token and channel in 16 bits (2205.05198 without the attention's scores,
     which the fused kernel does not keep); recomputed ones keep their input, and one at a time all of it.  The
-    logits and their gradient come on top, in the type computed in and in fp32.
+    logits and their gradient come on top, in the compute type and in fp32.
 
     Args:
         shape: of the model.
-        policy: for the type that is computed in.
+        policy: for the compute type.
         sequences: of a micro-batch.
         length: tokens of a sequence.
         recompute: whether blocks are run again in the backward pass.
@@ -137,14 +137,14 @@ def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length:
 
 
 def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
-    """The needs as lines of text, in GB of 1e9 bytes, or MB for models that need little.
+    """Format the needs as lines of text, in GB of 1e9 bytes, or MB for small models.
 
-    Where anything is offloaded each stage has two rows, of the device and of the host.
+    With offload each stage has two rows, of the device and of the host.
 
     Args:
         found: of all stages.
-        chosen: the stage that is marked.
-        cuda: whether the device is a GPU, and the host another memory.
+        chosen: the stage to mark.
+        cuda: whether the device is a GPU, with memory apart from the host's.
     """
     unit, name = (GB, "GB of 1e9") if max(need.training for need in found) >= GB / 10 else (MB, "MB of 1e6")
     offloads = any(need.host.total for need in found)
@@ -182,14 +182,14 @@ def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
 
 
 def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: int) -> str | None:
-    """Why ranks that need so much do not fit this machine; None if they do.
+    """Why ranks with this need do not fit this machine; None if they do.
 
     Args:
         need: of one rank.
         topology: of all ranks.
         host: this machine.
-        cuda: whether states lie on GPUs.
-        here: ranks on this machine.
+        cuda: whether device states are on GPUs.
+        here: number of ranks on this machine.
     """
     held = need.training + need.host.total  # one memory
     if cuda:

@@ -1,9 +1,9 @@
-"""Real text as bytes: what every trial trains on, in an order that depends on nothing else.
+"""Text corpora: the bytes that language models train on, and the batches drawn from them.
 
 A corpus is the interpreter's own standard library sources (``stdlib``), or any file, or all files
 of a folder, joined in alphabetical order.  The first 95 % of its bytes are for training, the rest
 for validation.  Which bytes make a batch follows from (seed, step, micro-batch, rank) alone, so
-every policy and every peer sees the same ones.  Bytes are the tokens; there is no tokenizer.
+every policy and every peer gets the same batches.  Bytes are the tokens; there is no tokenizer.
 No torch.
 """
 
@@ -29,11 +29,11 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text, cut once into training and validation bytes.
+    """A text, split into training and validation bytes.
 
     Attributes:
-        source: as the suite names it.
-        files: how many were joined.
+        source: its name in the suite.
+        files: number of files that were joined.
         sha256: of all bytes, training first.
         train: (bytes,) uint8.
         validation: (bytes,) uint8.
@@ -100,13 +100,13 @@ class Corpus:
         ]
 
     def _room(self, part: NDArray[np.uint8], name: str, length: int) -> int:
-        """Number of places where a window of ``length + 1`` bytes can start."""
+        """Number of offsets at which a window of ``length + 1`` bytes can start."""
         _check_room(self.source, len(part), name, length)
         return len(part) - length
 
 
 def _check_room(source: str, size: int, name: str, length: int) -> None:
-    """Refuse a part of ``size`` bytes that does not hold one window of ``length + 1``."""
+    """Refuse a split of ``size`` bytes that does not hold one window of ``length + 1``."""
     if size <= length:
         raise CorpusError(
             f"corpus {source!r}: its {size} {name} bytes do not hold one sequence of {length} tokens "
@@ -116,12 +116,12 @@ def _check_room(source: str, size: int, name: str, length: int) -> None:
 
 
 def draw(key: str, room: int) -> int:
-    """A number below ``room`` that depends on ``key`` alone, in every version of every library."""
+    """A pseudo-random number below ``room``: a hash of ``key``, equal in every version of every library."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "little") % room
 
 
 def spread(number: int, count: int, room: int) -> int:
-    """Where among ``room`` places the ``number``-th of ``count`` stands when they are spread evenly."""
+    """Offset below ``room`` of the ``number``-th of ``count`` windows that are spread evenly."""
     return number * (room - 1) // max(count - 1, 1)
 
 
@@ -135,7 +135,7 @@ def files_of(source: str) -> list[Path]:
     """The files that make up ``source``, in the order in which they are joined.
 
     Raises:
-        CorpusError: if there is nothing, or more than :data:`LARGEST_BYTES`.
+        CorpusError: if there are none, or more bytes than :data:`LARGEST_BYTES`.
     """
     if source == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))

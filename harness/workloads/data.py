@@ -1,4 +1,4 @@
-"""The batches of one rank as tensors."""
+"""Batches of one rank as tensors on its device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Batch = tuple[Tensor, Tensor]  # what the model reads, and what it is to answer
 
 
 class Data:
-    """The batches of one rank; of ``single``, those of all ranks.
+    """Batches of one rank; of strategy ``single``, those of all ranks.
 
     Args:
-        trial: whose.
-        rank: whose, in the trial's topology.
-        device: where tensors go.
+        trial: names the data and its sizes.
+        rank: in the trial's topology.
+        device: of the tensors.
 
     Attributes:
-        sha256: of all that batches are drawn from.
-        parts: how many ranks' batches.
+        sha256: of the whole data set.
+        parts: number of ranks whose batches these are.
         validation: batches of the fixed split.
 
     Raises:
-        CorpusError: if the data cannot be read, or is of another form than the model reads.
+        CorpusError: if the data cannot be read, or does not fit the model.
     """
 
     def __init__(self, trial: Trial, rank: int, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""Decoding tokens with sharded weights: what a rank does for workload ``generate``.
+"""Greedy decoding with sharded weights: workload ``generate``.
 
-Greedy: the likeliest token each time, so that what comes out depends on weights and prompt alone.
-Keys and values of earlier tokens are kept on the rank that computed them; a token after the first
-computes itself alone, and still needs all weights.
+The likeliest token each time, so that the output depends on weights and prompt alone.  Each rank caches
+keys and values of its sequences; every token after the first is one forward pass over one position,
+which still needs all weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Number = TypeVar("Number", int, float)
 
 
 def decode(model: nn.Module, prompt: Tensor, tokens: int, layers: int) -> Iterator[Tensor]:
-    """The likeliest tokens after a prompt, one after the other; evaluation mode is the caller's.
+    """Decode greedily after a prompt; the caller has set evaluation mode.
 
     Args:
         model: its ``forward(tokens, None, past)`` gives (B, vocab) logits, as
             ``harness.workloads.models.GPT``'s.
         prompt: (B, T) int64.
         tokens: to decode for each sequence.
-        layers: of the model; each remembers keys and values.
+        layers: of the model; each has a cache of keys and values.
 
     Yields:
         (B,) int64, ``tokens`` times; each is one forward pass.
@@ -46,7 +46,7 @@ def decode(model: nn.Module, prompt: Tensor, tokens: int, layers: int) -> Iterat
 
 @dataclass(slots=True)
 class Counted:
-    """What a rank has waited and sent so far; None where that cannot be told."""
+    """Seconds that a rank has waited, and bytes it has sent, so far; None if not known."""
 
     exposed: float | None
     inter: int | None
@@ -54,18 +54,18 @@ class Counted:
 
 
 class Generator:
-    """Times generations token by token.
+    """Runs generations and times them token by token.
 
     Args:
         prompt: (B, T) int64; every generation starts from it.
         tokens: to decode for each sequence.
         layers: of the model.
-        count: what this rank has waited and sent so far.
-        device: waited for after every token, if it works on its own.
+        count: returns what this rank has waited and sent so far.
+        device: synchronised after every token, if it is a GPU.
 
     Attributes:
         measured: every token of every generation.
-        sha256: of what each generation decoded.
+        sha256: of the tokens of each generation.
     """
 
     def __init__(

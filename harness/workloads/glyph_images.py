@@ -1,10 +1,10 @@
-"""Images with classes: characters as the fonts that ship with matplotlib draw them.
+"""Labelled images for vision models: characters rendered in the fonts that ship with matplotlib.
 
 Twelve DejaVu fonts (sans, mono and serif, upright and slanted, regular and bold) share some two
 thousand characters.  The classes are the first 256 of them, by code point, that look different from
-one another.  One item is a character of one font; an image is an item at one of its places in the
+one another.  One item is a character of one font; an image is an item drawn at some offset in the
 picture.  Every twentieth item, by hash, is for validation, so a character is validated in fonts in
-which it was never trained.  Nothing is downloaded, and nothing depends on an order of drawing.
+which it was never trained.  Nothing is downloaded, and no draw depends on an earlier one.
 No torch.
 """
 
@@ -50,7 +50,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """Rendered characters, cut once into items for training and for validation.
+    """Rendered characters, split into items for training and for validation.
 
     Attributes:
         sha256: of the fonts' files, the characters and how they are drawn.
@@ -65,7 +65,7 @@ class Glyphs:
     def batch(
         self, *, seed: int, step: int, micro_batch: int, rank: int, sequences: int
     ) -> tuple[Images, Labels]:
-        """Training images of one micro-batch of one rank: a function of its arguments alone.
+        """Training images of one micro-batch of one rank, which depend on the arguments alone.
 
         Args:
             seed: of the trial.
@@ -106,7 +106,7 @@ class Glyphs:
 
 @cache
 def load() -> Glyphs:
-    """The data set; it takes a tenth of a second once in a process."""
+    """Render the data set; cached, the first call in a process takes a tenth of a second."""
     characters = _characters()
     items = [
         Item(font, character, label)
@@ -126,7 +126,7 @@ def load() -> Glyphs:
 
 
 def _characters() -> tuple[int, ...]:
-    """Code points of the classes: in every font, and unlike every earlier one in the first."""
+    """Code points of the classes: in every font, and drawn unlike every earlier one in the first font."""
     from matplotlib.ft2font import FT2Font
 
     shared = set.intersection(*(set(FT2Font(str(_path(font))).get_charmap()) for font in _FONTS))
@@ -148,7 +148,7 @@ def _path(font: str) -> Path:
 
 
 def _freetype() -> str:
-    """Version of what draws: another one may set other pixels."""
+    """Version of FreeType, which renders the glyphs: another version may set other pixels."""
     from matplotlib import ft2font
 
     return str(ft2font.__freetype_version__)
@@ -173,7 +173,7 @@ def _opened(font: str):  # type: ignore[no-untyped-def]  # noqa: ANN202  # matpl
 
 
 def _pictures(items: list[Item], keys: list[str]) -> tuple[Images, Labels]:
-    """Each item at a place of its picture that follows from its key."""
+    """Draw each item into its picture, at an offset that follows from its key."""
     images = np.zeros((len(items), IMAGE_SIDE, IMAGE_SIDE), dtype=np.float32)
     for image, item, key in zip(images, items, keys, strict=True):
         glyph = _glyph(item.font, item.character)

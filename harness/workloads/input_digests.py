@@ -1,7 +1,7 @@
-"""What a trial reads beside its own fields: the corpus and the source of a user's model.
+"""Digests of a trial's input files: the corpus and the source of a user's model.
 
-Both may change while the suite that names them stays as it is, so their digests go on the record,
-and records of other inputs are not taken for today's.  No torch.
+Both may change while the suite that names them does not, so their digests go on the record, and a record
+of other inputs is not reused.  No torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # suites need pydantic, which a machine that only tries the l
 
 
 def see_working_folder() -> None:
-    """Let modules of the working folder be imported."""
+    """Add the working folder to ``sys.path``, so that its modules can be imported."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -30,7 +30,7 @@ def see_working_folder() -> None:
 def digests(trial: Trial) -> dict[str, str]:
     """SHA-256 by input, ``corpus`` and, for a ``module:function``, ``model``: its module's file.
 
-    What cannot be read has none; running the trial says why.
+    An input that cannot be read is left out; running the trial reports why.
     """
     found = {"corpus": _corpus_digest(trial.corpus)}
     module, separator, _ = trial.model.name.partition(":")

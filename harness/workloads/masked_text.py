@@ -1,7 +1,7 @@
-"""Masked text: which bytes of a sequence a model has to fill in.  No torch.
+"""BERT's masking of tokens, for masked language modelling.  No torch.
 
-As BERT does (arXiv 1810.04805, section 3.1): 15 % of the places are targets; of these eight in ten show
-the mask, one in ten a byte at random, one in ten what was there.  Each sequence has the same number of
+As in arXiv 1810.04805, section 3.1: 15 % of the positions are targets; of these eight in ten show
+the mask, one in ten a random byte, one in ten the original.  Each sequence has the same number of
 targets, so a mean over sequences weighs all alike.
 """
 
@@ -21,20 +21,20 @@ _SHOWN_AT_RANDOM: Final = 231  # up to here, of 256: one in ten
 
 
 def targets_in(length: int) -> int:
-    """How many of ``length`` places are to be filled in; at least one."""
+    """Number of targets among ``length`` positions; at least one."""
     return max(1, round(SHARE * length))
 
 
 def masked(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
-    """Hide some tokens of each sequence, as its key says.
+    """Mask some tokens of each sequence.
 
     Args:
         text: (B, T) int64 below ``vocab``.
-        keys: of the B sequences; what is hidden follows from them alone.
-        vocab: the token that stands for the mask.
+        keys: of the B sequences; the masked positions follow from them alone.
+        vocab: the mask token.
 
     Returns:
-        (B, T) int64 tokens as they are shown, and (B, T) int64 targets: what was there, or
+        (B, T) int64 masked tokens, and (B, T) int64 targets: the original, or
         :data:`NO_TARGET`.
     """
     length = text.shape[1]

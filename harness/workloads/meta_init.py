@@ -1,7 +1,7 @@
-"""Models without values, for their shapes alone: built on the meta device, and filled with nothing.
+"""Builds models on the meta device, for their shapes alone, and skips their initialisation.
 
-torch fills tensors of the meta device at random through operations in Python, which import its compiler:
-4 s, for values that are not there.
+On the meta device torch's random initialisers run as Python operations that import its compiler: 4 s, for
+values that do not exist.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FILLS: Final = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default
 
 
 class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Leaves tensors of the meta device as they are."""
+    """Dispatch mode that skips in-place initialisers of meta tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -37,6 +37,6 @@ class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def unfilled() -> Iterator[None]:
-    """What is built inside lies on the meta device."""
+    """Inside, tensors and modules are created on the meta device, without initialisation."""
     with torch.device("meta"), _Unfilled():  # type: ignore[no-untyped-call]
         yield

@@ -1,9 +1,9 @@
-"""The models that are trained: GPT, BERT and ViT by name, or any ``module:function`` of the user's.
+"""Models: presets of GPT, BERT and ViT by name, or a user's own ``module:function``.
 
 A model is a module whose ``forward(read, answer)`` returns a mean cross-entropy in nats; of text both
 are (sequences, T) int64 (``harness.workloads.samples`` has the other forms).  Its repeated blocks stand in a
-``ModuleList``, which is how strategies find what to shard together.  Presets have no biases, so
-that next to nothing of a unit is padding.
+``ModuleList``, by which strategies find the units.  Presets have no biases, so that units need
+almost no padding.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class WorkloadError(Refusal):
 
 @dataclass(slots=True)
 class KeysAndValues:
-    """What one layer's attention remembers of the tokens so far, so that each is computed once.
+    """Key-value cache of one attention layer.
 
     Attributes:
         capacity: tokens that it can hold.
         length: tokens that it holds.
-        keys, values: (B, heads, capacity, width / heads), made when the first tokens come.
+        keys, values: (B, heads, capacity, width / heads), allocated with the first tokens.
     """
 
     capacity: int
@@ -58,7 +58,7 @@ class KeysAndValues:
     values: Tensor | None = None
 
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in (B, heads, T, width / heads) of the next T tokens; returns those of all so far."""
+        """Append (B, heads, T, width / heads) of the next T tokens; returns those of all tokens so far."""
         batch, heads, count, size = keys.shape
         if self.keys is None or self.values is None:
             self.keys = keys.new_empty((batch, heads, self.capacity, size))
@@ -71,7 +71,7 @@ class KeysAndValues:
 
 
 class Attention(nn.Module):
-    """Self-attention; where it is ``causal``, a token sees none that come after it."""
+    """Multi-head self-attention; ``causal`` masks later tokens."""
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
@@ -109,12 +109,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions.
+    """A GPT: a decoder-only transformer with learned positions.
 
     Args:
         shape: its sizes.
         sequence: the longest sequence, T.
-        recompute: keep the inputs of blocks alone for the backward pass, and run each block once more there.
+        recompute: activation checkpointing: keep only the blocks' inputs, and run each again in backward.
     """
 
     def __init__(self, shape: GPTShape, sequence: int, *, recompute: bool = False) -> None:
@@ -134,8 +134,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets.
 
-        Without targets, (B, vocab) logits of what follows the last token.  With a ``past``, one for each
-        block, ``tokens`` are those that it does not hold yet: several only if it is empty.
+        Without targets, (B, vocab) logits of the next token.  With ``past``, a cache for each block,
+        ``tokens`` are those that it does not hold yet: several only if it is empty.
         """
         start = past[0].length if past is not None else 0
         places = torch.arange(start, start + tokens.shape[1], device=tokens.device)
@@ -152,7 +152,7 @@ class GPT(nn.Module):
 
 
 class BERT(nn.Module):
-    """An encoder with learned positions that fills in masked tokens.
+    """A BERT: an encoder with learned positions, trained on masked tokens.
 
     Args:
         shape: its sizes.
@@ -171,7 +171,7 @@ class BERT(nn.Module):
         _initialise(self, shape.layers)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of (B, T) tokens against those of the (B, T) targets that are some."""
+        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets, ``NO_TARGET`` ignored."""
         x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -180,7 +180,7 @@ class BERT(nn.Module):
 
 
 class ViT(nn.Module):
-    """An encoder of image patches with learned positions, averaged and classified.
+    """A vision transformer: an encoder of image patches with learned positions, mean pooling, a classifier.
 
     Args:
         shape: its sizes.
@@ -213,7 +213,7 @@ class ViT(nn.Module):
 
 
 def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """() nats, the mean over the (N,) targets that are some, of (N, classes) logits.
+    """() nats, mean cross-entropy of (N, classes) logits over (N,) targets, ``NO_TARGET`` ignored.
 
     In fp32 whatever the logits' type: near 5.4 a loss in bf16 moves in steps of 1/32.
     """
@@ -221,7 +221,7 @@ def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _initialise(model: nn.Module, layers: int) -> None:
-    """GPT-2's: small normal matrices, smaller where they add to the residual stream."""
+    """GPT-2's initialisation: small normal matrices, smaller where they add to the residual stream."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             onto_residual = name.endswith(("out.weight", "down.weight"))
@@ -291,7 +291,7 @@ def shape_of(model: Model) -> Shape:
 
 
 def _user_function(model: Model, sequence: int) -> Callable[..., object]:
-    """The function behind ``module:function``; modules of the working folder count."""
+    """Import the function of ``module:function``, also from the working folder."""
     name = model.name
     module_name, _, function_name = name.partition(":")
     see_working_folder()

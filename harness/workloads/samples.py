@@ -1,9 +1,9 @@
-"""What a batch is: arrays from a key, for each form of data that a model reads.  No torch.
+"""Batches as NumPy arrays, for each form of data that a model reads.  No torch.
 
-``next``: text, and the byte after each; ``masked``: text with bytes to fill in; ``images``: rendered
+``next``: text and the next byte at each position; ``masked``: masked text; ``images``: rendered
 characters and their classes.  The model decides: a BERT reads masked text, a vision transformer
-images, and everything else, a user's ``module:function`` included, text; such a function gets images
-where the trial's corpus is ``glyphs``.
+images, and everything else text; a user's ``module:function`` reads images where the trial's corpus
+is ``glyphs``.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _IMAGE_BYTES: Final = 2 * 4 * IMAGE_SIDE**2  # float32; drawn, then copied to wh
 
 
 class Samples(Protocol):
-    """Data in one form."""
+    """Protocol of a data set that yields batches."""
 
     @property
     def sha256(self) -> str:
-        """Of all of it."""
+        """SHA-256 of the whole data set."""
 
     def batch(self, *, seed: int, step: int, micro_batch: int, rank: int, sequences: int) -> Pair:
-        """One micro-batch of one rank; it follows from the arguments alone."""
+        """One micro-batch of one rank, which depends on the arguments alone."""
 
     def validation_batches(self, *, batches: int, rank: int, world: int, sequences: int) -> list[Pair]:
-        """Batches of one rank from the split that is never trained on."""
+        """Batches of one rank from the validation split."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextByte:
-    """(B, T) int64 bytes, and (B, T) int64 the byte after each."""
+    """Next-byte prediction: (B, T) int64 bytes, and (B, T) int64 the byte after each."""
 
     corpus: Corpus
     length: int
@@ -73,7 +73,7 @@ class NextByte:
 
 @dataclass(frozen=True, slots=True)
 class MaskedText:
-    """(B, T) int64 bytes, some masked, and (B, T) int64 what was there, as ``masking.masked`` gives them."""
+    """Masked text: (B, T) int64 tokens and (B, T) int64 targets, from :func:`masked_text.masked`."""
 
     corpus: Corpus
     length: int
@@ -105,7 +105,7 @@ class MaskedText:
 
 
 def load(trial: Trial) -> NextByte | MaskedText | Glyphs:
-    """Data in the form that the trial's model reads.
+    """Load the data in the form that the trial's model reads.
 
     Raises:
         CorpusError: naming the corpus, if it cannot be read or is too small.
@@ -118,7 +118,7 @@ def load(trial: Trial) -> NextByte | MaskedText | Glyphs:
 
 
 def check(trial: Trial) -> None:
-    """Refuse data that is missing, too small, or of another form than the model reads.
+    """Refuse data that is missing, too small, or does not fit the model.
 
     Raises:
         CorpusError: naming it and the numbers.
@@ -133,7 +133,7 @@ def check(trial: Trial) -> None:
 
 
 def micro_batch_bytes(trial: Trial) -> int:
-    """Bytes of one micro-batch of one rank, while it is made."""
+    """Bytes of memory that one micro-batch of one rank takes while it is made."""
     if trial.corpus == GLYPHS:
         return trial.tokens_per_rank // trial.sequence * _IMAGE_BYTES
     return 2 * _TOKEN_BYTES * trial.tokens_per_rank

@@ -1,4 +1,4 @@
-"""What the pages of ``zeropp bench`` hold, as data: of each kind of sample its columns and figures.
+"""Definitions of the tables and figures of ``zeropp bench``, one board per kind of sample.
 
 A ratio is formed inside a round of one run; tables and figures show its median over rounds.
 """
@@ -22,17 +22,17 @@ Measure = Callable[[Sample, Sequence[Sample]], list[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """One table of a page, with its figure.
+    """Definition of one table of a page, with its figure.
 
     Attributes:
         name: of the table.
-        title: likewise.
-        caption: what its columns are.
-        labels: what else a row is, beside the sample's names; printed.
-        measures: what is measured in each round, by name, of a sample and all of its run; a row holds the
-            median over rounds, and with its interval, as text, by ``<name>_told``.
+        title: of the table.
+        caption: describes its columns.
+        labels: further labels of a row, beside the sample's names.
+        measures: functions of a sample and its run to one value per round, by name; a row holds the median
+            over rounds, and as ``<name>_told`` the text with its interval.
         columns: those that are printed.
-        wide: keys of those for which only the page has room.
+        wide: keys of columns that only the page prints, not the terminal.
         figure: of the same rows; the page begins with its description.
     """
 
@@ -47,7 +47,7 @@ class Board:
 
 
 def _quotient(above: str, below: str | None = None, scale: float = 1.0) -> Measure:
-    """``scale * above / below`` of every round, of seconds or sizes by name."""
+    """A measure: ``scale * above / below`` in every round, of seconds or sizes by name."""
 
     def measure(sample: Sample, _: Sequence[Sample]) -> list[float]:
         known = sample.timed | {name: [size] * len(sample.seconds) for name, size in sample.sizes.items()}
@@ -58,14 +58,14 @@ def _quotient(above: str, below: str | None = None, scale: float = 1.0) -> Measu
 
 
 def _of_copy(sample: Sample, run: Sequence[Sample]) -> list[float]:
-    """Bytes moved a second, over those that the copy moves."""
+    """Measure: bytes moved per second, over those of the copy."""
     return _quotient(
         "reference_seconds", "seconds", sample.sizes["moved_bytes"] / 2 / sample.sizes["element_bytes"]
     )(sample, run)
 
 
 def _over_best(*names: str) -> Measure:
-    """Tokens per second over those of the fastest of these contenders in the same place and run."""
+    """A measure: tokens per second over those of the fastest of these contenders, same place and run."""
 
     def measure(sample: Sample, run: Sequence[Sample]) -> list[float]:
         peers = [one for one in run if one.names["contender"] in names and one.place == sample.place]
@@ -76,7 +76,7 @@ def _over_best(*names: str) -> Measure:
 
 
 def _room(phase: str) -> Measure:
-    """Seconds of compute alone over those of communication at the link's rate, in one phase."""
+    """A measure: seconds of compute alone over those of communication at the link's rate, in one phase."""
 
     def measure(sample: Sample, run: Sequence[Sample]) -> list[float]:
         return _quotient(phase, f"sent_{phase}", sample.place[2] / 8e-6)(sample, run)
@@ -85,7 +85,7 @@ def _room(phase: str) -> Measure:
 
 
 def _hidden(sample: Sample, _: Sequence[Sample]) -> list[float]:
-    """What chunks save, over the shorter hop."""
+    """Measure: seconds that chunks save, over those of the shorter hop."""
     rounds = zip(sample.reference_seconds, sample.seconds, *sample.parts.values(), strict=True)
     return [(whole - took) / min(hops) for whole, took, *hops in rounds]
 

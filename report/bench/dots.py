@@ -1,4 +1,4 @@
-"""The figure of a benchmark: ratios beside the reference at 1, as dots in named rows."""
+"""Dot plots of a benchmark: ratios to the reference, which is the line at 1, in named rows."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _ONE_COLOUR: Final = "#0072b2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dots:
-    """A figure over the rows of a board, as data; columns are named by their keys.
+    """Definition of a dot plot over the rows of a board; columns are named by their keys.
 
     Attributes:
-        name: of the file; the values by which it is split stand behind it.
+        name: of the file; the values of ``split`` are appended.
         title: on the page; likewise.
-        caption: what is shown.
-        measure: column of what is shown; its interval stands in ``<measure>_low`` and ``<measure>_high``.
+        caption: describes the figure.
+        measure: column to plot; its interval is in ``<measure>_low`` and ``<measure>_high``.
         label: of the axis.
         row: column whose values have a row each.
         panel: column whose values have a panel each, side by side.
@@ -55,13 +55,13 @@ class Dots:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """File names of all figures that it may become."""
+        """File names of all figures that it may produce."""
         return tuple("-".join((self.name, *values)) for values in product(*self.split.values()))
 
     def drawings(
         self, data: pd.DataFrame, derive: Callable[[pd.DataFrame], pd.DataFrame]
     ) -> Iterator[tuple[Drawing, pd.DataFrame]]:
-        """One figure of each value by which it is split, with its rounds; ``derive`` makes rows of them."""
+        """One figure per value of ``split``, with its rounds; ``derive`` turns them into rows."""
         for name, values in zip(self.names, product(*self.split.values()), strict=True):
             mine = data
             for column, value in zip(self.split, values, strict=True):
@@ -77,7 +77,7 @@ class Dots:
                 yield drawn, mine
 
     def told(self, rows: pd.DataFrame) -> str:
-        """What is drawn, in words: every dot, or the ranges of many."""
+        """Alternative text: every dot, or the ranges of many."""
         keys = [self.row] if len(rows) <= _MOST_TOLD else []
         keys += [] if self.colours is None else [self.colours[0]]
         told = []
@@ -130,7 +130,7 @@ class Dots:
         ax.plot(row[self.measure], at, "o", color=colour, ms=5, mec="white", mew=0.5, zorder=4)
 
     def _limits(self, found: Sequence[Interval]) -> tuple[float, float]:
-        """Of an axis that shows all intervals and the line at 1."""
+        """Limits of an axis that shows all intervals and the line at 1."""
         ends = [1.0, *(one.estimate for one in found)]
         ends += [end for one in found for end in (one.low, one.high) if not math.isnan(end)]
         if self.log:
@@ -150,5 +150,5 @@ class Dots:
 
 
 def rows_of(data: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows as dictionaries by column."""
+    """Rows of a frame as dictionaries by column."""
     return [{str(key): value for key, value in row.items()} for row in data.to_dict("records")]

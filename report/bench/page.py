@@ -1,4 +1,4 @@
-"""A folder of benchmark records in, ``report.html`` out: the page of :mod:`report.page`, other contents."""
+"""Builds the page of a folder of benchmark records: ``report.html``, as :mod:`report.page` does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FOLDERS: Final[Folders] = {
 
 
 def build(results: Path) -> Path:
-    """Write the page of a folder of benchmark records into it; the same records give the same bytes.
+    """Build the page of a folder of benchmark records, inside it; equal records give equal bytes.
 
     Returns:
         The page.
@@ -61,7 +61,7 @@ def build(results: Path) -> Path:
 
 
 def tables_of(benches: Sequence[Bench], *, wide: bool = True) -> list[Table]:
-    """The tables of records of one subject; without what only a page has room for, unless ``wide``."""
+    """The tables of records of one subject; ``wide`` adds the columns that only a page prints."""
     found = []
     for board, data in boards_of(benches):
         whole = table(board, data)
@@ -71,7 +71,7 @@ def tables_of(benches: Sequence[Bench], *, wide: bool = True) -> list[Table]:
 
 
 def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
-    """Of every kind of sample its board, and one row per round of each sample; ``id`` names its record."""
+    """The board of every kind of sample, with one row per round of each; ``id`` names the record."""
     for kind, board in BOARDS.items():
         rows: list[dict[str, Any]] = []
         for bench in benches:
@@ -86,7 +86,7 @@ def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
 
 
 def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
-    """One row per contender, of all its runs: medians over rounds, their intervals, and both as text."""
+    """One row per contender over all its runs: medians over rounds, intervals, and both as text."""
     after = list(data.columns).index("round")
     names = [name for name in data.columns[1:after] if name != "last_loss"]  # two runs end with two losses
     rows = []
@@ -103,7 +103,7 @@ def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
 
 
 def table(board: Board, data: pd.DataFrame) -> Table:
-    """All medians with their intervals; columns that say nothing here are left out."""
+    """The table of all medians with their intervals; empty columns are left out."""
     found = derived(board, data)
     shown = [column for column in board.columns if not set(found[column.key]) <= {NOTHING, None}]
     return Table(board.name, board.title, board.caption, found, tuple(shown))
@@ -111,14 +111,14 @@ def table(board: Board, data: pd.DataFrame) -> Table:
 
 @functools.cache
 def _median(values: tuple[float, ...]) -> Interval:
-    """Their median with its interval; remembered, since figures and tables of a page all ask."""
+    """Median with its interval; cached, since figures and tables of a page all use it."""
     if any(math.isnan(value) for value in values):
         return Interval(math.nan, math.nan, math.nan, len(values))
     return median_interval(values)
 
 
 def _told(found: Interval) -> str:
-    """``1.23 [1.20, 1.31]``."""
+    """Format an interval as ``1.23 [1.20, 1.31]``."""
     digits = number(3)
     if math.isnan(found.low):
         return digits(found.estimate)
@@ -155,13 +155,13 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
 
 
 def _missing(benches: Sequence[Bench]) -> dict[str, str]:
-    """What no run had, and why."""
+    """Warnings about contenders that no run had, and why."""
     last = benches[-1].missing
     return {name: why for name, why in last.items() if all(name in bench.missing for bench in benches)}
 
 
 def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
-    """Where and when it ran, in a few words."""
+    """Facts for the page's head: where and when the benchmark ran."""
     machine, code = benches[-1].machine, benches[-1].code
     ran = (bench.started[:16].replace("T", " ") for bench in (benches[0], benches[-1]))
     found = [

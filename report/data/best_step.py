@@ -1,8 +1,7 @@
-"""What a step could take at best: by the schedule of its units, and by the processors that its ranks share.
+"""Lower bounds on a step's time: by the schedule of its units, and by the CPUs that its ranks share.
 
-The schedule's model is that of :mod:`impl.plan.simulate`, with the seconds of a trial: computation as
-measured and
-shared among the units by their elements, messages as in its ledger at the rate that its link achieved.
+The schedule is simulated by :mod:`impl.plan.simulate`: computation as measured, divided among the units by
+their elements, and messages as in the ledger at the rate that the link achieved.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ BITS_PER_MBIT: Final = 1e6
 
 
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
-    """Seconds of the scheduled step of each trial, by id; NaN for engines whose waiting is not known.
+    """Seconds of the simulated schedule's step of each trial, by id; NaN if exposed time is not known.
 
-    Of every timed step that of the rank for which it is longest, since no step is shorter than that of any of
-    its ranks alone; over the steps the median.  Steps are so summarised everywhere, which keeps it from being
-    shorter than the computation of those steps.
+    In every timed step the longest of any rank, since no step is shorter than that of any of its ranks
+    alone; then the median over steps.  Steps are summarised like this everywhere, so the bound is not below
+    the computation of those steps.
 
     With A micro-batches a step, A passes that each compute and send a part of A; what is neither forward
     nor backward (the optimizer) comes on top as it was measured.
@@ -62,12 +61,12 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
-    """Seconds in which the processors could do the work of a step of each trial, by id, all of them busy.
+    """Seconds of a step of each trial, by id, if the CPUs were always busy.
 
-    The processor seconds of all ranks over the processors that they share; over the timed steps the median.
-    With a processor for every rank that is no more than the slowest of them computes.
+    CPU seconds of all ranks over the number of CPUs that they share; the median over timed steps.  With a
+    CPU for every rank it is at most what the slowest of them computes.
 
-    NaN on GPUs, for ranks that may stand on several machines, and for records without processor seconds.
+    NaN on GPUs, for ranks that may run on several machines, and for records without CPU seconds.
 
     Args:
         frames: with the trials' raw values.
@@ -83,7 +82,7 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 def _bound_of(
     frames: Frames, row: Mapping[Hashable, Any], steps: int
 ) -> Callable[[float, float, float], float] | None:
-    """Seconds of a step by seconds of computation in forward, in backward, and of the rest; of one trial.
+    """Build one trial's bound: a function from seconds of forward, backward and the rest to those of a step.
 
     None for strategies without a policy, and where bytes were sent at a rate that is not known.
     """

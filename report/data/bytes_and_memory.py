@@ -1,4 +1,4 @@
-"""Bytes that were sent and bytes that are held, by part: ledger, prediction, engine, formula."""
+"""Bytes sent and memory held, by part: ledger, prediction, engine, formula."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOLUME_PARTS: Final = ("gather in forward", "gather in backward", "gradients", "
 
 
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Bytes between nodes per step by part, ledger, all ranks: one row per trial and part."""
+    """Bytes between nodes per step by part, from the ledger, all ranks: one row per trial and part."""
     steps = timed_steps(frames)
     between = frames.bytes[
         (frames.bytes["link"] == "inter")
@@ -45,17 +45,17 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """What each technique spares against flat collectives in 16 bits, in bytes per step.
+    """Bytes per step that each technique saves against flat collectives in 16 bits.
 
     From ``impl.plan.traffic`` on the record's own units; every policy in turn is changed from flat
-    (ring) collectives in 16 bits to hops by node, then given its hpZ copy, then its codecs:
+    (ring) collectives in 16 bits to hierarchical ones, then given its hpZ shard, then its codecs:
 
         ``hops``        flat - hierarchical in 16 bits
         ``copy``        hierarchical - with the hpZ copy, in 16 bits
         ``quantising``  with the hpZ copy in 16 bits - the policy itself
         ``sent``        what is left
 
-    One row per trial and part; trials of peers, inside hosts and on one node are left out.
+    One row per trial and part; trials of peers, inside FSDP2 or DDP, and on one node are left out.
     """
     rows: list[dict[str, object]] = []
     for trial in table[table["nodes"] > 1].itertuples():
@@ -107,7 +107,7 @@ def _sent_between(policy: Policy, topology: Topology, units: list[UnitGeometry],
 
 
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Bytes per rank by part, engine beside formula: the largest rank of each trial."""
+    """Memory of the rank that holds most, by part, engine beside formula: one row per trial and part."""
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
     kept = ["id", "strategy", "contender", "place", "where", "cell", "secondary", "seed", "repeat"]
     return table[kept].merge(largest, on="id", how="inner")

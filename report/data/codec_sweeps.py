@@ -1,4 +1,4 @@
-"""Integer codecs by bits and block: their errors, and trials between which only they change."""
+"""Integer codecs by bits and block size: their errors, and sweeps of trials that differ only in them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ REFERENCE: Final = "reference"
 
 
 def codecs(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Error of integer codecs by bits and block: one row per trial, purpose, unit and codec."""
+    """Errors of integer codecs by bits and block size: one row per trial, purpose, unit and codec."""
     found = frames.quantisation.merge(table[["id", "contender", "strategy", "seed", "repeat"]], on="id")
     return _with_codec(found, "codec")
 
 
 def sweeps(frames: Frames, table: pd.DataFrame, axis: str) -> pd.DataFrame:
-    """Trials between which the ``bits`` or the ``block`` of a codec changes and all else stays.
+    """Sweeps: trials that differ only in the ``bits`` or the ``block`` of a codec.
 
-    In a grid of codecs each is swept at every value of the others.  Codecs that change together are a sweep
-    where that tells of a trial of which no sweep of fewer codecs does.
+    In a grid of codecs each is swept at every value of the others.  Codecs that change together form a sweep
+    if it contains a trial that no sweep of fewer codecs does.
 
     Args:
         frames: of the same records.
@@ -79,8 +79,8 @@ def sweeps(frames: Frames, table: pd.DataFrame, axis: str) -> pd.DataFrame:
 def _sweep_row(
     ran: Trial, trial: dict[Any, Any], columns: tuple[str, ...], axis: str
 ) -> dict[str, Any] | None:
-    """Bits and block of the codecs in ``columns``, and all that must stay equal, as JSON; None if they are no
-    integer codecs or differ in what is swept.
+    """Bits and block of the codecs in ``columns``, and all fixed fields as JSON; None if they are not integer
+    codecs, or differ in what is swept.
     """
     codecs = [codec for column in columns if (codec := _integer(trial[column])) is not None]
     if len(codecs) < len(columns) or len({getattr(codec, axis) for codec in codecs}) > 1:

@@ -1,9 +1,8 @@
-"""Who ran: strategies and policies by the names that figures print.
+"""Contenders: strategies and their policy changes, with the names that figures print.
 
-A contender is a strategy with the policy fields in which a trial differs from the preset.  What all
-policies of a folder change alike of how they compute and move their data (types, prefetch, gather, ...)
-says nothing in a comparison and is left out of the names; what a technique is made of (stage, group,
-codecs, hpZ, feedback) is always told.
+A contender is a strategy with the policy fields in which a trial differs from the preset.  Changes of
+execution (types, prefetch, gather, ...) that all policies of a folder share are left out of the names;
+fields that define a technique (stage, group, codecs, hpZ, feedback) are always printed.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ _ALWAYS_TOLD: Final = frozenset({"stage", "group", "weights", "gradients", "seco
 
 
 def order_of(strategy: str) -> int:
-    """Place of a strategy in lists; unknown ones stand last."""
+    """Sort key of a strategy in lists; unknown ones come last."""
     names = list(NAMES)
     return names.index(strategy) if strategy in names else len(names)
 
 
 def fields_of(trial: Trial) -> dict[str, str]:
-    """Fields of the trial's policy that decide what is computed and sent, as text; empty without a policy."""
+    """Policy fields that affect what is computed and sent, as text; empty without a policy."""
     policy = trial.resolved_policy()
     return {} if policy is None else _fields(policy, trial.topology())
 
@@ -108,7 +107,7 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """How all policies of a folder compute and move their data, where that differs from their presets."""
+    """Changes of execution from the presets that all policies of a folder share."""
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     if not of_policies:
         return {}
@@ -122,8 +121,8 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it.
 
-    ``w`` and ``g`` are the codecs of weights and gradients.  A DeepSpeed configuration is told by its stage
-    and by what it asks beside that.
+    ``w`` and ``g`` are the codecs of weights and gradients.  A DeepSpeed configuration is named by its stage
+    and the options that it sets beside that.
     """
     name = NAMES.get(trial.strategy, trial.strategy)
     changes = changes_of(trial)
@@ -134,14 +133,14 @@ def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
 
 
 def told(field: str, value: str) -> str:
-    """A field of a policy in a few characters: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
+    """Short text of a policy field: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
     if field == "secondary" and value == "0":
         return "no hpZ copy"
     return f"{_SHORT.get(field, field)} {value}"
 
 
 def _asked(trial: Trial) -> dict[str, str]:
-    """The stage of a DeepSpeed configuration, and in what its policy differs from the bare stage's."""
+    """The stage of a DeepSpeed configuration, and its policy's changes from the bare stage."""
     policy, topology = trial.recipe().policy, trial.topology()
     bare = recipe({"zero_optimization": {"stage": policy.stage}}, topology=topology).policy
     fields, usual = _fields(policy, topology), _fields(bare, topology)

@@ -1,4 +1,4 @@
-"""What is derived from decoded tokens.  Formulas: docs/reference/metrics.md."""
+"""Metrics of workload ``generate``.  Formulas: docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def generations(frames: Frames) -> pd.DataFrame:
 
 
 def _exposed(timed: pd.DataFrame) -> pd.Series[float]:
-    """Of each token, the seconds that its slowest rank stood waiting."""
+    """Seconds of each token that its slowest rank waited for communication."""
     slowest = timed.loc[timed.groupby(["id", "step", "index"])["seconds"].idxmax()]
     return pd.to_numeric(slowest.set_index(["id", "step", "index"])["exposed"]).astype(float)
 

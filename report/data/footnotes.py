@@ -1,4 +1,4 @@
-"""Marks beside numbers that need a word more, and the words."""
+"""Footnote marks beside numbers, and the texts of the footnotes."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ TAKEN_IN_WORDS = (
 
 
 def share(value: float | None) -> str:
-    """A share of what is allowed, to hundredths; one above 1 is marked."""
+    """Format a ratio to a bound, to hundredths; one above 1 is marked."""
     if value is None or pd.isna(value):
         return NOTHING
     return f"{value:.2f}{above(value)}"
 
 
 def part(value: float | None) -> str:
-    """A part of the processors' time, in percent."""
+    """Format a part of the CPU time, in percent."""
     return NOTHING if value is None or pd.isna(value) else f"{value:.1%}"
 
 
 def above(value: float) -> str:
-    """The mark of a share that is above 1 as printed, in hundredths; nothing for others."""
+    """The mark of a share that prints as above 1; empty for others."""
     return f" {ABOVE}" if round(value, 2) > 1 else ""
 
 
 def above_in_words(shares: pd.DataFrame, *, marked: bool = True) -> str:
-    """What a caption says of shares above 1, ending with a space; nothing where there are none.
+    """Caption text about shares above 1, ending with a space; empty if there are none.
 
     Args:
         shares: of trials, with columns ``schedule_share``, ``ideal_share`` and ``processors_busy``.
@@ -67,13 +67,13 @@ def above_in_words(shares: pd.DataFrame, *, marked: bool = True) -> str:
 
 
 def trials(mine: pd.DataFrame) -> str:
-    """Number of trials, and of those during which others took processors."""
+    """Number of trials, with the number during which other programs used the CPUs."""
     taken = int(mine["taken_share"].gt(OTHERS_WITHIN).sum())
     return f"{len(mine)}" + (f" ({taken} {TAKEN})" if taken else "")
 
 
 def rates(mine: pd.DataFrame, differing: Collection[str]) -> str:
-    """The mark of trials in settings whose links had different rates; nothing for others."""
+    """The mark of trials in cells whose links had different rates; empty for others."""
     return f" {RATES}" if mine["cell"].isin(list(differing)).any() else ""
 
 
@@ -91,14 +91,14 @@ def padding_warning(derived: Derived) -> str | None:
 
 
 def in_words(cells: Iterable[str]) -> str:
-    """What a caption says of the marks of rates and of trials that stand in these cells, after a space."""
+    """Caption text for the marks of rates and trials that occur in these cells, after a space."""
     found = "".join(cells)
     words = {RATES: RATES_IN_WORDS, TAKEN: TAKEN_IN_WORDS}
     return "".join(f" {told}" for mark, told in words.items() if mark in found)
 
 
 def taken_warning(derived: Derived) -> str | None:
-    """What the page says before all numbers, if others took processors during any trial."""
+    """Warning of the page if other programs used the CPUs during any trial."""
     ran = derived.finished
     found = ran[ran["taken_share"].gt(OTHERS_WITHIN)]
     if found.empty:
@@ -111,7 +111,7 @@ def taken_warning(derived: Derived) -> str | None:
 
 
 def taken_fact(derived: Derived) -> str | None:
-    """How much of the processors others took in any trial, in a few words; None without trials."""
+    """Largest part of the CPU time that others took in any trial, as text; None without trials."""
     taken = derived.finished["taken_share"].astype(float)
     if taken.empty:
         return None

@@ -1,4 +1,4 @@
-"""Records become tidy tables.  The only reader of a results folder.
+"""Loads a results folder into tidy tables; the only reader of records in ``report``.
 
 One row is one thing measured; nothing is averaged here.  Records of different machines or code
 are not put into one table unless asked (``Frames.pools`` then has several entries).
@@ -62,7 +62,7 @@ FACTS: Final = ("pool", "records", "fact", "value")
 
 
 class ReportError(RecordError):
-    """Records are there but cannot be reported together, or there are none."""
+    """Records cannot be reported together, or there are none."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Frames:
 
     Attributes:
         suite: name of the suite, or names joined by a comma.
-        questions: what the suites ask, where records hold it.
-        pools: what ran on equal machines and code, by hash.
-        left_out: failures of another pool, of which nothing was measured.
-        trials: one row per finished trial that trained; ``processors`` are those that all its ranks share
-            and compute on, None on GPUs and where ranks may stand on several machines; ``others_share`` and
-            ``steal_share`` are the parts of their time that other programs and the machine's host had.
+        questions: of the suites, where records hold them.
+        pools: hashes of machine and code, one per pool.
+        left_out: failures of another pool, without measurements.
+        trials: one row per finished trial that trained; ``processors`` are the CPUs that all its ranks
+            share, None on GPUs and if ranks may run on several machines; ``others_share`` and
+            ``steal_share`` are the parts of their time that other programs and the hypervisor took.
         generators: the same of those that generated; their raw values are in ``tokens`` alone.
         steps: one row per rank and optimizer step; seconds.
         bytes: sent over the timed steps, by source (``ledger`` or ``predicted``), rank, phase,
@@ -92,7 +92,7 @@ class Frames:
         failures: one row per trial without a result.
         facts: machine, code and what ran, one row per pool and distinct value.
         ran: the whole trial by id.
-        shared: policy fields that all policies changed alike and that no name tells.
+        shared: changes that all policies share, which names leave out.
         units: name, elements and padded elements of each unit, by id.
         unit_bytes: what the busiest node sent to other nodes over the timed steps, by id, then by unit,
             phase and purpose (ledger).
@@ -182,20 +182,20 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
 
 
 def _question(record: Record) -> str:
-    """What the record's suite asks; empty where the record does not hold it."""
+    """The question of the record's suite; empty if the record has none."""
     return record.question
 
 
 def _frame(rows: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
-    """Rows as a frame that has all its columns even when there is no row."""
+    """Rows as a frame that has all columns even without rows."""
     return pd.DataFrame(rows, columns=list(columns))
 
 
 def _trial(record: Record) -> Trial:
-    """The trial of a record.
+    """Parse the trial of a record.
 
     Raises:
-        ReportError: if this version does not know such trials.
+        ReportError: if this version cannot parse it.
     """
     try:
         return Trial.from_canonical(record.trial)
@@ -223,7 +223,7 @@ def _cell_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _varying(trials: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Fields of a cell that differ between trials, beside those that are always told."""
+    """Fields of a cell that differ between trials, beside those that are always printed."""
     cells = [_cell_fields(flat) for flat in trials]
     keys = sorted({key for cell in cells for key in cell})
     return tuple(
@@ -249,11 +249,11 @@ def rate_text(mbit: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """How trials of one folder are told apart.
+    """Names of contenders and cells in one folder.
 
     Attributes:
         shared: policy changes that all have.
-        varying: fields of cells that differ, beside those that are always told.
+        varying: fields of cells that differ, beside those that are always printed.
     """
 
     shared: Mapping[str, str]
@@ -263,7 +263,7 @@ class _Naming:
         return label_of(trial, self.shared)
 
     def cell(self, trial: Trial) -> tuple[str, str]:
-        """Hash and description of everything but who ran and which repetition it was."""
+        """Hash and description of a trial's cell: every field but strategy, policy, seed and repeat."""
         cell = _cell_fields(_flat(trial.canonical()))
         text = json.dumps(cell, sort_keys=True, separators=(",", ":"))
         told = [
@@ -281,7 +281,7 @@ def _spoken(key: str) -> str:
 
 
 def achieved_mbit(record: Record) -> float | None:
-    """Median of the probes after the trial; of the calibration if there was no probe."""
+    """Achieved rate of a record's link: median of the probes, else of the calibration; Mbit/s."""
     if record.link is None:
         return None
     values = record.link.probed_mbit or record.link.calibrated_mbit
@@ -337,7 +337,7 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
 
 
 def _taken(record: Record) -> dict[str, float | None]:
-    """Parts of the processors' time over the timed steps that others had; None where it is not on record."""
+    """Parts of the CPU time that others took over the timed steps; None if not on record."""
     use = record.processor_use
     if use is None:
         return {"others_share": None, "steal_share": None}
@@ -349,9 +349,9 @@ def _taken(record: Record) -> dict[str, float | None]:
 
 
 def _processors(record: Record, trial: Trial) -> int | None:
-    """Processors that compute the trial and that all its ranks share; None where the record cannot tell.
+    """Number of CPUs that all ranks of the trial share; None if the record does not say.
 
-    Its machine's cores are those of the process that wrote the record, which the ranks inherit if it
+    The machine's cores on record are those of the process that wrote it, which the ranks inherit if it
     started them.
     """
     if trial.cluster.device != "cpu" or trial.cluster.launcher != "local":
@@ -469,7 +469,7 @@ def _failure_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any
 
 
 def _environment(record: Record) -> dict[str, Any]:
-    """Facts of one record under dotted names: machine, code, and what ran."""
+    """Facts of one record under dotted names: machine, code, and algorithms used."""
     facts = _flat({"machine": record.machine, "code": record.code, "ran": record.ran})
     if record.link is not None:
         facts |= {"link.kind": record.link.kind, "link.why": record.link.why}
@@ -492,9 +492,9 @@ def _facts_frame(records: list[Record]) -> pd.DataFrame:
 
 
 def _without_old_failures(records: list[Record]) -> list[Record]:
-    """The records without failures of another pool than what was measured or, where nothing was, the latest.
+    """The records without failures of other pools than that of the measured records, or of the latest.
 
-    A run goes on beside them, and runs those again that are still its suite's.
+    ``zeropp run`` ignores those failures too, and runs their trials again.
     """
     measured = {record.pool for record in records if record.measured}
     kept = measured or {max(records, key=lambda record: record.started).pool}
@@ -502,7 +502,7 @@ def _without_old_failures(records: list[Record]) -> list[Record]:
 
 
 def _check_one_pool(records: list[Record]) -> None:
-    """Refuse records that ran on different machines or code, saying which and in what they differ.
+    """Refuse records of different machines or code, naming the differences.
 
     Raises:
         ReportError: naming each pool, its records and the facts that differ.

@@ -1,4 +1,4 @@
-"""What is derived from raw records.  Formulas and units: docs/reference/metrics.md.
+"""Metrics derived from raw records.  Formulas and units: docs/reference/metrics.md.
 
 Each function takes :class:`report.data.frames.Frames` and returns one row per trial, pair or part, so
 that every printed number can be traced to record ids.
@@ -29,7 +29,7 @@ PAIR: Final = ("cell", "seed", "repeat")  # trials that ran under the same condi
 
 
 def trials(frames: Frames) -> pd.DataFrame:
-    """One row per finished trial: what ran and what follows from its raw values.
+    """Metrics of every finished trial that trained, one row each.
 
     Beside the columns of ``frames.trials``:
         step_seconds: median over timed steps of the slowest rank's total.
@@ -37,19 +37,19 @@ def trials(frames: Frames) -> pd.DataFrame:
         exposed_seconds: median over timed steps of the slowest rank's exposed communication.
         tokens_per_second: tokens of all ranks in a step / step_seconds.
         sent_bytes: bytes per step that all ranks sent between nodes in training (ledger).
-        predicted_bytes, interface_bytes: the same, from the prediction and the interfaces.
+        predicted_bytes, interface_bytes: the same, from the prediction and the interface counters.
         header_bytes: of the packets that the interfaces counted, per step.
         egress_bytes: the largest of any node; ledger, or the interface where there is no ledger.
         wire_seconds: 8 egress_bytes / achieved rate.
-        ideal_seconds: max(compute_seconds, wire_seconds): one of the two hidden behind the other.
-        schedule_seconds: of the scheduled step (:mod:`report.data.best_step`); never below wire_seconds.
-        processor_seconds: processor seconds of all ranks / the processors that they share (likewise).
+        ideal_seconds: max(compute_seconds, wire_seconds): full overlap.
+        schedule_seconds: of the simulated schedule (:mod:`report.data.best_step`); never below wire_seconds.
+        processor_seconds: CPU seconds of all ranks / number of CPUs that they share (likewise).
         best_seconds: the larger of these two; NaN where the schedule's is not known.
         share, schedule_share, ideal_share: best_seconds, schedule_seconds and ideal_seconds / step_seconds.
         processors_busy: processor_seconds / step_seconds.
-        taken_share: the part of the processors' time that other programs and the machine's host had.
-        m_bytes: M times the micro-batches of a step; M is what crosses between nodes in one
-            hierarchical gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
+        taken_share: the part of the CPU time that other programs and the hypervisor took.
+        m_bytes: M times the micro-batches of a step; M is the bytes between nodes of one hierarchical
+            all-gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
         tflops: model TFLOP/s of a rank, for presets.
         first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
         validation_step: optimizer steps before that validation, warm-ups included.
@@ -91,7 +91,7 @@ def trials(frames: Frames) -> pd.DataFrame:
 
 
 def taken_share(table: pd.DataFrame) -> pd.Series[float]:
-    """What other programs and the machine's host took of the processors' time; NaN where it is not known.
+    """Part of the CPU time that other programs and the hypervisor took; NaN if not known.
 
     Args:
         table: with the columns of ``frames.trials``.
@@ -118,7 +118,7 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
 
 
 def _timed(frames: Frames) -> pd.DataFrame:
-    """Timed steps with their exposed communication and what is left of the total."""
+    """Timed steps with their exposed communication, and the total without it."""
     timed = frames.steps[~frames.steps["warmup"].astype(bool)].copy()
     exposed = pd.to_numeric(timed["exposed_forward"]) + pd.to_numeric(timed["exposed_backward"])
     return timed.assign(exposed=exposed, compute=timed["total"] - exposed)
@@ -187,7 +187,7 @@ def _final_loss(frames: Frames) -> pd.DataFrame:
 
 
 def pairs(table: pd.DataFrame) -> pd.DataFrame:
-    """Each trial beside ZeRO-3's of the same cell, seed and repeat.
+    """Pairs of each trial with ZeRO-3's of the same cell, seed and repeat.
 
     Args:
         table: from :func:`trials`.
@@ -195,7 +195,7 @@ def pairs(table: pd.DataFrame) -> pd.DataFrame:
     Returns:
         Columns of ``table`` and ``baseline`` (its id), ``speedup`` (its step seconds over ours),
         ``allowed`` (its step seconds over our best_seconds), ``bytes_ratio`` (our bytes between
-        nodes over its, ledger) and ``interface_ratio``.  Trials without a partner are left out.
+        nodes over its, ledger) and ``interface_ratio``.  Trials without a baseline are left out.
     """
     base = table[(table["strategy"] == BASELINE) & (table["contender"] == NAMES[BASELINE])]
     columns = [*PAIR, "id", "step_seconds", "sent_bytes", "interface_bytes"]
@@ -223,9 +223,9 @@ def speedup(group: pd.DataFrame) -> Interval:
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Cells whose contenders had links of different rates: largest over smallest, minus one.
+    """Relative spread of the rates of the contenders' links, for cells where it is too large.
 
-    An unshaped link has no rate to keep: its probes say how busy the machine was, and mark nothing.
+    Unshaped links are left out: they have no target rate, and their probes vary with the machine's load.
 
     Args:
         table: from :func:`trials`.
@@ -245,8 +245,8 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def beside_published(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Pairs that have a counterpart in the throughput that the ZeRO++ blog prints: the preset ZeRO++ over
-    ZeRO-3 at two or more rates.  Without any, neither the figure nor the table of it is on the page.
+    """Pairs comparable to the throughput that the ZeRO++ blog prints: the preset ZeRO++ over ZeRO-3 at two or
+    more rates.  Without any, the page has neither the figure nor the table of it.
 
     Args:
         pairs: from :func:`pairs`.
@@ -303,7 +303,7 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         ``id``, ``baseline``, ``rate_mbit`` (of ZeRO-3), ``parity`` (ratio of tokens per second),
-        ``place`` told without the rate.
+        ``place`` without the rate.
     """
     shaped = table.dropna(subset=["rate_mbit"])
     keys = ["elsewhere", "seed", "repeat"]
@@ -323,7 +323,7 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def cell_without_rate(frames: Frames, identity: str) -> str:
-    """What trials have in common that differ in who ran, repetition and rate alone, as a hash."""
+    """Hash of a trial's cell without the rate."""
     trial = frames.ran[identity]
     everywhere = {"strategy": BASELINE, "policy": PolicyChanges(), "seed": 0, "repeat": 0}
     unshaped = trial.cluster.model_copy(update={"rate": None})
@@ -331,7 +331,7 @@ def cell_without_rate(frames: Frames, identity: str) -> str:
 
 
 def split(frames: Frames) -> pd.DataFrame:
-    """Where a step's time goes: the mean over timed steps of the slowest rank's parts.
+    """Mean time of each part of a step, on the slowest rank of each timed step.
 
     Means, so that the parts add up to the mean step; one row per trial and part.  Where exposed
     communication was not measured (peers), it stays inside forward and backward.
@@ -358,7 +358,7 @@ def split(frames: Frames) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Derived:
-    """Raw tables and what every figure needs of them, computed once.
+    """Raw tables with the derived tables that figures share, computed once.
 
     Attributes:
         frames: raw tables.
@@ -376,7 +376,7 @@ class Derived:
 
     @property
     def finished(self) -> pd.DataFrame:
-        """One row per finished trial, whether it trained or generated: the columns of ``frames.trials`` and
+        """One row per finished trial, trained or generated: the columns of ``frames.trials`` and
         ``taken_share``.
         """
         columns = [*self.frames.trials.columns, "first"]
@@ -393,6 +393,6 @@ class Derived:
 
 
 def derive(frames: Frames) -> Derived:
-    """Everything that figures and tables start from."""
+    """Compute all derived tables."""
     table = trials(frames)
     return Derived(frames, table, pairs(table), rates_differ(table), generations(frames))

@@ -1,4 +1,4 @@
-"""Numbers printed by the papers, with their sources, to be drawn beside ours.
+"""Published numbers of the papers, with their sources, to compare with ours.
 
 ``report/published/*.csv``; a row's ``source`` column says where it was read.
 """
@@ -46,17 +46,17 @@ def parity() -> pd.DataFrame:
 def volume() -> pd.DataFrame:
     """Bytes between nodes per step in units of M: ``method``, its parts, ``total_m``, ``published``.
 
-    Rows whose ``published`` is no follow from the rule of the blog and were not printed there.
+    Rows whose ``published`` is no follow from the blog's rule but are not printed there.
     """
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
 def total(strategy: str, contender: str) -> float:
-    """Bytes between nodes per step in units of M by the rule; NaN where it says nothing.
+    """Bytes between nodes per step in units of M by the blog's rule; NaN if the rule does not cover it.
 
     Args:
-        strategy: one of its methods, or any other.
-        contender: as printed; with changes in parentheses it is none of the presets, which the rule counts.
+        strategy: of a contender.
+        contender: its printed name; with changes in parentheses it is no preset, and not covered.
     """
     found = volume().set_index("method")["total_m"]
     return float(found.get(strategy, math.nan)) if "(" not in contender else math.nan

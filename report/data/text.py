@@ -1,4 +1,4 @@
-"""Numbers and foreign text as people read them: on the page, in tables and on figures."""
+"""Formats numbers and untrusted text for the page, tables and figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LABEL_CHARACTERS: Final = 48
 
 
 def number(digits: int = 3) -> Callable[[Any], str]:
-    """Formatter: so many significant digits, plain notation where that is short."""
+    """Formatter with ``digits`` significant digits, in plain notation where that is short."""
 
     def told(value: Any) -> str:
         if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -34,25 +34,23 @@ def text(value: Any) -> str:
 
 
 def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
-    """One line of printable characters that the figures' font has, cut at ``limit``."""
+    """One line of printable characters that the figures' font has, truncated at ``limit``."""
     words = " ".join(str(text).split())
     kept = "".join(c if ord(c) < 0x2000 and unicodedata.category(c)[0] != "C" else "?" for c in words)
     return kept if len(kept) <= limit else kept[: limit - 1] + "…"
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """``1 seed``, ``3 seeds``; ``plural`` where an s is not enough."""
+    """A count with its noun: ``1 seed``, ``3 seeds``; ``plural`` where an s is not enough."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """The decimal unit in which ``largest`` bytes have one to three digits before the point: its
-    size in bytes, and its name.
-    """
+    """The decimal unit for values up to ``largest`` bytes: its size in bytes, and its name."""
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     return next((unit for unit in units if largest >= unit[0]), (1.0, "bytes"))
 
 
 def listed(words: Sequence[str]) -> str:
-    """``a, b and c``."""
+    """Join words as ``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""

@@ -1,4 +1,4 @@
-"""Pieces that several figures share: panels, plain log axes, intervals, labels beside lines."""
+"""Drawing helpers for figures: panels, log axes, intervals, labels beside lines, stacked bars."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _LABEL_LETTERS: Final = 20  # of a label in one line
 def panels(
     columns: int, rows: int = 1, *, height: float, width: float = theme.WIDTH, **options: Any
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A figure of ``rows`` x ``columns`` axes; sizes in inches."""
+    """Create a figure of ``rows`` x ``columns`` axes; sizes in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, [list(row) for row in axes]
 
 
 def bars_height(rows: int, *, room: float = 0.95, row: float = ROW_INCHES) -> float:
-    """Inches of a figure with that many horizontal bars."""
+    """Height in inches of a figure with this many horizontal bars."""
     return room + row * max(rows, 2)
 
 
 def log_ticks(ax: Axes, values: Sequence[float], *, axis: str = "x", unit: str = "") -> None:
-    """A log axis whose ticks stand at ``values``, printed plainly."""
+    """Make a log axis with plain tick labels at ``values``."""
     kept = sorted({float(v) for v in values if v > 0})
     getattr(ax, f"set_{axis}scale")("log")
     part = ax.xaxis if axis == "x" else ax.yaxis
@@ -49,7 +49,7 @@ def log_ticks(ax: Axes, values: Sequence[float], *, axis: str = "x", unit: str =
 
 
 def _thinned(values: list[float], ratio: float = 1.35) -> list[float]:
-    """Values that are far enough apart on a log axis to be read."""
+    """The values that are far enough apart on a log axis to be legible."""
     kept: list[float] = []
     for value in values:
         if not kept or value / kept[-1] >= ratio:
@@ -58,7 +58,7 @@ def _thinned(values: list[float], ratio: float = 1.35) -> list[float]:
 
 
 def decades(ax: Axes, axis: str = "y") -> None:
-    """A log axis with plain labels: decades, or more where too few are in view."""
+    """Make a log axis with plain labels at decades, or more where too few are in view."""
     getattr(ax, f"set_{axis}scale")("log")
     part = ax.xaxis if axis == "x" else ax.yaxis
     low, high = ax.get_xlim() if axis == "x" else ax.get_ylim()
@@ -75,7 +75,7 @@ def decades(ax: Axes, axis: str = "y") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How one contender's line is drawn: its strategy's colour and marker, its own dashes."""
+    """Style of one contender's line: its strategy's colour and marker, its own dashes."""
 
     colour: str
     marker: str
@@ -83,7 +83,7 @@ class Look:
 
 
 def looks_of(contenders: Sequence[tuple[str, str]]) -> dict[str, Look]:
-    """Looks by contender, from (strategy, contender): variants of one strategy differ in dashes."""
+    """Styles by contender, from (strategy, contender): variants of one strategy differ in dashes."""
     dashes = ("-", "--", ":", "-.")
     seen: dict[str, int] = {}
     looks: dict[str, Look] = {}
@@ -95,12 +95,12 @@ def looks_of(contenders: Sequence[tuple[str, str]]) -> dict[str, Look]:
 
 
 def shades(count: int) -> list[str]:
-    """Ordered colours for lines that are no policies, readable on white."""
+    """Ordered colours for lines that are not policies, legible on white."""
     return list(sns.color_palette("viridis", count + 1).as_hex())[:count]  # the last is too pale
 
 
 def error_bar(ax: Axes, at: float, found: Interval, colour: str, *, across: bool) -> None:
-    """An interval; ``across`` draws it horizontally at height ``at``.  NaN ends draw nothing."""
+    """Draw an interval; ``across`` draws it horizontally at height ``at``.  NaN ends draw nothing."""
     if math.isnan(found.low):
         return
     line = [found.low, found.high]
@@ -112,7 +112,7 @@ def error_bar(ax: Axes, at: float, found: Interval, colour: str, *, across: bool
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A label at the right end of a line: where the line ends, and what it is called."""
+    """Label at the right end of a line: its position and its text."""
 
     x: float
     y: float
@@ -121,7 +121,7 @@ class Ending:
 
 
 def label_ends(ax: Axes, endings: Sequence[Ending], height_inches: float) -> None:
-    """Names at the right of an axes, beside the ends of their lines, pushed apart to be read.
+    """Write labels to the right of an axes, beside the ends of their lines, without overlap.
 
     They stay within the height of the axes where it has room for all (:func:`labels_inches`), so that
     those of panels above one another do not meet.
@@ -167,21 +167,21 @@ def label_ends(ax: Axes, endings: Sequence[Ending], height_inches: float) -> Non
 
 
 def labels_inches(names: Sequence[str]) -> float:
-    """Least height of an axes beside which :func:`label_ends` can write these names."""
+    """Least height in inches of an axes beside which :func:`label_ends` can write these labels."""
     return sum(1 + wrapped(name, _LABEL_LETTERS).count("\n") for name in names) * LINE_POINTS / 72
 
 
 def spread(
     values: list[float], sizes: Sequence[float], within: tuple[float, float] | None = None
 ) -> list[float]:
-    """Places of labels, moved as little as needed from where they wish to be for none to touch another.
+    """Positions of labels without overlap, moved as little as possible from the wanted ones.
 
-    Pool adjacent violators; where they have limits, what lies beyond one stands at it.
+    Pool adjacent violators, then clipped to the limits.
 
     Args:
-        values: wished middles, sorted.
+        values: wanted centres, sorted.
         sizes: of the labels.
-        within: limits of their edges; left aside if they are too narrow for all.
+        within: limits of their edges; ignored if too narrow for all.
     """
     below = [0.0]  # from the first middle to each, where labels touch
     for one, other in pairwise(sizes):
@@ -202,7 +202,7 @@ def spread(
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Stacked horizontal bars: one row per name, one colour per part.
+    """Data of stacked horizontal bars: one row per name, one colour per part.
 
     Attributes:
         rows: names, top first.
@@ -235,7 +235,7 @@ class Stack:
 
 
 def wrapped(name: str, limit: int = 24) -> str:
-    """A long name in two lines, broken before its last parenthesis or after a comma."""
+    """Break a long name into two lines, before its last parenthesis or after a comma."""
     if len(name) <= limit:
         return name
     for mark, kept in ((" (", "\n("), (", ", ",\n")):
@@ -246,7 +246,7 @@ def wrapped(name: str, limit: int = 24) -> str:
 
 
 def row_names(ax: Axes, names: Sequence[str]) -> None:
-    """Names at the left of horizontal bars, the first on top; only vertical grid lines."""
+    """Write the names of horizontal bars, the first on top; keep only vertical grid lines."""
     ax.set_yticks(range(len(names)), [wrapped(name) for name in names])
     ax.set_ylim(len(names) - 0.45, -0.55)
     ax.tick_params(axis="y", length=0)
@@ -254,13 +254,13 @@ def row_names(ax: Axes, names: Sequence[str]) -> None:
 
 
 def same_rows(ax: Axes) -> None:
-    """An axes whose rows are named by its left neighbour."""
+    """Give an axes the rows of its left neighbour, without names."""
     ax.tick_params(axis="y", length=0, labelleft=False)
     ax.grid(visible=False, axis="y")
 
 
 def legend_above(figure: Figure, ax: Axes, *, columns: int, side: Literal["left", "right"] = "left") -> None:
-    """A legend above all panels, from the handles of ``ax``, at the left or the right."""
+    """Draw a legend above all panels, from the handles of ``ax``, at the left or the right."""
     handles, labels = ax.get_legend_handles_labels()
     figure.legend(
         handles,
@@ -273,7 +273,7 @@ def legend_above(figure: Figure, ax: Axes, *, columns: int, side: Literal["left"
 
 
 def beside(ax: Axes, x: float, y: float, text: str, *, colour: str = theme.INK, points: float = 4) -> None:
-    """A small label right of a bar's end or a point."""
+    """Write a small label to the right of a bar's end or a point."""
     if math.isnan(x):
         return
     ax.annotate(

@@ -1,4 +1,4 @@
-"""What a figure is: data that records hold, a drawing of it, words, and the suite that gives it."""
+"""Definition of a figure: its data from records, how it is drawn, its texts, and its suite."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MOST_NAMES: Final = 4  # in a sentence of a caption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """How one tidy table of raw values, with a column ``id`` (records), becomes a figure.
+    """Drawing of one tidy table of raw values with a column ``id`` (records).
 
     Attributes:
         name: file name without suffix, and anchor on the page.
         title: heading on the page.
-        draw: the table as a figure, or None for an empty table.
+        draw: makes the figure, or None for an empty table.
         caption: what is shown, with its formula.
-        alt: what a reader who cannot see the figure should know, with its main numbers.
+        alt: alternative text, with the main numbers.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Plot(Drawing):
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
-    """Ids of the records that a figure's data came from, sorted."""
+    """Sorted ids of the records behind a figure's data."""
     columns = [column for column in ("id", "baseline") if column in data.columns]
     return tuple(sorted({str(value) for column in columns for value in data[column].dropna()}))
 
 
 def titles_of(data: pd.DataFrame) -> dict[str, str]:
-    """Short title of each cell: what distinguishes it from the figure's other cells."""
+    """Short title of each cell: the fields in which it differs from the figure's other cells."""
     where = data.drop_duplicates("cell").set_index("cell")["where"]
     told = {str(cell): str(text).split(", ") for cell, text in where.items()}
     common = set.intersection(*(set(parts) for parts in told.values())) if told else set()
@@ -66,14 +66,14 @@ def titles_of(data: pd.DataFrame) -> dict[str, str]:
 
 
 def common_to(data: pd.DataFrame) -> str:
-    """What all cells of a figure have in common, to end its caption: ``All: 2x2 ranks.``"""
+    """Last sentence of a caption, with what all cells have in common: ``All: 2x2 ranks.``"""
     told = [str(text).split(", ") for text in data["where"].unique()]
     common = [part for part in told[0] if all(part in parts for parts in told)] if told else []
     return f"All: {', '.join(common)}." if common else ""
 
 
 def peers_note(data: pd.DataFrame) -> str:
-    """What a caption says of peers' bytes, where they are among ``data``; ends with a space."""
+    """Caption text on the bytes of peers, if ``data`` has any; ends with a space."""
     peers = [NAMES[name] for name in ("ddp", "fsdp2") if (data["strategy"] == name).any()]
     if not peers:
         return ""
@@ -84,7 +84,7 @@ def peers_note(data: pd.DataFrame) -> str:
 
 
 def unpublished_note(data: pd.DataFrame) -> str:
-    """Of which contenders the published rule of bytes says nothing, and why; ends with a space."""
+    """Caption text on contenders that the published rule of bytes does not cover; ends with a space."""
     methods = set(published.volume()["method"])
     without = [found for found in contenders(data) if math.isnan(published.total(*found))]
     changed = [name for method, name in without if method in methods]
@@ -105,6 +105,6 @@ def unpublished_note(data: pd.DataFrame) -> str:
 
 
 def contenders(data: pd.DataFrame) -> list[tuple[str, str]]:
-    """(strategy, contender) in the order of lists."""
+    """Distinct (strategy, contender) pairs, in list order."""
     found = data.drop_duplicates("contender").sort_values(["place", "first"], kind="stable")
     return list(zip(found["strategy"], found["contender"], strict=True))

@@ -1,4 +1,4 @@
-"""How figures look: one fixed colour and marker per policy, safe for colour-blind readers.
+"""Style of figures: fonts, and a fixed colour and marker per policy, safe for colour-blind readers.
 
 Colours are Okabe and Ito's for the techniques and Tol's for peers; pairs lie between their two
 techniques.  Every line also has its marker and its name beside it, so no figure needs colour.
@@ -110,7 +110,7 @@ def marker(strategy: str) -> str:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Fonts, lines and deterministic output for figures drawn and saved inside."""
+    """Context in which figures are drawn and saved: fonts, lines, deterministic output."""
     base = sns.axes_style("ticks") | sns.plotting_context("paper")
     own = {
         "axes.edgecolor": "#9a9a9a",

@@ -1,4 +1,4 @@
-"""Figures of bytes: volume by technique beside the published, what spares it, and the link."""
+"""Figures of bytes: volume by technique beside the published volume, and the link's rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SPARED: Final = {
 
 
 def _volume_data(derived: Derived) -> pd.DataFrame:
-    """Ledger by part, and under ``part`` also predicted, interface and what is spared."""
+    """Ledger bytes by part; ``part`` also has predicted, interface and saved bytes."""
     table = derived.trials[derived.trials["nodes"] > 1]
     sent = bytes_and_memory.volume(derived.frames, table).assign(kind="ledger")
     if sent.empty:
@@ -107,7 +107,7 @@ def _spared_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) ->
 
 
 def _unsplit_in_words(data: pd.DataFrame) -> str:
-    """Which contenders have no bar on the right, and why, where there are any."""
+    """Caption text on contenders without a bar on the right, and why; empty if there are none."""
     split = data[data["kind"] == "split"]
     drawn = set(split["contender"]) - set(split[split["m"] < _LEAST]["contender"])
     without = [contender for _, contender in contenders(data) if contender not in drawn]
@@ -135,7 +135,7 @@ def _volume_caption(data: pd.DataFrame) -> str:
 
 
 def _unledgered(data: pd.DataFrame) -> str:
-    """What the numbers are beside contenders that have no ledger, where there are any."""
+    """Caption text on contenders without a ledger; empty if there are none."""
     counted = {kind: set(mine["contender"]) for kind, mine in data.groupby("kind")}
     without = counted.get("interface", set()) - counted.get("ledger", set())
     return "; the interfaces' where there is no ledger" if without else ""
@@ -206,7 +206,7 @@ def _link_caption(data: pd.DataFrame) -> str:
 
 
 def _calibrations_in_words(data: pd.DataFrame) -> str:
-    """Where a calibration stands, which is of no trial, on an axis of trials."""
+    """Caption text on the position of calibrations, which belong to no trial, on an axis of trials."""
     if len(data["requested_mbit"].unique()) > 1 or not data["when"].eq("calibrated").any():
         return ""
     return "; a calibration stands before the first trial that it served"

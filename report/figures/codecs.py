@@ -1,4 +1,4 @@
-"""Figures of codecs: their error by bits and block, and what sweeping them changes."""
+"""Figures of codecs: error by bits and block size, and sweeps of speed, bytes and loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _error_data(derived: Derived) -> pd.DataFrame:
 
 
 def _block_places(values: pd.Series[str]) -> dict[str, float]:
-    """Log2 of each block size; one scale a shard stands right of the largest."""
+    """Log2 of each block size; a single scale per shard is right of the largest."""
     sizes = sorted({int(value) for value in values if value != "shard"})
     places = {str(size): float(np.log2(size)) for size in sizes}
     if (values == "shard").any():
@@ -43,7 +43,7 @@ def _block_places(values: pd.Series[str]) -> dict[str, float]:
 
 
 def _error_axis(data: pd.DataFrame) -> tuple[str, str]:
-    """What runs along the axis and what makes lines: blocks if they vary, else bits."""
+    """Columns for the x axis and the lines: blocks on the axis if they vary, else bits."""
     return ("block", "bits") if len(data["block"].unique()) > 1 else ("bits", "block")
 
 
@@ -170,14 +170,14 @@ def _line_of(strategy: object, line: object) -> str:
 
 
 def _names_of_lines(mine: pd.DataFrame) -> list[str]:
-    """Of the lines of one panel."""
+    """Labels of the lines of one panel."""
     return [_line_of(key[0], key[1]) for key, _ in groups(mine, ["strategy", "line", "held"])]
 
 
 def _sweep_lines(
     ax: Axes, mine: pd.DataFrame, value: str, axis: str, places: dict[str, float]
 ) -> list[drawing.Ending]:
-    """One line per strategy and what is held fixed; their ends."""
+    """Draw one line per strategy and fixed fields; returns their end labels."""
     ends = []
     lines = groups(mine.sort_values(["place", "line"], kind="stable"), ["strategy", "line", "held"])
     shades = drawing.shades(len(lines))

@@ -1,4 +1,4 @@
-"""Figure of decoding: tokens per second by policy, and what crosses between nodes for a token."""
+"""Figure of workload ``generate``: tokens per second by policy, and bytes between nodes per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of what training reaches: loss over steps, time and bytes, and the final loss."""
+"""Figures of the loss: over steps, time and bytes, and the final loss."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _draw_loss(data: pd.DataFrame) -> Figure | None:
 
 
 def _loss_line(ax: Axes, mine: pd.DataFrame, column: str, look: drawing.Look) -> None:
-    """The mean over seeds at each step, in a band from the lowest to the highest seed."""
+    """Draw the mean over seeds at each step, in a band from the lowest to the highest seed."""
     at = mine.groupby("step")[column].mean()
     loss = mine.groupby("step")["loss"].agg(["mean", "min", "max"])
     if at.isna().any():  # what peers send is not always counted
@@ -88,7 +88,7 @@ def _loss_alt(data: pd.DataFrame) -> str:
 
 
 def _final_data(derived: Derived) -> pd.DataFrame:
-    """Last losses; cells that differ in their rate alone, and in no loss, become one."""
+    """Final losses; cells that differ only in their rate, with equal losses, are merged."""
     found = derived.trials.dropna(subset=["validation_loss"])
     elsewhere = [metrics.cell_without_rate(derived.frames, identity) for identity in found["id"]]
     found = found.assign(elsewhere=elsewhere, same_at_rates=1)
@@ -98,7 +98,7 @@ def _final_data(derived: Derived) -> pd.DataFrame:
 
 
 def _without_rate(group: pd.DataFrame) -> pd.DataFrame:
-    """Trials of several rates as one cell, if each contender and seed has one loss; else as they are."""
+    """Merge cells of several rates if each contender and seed has one loss; else leave them."""
     rates = group["rate_mbit"].fillna(np.inf).nunique()
     losses = group.groupby(["contender", "seed"])["validation_loss"].agg(["min", "max"])
     if rates < 2 or not np.allclose(losses["min"], losses["max"], rtol=_SAME_LOSS, atol=0):
@@ -111,7 +111,7 @@ def _without_rate(group: pd.DataFrame) -> pd.DataFrame:
 
 
 def _after_steps(data: pd.DataFrame) -> str:
-    """``after 5 steps``, ``after 5 to 40 steps``."""
+    """Caption text such as ``after 5 steps`` or ``after 5 to 40 steps``."""
     low, high = int(data["validation_step"].min()), int(data["validation_step"].max())
     return f"after {counted(high, 'step')}" if low == high else f"after {low} to {high} steps"
 

@@ -1,4 +1,4 @@
-"""Figure of what a rank holds: engine against formula, by size of the hpZ group."""
+"""Figure of memory per rank: engine against formula, by size of the hpZ group."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def _draw_memory(data: pd.DataFrame) -> Figure | None:
 
 
 def _total_told(covered: float, beyond: float) -> str:
-    """What has a formula, and after a plus what has none."""
+    """Label of a total: parts with a formula, and after a plus those without."""
     told = [number(4)(size) for size in (covered, beyond) if size > 0]
     return " + ".join(told) or "0"
 
 
 def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Parts that the engine holds and their formulas (NaN: it has none), in MiB by contender, ordered
+    """Parts that the engine holds and their formulas (NaN if none), in MiB by contender, ordered
     by hpZ group.  Parts that no contender has a formula for stand last.  A formula of a part that
     was not measured has a column of its own on the right only.
     """

@@ -1,4 +1,4 @@
-"""All figures of the report, in the order of the page: the registry, and how files are written.
+"""Registry of all figures of the report, in page order, and the writing of their files.
 
 Each is a :class:`report.draw.plot.Plot`: records to a tidy table, the table to a figure (or None, and
 then the page names the suite to run).
@@ -50,13 +50,13 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure that had data.
+    """A figure that was drawn.
 
     Attributes:
-        plot: what it is.
+        plot: its definition.
         data: raw values behind it.
         svg: the drawing.
-        files: by suffix, where it was written.
+        files: written paths by suffix.
     """
 
     plot: Drawing
@@ -69,7 +69,7 @@ def draw(plot: Plot, derived: Derived, folder: Path) -> Drawn | None:
     """Draw a figure and write it as SVG, PDF, PNG and CSV of its raw values.
 
     Args:
-        plot: which one.
+        plot: its definition.
         derived: the records.
         folder: where its files go.
 

@@ -25,7 +25,7 @@ _TITLES: Final = {"weak": "weak: {} tokens a rank", "strong": "strong: {} tokens
 
 
 def _scaling_data(derived: Derived) -> pd.DataFrame:
-    """Trials between which only the number of nodes changes, with equal batches a rank or in all."""
+    """Trials that differ only in the number of nodes, with equal batches per rank or in all."""
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
     parts = []
     for kind, held in (("weak", "tokens_per_rank"), ("strong", "everyone")):
@@ -84,7 +84,7 @@ def _scaling_alt(data: pd.DataFrame) -> str:
 
 
 def _largest_data(derived: Derived) -> pd.DataFrame:
-    """Trials with a memory limit: those that trained within it, and those that did not fit."""
+    """Trials with a memory limit: those that trained within it, and those that exceeded it."""
     ran, failures = derived.frames.ran, derived.frames.failures
     kept = ["id", "strategy", "contender", "place", "where", "cell", "parameters", "nodes", "ranks_per_node"]
     refused = failures[failures["kind"] == "memory"][kept].assign(trained=False)

@@ -45,7 +45,7 @@ def _of_size(data: pd.DataFrame, size: tuple[int, int, int]) -> pd.DataFrame:
 
 
 def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[drawing.Ending]:
-    """One line per contender through what each cell's repeats come to, raw values as dots; the ends."""
+    """Draw one line per contender through its cells' middles, raw values as dots; returns the end labels."""
     endings = []
     looks = drawing.looks_of(contenders(data))
     for strategy, contender in contenders(data):
@@ -82,14 +82,14 @@ def with_differing(rows: pd.DataFrame, derived: Derived) -> pd.DataFrame:
 
 
 def _mark_differing(ax: Axes, data: pd.DataFrame, value: str) -> None:
-    """A mark above each cell of a panel over rates whose links had different rates."""
+    """Mark each cell of a panel over rates whose links achieved different rates."""
     for _, cell in data[data["rates_differ"]].groupby("cell"):
         at = (cell["achieved_mbit"].median(), cell[value].max())
         ax.annotate(footnotes.RATES, at, (0, 4), textcoords="offset points", ha="center")
 
 
 def differing_in_words(data: pd.DataFrame) -> str:
-    """What a caption says of that mark, where it is drawn."""
+    """Caption text for that mark, if it is drawn."""
     return f" {footnotes.RATES_IN_WORDS}" if data["rates_differ"].any() else ""
 
 
@@ -211,7 +211,7 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
 
 
 def _of_schedule(ax: Axes, data: pd.DataFrame) -> None:
-    """The share of the schedule under the markers of what is allowed."""
+    """Draw the schedule's share under the markers of the attainable share."""
     for strategy, contender in contenders(data):
         mine = data[data["contender"] == contender]
         middle = mine.groupby("cell")[["achieved_mbit", "schedule_share"]].median()
@@ -264,7 +264,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
 
 
 def pairs_as_dots(ax: Axes, speedups: pd.Series[float], place: int, colour: str) -> None:
-    """Each pair under the row's interval, so that both are seen."""
+    """Draw each pair as a dot under the row's interval, so that both are visible."""
     ax.plot(speedups, [place + 0.2] * len(speedups), "o", color=colour, ms=3, mec="white", mew=0.4, zorder=4)
 
 
@@ -285,7 +285,7 @@ def _speedup_caption(data: pd.DataFrame) -> str:
 
 
 def _above_in_words(data: pd.DataFrame) -> str:
-    """What a caption says of shares above 1, ending with a space, where one is drawn."""
+    """Caption text on shares above 1, if one is drawn; ends with a space."""
     drawn = data.groupby(["cell", "contender"])["share"].median()
     if not drawn.round(2).gt(1).any():
         return ""
@@ -296,12 +296,12 @@ def _above_in_words(data: pd.DataFrame) -> str:
 
 
 def _knows_processors(data: pd.DataFrame) -> bool:
-    """Whether what the processors allow is known of any trial, and so what is allowed without them."""
+    """Whether the CPU bound is known for any trial, so that the schedule's bound is shown beside it."""
     return bool(data["processor_seconds"].notna().any())
 
 
 def _processors_in_words(data: pd.DataFrame) -> str:
-    """What the processors add to what the schedule allows."""
+    """Caption text on the CPU bound beside the schedule's."""
     if not _knows_processors(data):
         return ""
     return (
@@ -311,7 +311,7 @@ def _processors_in_words(data: pd.DataFrame) -> str:
 
 
 def interval_in_words(data: pd.DataFrame) -> str:
-    """The interval that is drawn, whose it is, and from how few pairs; of single pairs there is none."""
+    """Caption text on the interval drawn and its number of pairs; a single pair has none."""
     pairs = data.groupby(["cell", "contender"]).size()
     if pairs.max() == 1:
         return "of one pair, so without an interval"

@@ -1,4 +1,4 @@
-"""All tables of the report, in the order of the page."""
+"""Registry of all tables of the report, in page order."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from report.tables.table import Column, Table, placed
 
 
 def all_tables(derived: Derived) -> list[Table]:
-    """Every table that has a row, in the order of the page."""
+    """All tables that have rows, in page order."""
     made = [maker(derived) for maker in _MAKERS.values()]
     return [table for table in made if not table.data.empty]
 
 
 def generation(derived: Derived) -> Table:
-    """Tokens per second and bytes between nodes of each contender, and the published rates."""
+    """Table of decoding: tokens per second and bytes between nodes, beside the published rates."""
     columns = (
         Column("contender", "Contender"),
         Column("generations_told", "n", str),
@@ -93,7 +93,7 @@ def _with_interval(found: Interval, told: Callable[[float], str]) -> str:
 
 
 def volume(derived: Derived) -> Table:
-    """Bytes between nodes in units of M, and whether prediction, ledger and interface agree."""
+    """Table of bytes between nodes in units of M, by prediction, ledger and interface."""
     parts = bytes_and_memory.volume(derived.frames, derived.trials)
     rows: list[dict[str, Any]] = []
     between = derived.trials[derived.trials["nodes"] > 1]
@@ -140,7 +140,7 @@ def volume(derived: Derived) -> Table:
 
 
 def checks(derived: Derived) -> Table:
-    """Whether what was measured can be believed: bytes against prediction, first loss against one process."""
+    """Table of checks: bytes against prediction, first loss against that of a single process."""
     rows: list[dict[str, Any]] = []
     for (where,), of_place in groups(derived.trials, ["where"]):
         for _, contender in contenders(of_place):
@@ -176,7 +176,7 @@ def checks(derived: Derived) -> Table:
 
 
 def parity(derived: Derived) -> Table:
-    """ZeRO++ at B/4 over ZeRO-3 at B, ours and the published."""
+    """Table of parity: ZeRO++ at rate B/4 over ZeRO-3 at B, ours and published."""
     ours = metrics.parity(derived.frames, derived.trials)
     if ours.empty:
         return Table("parity", "Parity", "", pd.DataFrame(), ())
@@ -230,7 +230,7 @@ def parity(derived: Derived) -> Table:
 
 
 def break_even(derived: Derived) -> Table:
-    """The rate at which a contender stops being faster than ZeRO-3."""
+    """Table of break-even rates, above which a contender is no longer faster than ZeRO-3."""
     columns = (
         Column("contender", "Contender"),
         Column("trials_told", "n", str),
@@ -263,7 +263,7 @@ def _behind(derived: Derived, records: Iterable[object]) -> pd.DataFrame:
 
 
 def _trials(behind: pd.DataFrame) -> dict[str, Any]:
-    """How many trials, and how much of the processors others took in them, for a row and its marks."""
+    """Columns of a row: number of trials, and CPU time that others took, for its marks."""
     return {
         "trials": len(behind),
         "trials_told": footnotes.trials(behind),
@@ -272,12 +272,12 @@ def _trials(behind: pd.DataFrame) -> dict[str, Any]:
 
 
 def _marks_in_words(rows: list[dict[str, Any]], marked: str) -> str:
-    """What the marks say in this column of the rows, and beside their numbers of trials."""
+    """Caption text for the marks in this column and beside the numbers of trials."""
     return footnotes.in_words(str(row[key]) for row in rows for key in ("trials_told", marked))
 
 
 def memory(derived: Derived) -> Table:
-    """Bytes of the fullest rank: engine beside formula, by part, and the process."""
+    """Table of memory of the rank that holds most: engine beside formula, by part, and the process."""
     found = bytes_and_memory.memory(derived.frames, derived.trials)
     found = found.merge(derived.trials[["id", "first", "nodes", "ranks_per_node", "model"]], on="id")
     rows: list[dict[str, Any]] = []
@@ -346,7 +346,7 @@ def memory(derived: Derived) -> Table:
 
 
 def quantisation(derived: Derived) -> Table:
-    """Median vNMSE of each codec, blocks side by side."""
+    """Table of the median vNMSE of each codec, by block size."""
     caption = (
         "Median vNMSE = sum((decoded - x)^2) / sum(x^2) over units and trials, by elements per block; "
         "'shard' is one scale for a whole shard."
@@ -355,13 +355,13 @@ def quantisation(derived: Derived) -> Table:
 
 
 def largest_error(derived: Derived) -> Table:
-    """Largest error of each codec, blocks side by side."""
+    """Table of the largest error of each codec, by block size."""
     caption = "Largest |decoded - x| over the largest |x|, of any unit and trial, by elements per block."
     return _errors(derived, "largest_error", "Largest quantisation error", caption, "largest")
 
 
 def _errors(derived: Derived, name: str, title: str, caption: str, value: str) -> Table:
-    """One row per tensor, bits and kind of codec, one column per block size."""
+    """Errors with one row per tensor, bits and kind of codec, and one column per block size."""
     found = derived.frames.quantisation
     if found.empty:
         return Table(name, title, caption, pd.DataFrame(), ())
@@ -386,7 +386,7 @@ def _errors(derived: Derived, name: str, title: str, caption: str, value: str) -
 
 
 def links(derived: Derived) -> Table:
-    """Requested against achieved rate."""
+    """Table of requested and achieved rates of links."""
     found = derived.frames.links
     again = found["when"].eq("calibrated") & found.duplicated(
         ["kind", "requested_mbit", "when", "achieved_mbit"]
@@ -422,7 +422,7 @@ def links(derived: Derived) -> Table:
 
 
 def published_throughput(derived: Derived) -> Table:
-    """The blog's throughput table, on pages where ours stands beside it: :func:`metrics.beside_published`."""
+    """The blog's throughput table, if ours is comparable: :func:`metrics.beside_published`."""
     columns = (
         Column("model", "Model"),
         Column("inter_node_gbps", "Gbit/s a node", number(3)),
@@ -442,7 +442,7 @@ def published_throughput(derived: Derived) -> Table:
 
 
 def failures(derived: Derived) -> Table:
-    """Trials without a result."""
+    """Table of trials without a result."""
     columns = (
         Column("id", "Record"),
         Column("contender", "Contender"),
@@ -457,7 +457,7 @@ def failures(derived: Derived) -> Table:
 
 
 def setting(derived: Derived) -> Table:
-    """What was trained, on what and how."""
+    """Table of settings: model, data, options."""
     data = pd.DataFrame(settings(derived.frames, derived.finished), columns=["setting", "value"])
     caption = (
         "What all trials were given, from their records; several values are told apart by contender where "
@@ -470,7 +470,7 @@ def setting(derived: Derived) -> Table:
 
 
 def environment(derived: Derived) -> Table:
-    """Machine, code and what ran; a fact with several values has a row for each."""
+    """Table of facts: machine, code, algorithms; a fact with several values has a row for each."""
     facts = derived.frames.facts.replace({"value": {"null": "none", "[]": "none"}})
     columns = [Column("fact", "Fact"), Column("value", "Value"), Column("records", "Records", str)]
     if len(derived.frames.pools) > 1:

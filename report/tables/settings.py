@@ -1,7 +1,7 @@
-"""What was trained, on what and how: the settings of a folder's trials, as people read them.
+"""Settings of a folder's trials (model, data, options) as readable text.
 
-A setting with one value tells it.  With several it tells each, and who ran with it where that
-depends on the contender alone.
+A setting with several values lists each, with the contenders that had it if that depends on the contender
+alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Row = Mapping[Any, Any]  # of the table of trials
 
 
 def setting(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """(setting, value), in the order of reading; a setting that no record holds is left out.
+    """(setting, value) in reading order; a setting that no record holds is left out.
 
     Args:
         frames: the records.
@@ -39,7 +39,7 @@ def setting(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """(name, value) of what a reader of the headline must know."""
+    """(name, value) of the main settings, for the headline."""
     if table.empty:
         return []
     known = dict(setting(frames, table))
@@ -57,7 +57,7 @@ def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _size(count: int) -> str:
-    """``3.31 M``, ``18.0 B``."""
+    """Format a number of parameters: ``3.31 M``, ``18.0 B``."""
     large = count >= 1e9
     return f"{number(3)(count / (1e9 if large else 1e6))} {'B' if large else 'M'}"
 
@@ -109,7 +109,7 @@ _SETTINGS: Final[dict[str, Callable[[Trial, Row], str]]] = {
 
 
 def _values(frames: Frames, table: pd.DataFrame, of: Callable[[Trial, Row], str]) -> dict[str, list[str]]:
-    """Contenders by value, both in the order of the table."""
+    """Contenders by value of a setting, both in table order."""
     found: dict[str, list[str]] = {}
     order = [contender for _, contender in contenders(table)]
     for row in table.to_dict("records"):
@@ -128,6 +128,6 @@ def _told(found: dict[str, list[str]]) -> str:
 
 
 def _some(values: list[str]) -> str:
-    """Values with semicolons between them; a long list is cut and says so."""
+    """Values joined by semicolons; a long list is truncated, with the number left out."""
     rest = len(values) - _SHOWN
     return "; ".join(values[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""The two tables that say what came out: the summary, and where the time of a step went."""
+"""The two main tables: the summary, and the time of a step against its bounds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_TIME: Final = (
 
 
 def summary(derived: Derived) -> Table:
-    """One row per cell and contender: times, speed-up, bytes, loss."""
+    """The summary, one row per cell and contender: times, speed-up, bytes, loss."""
     rows = _rows(derived)
     columns = (
         Column("contender", "Contender"),
@@ -56,7 +56,7 @@ def summary(derived: Derived) -> Table:
 
 
 def time(derived: Derived) -> Table:
-    """One row per cell and contender: a step beside what is possible, and who had the processors."""
+    """Step time, one row per cell and contender: measured against its bounds, and CPU usage."""
     rows = [{name: row[name] for name in _OF_TIME} for row in _rows(derived)]
     columns = (
         Column("contender", "Contender"),
@@ -94,7 +94,7 @@ def _unknown_in_words(derived: Derived) -> str:
 
 
 def _marks_in_words(derived: Derived, rows: list[dict[str, Any]], *keys: str) -> str:
-    """What the marks say that stand in these columns of the rows, and beside their numbers of trials."""
+    """Caption text for the marks in these columns and beside the numbers of trials."""
     data = pd.DataFrame(rows)
     told = footnotes.in_words(str(row[key]) for row in rows for key in ("trials_told", *keys))
     shares = [key for key in keys if key in _SHARES]

@@ -1,4 +1,4 @@
-"""One table: as CSV (raw values), Markdown, LaTeX and rows for the page.
+"""A table and its output formats: CSV (raw values), Markdown, LaTeX, and rows for the page.
 
 Text in records may hold anything; Markdown and LaTeX are escaped here, HTML by the page's
 template.  LaTeX needs ``booktabs``.
@@ -29,13 +29,13 @@ _MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$:@/])")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column as people read it.
+    """A printed column.
 
     Attributes:
         key: of the data.
-        title: printed.
-        format: a value as text; numbers are set flush right.
-        place: whether it says where the row ran, which the rows below may share.
+        title: header.
+        format: formats a value as text; numbers are right-aligned.
+        place: whether it says where the row ran, which following rows may share.
     """
 
     key: str
@@ -45,7 +45,7 @@ class Column:
 
     @property
     def numeric(self) -> bool:
-        """Whether it is set flush right."""
+        """Whether it is right-aligned."""
         return self.format is not text
 
 
@@ -75,7 +75,7 @@ class Table:
         ]
 
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
-        """Printed cells with each place told once, for where a column of places is too wide.
+        """Printed cells grouped by place, for media where a column of places is too wide.
 
         Returns:
             Columns, and rows under the place that they share; as they are, under no place, where no two rows
@@ -93,7 +93,7 @@ class Table:
         return tuple(self.columns[number] for number in others), found
 
     def csv(self) -> str:
-        """Raw values."""
+        """Raw values as CSV."""
         told = [name for name in self.data.columns if str(name).endswith("_told")]
         return self.data.drop(columns=told).to_csv(index=False, lineterminator="\n")
 
@@ -130,7 +130,7 @@ class Table:
         )
 
     def write(self, folder: Path) -> dict[str, Path]:
-        """Write all forms; returns where, by suffix."""
+        """Write all formats; returns their paths by suffix."""
         forms = {"csv": self.csv(), "md": self.markdown(), "tex": self.latex()}
         files = {suffix: folder / f"{self.name}.{suffix}" for suffix in forms}
         for suffix, path in files.items():
@@ -139,18 +139,18 @@ class Table:
 
 
 def latex(value: str) -> str:
-    """Text as LaTeX that prints it."""
+    """Escape text for LaTeX."""
     return "".join(LATEX.get(character, character) for character in text(value))
 
 
 def markdown(value: str) -> str:
-    """Text as Markdown that prints it; no HTML either."""
+    """Escape text for Markdown, HTML included."""
     escaped = _MARKDOWN.sub(r"\\\1", text(value).replace("&", "&amp;"))
     return escaped.replace("<", "&lt;").replace(">", "&gt;")
 
 
 def placed(name: str, title: str, caption: str, rows: list[dict[str, Any]], *columns: Column) -> Table:
-    """A table of rows that each have a ``where``: what all share goes into the caption."""
+    """Build a table of rows with a ``where``: what all rows share moves into the caption."""
     data = pd.DataFrame(rows)
     told = pd.DataFrame([str(row["where"]).split(", ") for row in rows]).fillna("")
     common = [str(told[place].iloc[0]) for place in told.columns if len(told[place].unique()) == 1]
