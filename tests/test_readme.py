@@ -126,17 +126,18 @@ def _ran(folder: Path, code: str) -> list[str]:
 
 
 def test_the_loop_trains_as_shown(tmp_path: Path) -> None:
-    """The README's loop runs as it stands: on each of four ranks five steps, with falling losses."""
+    """The README's loop runs as it stands: five steps of four ranks, with falling losses."""
     said = [line.split() for line in _ran(tmp_path, _python("finish_backward"))]
-    assert sorted(step for step, _ in said) == [str(step) for step in range(5) for _ in range(4)]
-    first, last = (max(float(loss) for step, loss in said if step == which) for which in "04")
-    assert last < first
+    assert [step for step, _ in said] == ["0", "1", "2", "3", "4"]
+    assert float(said[-1][1]) < float(said[0][1])
 
 
 def test_the_collectives_stand_alone_as_shown(tmp_path: Path) -> None:
     """The README's two lines gather weights and reduce a gradient, to the stated shapes and types."""
     code = _python("quantized_all_gather")
-    code += "print(tuple(weights.shape), weights.dtype, tuple(mean.shape), mean.dtype)\n"
+    code += (
+        "if mesh.rank == 0:\n    print(tuple(weights.shape), weights.dtype, tuple(mean.shape), mean.dtype)\n"
+    )
     assert "(4, 100, 3)" in code
     assert "(50, 2) fp32" in code
-    assert set(_ran(tmp_path, code)) == {"(4, 100, 3) torch.float32 (50, 2) torch.float32"}
+    assert _ran(tmp_path, code) == ["(4, 100, 3) torch.float32 (50, 2) torch.float32"]
