@@ -25,14 +25,13 @@ from impl.checkpoint.manifest import (
     begin,
     checkpoints,
     commit,
-    held_ranges,
     latest,
     read_manifest,
     saved_parameters,
-    saved_ranges,
     thin,
     verify,
 )
+from impl.checkpoint.ranges import held_ranges, saved_ranges
 from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 
 
