@@ -99,11 +99,6 @@ class FlatBuffer:
 
     # Memory
 
-    @property
-    def there(self) -> bool:
-        """Whether there is memory for the gathered weights; what it holds may be of the past."""
-        return self._flat is not None
-
     def attach(self) -> Tensor:
         """(P,) memory for the gathered weights, of which the parameters become views."""
         if self._flat is None:
