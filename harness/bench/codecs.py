@@ -14,18 +14,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from harness.bench import peers as bench_peers
+from harness.bench import peers
 from harness.cluster.rank import Progress, Rank
 from harness.records.bench_record import ElementType, Sample
 from impl import ops
 from impl.codecs.codec import Codec, Raw, parse
 from impl.codecs.reference import DTYPES, NAMES, Carried
-from impl.codecs.rounding_noise import Key, Noise
+from impl.codecs.rounding_noise import Key
 
 CODECS: Final = (
     "fp32", "bf16", "fp16",
@@ -36,7 +37,7 @@ CODECS: Final = (
 )  # fmt: skip
 OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode", "encode_carried")
 OURS: Final = ("cpu", "cuda", "reference")
-BACKENDS: Final = (*OURS, *bench_peers.NAMES)
+BACKENDS: Final = (*OURS, *peers.QUANTISERS)
 SOURCES: Final = 4  # frames that a sum adds
 MEBIBYTES: Final = {"cpu": 64, "cuda": 256}  # of elements, where nothing is asked for
 REFERENCE_SHARE: Final = 8  # the reference backend is timed on one part of so many,
@@ -50,67 +51,33 @@ _FLUSH_BYTES: Final = 1 << 29  # written on a GPU before a timed call; no cache 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Options of the benchmark.
+    """Options of the benchmark."""
 
-    Attributes:
-        codecs: text forms.
-        backends: of :data:`BACKENDS`, all available.
-        kinds: types of the elements; sums are of fp32.
-        mebibytes: of elements; None takes the device's of :data:`MEBIBYTES`.
-        threads: of torch.
-        seconds: approximate time per operation, copies included.
-    """
-
-    codecs: tuple[str, ...]
-    backends: tuple[str, ...]
-    kinds: tuple[ElementType, ...]
-    mebibytes: int | None
-    threads: int
-    seconds: float
-
-    def numel(self, device: str, kind: ElementType) -> int:
-        """Number of elements on ``device``."""
-        size = (self.mebibytes or MEBIBYTES[device]) << 20
-        return max(GRAIN, size // DTYPES[kind].itemsize // GRAIN * GRAIN)
-
-    def devices(self) -> list[str]:
-        """Devices to measure on: those of the chosen backends, and the CPU if there is none."""
-        found = ["cuda"] if "cuda" in self.backends else []
-        return found if found and set(self.backends) <= {"cuda", "reference"} else ["cpu", *found]
+    codecs: tuple[str, ...]  # text forms
+    backends: tuple[str, ...]  # of :data:`BACKENDS`, all available
+    kinds: tuple[ElementType, ...]  # of the elements; sums are of fp32
+    mebibytes: int | None  # of elements; None takes the device's of :data:`MEBIBYTES`
+    threads: int  # of torch
+    seconds: float  # approximate time per operation, copies included
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operation to time.
+    """One operation to time."""
 
-    Attributes:
-        operation: of :data:`OPERATIONS`.
-        codec: text form, or a peer library's name for its own.
-        backend: whose kernels run.
-        x: (S,) the elements; what the reference copies.
-        moved_bytes: read and written in one call.
-        run: one call.
-        other: what a peer computes instead of our arithmetic.
-    """
-
-    operation: str
-    codec: str
-    backend: str
-    x: Tensor
-    moved_bytes: int
-    run: Callable[[], object]
-    other: str | None = None
+    operation: str  # of :data:`OPERATIONS`
+    codec: str  # text form, or a peer library's name for its own
+    backend: str  # whose kernels run
+    x: Tensor  # (S,) the elements; what the reference copies
+    moved_bytes: int  # read and written in one call
+    run: Callable[[], object]  # one call
+    other: str | None = None  # what a peer computes instead of our arithmetic
 
 
-def found() -> tuple[list[str], dict[str, str]]:
-    """Available backends, and the others with the reason."""
-    missing = {name: reason for name in BACKENDS if (reason := _why_missing(name)) is not None}
-    return [name for name in BACKENDS if name not in missing], missing
-
-
-def _why_missing(name: str) -> str | None:
-    if name in bench_peers.NAMES:
-        return bench_peers.why_missing(name)
+def why_missing(name: str) -> str | None:
+    """Why a backend is not available; None if it is."""
+    if name in peers.QUANTISERS:
+        return peers.why_missing(name)
     if name == "cuda" and not torch.cuda.is_available():
         return "torch finds no CUDA device"
     try:
@@ -122,10 +89,12 @@ def _why_missing(name: str) -> str | None:
 
 def measure(rank: Rank, setting: Setting) -> list[Sample]:
     """Run the benchmark; the target of one process."""
-    clocks: dict[str, _Clock] = {"cpu": _wall_seconds}
-    if "cuda" in setting.devices():
+    clocks: dict[str, _Clock] = {}
+    if "cuda" not in setting.backends or not set(setting.backends) <= {"cuda", "reference"}:
+        clocks["cpu"] = _wall_seconds
+    if "cuda" in setting.backends:
         clocks["cuda"] = _Device()
-    works = [work for device in setting.devices() for work in _works(setting, device)]
+    works = [work for device in clocks for work in _works(setting, device)]
     timed = []
     for index, work in enumerate(works):
         rank.report(Progress("warm-up", index, len(works)))
@@ -219,20 +188,22 @@ class Timed:
 def _works(setting: Setting, device: str) -> Iterator[Work]:
     """All operations to time on one device."""
     backends = [name for name in setting.backends if name in (device, "reference")]
+    size = (setting.mebibytes or MEBIBYTES[device]) << 20
     for kind in setting.kinds:
+        numel = max(GRAIN, size // DTYPES[kind].itemsize // GRAIN * GRAIN)
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(setting.numel(device, kind), generator=generator).to(device, DTYPES[kind])
+        x = torch.randn(numel, generator=generator).to(device, DTYPES[kind])
         for text in setting.codecs:
             codec = parse(text)
             for name in backends:
                 if _serves(name, codec, backends):
-                    part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
+                    part = max(numel // REFERENCE_SHARE, REFERENCE_NUMEL)
                     yield from _of_codec(codec, x[:part] if name == "reference" else x, name)
-        peers = [name for name in setting.backends if name in bench_peers.NAMES and device == "cpu"]
-        for peer in (coding for name in peers for coding in bench_peers.codings(name, x)):
-            nbytes = x.nbytes + peer.nbytes
-            yield Work("encode", peer.codec, peer.backend, x, nbytes, peer.encode, peer.arithmetic)
-            yield Work("decode", peer.codec, peer.backend, x, nbytes, peer.decode, peer.arithmetic)
+        for name in (name for name in setting.backends if name in peers.QUANTISERS and device == "cpu"):
+            for peer in peers.codings(name, x):
+                nbytes = x.nbytes + peer.nbytes
+                yield Work("encode", peer.codec, name, x, nbytes, peer.encode, peer.arithmetic)
+                yield Work("decode", peer.codec, name, x, nbytes, peer.decode, peer.arithmetic)
 
 
 def _serves(name: str, codec: Codec, backends: Sequence[str]) -> bool:
@@ -244,61 +215,24 @@ def _serves(name: str, codec: Codec, backends: Sequence[str]) -> bool:
 
 def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
     """The operations of one codec on one backend, which share their buffers."""
-    sums = x.dtype == torch.float32
+    ours, sums = ops.operations_of(backend), x.dtype == torch.float32
     numel, frame_bytes = x.numel(), codec.frame_bytes(x.numel())
     frames = torch.zeros((SOURCES if sums else 1, frame_bytes), dtype=torch.uint8, device=x.device)
-    calls = _Calls(
-        ops.operations_of(backend),
-        codec,
-        x,
-        frames,
-        written=torch.zeros_like(frames[0]),
-        out=torch.empty_like(x),
-        error=torch.zeros_like(x, dtype=torch.float32),
-        noise=Key(seed=0, step=0, micro_batch=0, unit="bench", purpose="gradients", source=0).noise(),
-    )
-    calls.encode()
-    frames.copy_(calls.written.expand_as(frames))
-    moved: dict[str, tuple[Callable[[], None], int]] = {
-        "encode": (calls.encode, x.nbytes + frame_bytes),
-        "decode": (calls.decode, x.nbytes + frame_bytes),
+    written, out = torch.zeros_like(frames[0]), torch.empty_like(x)
+    noise = Key(seed=0, step=0, micro_batch=0, unit="bench", purpose="gradients", source=0).noise()
+    encode = partial(ours.encode, codec, x, written, noise=noise)
+    encode()
+    frames.copy_(written.expand_as(frames))
+    moved: dict[str, tuple[Callable[[], object], int]] = {
+        "encode": (encode, x.nbytes + frame_bytes),
+        "decode": (partial(ours.decode, codec, frames[0], out), x.nbytes + frame_bytes),
     }
     if sums:
-        moved["decode_sum"] = calls.decode_sum, frames.nbytes + x.nbytes
-        moved["decode_sum_encode"] = calls.decode_sum_encode, frames.nbytes + frame_bytes
+        both = partial(ours.decode_sum_encode, codec, codec, frames, written, numel, noise=noise)
+        moved["decode_sum"] = partial(ours.decode_sum, codec, frames, out), frames.nbytes + x.nbytes
+        moved["decode_sum_encode"] = both, frames.nbytes + frame_bytes
     if not isinstance(codec, Raw):
-        moved["encode_carried"] = calls.encode_carried, x.nbytes + 2 * 4 * numel + frame_bytes
+        carried = Carried(torch.zeros_like(x, dtype=torch.float32))
+        moved["encode_carried"] = partial(encode, carried=carried), x.nbytes + 2 * 4 * numel + frame_bytes
     for operation, (run, nbytes) in moved.items():
         yield Work(operation, str(codec), backend, x, nbytes, run)
-
-
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """The operations of one backend and codec on existing buffers."""
-
-    operations: ops.Operations
-    codec: Codec
-    x: Tensor  # (S,)
-    frames: Tensor  # (sources, F)
-    written: Tensor  # (F,)
-    out: Tensor  # (S,)
-    error: Tensor  # (S,) fp32
-    noise: Noise
-
-    def encode(self) -> None:
-        self.operations.encode(self.codec, self.x, self.written, noise=self.noise)
-
-    def decode(self) -> None:
-        self.operations.decode(self.codec, self.frames[0], self.out)
-
-    def decode_sum(self) -> None:
-        self.operations.decode_sum(self.codec, self.frames, self.out)
-
-    def decode_sum_encode(self) -> None:
-        self.operations.decode_sum_encode(
-            self.codec, self.codec, self.frames, self.written, self.x.numel(), noise=self.noise
-        )
-
-    def encode_carried(self) -> None:
-        carried = Carried(self.error)
-        self.operations.encode(self.codec, self.x, self.written, noise=self.noise, carried=carried)

@@ -7,9 +7,9 @@ not joined.  torch is imported only once the command runs.
 
 from __future__ import annotations
 
-import contextlib
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,6 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from harness import terminal
@@ -35,19 +34,31 @@ app = typer.Typer(
 )
 
 Result = TypeVar("Result")
-ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
-RESULTS: Final = Path("results")
+Topology = tuple[int, int]  # nodes, and ranks of each
+Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
 TYPES: Final[tuple[ElementType, ...]] = ("fp32", "bf16", "fp16")
 MOST_RANKS: Final = 64
-SIZES: Final = "1,16,64"
 MOST_MEBIBYTES: Final = 1 << 16
 FAILED: Final = 1
 _TIMEOUT_SECONDS: Final = 7200.0
 _LOG: Final = "bench.log"
 
+Results = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
+Nodes = Annotated[
+    int | None,
+    typer.Option(help="Nodes. Default: 1x4 ranks and 2x2, of engine at 1 Gbit/s.", min=1),
+]
+Ranks = Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)]
+Rate = Annotated[
+    str | None,
+    typer.Option(help="Of the link between nodes, with --nodes, e.g. '1 Gbit/s'. Default: unshaped."),
+]
+Model = Annotated[str, typer.Option(help="A GPT preset of suites.")]
+
 
 @app.command()
-def codecs(  # noqa: PLR0917  # typer passes by name
+def codecs(
+    *,
     codec: Annotated[
         list[str] | None,
         typer.Option(help="Codec, e.g. int8:2048; may be repeated. Default: one of every kind."),
@@ -67,7 +78,7 @@ def codecs(  # noqa: PLR0917  # typer passes by name
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
     seconds: Annotated[float, typer.Option(help="For each operation, about.", min=0.0)] = 0.5,
-    results: ResultsFolder = RESULTS,
+    results: Results = Path("results"),
 ) -> None:
     """GB/s of every codec and backend, each against a copy in the same round."""
     run = _Run("codecs", results)
@@ -81,14 +92,15 @@ def codecs(  # noqa: PLR0917  # typer passes by name
         texts = tuple(dict.fromkeys(str(parse(text)) for text in codec or bench_codecs.CODECS))
     except CodecError as error:
         raise BenchError(str(error)) from None
-    asked = _chosen(backend or bench_codecs.BACKENDS, bench_codecs.BACKENDS, "backend")
-    here, missing = bench_codecs.found()
+    names = bench_codecs.BACKENDS
+    asked = _chosen(backend or names, names, "backend")
+    missing = {name: why for name in names if (why := bench_codecs.why_missing(name)) is not None}
     for name in backend or []:
         if name in missing:
             raise BenchError(f"backend {name!r} is not here: {missing[name]}")
     if codec is not None and backend is None:  # peers have no codec of ours
-        asked = tuple(name for name in asked if name not in peers.NAMES)
-    backends = tuple(name for name in asked if name in here)
+        asked = bench_codecs.OURS
+    backends = tuple(name for name in asked if name not in missing)
     setting = bench_codecs.Setting(texts, backends, kinds, megabytes, threads, seconds)
     (samples,) = run.on_ranks(bench_codecs.measure, setting, threads=threads)
     if not samples:
@@ -100,82 +112,68 @@ def codecs(  # noqa: PLR0917  # typer passes by name
 
 
 @app.command()
-def collectives(  # noqa: PLR0917  # typer passes by name
-    nodes: Annotated[int | None, typer.Option(help="Nodes. Default: 1x4 ranks, then 2x2.", min=1)] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)] = None,
-    megabytes: Annotated[str, typer.Option(help="MiB of the whole tensor, by commas.")] = SIZES,
-    rate: Annotated[
-        str, typer.Option(help="Of the link between nodes, e.g. '1 Gbit/s', or unshaped.")
-    ] = "unshaped",
+def collectives(
+    *,
+    nodes: Nodes = None,
+    ranks: Ranks = None,
+    megabytes: Annotated[str, typer.Option(help="MiB of the whole tensor, by commas.")] = "1,16,64",
+    rate: Rate = None,
     seconds: Annotated[float, typer.Option(help="For each size, about.", min=0.0)] = 20.0,
-    results: ResultsFolder = RESULTS,
+    results: Results = Path("results"),
 ) -> None:
     """Seconds and bytes of every algorithm and transport beside gloo's own."""
     run = _Run("collectives", results)
-    sizes, mbit = _sizes(megabytes), _rate(rate)
-    topologies = [_topology(nodes, ranks)] if nodes or ranks else [(1, 4), (2, 2)]
+    sizes, places = _sizes(megabytes), _places(nodes, ranks, rate, [((1, 4), None), ((2, 2), None)])
 
     from harness.bench import collectives as bench_collectives
 
-    setting = bench_collectives.Setting(sizes, mbit, seconds)
-    samples = []
-    for topology in topologies:
-        samples += together(
-            run.on_ranks(bench_collectives.measure, setting, topology=topology, rate_mbit=mbit)
-        )
-    run.finish(samples, asdict(setting) | {"topologies": topologies})
+    setting = bench_collectives.Setting(sizes, seconds)
+    samples = [sample for place in places for sample in run.at(place, bench_collectives.measure, setting)]
+    run.finish(samples, asdict(setting) | {"places": places})
 
 
 @app.command()
-def engine(  # noqa: PLR0917  # typer passes by name
-    nodes: Annotated[
-        int | None, typer.Option(help="Nodes. Default: 1x4 ranks unshaped, then 2x2 at 1 Gbit/s.", min=1)
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)] = None,
-    rate: Annotated[
-        str | None,
-        typer.Option(help="Of the link between nodes, with --nodes and --ranks, e.g. '1 Gbit/s'; unshaped."),
-    ] = None,
+def engine(
+    *,
+    nodes: Nodes = None,
+    ranks: Ranks = None,
+    rate: Rate = None,
     contender: Annotated[
         list[str] | None,
         typer.Option(help="ddp, fsdp2, deepspeed, exact, ...; may be repeated. Default: all found."),
     ] = None,
-    model: Annotated[str, typer.Option(help="A GPT preset of suites.")] = "gpt-small",
+    model: Model = "gpt-small",
     seconds: Annotated[float, typer.Option(help="For each topology, about.", min=0.0)] = 240.0,
-    results: ResultsFolder = RESULTS,
+    results: Results = Path("results"),
 ) -> None:
     """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 if losses differ."""
     run = _Run("engine", results)
-    places = _places(nodes, ranks, rate)
-
-    from harness.bench import deepspeed_peer
-    from harness.bench import engine as bench_engine
-
+    # The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
+    places = _places(nodes, ranks, rate, [((2, 2), 1000.0), ((1, 4), None)])
     _check_model(model)
+
+    from harness.bench import engine as bench_engine
+    from harness.bench import peers
+
     asked = _chosen(contender or bench_engine.NAMES, bench_engine.NAMES, "contender")
     missing = {}
-    if (why := deepspeed_peer.why_missing()) is not None and set(asked) & set(bench_engine.DEEPSPEED):
+    if (why := peers.why_missing("deepspeed")) is not None and set(asked) & set(bench_engine.DEEPSPEED):
         if contender:
             raise BenchError(why)
         missing = {"deepspeed": why}
         asked = tuple(name for name in asked if name not in bench_engine.DEEPSPEED)
-    names = tuple(dict.fromkeys((bench_engine.ALONE, *asked)))
-    setting = bench_engine.Setting(names, None, seconds, model)
-    samples: list[Sample] = []
-    for topology, mbit in places:
-        here = replace(setting, rate_mbit=mbit)
-        samples += together(
-            run.on_ranks(bench_engine.measure, here, topology=topology, rate_mbit=mbit, kind="namespaces")
-        )
+    setting = bench_engine.Setting(tuple(dict.fromkeys((bench_engine.ALONE, *asked))), seconds, model)
+    samples = [sample for place in places for sample in run.at(place, bench_engine.measure, setting)]
     if (words := bench_engine.unequal(samples)) is not None:
         _fail(words)
-    version = None if why else deepspeed_peer.version()
-    run.finish(samples, asdict(setting) | {"places": places, "deepspeed": version}, missing)
+    versions = peers.versions([] if why else ["deepspeed"])
+    run.finish(samples, asdict(setting) | {"places": places, "peers": versions}, missing)
 
 
 @app.command()
-def overlap(  # noqa: PLR0917  # typer passes by name
-    model: Annotated[str, typer.Option(help="A GPT preset of suites.")] = "gpt-small",
+def overlap(
+    *,
+    model: Model = "gpt-small",
     layers: Annotated[int, typer.Option(help="Of the model.", min=1)] = 16,
     sequences: Annotated[int, typer.Option(help="Of each rank in a step.", min=1)] = 96,
     megabytes: Annotated[
@@ -183,7 +181,7 @@ def overlap(  # noqa: PLR0917  # typer passes by name
     ] = 128,
     chunks: Annotated[int, typer.Option(help="Of a reduction.", min=2)] = 4,
     seconds: Annotated[float, typer.Option(help="For each policy and for the hops, about.", min=0.0)] = 90.0,
-    results: ResultsFolder = RESULTS,
+    results: Results = Path("results"),
 ) -> None:
     """Steps on a slow link beside compute alone, and reductions in chunks beside those in one."""
     run = _Run("overlap", results)
@@ -191,22 +189,14 @@ def overlap(  # noqa: PLR0917  # typer passes by name
 
     from harness.bench import overlap as bench_overlap
 
-    place = bench_overlap.TOPOLOGY_OF_STEP
     setting = bench_overlap.Setting(seconds, model, layers, sequences, megabytes, chunks)
-    found = run.on_ranks(bench_overlap.compute_alone, setting, topology=place)
-    samples: list[Sample] = []
-    for policy, mbit in bench_overlap.rates_for_steps(found).items():
-        step = replace(setting, policy=policy, rate_mbit=mbit)
-        samples += together(
-            run.on_ranks(bench_overlap.step, step, topology=place, rate_mbit=mbit, kind="namespaces")
-        )
-    place = bench_overlap.TOPOLOGY_OF_HOPS
-    first = run.on_ranks(bench_overlap.first_hop, setting, topology=place)
-    mbit = bench_overlap.rate_for_hops(first, setting)
-    hops = replace(setting, rate_mbit=mbit)
-    samples += together(
-        run.on_ranks(bench_overlap.hops, hops, topology=place, rate_mbit=mbit, kind="namespaces")
-    )
+    two, four = bench_overlap.TOPOLOGY_OF_STEP, bench_overlap.TOPOLOGY_OF_HOPS
+    alone = run.on_ranks(bench_overlap.compute_alone, setting, two)
+    samples = []
+    for policy, mbit in bench_overlap.rates_for_steps(alone).items():
+        samples += run.at((two, mbit), bench_overlap.step, replace(setting, policy=policy))
+    first = run.on_ranks(bench_overlap.first_hop, setting, four)
+    samples += run.at((four, bench_overlap.rate_for_hops(first, setting)), bench_overlap.hops, setting)
     run.finish(samples, asdict(setting))
 
 
@@ -215,42 +205,54 @@ class _Run:
 
     def __init__(self, subject: Subject, results: Path) -> None:
         self._subject: Subject = subject
-        self._folder = results / bench_record.FOLDERS[subject]
+        self._folder = results / bench_record.folder_name(subject)
         self._machine, self._code = machine.facts(), machine.code()
         self._pool = machine.pool_key(self._machine, self._code)
         self._started = _now()
+        there = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise BenchError(f"--results {results}: {there} is no folder that can be written")
         bench_record.check_pool(self._folder, self._pool)
+
+    def at(self, place: Place, target: Callable[[Any, Any], Sequence[Sample]], setting: Any) -> list[Sample]:
+        """Samples of all ranks as one, with the place among their names."""
+        topology, mbit = place
+        names = {"nodes": topology[0], "ranks_per_node": topology[1], "rate_mbit": mbit}
+        samples = together(self.on_ranks(target, setting, topology, mbit))
+        return [sample.model_copy(update={"names": sample.names | names}) for sample in samples]
 
     def on_ranks(
         self,
         target: Callable[[Any, Any], Result],
         setting: Any,
+        topology: Topology = (1, 1),
+        mbit: float | None = None,
         *,
-        topology: tuple[int, int] = (1, 1),
-        rate_mbit: float | None = None,
         threads: int = 1,
-        kind: Literal["auto", "namespaces"] = "auto",
     ) -> list[Result]:
         """Run ``target`` on fresh processes, and show how far they are; status 1 if one fails.
 
-        A link with a rate is of ``kind``: peers, who send past our wire, are held to it by namespaces alone.
+        A link with a rate is of namespaces: peers send past our wire, so a pacer would not hold them.
 
         Raises:
             BenchError: if there can be no such link, or ranks refuse what was asked.
         """
         from harness.cluster.link import LinkError, Setting, open_link
         from harness.cluster.processes import Launch, LaunchError, run_ranks
-        from impl.plan.topology import Topology
+        from impl.plan import topology as plan
 
         interrupts.take_over()
-        wanted = Setting("none" if rate_mbit is None else kind, topology[0], rate_mbit)
+        wanted = Setting("none" if mbit is None else "namespaces", topology[0], mbit)
         log = self._folder / _LOG
+        status = terminal.console(stderr=True).status("set-up")  # on a terminal only
         try:
-            with open_link(wanted, "bench") as link, _shown() as report:
+            with open_link(wanted, "bench") as link, status:
                 launch = Launch(
-                    Topology(*topology), link.ports, link.paced_mbit, threads, _TIMEOUT_SECONDS, log
+                    plan.Topology(*topology), link.ports, link.paced_mbit, threads, _TIMEOUT_SECONDS, log
                 )
-                return run_ranks(target, setting, launch, report)
+                return run_ranks(
+                    target, setting, launch, lambda far: status.update(f"{far.stage} {far.step}/{far.steps}")
+                )
         except LinkError as error:
             raise BenchError(str(error)) from None
         except LaunchError as error:
@@ -266,6 +268,7 @@ class _Run:
         import torch
 
         from impl import ops
+        from report.bench.page import build
 
         missing = dict(missing or {})
         if (why := ops.warning_of(torch.device("cpu"))) is not None:
@@ -277,11 +280,8 @@ class _Run:
         bench_record.write(self._folder, bench)
         out = terminal.console()
         show([bench], out)
-        for name, why in bench.missing.items():
+        for name, why in missing.items():
             out.print(f"not here: {escape(name)}: {escape(why)}")
-
-        from report.bench.page import build
-
         print(build(self._folder))
 
 
@@ -292,11 +292,10 @@ def show(benches: Sequence[Bench], out: Console) -> None:
     for found in tables_of(benches, wide=False):
         columns, places = found.by_place()
         for place, rows in places:
-            title = f"{found.title}: {place}" if place else found.title
+            title = escape(f"{found.title}: {place}" if place else found.title)
             table = Table(
-                box=box.SIMPLE_HEAD, title=escape(title), title_justify="left", padding=(0, 1, 0, 0),
-                pad_edge=False,
-            )  # fmt: skip
+                box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False
+            )
             for column in columns:
                 justify: Literal["left", "right"] = "right" if column.numeric else "left"
                 table.add_column(column.title, justify=justify, overflow="fold")
@@ -305,39 +304,26 @@ def show(benches: Sequence[Bench], out: Console) -> None:
             out.print(table)
 
 
-@contextlib.contextmanager
-def _shown() -> Iterator[Callable[[Any], None]]:
-    """A bar on standard error, on a terminal only."""
-    out = terminal.console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
-        task = bar.add_task("set-up", total=None)
-        yield lambda far: bar.update(task, description=far.stage, completed=far.step, total=far.steps or None)
+def _places(nodes: int | None, ranks: int | None, rate: str | None, usual: list[Place]) -> list[Place]:
+    """Where to run: as asked, or where nothing is asked ``usual``."""
+    from harness.suites.trial import parse_rate
 
-
-def _places(
-    nodes: int | None, ranks: int | None, rate: str | None
-) -> list[tuple[tuple[int, int], float | None]]:
-    """Nodes, ranks of each, and the rate of the link between nodes, of every topology to run.
-
-    The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
-    """
+    try:
+        mbit: Any = parse_rate(rate)
+    except ValueError as error:
+        raise BenchError(f"--rate {rate!r}: {error}") from None
     if not nodes and not ranks:
         if rate is not None:
             raise BenchError(f"--rate {rate!r}: say --nodes and --ranks with it")
-        return [((2, 2), 1000.0), ((1, 4), None)]
-    topology, mbit = _topology(nodes, ranks), _rate(rate or "unshaped")
+        return usual
+    topology = nodes or 1, ranks or 4
+    if not 2 <= topology[0] * topology[1] <= MOST_RANKS:
+        raise BenchError(
+            f"{topology[0]} nodes x {topology[1]} ranks: expected 2 to {MOST_RANKS} ranks in all"
+        )
     if topology[0] == 1 and mbit is not None:
         raise BenchError(f"--rate {rate!r}: one node has no link between nodes")
     return [(topology, mbit)]
-
-
-def _topology(nodes: int | None, ranks: int | None) -> tuple[int, int]:
-    """Nodes and ranks of each, where at least one of them was given."""
-    found = nodes or 1, ranks or 4
-    if not 2 <= found[0] * found[1] <= MOST_RANKS:
-        raise BenchError(f"{found[0]} nodes x {found[1]} ranks: expected 2 to {MOST_RANKS} ranks in all")
-    return found
 
 
 def _check_model(name: str) -> None:
@@ -359,17 +345,6 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and part.isascii() and 0 < int(part) <= MOST_MEBIBYTES for part in parts):
         raise BenchError(f"--megabytes {text!r}: expected whole MiB from 1 to {MOST_MEBIBYTES}, by commas")
     return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def _rate(text: str) -> float | None:
-    """Mbit/s from a rate with its unit; None for unshaped."""
-    from harness.suites.trial import parse_rate
-
-    try:
-        found = parse_rate(text)
-    except ValueError as error:
-        raise BenchError(f"--rate {text!r}: {error}") from None
-    return found if isinstance(found, float) else None
 
 
 def _fail(words: str) -> NoReturn:

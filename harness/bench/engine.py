@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.bench import deepspeed_peer
+from harness.bench import peers
 from harness.bench.rounds import Rounds, interleaved
 from harness.cluster.rank import Rank
 from harness.records.bench_record import CPU, Sample
@@ -31,7 +31,6 @@ from impl.comm.wire import Transport, Wire
 from impl.plan.policy import preset
 from impl.zero import find_blocks, shard
 
-MODEL: Final = "gpt-small"
 SEQUENCE: Final = 128
 SEQUENCES: Final = 4
 STEPS: Final = 3  # of each contender in a round
@@ -58,40 +57,21 @@ Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, T)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Options of the benchmark.
+    """Options of the benchmark."""
 
-    Attributes:
-        names: of :data:`NAMES`; the first is :data:`ALONE`.
-        rate_mbit: of the link between nodes, for the record; None is unshaped.
-        seconds: approximate time of all rounds.
-        model: a preset's name.
-        sequence: tokens of a sequence.
-        sequences: of each rank in a step.
-    """
-
-    names: tuple[str, ...]
-    rate_mbit: float | None
-    seconds: float
-    model: str = MODEL
-    sequence: int = SEQUENCE
-    sequences: int = SEQUENCES
+    names: tuple[str, ...]  # of :data:`NAMES`; the first is :data:`ALONE`
+    seconds: float  # approximate time of all rounds
+    model: str  # a preset's name
 
 
 @dataclass(slots=True)
 class Contender:
-    """One contender: a strategy with its own copy of the model.
+    """One contender: a strategy with its own copy of the model."""
 
-    Attributes:
-        name: of :data:`NAMES`.
-        step: one training step; () the loss before it.
-        told: how it was set up, as labels.
-        losses: this rank's, so far.
-    """
-
-    name: str
-    step: Callable[[Tensor, Tensor], Tensor]
-    told: dict[str, Any]
-    losses: list[float] = field(default_factory=list)
+    name: str  # of :data:`NAMES`
+    step: Callable[[Tensor, Tensor], Tensor]  # one training step; () the loss before it
+    told: dict[str, Any]  # how it was set up
+    losses: list[float] = field(default_factory=list)  # this rank's, so far
 
     def round(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """Train on each batch; seconds on this rank, and CPU seconds of its process."""
@@ -107,8 +87,8 @@ def measure(rank: Rank, setting: Setting) -> list[Sample]:
     # torch 2.13 renames two collectives that FSDP2 and DeepSpeed still call by their old names.
     warnings.filterwarnings("ignore", category=FutureWarning)
     mesh = Mesh.create(rank.topology)
-    contenders = [_contender(name, mesh, setting) for name in setting.names]
-    batch = batches_of(rank, setting.sequences, setting.sequence)
+    contenders = [_contender(name, mesh, setting.model) for name in setting.names]
+    batch = batches_of(rank, SEQUENCES)
     took = interleaved(
         rank,
         [each.round for each in contenders],
@@ -117,8 +97,8 @@ def measure(rank: Rank, setting: Setting) -> list[Sample]:
         lambda index: [batch(index * STEPS + number) for number in range(STEPS)],
     )
     seconds = [[whole for whole, _ in rounds] for rounds in took]
-    tokens = mesh.topology.world * setting.sequences * setting.sequence * STEPS
-    parameters = sum(parameter.numel() for parameter in _model(setting).parameters())
+    tokens = mesh.topology.world * SEQUENCES * SEQUENCE * STEPS
+    parameters = sum(parameter.numel() for parameter in model_of(setting.model).parameters())
     # The one learns from its own batches alone, the other quantises.
     equal = {ALONE: 1, "zeropp": 0}
     samples = []
@@ -128,14 +108,8 @@ def measure(rank: Rank, setting: Setting) -> list[Sample]:
             Sample(
                 kind="training",
                 names={
-                    "contender": policy,
-                    "transport": transport,
-                    "nodes": mesh.topology.nodes,
-                    "ranks_per_node": mesh.topology.ranks_per_node,
-                    "rate_mbit": setting.rate_mbit,
-                    "model": setting.model,
-                    "sequence": setting.sequence,
-                    "sequences": setting.sequences,
+                    "contender": policy, "transport": transport, "model": setting.model,
+                    "sequence": SEQUENCE, "sequences": SEQUENCES,
                 },
                 sizes={"parameters": parameters, "tokens": tokens, "steps": STEPS},
                 seconds=mine,
@@ -156,15 +130,16 @@ def unequal(samples: Sequence[Sample]) -> str | None:
     (:attr:`~harness.records.bench_record.Sample.equal_steps`).
     """
     for sample in samples:
-        peers = (other for other in samples if other.place == sample.place)
-        first = next((other for other in peers if other.equal_steps == len(other.losses)), sample)
+        here = (other for other in samples if other.place == sample.place)
+        first = next((other for other in here if other.equal_steps == len(other.losses)), sample)
         pairs = zip(sample.losses[: sample.equal_steps], first.losses, strict=False)
         for step, (loss, expected) in enumerate(pairs):
             if not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected):  # NaN is not equal either
+                nodes, ranks, _ = sample.place
                 return (
-                    f"{_told(sample)} has loss {loss:.6g} in step {step} on {sample.names['nodes']}x"
-                    f"{sample.names['ranks_per_node']} ranks, {_told(first)} {expected:.6g}: more than "
-                    f"{LOSS_TOLERANCE:g} apart, so they do not train the same"
+                    f"{_told(sample)} has loss {loss:.6g} in step {step} on {nodes}x{ranks} ranks, "
+                    f"{_told(first)} {expected:.6g}: more than {LOSS_TOLERANCE:g} apart, so they do not "
+                    "train the same"
                 )
     return None
 
@@ -173,13 +148,13 @@ def _told(sample: Sample) -> str:
     return f"{sample.names['contender']} over {sample.names['transport']}"
 
 
-def batches_of(rank: Rank, sequences: int, length: int) -> Callable[[int], Batch]:
+def batches_of(rank: Rank, sequences: int) -> Callable[[int], Batch]:
     """Batches of text by step, for this rank, of ``sequences`` sequences."""
     text = corpus.load(corpus.STDLIB)
 
     def batch(step: int) -> Batch:
         drawn = text.batch(
-            seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences, length=length
+            seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences, length=SEQUENCE
         )
         windows = torch.from_numpy(drawn)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
@@ -187,34 +162,33 @@ def batches_of(rank: Rank, sequences: int, length: int) -> Callable[[int], Batch
     return batch
 
 
-def _model(setting: Setting) -> nn.Module:
-    """Build the model, equal on every rank and for every contender."""
+def model_of(name: str, **arguments: int) -> nn.Module:
+    """Build a preset's model, equal on every rank and for every contender."""
     torch.manual_seed(0)
-    return build(Model(name=setting.model), setting.sequence)
+    return build(Model(name=name, arguments=arguments), SEQUENCE)
 
 
-def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of every contender."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
-def _contender(name: str, mesh: Mesh, setting: Setting) -> Contender:
+def _contender(name: str, mesh: Mesh, preset_name: str) -> Contender:
     """Build a contender; all ranks must call it."""
-    model = _model(setting)
+    model, told = model_of(preset_name), {"optimizer": "fused AdamW"}
     if name in DEEPSPEED:
         kept = name == "deepspeed-kept"
-        engine = deepspeed_peer.engine(model, _optimizer, sequences=setting.sequences, kept=kept)
-        told = deepspeed_peer.config(sequences=setting.sequences, kept=kept)
-        return Contender(name, lambda *batch: deepspeed_peer.step(engine, *batch), told)
+        return Contender(name, *peers.deepspeed(model, optimizer_of, sequences=SEQUENCES, kept=kept))
     if name in OURS:
         policy, transport = OURS[name]
         zero = shard(model, mesh=mesh, policy=preset(policy), wire=Wire(mesh, transport=transport))
-        step = _trained(model, _optimizer(zero.param_groups()), zero.finish_backward)
-        return Contender(name, step, {"optimizer": "fused AdamW", "preset": policy})
+        step = _trained(model, optimizer_of(zero.param_groups()), zero.finish_backward)
+        return Contender(name, step, told | {"preset": policy})
     if name == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif name in ("fsdp2", "fsdp2-kept"):
         _shard_by_fsdp2(model, reshard=name == "fsdp2")
-    return Contender(name, _trained(model, _optimizer(model.parameters())), {"optimizer": "fused AdamW"})
+    return Contender(name, _trained(model, optimizer_of(model.parameters())), told)
 
 
 def _shard_by_fsdp2(model: nn.Module, *, reshard: bool) -> None:

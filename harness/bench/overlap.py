@@ -24,12 +24,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from harness.bench.engine import LEARNING_RATE, Batch, batches_of
+from harness.bench.engine import SEQUENCE, Batch, batches_of, model_of, optimizer_of
 from harness.bench.rounds import Rounds, interleaved, timed
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample
-from harness.suites.trial import Model
-from harness.workloads.models import build
 from impl.codecs.codec import common_grain, parse
 from impl.comm.collectives import Reduction, reduce_gradients
 from impl.comm.mesh import Mesh
@@ -40,12 +38,6 @@ from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import Load, predict
 from impl.zero import Zero, shard
 
-MODEL: Final = "gpt-small"
-LAYERS: Final = 16
-SEQUENCE: Final = 128
-SEQUENCES: Final = 96
-MEBIBYTES: Final = 128
-CHUNKS: Final = 4
 TOPOLOGY_OF_STEP: Final = (2, 1)
 TOPOLOGY_OF_HOPS: Final = (2, 2)
 POLICIES: Final = ("zero3", "zeropp")
@@ -59,10 +51,8 @@ HOPS_APART: Final = 3.0
 """Seconds of the second hop over those of the first: what sets the link's rate."""
 _TAG: Final = Tag("backward", "gradients")
 
-
-Took = tuple[
-    float, float, float
-]  # seconds of a step on this rank: forward, backward, all with the optimizer's
+Took = tuple[float, float, float]
+"""Seconds of a step on this rank: forward, backward, and all of it with the optimizer's."""
 Alone = tuple[list[Took], dict[str, tuple[int, int]]]
 """Compute alone by round, without a link, and bytes that this rank will send to other nodes in forward and in
 backward, by policy."""
@@ -70,41 +60,32 @@ backward, by policy."""
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        seconds: about how long all rounds of a policy, or of the hops, take.
-        model: a GPT preset's name.
-        layers: of it.
-        sequences: of each rank in a step.
-        mebibytes: of the fp32 gradient that is reduced.
-        chunks: of the reduction; its reference has one.
-        sequence: tokens of a sequence.
-        policy: of the step, a preset's name.
-        rate_mbit: of the link between nodes, for the record.
-    """
-
-    seconds: float
-    model: str = MODEL
-    layers: int = LAYERS
-    sequences: int = SEQUENCES
-    mebibytes: int = MEBIBYTES
-    chunks: int = CHUNKS
-    sequence: int = SEQUENCE
-    policy: str = ""
-    rate_mbit: float = 0.0
+    seconds: float  # about how long all rounds of a policy, or of the hops, take
+    model: str  # a GPT preset's name
+    layers: int  # of it
+    sequences: int  # of each rank in a step
+    mebibytes: int  # of the fp32 gradient that is reduced
+    chunks: int  # of the reduction; its reference has one
+    policy: str = ""  # of the step, a preset's name
 
     @property
     def numel(self) -> int:
         """Number of elements of the gradient."""
         return self.mebibytes << 18
 
+    @property
+    def rounds(self) -> Rounds:
+        """Of a policy, or of the hops."""
+        return Rounds(FEWEST_ROUNDS, MOST_ROUNDS, self.seconds)
+
 
 def compute_alone(rank: Rank, setting: Setting) -> Alone:
     """Time the unsharded model without communication; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(setting), name, mesh)) for name in POLICIES}
-    batch = batches_of(rank, setting.sequences, setting.sequence)
+    batch = batches_of(rank, setting.sequences)
     (took,) = interleaved(rank, [_alone(setting)], "compute alone", PROBES, batch)
     return took, sent
 
@@ -136,22 +117,18 @@ def rate_for_step(sent: tuple[int, int], computed: tuple[float, float]) -> float
 
 def step(rank: Rank, setting: Setting) -> list[Sample]:
     """Time a policy's step and compute alone in turns; the target of every rank."""
-    mesh = Mesh.create(rank.topology)
     model = _model(setting)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    zero = _sharded(model, setting.policy, mesh)
+    zero = _sharded(model, setting.policy, Mesh.create(rank.topology))
     contenders = [_alone(setting), _trained(model, zero.param_groups(), zero.finish_backward)]
-    rounds = Rounds(FEWEST_ROUNDS, MOST_ROUNDS, setting.seconds)
-    batch = batches_of(rank, setting.sequences, setting.sequence)
-    alone, took = interleaved(rank, contenders, setting.policy, rounds, batch)
+    batch = batches_of(rank, setting.sequences)
+    alone, took = interleaved(rank, contenders, setting.policy, setting.rounds, batch)
     forward, backward = _sent(zero)
     sample = Sample(
         kind="step",
         names={
-            "policy": setting.policy, "nodes": mesh.topology.nodes,
-            "ranks_per_node": mesh.topology.ranks_per_node, "rate_mbit": setting.rate_mbit,
-            "model": setting.model, "layers": setting.layers, "sequence": setting.sequence,
-            "sequences": setting.sequences,
+            "policy": setting.policy, "model": setting.model, "layers": setting.layers,
+            "sequence": SEQUENCE, "sequences": setting.sequences,
         },
         sizes={"parameters": parameters, "sent_forward": forward, "sent_backward": backward},
         seconds=[whole for _, _, whole in took],
@@ -187,28 +164,22 @@ def hops(rank: Rank, setting: Setting) -> list[Sample]:
     wire = _wire(mesh)
     gradient = torch.randn(setting.numel, generator=torch.Generator().manual_seed(mesh.rank))  # (world * S,)
     runs = [*_hops(wire, setting), *(_reduction(wire, chunks, gradient) for chunks in (1, setting.chunks))]
-    rounds = Rounds(FEWEST_ROUNDS, MOST_ROUNDS, setting.seconds)
     contenders = [timed(run) for run in runs]
-    first, second, whole, cut = interleaved(rank, contenders, "hops", rounds, lambda _: None)
+    first, second, whole, cut = interleaved(rank, contenders, "hops", setting.rounds, lambda _: None)
     rows = _rows(mesh.topology, setting)
     sample = Sample(
         kind="hops",
-        names={
-            "chunks": setting.chunks, "codec": CODEC, "numel": setting.numel, "nodes": mesh.topology.nodes,
-            "ranks_per_node": mesh.topology.ranks_per_node, "rate_mbit": setting.rate_mbit,
-        },
+        names={"chunks": setting.chunks, "codec": CODEC, "numel": setting.numel},
         sizes={"first_sent": rows[0], "second_sent": rows[1]},
         seconds=cut,
         reference_seconds=whole,
         parts={"first": first, "second": second},
-    )  # fmt: skip
+    )
     return [sample]
 
 
 def _model(setting: Setting) -> nn.Module:
-    """Build the model, equal on every rank and for every contender."""
-    torch.manual_seed(0)
-    return build(Model(name=setting.model, arguments={"layers": setting.layers}), setting.sequence)
+    return model_of(setting.model, layers=setting.layers)
 
 
 def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
@@ -239,7 +210,7 @@ def _alone(setting: Setting) -> Callable[[Batch], Took]:
 
 def _trained(model: nn.Module, parameters: Any, finish: Callable[[], None]) -> Callable[[Batch], Took]:
     """A step of a plain torch training loop."""
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    optimizer = optimizer_of(parameters)
 
     def one(batch: Batch) -> Took:
         begin = time.perf_counter()

@@ -18,17 +18,11 @@ Drawn = TypeVar("Drawn")
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Number of rounds.
-
-    Attributes:
-        fewest: at least.
-        most: at most.
-        seconds: approximate time of all rounds; None runs ``most``.
-    """
+    """Number of rounds."""
 
     fewest: int
     most: int
-    seconds: float | None = None
+    seconds: float | None = None  # approximate time of all; None runs ``most``
 
 
 def interleaved(

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -22,13 +22,12 @@ SCHEMA_VERSION: Final = 2
 Subject = Literal["codecs", "collectives", "engine", "overlap"]
 Kind = Literal["codec", "collective", "training", "step", "hops"]
 ElementType = Literal["fp32", "bf16", "fp16"]
-FOLDERS: Final[dict[Subject, str]] = {
-    "codecs": "bench-codecs",
-    "collectives": "bench-collectives",
-    "engine": "bench-engine",
-    "overlap": "bench-overlap",
-}
 CPU: Final = "cpu"
+
+
+def folder_name(subject: Subject) -> str:
+    """Name of the folder of a benchmark's records, in that of all results."""
+    return f"bench-{subject}"
 
 
 class BenchError(Exception):
@@ -42,32 +41,21 @@ class _Part(BaseModel):
 class Sample(_Part):
     """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio.
 
-    Attributes:
-        kind: what was timed, beside which reference: an operation of a codec beside a copy, a collective
-            beside gloo's own, training beside compute alone, a policy's step on a slow link beside the same,
-            a reduction in chunks beside that in one.
-        names: what tells it from the others; samples of several runs whose names are equal are put together.
-        sizes: bytes, elements and the like, of one call or step.
-        seconds: by round, of the slowest rank.
-        reference_seconds: likewise, of the reference.
-        parts: further seconds of the same rounds, by name: of the slowest rank, but for ``cpu``, which all
-            ranks' processes computed, waiting awake included.
-        sent: bytes that all ranks sent in one call, by link, by the wire's ledger.
-        losses: mean over ranks before each step, those before the first round included.
-        equal_steps: of the first of them, those whose loss must be every other contender's.
-        told: how it was set up, in its own words.
+    The ``kind`` says which: an operation of a codec beside a copy, a collective beside gloo's own, training
+    beside compute alone, a policy's step on a slow link beside the same, a reduction in chunks beside that in
+    one.  Samples of several runs whose ``names`` are equal are put together.
     """
 
     kind: Kind
     names: dict[str, str | int | float | None]
-    sizes: dict[str, int] = {}
-    seconds: list[float]
-    reference_seconds: list[float]
-    parts: dict[str, list[float]] = {}
-    sent: dict[str, int] = {}
-    losses: list[float] = []
-    equal_steps: int = 0
-    told: dict[str, Any] = {}
+    sizes: dict[str, int] = {}  # bytes, elements and the like, of one call or step
+    seconds: list[float]  # by round, of the slowest rank
+    reference_seconds: list[float]  # likewise
+    parts: dict[str, list[float]] = {}  # further seconds likewise; of CPU all ranks', waiting awake included
+    sent: dict[str, int] = {}  # bytes that all ranks sent in one call, by link, by the wire's ledger
+    losses: list[float] = []  # mean over ranks before each step, those before the first round included
+    equal_steps: int = 0  # of the first of them, those whose loss must be every other contender's
+    told: dict[str, Any] = {}  # how it was set up, in its own words
 
     @model_validator(mode="after")
     def _in_rounds(self) -> Sample:
@@ -97,17 +85,20 @@ def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 
 def _as_one(samples: Sequence[Sample]) -> Sample:
-    def rounds(name: str) -> list[float]:
-        of_rounds = zip(*(sample.timed[name] for sample in samples), strict=True)
-        return [math.fsum(each) if name == CPU else max(each) for each in of_rounds]
-
     first = samples[0]
+    rounds = {
+        name: [
+            math.fsum(each) if name == CPU else max(each)
+            for each in zip(*(sample.timed[name] for sample in samples), strict=True)
+        ]
+        for name in first.timed
+    }
     losses = zip(*(sample.losses for sample in samples), strict=True)
     return first.model_copy(
         update={
-            "seconds": rounds("seconds"),
-            "reference_seconds": rounds("reference_seconds"),
-            "parts": {name: rounds(name) for name in first.parts},
+            "seconds": rounds.pop("seconds"),
+            "reference_seconds": rounds.pop("reference_seconds"),
+            "parts": rounds,
             "sent": {link: sum(sample.sent[link] for sample in samples) for link in first.sent},
             "losses": [math.fsum(each) / len(samples) for each in losses],
         }
@@ -115,29 +106,17 @@ def _as_one(samples: Sequence[Sample]) -> Sample:
 
 
 class Bench(_Part):
-    """One run of a benchmark.
-
-    Attributes:
-        subject: the command.
-        started: ISO 8601 in UTC.
-        finished: likewise.
-        setting: what the command was asked for.
-        machine: facts about where it ran (``harness.measure.machine``).
-        code: version, commit, and whether the checkout was changed.
-        pool: hash of the facts that must agree before two records are pooled.
-        missing: what is not here and why, by name.
-        samples: all that was timed.
-    """
+    """One run of a benchmark."""
 
     schema_version: int = SCHEMA_VERSION
-    subject: Subject
-    started: str
+    subject: Subject  # the command
+    started: str  # ISO 8601 in UTC
     finished: str
-    setting: dict[str, Any]
-    machine: dict[str, Any]
-    code: dict[str, Any]
-    pool: str
-    missing: dict[str, str] = {}
+    setting: dict[str, Any]  # what the command was asked for
+    machine: dict[str, Any]  # facts about where it ran (``harness.measure.machine``)
+    code: dict[str, Any]  # version, commit, and whether the checkout was changed
+    pool: str  # hash of the facts that must agree before two records are pooled
+    missing: dict[str, str] = {}  # what is not here and why, by name
     samples: list[Sample]
 
     @property
@@ -166,7 +145,7 @@ def holds(folder: Path) -> bool:
         except (OSError, ValueError, RecursionError):
             continue
         return isinstance(data, dict) and "subject" in data
-    return folder.name in FOLDERS.values()
+    return folder.name in {folder_name(subject) for subject in get_args(Subject)}
 
 
 def read_all(folder: Path) -> list[Bench]:

@@ -14,10 +14,23 @@ from typing import Any, Final
 from harness.records.bench_record import Kind, Sample
 from report.bench.dots import Dots
 from report.data.frames import rate_text
-from report.data.text import number, text
+from report.data.text import number
 from report.tables.table import Column
 
 Measure = Callable[[Sample, Sequence[Sample]], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown(Column):
+    """A column of a board: a name or label of the sample, or a measure.
+
+    Attributes:
+        measure: of a sample and its run, one value per round; a row holds the median.
+        wide: whether only the page prints it, not the terminal.
+    """
+
+    measure: Measure | None = None
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,40 +41,41 @@ class Board:
         name: of the table.
         title: of the table.
         caption: describes its columns.
-        labels: further labels of a row, beside the sample's names.
-        measures: functions of a sample and its run to one value per round, by name; a row holds the median
-            over rounds, and as ``<name>_told`` the text with its interval.
-        columns: those that are printed.
-        wide: keys of columns that only the page prints, not the terminal.
+        columns: in order; all measures are among them.
         figure: of the same rows; the page begins with its description.
+        labels: further labels of a row, beside the sample's names.
     """
 
     name: str
     title: str
     caption: str
-    labels: Callable[[Sample], dict[str, Any]]
-    measures: dict[str, Measure]
-    columns: tuple[Column, ...]
-    wide: frozenset[str]
+    columns: tuple[Shown, ...]
     figure: Dots
+    labels: Callable[[Sample], dict[str, Any]] = lambda sample: {"place": _place(sample)}
+
+    @property
+    def measures(self) -> dict[str, Measure]:
+        """By name; a row has the median under the name, and as ``<name>_told`` the text with its interval."""
+        return {column.key.removesuffix("_told"): column.measure for column in self.columns if column.measure}
 
 
-def _quotient(above: str, below: str | None = None, scale: float = 1.0) -> Measure:
-    """A measure: ``scale * above / below`` in every round, of seconds or sizes by name."""
+def _quotient(above: str, below: str = "", scale: float = 1.0) -> Measure:
+    """A measure: ``scale`` times a product over another in every round, of seconds, sizes and the link's
+    Mbit/s by name.
+    """
 
     def measure(sample: Sample, _: Sequence[Sample]) -> list[float]:
-        known = sample.timed | {name: [size] * len(sample.seconds) for name, size in sample.sizes.items()}
-        divisors = [1.0] * len(sample.seconds) if below is None else known[below]
-        return [scale * value / divisor for value, divisor in zip(known[above], divisors, strict=True)]
+        fixed = sample.sizes | {"rate_mbit": sample.place[2]}
+
+        def product(names: str, index: int) -> float:
+            values = (
+                sample.timed[name][index] if name in sample.timed else fixed[name] for name in names.split()
+            )
+            return math.prod(values)
+
+        return [scale * product(above, i) / product(below, i) for i in range(len(sample.seconds))]
 
     return measure
-
-
-def _of_copy(sample: Sample, run: Sequence[Sample]) -> list[float]:
-    """Measure: bytes moved per second, over those of the copy."""
-    return _quotient(
-        "reference_seconds", "seconds", sample.sizes["moved_bytes"] / 2 / sample.sizes["element_bytes"]
-    )(sample, run)
 
 
 def _over_best(*names: str) -> Measure:
@@ -75,27 +89,20 @@ def _over_best(*names: str) -> Measure:
     return measure
 
 
-def _room(phase: str) -> Measure:
-    """A measure: seconds of compute alone over those of communication at the link's rate, in one phase."""
-
-    def measure(sample: Sample, run: Sequence[Sample]) -> list[float]:
-        return _quotient(phase, f"sent_{phase}", sample.place[2] / 8e-6)(sample, run)
-
-    return measure
-
-
 def _hidden(sample: Sample, _: Sequence[Sample]) -> list[float]:
     """Measure: seconds that chunks save, over those of the shorter hop."""
     rounds = zip(sample.reference_seconds, sample.seconds, *sample.parts.values(), strict=True)
     return [(whole - took) / min(hops) for whole, took, *hops in rounds]
 
 
-def _whole(value: Any) -> str:
-    return f"{value:d}"
+def _measured(name: str, title: str, measure: Measure, digits: int = 3, *, wide: bool = False) -> Shown:
+    """A column of medians."""
+    return Shown(name, title, number(digits), measure=measure, wide=wide)
 
 
-def _right(value: Any) -> str:
-    return text(value)
+def _ratio(name: str, title: str, measure: Measure) -> Shown:
+    """A column of medians with their intervals."""
+    return Shown(f"{name}_told", title, str, measure=measure)
 
 
 def _place(sample: Sample) -> str:
@@ -103,9 +110,11 @@ def _place(sample: Sample) -> str:
     return f"{nodes}x{ranks} ranks, {rate_text(rate)}"
 
 
+_TIMES: Final = _quotient("reference_seconds", "seconds")
+_OF_COPY: Final = _quotient("reference_seconds moved_bytes", "seconds element_bytes", 0.5)
+_ROUNDS: Final = Shown("rounds", "rounds", "{:d}".format, wide=True)
 _MEDIANS: Final = "Medians over rounds, in brackets 95 % intervals of ratios formed inside a round. "
 _SLOWEST: Final = f"{_MEDIANS}Times are the slowest rank's. "
-_ROUNDS: Final = Column("rounds", "rounds", _whole)
 OPERATIONS: Final = {
     "encode": "encode",
     "decode": "decode",
@@ -178,34 +187,25 @@ BOARDS: Final[dict[Kind, Board]] = {
             "none of ours and makes its own buffers."
         ),
         labels=_of_codec,
-        measures={
-            "speed": _quotient("reference_seconds", "seconds"),
-            "rate": _quotient("moved_bytes", "seconds", 1e-9),
-            "copy_rate": _quotient("element_bytes", "reference_seconds", 2e-9),
-            "of_copy": _of_copy,
-        },
         columns=(
-            Column("elements", "elements", place=True),
-            Column("work", "operation"),
-            Column("codec", "codec"),
-            Column("backend", "backend"),
-            Column("mebibytes", "MiB", number(3)),
-            Column("rate", "GB/s", number(3)),
-            Column("copy_rate", "copy, GB/s", number(3)),
-            Column("of_copy", "of copy's", number(2)),
-            Column("speed_told", "speed, copy = 1", _right),
+            Shown("elements", "elements", place=True),
+            Shown("work", "operation"),
+            Shown("codec", "codec"),
+            Shown("backend", "backend"),
+            Shown("mebibytes", "MiB", number(3), wide=True),
+            _measured("rate", "GB/s", _quotient("moved_bytes", "seconds", 1e-9)),
+            _measured(
+                "copy_rate", "copy, GB/s", _quotient("element_bytes", "reference_seconds", 2e-9), wide=True
+            ),
+            _measured("of_copy", "of copy's", _OF_COPY, 2, wide=True),
+            _ratio("speed", "speed, copy = 1", _TIMES),
             _ROUNDS,
-            Column("other", "other arithmetic"),
+            Shown("other", "other arithmetic", wide=True),
         ),
-        wide=frozenset({"mebibytes", "copy_rate", "of_copy", "rounds", "other"}),
         figure=Dots(
             name="speeds",
             title="Speed of codecs, beside a copy",
-            caption=(
-                "Seconds of a copy of the elements over seconds of the operation, in the same round: "
-                "medians with 95 % intervals. Right of the dashed line an operation takes less time than "
-                "the copy."
-            ),
+            line="Right of the dashed line an operation takes less time than the copy.",
             measure="speed",
             label="speed: seconds of a copy / seconds",
             split={"type": ("fp32", "bf16", "fp16"), "device": ("cpu", "cuda")},
@@ -225,33 +225,23 @@ BOARDS: Final[dict[Kind, Board]] = {
             "inside one. Like for like is fp32."
         ),
         labels=_of_collective,
-        measures={
-            "times": _quotient("reference_seconds", "seconds"),
-            "milliseconds": _quotient("seconds", scale=1e3),
-            "gloo_milliseconds": _quotient("reference_seconds", scale=1e3),
-        },
         columns=(
-            Column("where", "where", place=True),
-            Column("algorithm", "algorithm"),
-            Column("codec", "codec"),
-            Column("carried", "transport"),
-            Column("milliseconds", "ms", number(3)),
-            Column("gloo_milliseconds", "gloo's ms", number(3)),
-            Column("times_told", "times gloo", _right),
-            Column("sent_mb", "MB sent", number(3)),
-            Column("sent_inter_mb", "between nodes", number(3)),
-            Column("reference_sent_mb", "gloo's MB", number(3)),
+            Shown("where", "where", place=True),
+            Shown("algorithm", "algorithm"),
+            Shown("codec", "codec"),
+            Shown("carried", "transport"),
+            _measured("milliseconds", "ms", _quotient("seconds", scale=1e3)),
+            _measured("gloo_milliseconds", "gloo's ms", _quotient("reference_seconds", scale=1e3)),
+            _ratio("times", "times gloo", _TIMES),
+            Shown("sent_mb", "MB sent", number(3)),
+            Shown("sent_inter_mb", "between nodes", number(3), wide=True),
+            Shown("reference_sent_mb", "gloo's MB", number(3)),
             _ROUNDS,
         ),
-        wide=frozenset({"sent_inter_mb", "rounds"}),
         figure=Dots(
             name="times",
             title="Beside gloo's own",
-            caption=(
-                "Seconds of gloo's own collective of the same fp32 tensor over ours, in the same round: "
-                "medians with 95 % intervals. Right of the dashed line ours is faster. Like for like is "
-                "fp32."
-            ),
+            line="Right of the dashed line ours is faster. Like for like is fp32.",
             measure="times",
             label="times gloo: gloo's seconds / ours",
             split={"operation": ("all_gather", "reduce_scatter")},
@@ -275,36 +265,23 @@ BOARDS: Final[dict[Kind, Board]] = {
             "without quantising agree in every step."
         ),
         labels=_of_contender,
-        measures={
-            "of_alone": _quotient("reference_seconds", "seconds"),
-            "speed": _quotient("tokens", "seconds"),
-            "over_ddp": _over_best("ddp"),
-            "over_fsdp2": _over_best("fsdp2", "fsdp2-kept"),
-            "milliseconds": _quotient("seconds", "steps", 1e3),
-            "cpu_milliseconds": _quotient("cpu", "steps", 1e3),
-        },
         columns=(
-            Column("place", "where", place=True),
-            Column("who", "contender"),
-            Column("carried", "carried by"),
-            Column("speed", "tok/s", number(4)),
-            Column("of_alone_told", "of alone", _right),
-            Column("over_ddp_told", "over DDP", _right),
-            Column("over_fsdp2_told", "over best FSDP2", _right),
-            Column("milliseconds", "ms a step", number(3)),
-            Column("cpu_milliseconds", "CPU ms", number(3)),
-            Column("last_loss", "last loss", number(5)),
+            Shown("place", "where", place=True),
+            Shown("who", "contender"),
+            Shown("carried", "carried by"),
+            _measured("speed", "tok/s", _quotient("tokens", "seconds"), 4),
+            _ratio("of_alone", "of alone", _TIMES),
+            _ratio("over_ddp", "over DDP", _over_best("ddp")),
+            _ratio("over_fsdp2", "over best FSDP2", _over_best("fsdp2", "fsdp2-kept")),
+            _measured("milliseconds", "ms a step", _quotient("seconds", "steps", 1e3), wide=True),
+            _measured("cpu_milliseconds", "CPU ms", _quotient("cpu", "steps", 1e3), wide=True),
+            Shown("last_loss", "last loss", number(5), wide=True),
             _ROUNDS,
         ),
-        wide=frozenset({"milliseconds", "cpu_milliseconds", "last_loss", "rounds"}),
         figure=Dots(
             name="engine",
             title="Training steps beside compute alone",
-            caption=(
-                "Tokens per second over those of the same model stepping by itself on every rank, in the "
-                "same round: medians with 95 % intervals. At the dashed line communication would cost "
-                "nothing. Colours: what carried messages."
-            ),
+            line="At the dashed line communication would cost nothing. Colours: what carried messages.",
             measure="of_alone",
             label="tokens per second, of compute alone",
             row="who",
@@ -320,32 +297,24 @@ BOARDS: Final[dict[Kind, Board]] = {
             "nothing, optimizer included. Room: its seconds over those that the link needs for the step's "
             "bytes, in forward and in backward."
         ),
-        labels=lambda sample: {"place": _place(sample)},
-        measures={
-            "of_alone": _quotient("seconds", "reference_seconds"),
-            "milliseconds": _quotient("seconds", scale=1e3),
-            "alone_milliseconds": _quotient("reference_seconds", scale=1e3),
-            "room_forward": _room("forward"),
-            "room_backward": _room("backward"),
-        },
         columns=(
-            Column("policy", "policy"),
-            Column("place", "where"),
-            Column("milliseconds", "ms", number(3)),
-            Column("alone_milliseconds", "alone, ms", number(3)),
-            Column("room_forward", "room, forward", number(3)),
-            Column("room_backward", "backward", number(3)),
-            Column("of_alone_told", "of compute alone", _right),
+            Shown("policy", "policy"),
+            Shown("place", "where"),
+            _measured("milliseconds", "ms", _quotient("seconds", scale=1e3)),
+            _measured("alone_milliseconds", "alone, ms", _quotient("reference_seconds", scale=1e3)),
+            _measured(
+                "room_forward", "room, forward", _quotient("forward rate_mbit", "sent_forward", 1 / 8e-6)
+            ),
+            _measured(
+                "room_backward", "backward", _quotient("backward rate_mbit", "sent_backward", 1 / 8e-6)
+            ),
+            _ratio("of_alone", "of compute alone", _quotient("seconds", "reference_seconds")),
             _ROUNDS,
         ),
-        wide=frozenset({"rounds"}),
         figure=Dots(
             name="steps",
             title="Steps on a link that computation can hide",
-            caption=(
-                "Seconds of a policy's step over those of compute alone, in the same round: medians with 95"
-                " % intervals. At the dashed line everything is hidden."
-            ),
+            line="At the dashed line everything is hidden.",
             measure="of_alone",
             label="seconds, of compute alone",
             row="policy",
@@ -359,32 +328,20 @@ BOARDS: Final[dict[Kind, Board]] = {
             f"{_SLOWEST}The hops: their messages by themselves, without encoding. Hidden: what chunks save, "
             "over the shorter hop; encoding that chunks hide counts too."
         ),
-        labels=lambda sample: {"place": _place(sample)},
-        measures={
-            "hidden": _hidden,
-            "milliseconds": _quotient("seconds", scale=1e3),
-            "one_chunk_milliseconds": _quotient("reference_seconds", scale=1e3),
-            "first_milliseconds": _quotient("first", scale=1e3),
-            "second_milliseconds": _quotient("second", scale=1e3),
-        },
         columns=(
-            Column("chunks", "chunks", _whole),
-            Column("place", "where"),
-            Column("milliseconds", "ms", number(3)),
-            Column("one_chunk_milliseconds", "in one, ms", number(3)),
-            Column("first_milliseconds", "hop 1, ms", number(3)),
-            Column("second_milliseconds", "hop 2, ms", number(3)),
-            Column("hidden_told", "shorter hop hidden", _right),
+            Shown("chunks", "chunks", "{:d}".format),
+            Shown("place", "where"),
+            _measured("milliseconds", "ms", _quotient("seconds", scale=1e3)),
+            _measured("one_chunk_milliseconds", "in one, ms", _quotient("reference_seconds", scale=1e3)),
+            _measured("first_milliseconds", "hop 1, ms", _quotient("first", scale=1e3)),
+            _measured("second_milliseconds", "hop 2, ms", _quotient("second", scale=1e3)),
+            _ratio("hidden", "shorter hop hidden", _hidden),
             _ROUNDS,
         ),
-        wide=frozenset({"rounds"}),
         figure=Dots(
             name="hops",
             title="What chunks hide of the shorter hop",
-            caption=(
-                "Seconds that chunks save over those of the shorter hop, in the same round: medians with 95"
-                " % intervals. At the dashed line all of that hop is hidden."
-            ),
+            line="At the dashed line all of that hop is hidden.",
             measure="hidden",
             label="share of the shorter hop that chunks hide",
             row="chunks",

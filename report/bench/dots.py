@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from harness.records.statistics import Interval
 from report.data.frames import groups
@@ -25,33 +24,21 @@ _ONE_COLOUR: Final = "#0072b2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dots:
-    """Definition of a dot plot over the rows of a board; columns are named by their keys.
+    """Definition of a dot plot over the rows of a board; columns are named by their keys."""
 
-    Attributes:
-        name: of the file; the values of ``split`` are appended.
-        title: on the page; likewise.
-        caption: describes the figure.
-        measure: column to plot; its interval is in ``<measure>_low`` and ``<measure>_high``.
-        label: of the axis.
-        row: column whose values have a row each.
-        panel: column whose values have a panel each, side by side.
-        below: column whose values have a row of panels each.
-        split: columns whose values have a figure each, with all values that they may take.
-        colours: a column, and the colour of each of its values; None for one colour.
-        log: whether the axis is.
-    """
-
-    name: str
-    title: str
-    caption: str
-    measure: str
-    label: str
-    row: str
-    panel: str
-    below: str | None = None
+    name: str  # of the file; the values of ``split`` are appended
+    title: str  # on the page; likewise
+    label: str  # of the axis
+    line: str  # what the line at 1 means
+    measure: str  # column to plot; its interval is in ``<measure>_low`` and ``<measure>_high``
+    row: str  # column whose values have a row each
+    panel: str  # column whose values have a panel each, side by side
+    below: str | None = None  # column whose values have a row of panels each
     split: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Columns whose values have a figure each, with all values that they may take."""
     colours: tuple[str, Mapping[str, str]] | None = None
-    log: bool = True
+    """A column, and the colour of each of its values; None for one colour."""
+    log: bool = True  # the axis
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,7 +58,9 @@ class Dots:
                     name=name,
                     title=", ".join((self.title, *(value.replace("_", "-") for value in values))),
                     draw=lambda rounds: self.draw(derive(rounds)),
-                    caption=lambda _: self.caption,
+                    caption=lambda _: (
+                        f"{capital(self.label)}, in the same round: medians with 95 % intervals. {self.line}"
+                    ),
                     alt=lambda rounds: self.told(derive(rounds)),
                 )
                 yield drawn, mine
@@ -88,7 +77,7 @@ class Dots:
                 found = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
                 parts.append(f"{', '.join(str(value) for value in values)} {found}")
             told.append(f"{', '.join(places)}: {'; '.join(parts)}.")
-        return f"{self.label[:1].upper()}{self.label[1:]}, by the median. {' '.join(told)}"
+        return f"{capital(self.label)}, by the median. {' '.join(told)}"
 
     def draw(self, rows: pd.DataFrame) -> Figure:
         """Draw rows, with a dashed line at 1."""
@@ -97,11 +86,11 @@ class Dots:
         most = max(here[self.row].nunique() for _, here in lines)
         height = drawing.bars_height(most, room=1.0, row=0.22) * len(lines) + 0.2
         figure, grid = drawing.panels(len(titles), len(lines), height=height, width=8.4)
-        limits = self._limits([self._interval(row) for row in rows_of(rows)])
+        limits = self._limits(rows)
         for axes, ((place,), here) in zip(grid, lines, strict=True):
             names = list(dict.fromkeys(here[self.row]))
             for ax, title in zip(axes, titles, strict=True):
-                for row in rows_of(here[here[self.panel] == title]):
+                for row in here[here[self.panel] == title].to_dict("records"):
                     self._dot(ax, names.index(row[self.row]), row)
                 self._axis(ax, limits)
                 drawing.row_names(ax, [str(name) for name in names])
@@ -112,31 +101,26 @@ class Dots:
         figure.supxlabel(self.label, fontsize=9)
         if self.colours is not None:
             column, colours = self.colours
-            handles = [
-                Line2D([], [], ls="", marker="o", ms=6, color=colour, label=name)
-                for name, colour in colours.items()
-                if (rows[column] == name).any()
-            ]
-            figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), columnspacing=1.3)
+            there = [name for name in colours if (rows[column] == name).any()]
+            for name in there:
+                grid[0][0].plot([], [], "o", ms=6, color=colours[name], label=name)
+            drawing.legend_above(figure, grid[0][0], columns=len(there))
         return figure
 
-    def _interval(self, row: dict[str, Any]) -> Interval:
-        estimate, low, high = (row[f"{self.measure}{end}"] for end in ("", "_low", "_high"))
-        return Interval(estimate, low, high, row["rounds"])
-
-    def _dot(self, ax: Axes, at: int, row: dict[str, Any]) -> None:
+    def _dot(self, ax: Axes, at: int, row: Mapping[Any, Any]) -> None:
         colour = _ONE_COLOUR if self.colours is None else self.colours[1][row[self.colours[0]]]
-        drawing.error_bar(ax, at, self._interval(row), colour, across=True)
-        ax.plot(row[self.measure], at, "o", color=colour, ms=5, mec="white", mew=0.5, zorder=4)
+        middle, low, high = (row[f"{self.measure}{end}"] for end in ("", "_low", "_high"))
+        drawing.error_bar(ax, at, Interval(middle, low, high, row["rounds"]), colour, across=True)
+        ax.plot(middle, at, "o", color=colour, ms=5, mec="white", mew=0.5, zorder=4)
 
-    def _limits(self, found: Sequence[Interval]) -> tuple[float, float]:
+    def _limits(self, rows: pd.DataFrame) -> tuple[float, float]:
         """Limits of an axis that shows all intervals and the line at 1."""
-        ends = [1.0, *(one.estimate for one in found)]
-        ends += [end for one in found for end in (one.low, one.high) if not math.isnan(end)]
+        found = rows[[f"{self.measure}{end}" for end in ("", "_low", "_high")]].to_numpy(float)
+        low, high = min(1.0, float(np.nanmin(found))), max(1.0, float(np.nanmax(found)))
         if self.log:
-            return min(ends) / 1.4, max(ends) * 1.4
-        air = 0.1 * (max(ends) - min(ends) or 1.0)
-        return min(ends) - air, max(ends) + air
+            return low / 1.4, high * 1.4
+        air = 0.1 * (high - low or 1.0)
+        return low - air, high + air
 
     def _axis(self, ax: Axes, limits: tuple[float, float]) -> None:
         ax.set_xscale("log" if self.log else "linear")
@@ -149,6 +133,6 @@ class Dots:
             drawing.decades(ax, "x")
 
 
-def rows_of(data: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of a frame as dictionaries by column."""
-    return [{str(key): value for key, value in row.items()} for row in data.to_dict("records")]
+def capital(text: str) -> str:
+    """``text`` with a capital."""
+    return text[:1].upper() + text[1:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,12 +61,7 @@ def build(results: Path) -> Path:
 
 def tables_of(benches: Sequence[Bench], *, wide: bool = True) -> list[Table]:
     """The tables of records of one subject; ``wide`` adds the columns that only a page prints."""
-    found = []
-    for board, data in boards_of(benches):
-        whole = table(board, data)
-        kept = tuple(column for column in whole.columns if wide or column.key not in board.wide)
-        found.append(replace(whole, columns=kept))
-    return found
+    return [_table(board, data, wide=wide) for board, data in boards_of(benches)]
 
 
 def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
@@ -87,13 +81,10 @@ def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
 
 def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
     """One row per contender over all its runs: medians over rounds, intervals, and both as text."""
-    after = list(data.columns).index("round")
-    names = [name for name in data.columns[1:after] if name != "last_loss"]  # two runs end with two losses
+    fixed = list(data.columns[1 : list(data.columns).index("round")])
     rows = []
-    for key, group in groups(data, names):
-        row = dict(zip(names, key, strict=True)) | {"id": ", ".join(sorted(set(group["id"])))}
-        if "last_loss" in data.columns:
-            row["last_loss"] = group["last_loss"].iloc[-1]
+    for _, group in groups(data, [name for name in fixed if name != "last_loss"]):  # two runs end with two
+        row = group[fixed].iloc[-1].to_dict() | {"id": ", ".join(sorted(set(group["id"])))}
         for name in board.measures:
             found = _median(tuple(group[name]))
             row |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
@@ -102,10 +93,14 @@ def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def table(board: Board, data: pd.DataFrame) -> Table:
+def _table(board: Board, data: pd.DataFrame, *, wide: bool) -> Table:
     """The table of all medians with their intervals; empty columns are left out."""
     found = derived(board, data)
-    shown = [column for column in board.columns if not set(found[column.key]) <= {NOTHING, None}]
+    shown = [
+        column
+        for column in board.columns
+        if (wide or not column.wide) and not set(found[column.key]) <= {NOTHING, None}
+    ]
     return Table(board.name, board.title, board.caption, found, tuple(shown))
 
 
@@ -133,7 +128,7 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         for drawing, rounds in board.figure.drawings(data, derive):
             headline.append(drawing.alt(rounds))
             drawn.append(registry.write(drawing, rounds, folder / "figures"))
-        found = table(board, data)
+        found = _table(board, data, wide=True)
         tables.append(page.table_on_page(found, found.write(folder / "tables"), folder))
     text = page.fill(
         title=" ".join(heading),

@@ -30,7 +30,7 @@ def _measure(mesh: Mesh, setting: Setting) -> Any:
 @pytest.mark.parametrize("mebibytes", [1, 16, 64])
 def test_collective(benchmark: Any, topology: Topology, mebibytes: int) -> None:
     """Every algorithm, codec and transport, on one machine, unshaped."""
-    setting = Setting((mebibytes,), None, seconds=15.0)
+    setting = Setting((mebibytes,), seconds=15.0)
     ranks: list[Any] = []
     benchmark.pedantic(
         lambda: ranks.extend(on_processes(topology, _measure, setting)), rounds=1, iterations=1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.bench import deepspeed_peer
+from harness.bench import peers
 from harness.bench.engine import DEEPSPEED, NAMES, Setting, measure, unequal
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample, together
@@ -29,8 +29,8 @@ def _measure(mesh: Mesh, setting: Setting) -> list[Sample]:
 @pytest.mark.parametrize("topology", [Topology(1, 4), Topology(2, 2)], ids=str)
 def test_step(benchmark: Any, topology: Topology) -> None:
     """All contenders, on one machine, unshaped."""
-    names = [name for name in NAMES if name not in DEEPSPEED or deepspeed_peer.why_missing() is None]
-    setting = Setting(tuple(names), None, 60.0)
+    names = [name for name in NAMES if name not in DEEPSPEED or peers.why_missing("deepspeed") is None]
+    setting = Setting(tuple(names), 60.0, "gpt-small")
     ranks: list[Any] = []
     benchmark.pedantic(
         lambda: ranks.extend(on_processes(topology, _measure, setting)), rounds=1, iterations=1
