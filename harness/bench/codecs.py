@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Final
 
 import torch
@@ -35,7 +36,6 @@ CODECS: Final = (
     "fp8e4m3:128", "fp8e5m2:128", "mxfp8", "mxfp4",
     "int4:128:hadamard32", "int8:256:stochastic", "int4:256:stochastic",
 )  # fmt: skip
-OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode", "encode_carried")
 OURS: Final = ("cpu", "cuda", "reference")
 BACKENDS: Final = (*OURS, *peers.QUANTISERS)
 SOURCES: Final = 4  # frames that a sum adds
@@ -50,28 +50,15 @@ _FLUSH_BYTES: Final = 1 << 29  # written on a GPU before a timed call; no cache 
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """Options of the benchmark."""
-
-    codecs: tuple[str, ...]  # text forms
-    backends: tuple[str, ...]  # of :data:`BACKENDS`, all available
-    kinds: tuple[ElementType, ...]  # of the elements; sums are of fp32
-    mebibytes: int | None  # of elements; None takes the device's of :data:`MEBIBYTES`
-    threads: int  # of torch
-    seconds: float  # approximate time per operation, copies included
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
     """One operation to time."""
 
-    operation: str  # of :data:`OPERATIONS`
-    codec: str  # text form, or a peer library's name for its own
-    backend: str  # whose kernels run
+    names: Mapping[
+        str, str | None
+    ]  # operation, codec, backend; what a peer computes instead of our arithmetic
     x: Tensor  # (S,) the elements; what the reference copies
     moved_bytes: int  # read and written in one call
     run: Callable[[], object]  # one call
-    other: str | None = None  # what a peer computes instead of our arithmetic
 
 
 def why_missing(name: str) -> str | None:
@@ -87,25 +74,42 @@ def why_missing(name: str) -> str | None:
     return None
 
 
-def measure(rank: Rank, setting: Setting) -> list[Sample]:
-    """Run the benchmark; the target of one process."""
+def measure(
+    rank: Rank,
+    *,
+    codecs: Sequence[str],
+    backends: Sequence[str],
+    kinds: Sequence[ElementType],
+    mebibytes: int | None,
+    seconds: float,
+) -> list[Sample]:
+    """Run the benchmark; the target of one process.
+
+    Codecs are text forms, backends of :data:`BACKENDS` and all here, kinds those of the elements, of which
+    sums need fp32; ``mebibytes`` are of elements, where None takes the device's of :data:`MEBIBYTES`, and
+    ``seconds`` about what an operation takes, copies included.
+    """
     clocks: dict[str, _Clock] = {}
-    if "cuda" not in setting.backends or not set(setting.backends) <= {"cuda", "reference"}:
+    if "cuda" not in backends or not set(backends) <= {"cuda", "reference"}:
         clocks["cpu"] = _wall_seconds
-    if "cuda" in setting.backends:
+    if "cuda" in backends:
         clocks["cuda"] = _Device()
-    works = [work for device in clocks for work in _works(setting, device)]
+    works: list[Work] = []
+    for device, kind in product(clocks, kinds):
+        numel = ((mebibytes or MEBIBYTES[device]) << 20) // DTYPES[kind].itemsize
+        x = torch.randn(max(GRAIN, numel // GRAIN * GRAIN), generator=torch.Generator().manual_seed(0))
+        works += _works(x.to(device, DTYPES[kind]), codecs, backends)
     timed = []
     for index, work in enumerate(works):
         rank.report(Progress("warm-up", index, len(works)))
-        timed.append(Timed(work, clocks[work.x.device.type], setting.seconds))
+        timed.append(Timed(work, clocks[work.x.device.type], seconds))
     most = max(each.rounds for each in timed)
     for index in range(most):
         rank.report(Progress("round", index, most))
         for each in timed:
             if each.takes_part(index, most):
                 each.round()
-    return [each.sample(setting.threads) for each in timed]
+    return [each.sample(rank.threads) for each in timed]
 
 
 _Clock = Callable[[Callable[[], object], int], float]
@@ -175,9 +179,8 @@ class Timed:
         return Sample(
             kind="codec",
             names={
-                "operation": work.operation, "codec": work.codec, "backend": work.backend,
-                "device": x.device.type, "type": NAMES[x.dtype], "threads": threads,
-                "numel": x.numel(), "other": work.other,
+                **work.names, "device": x.device.type, "type": NAMES[x.dtype], "threads": threads,
+                "numel": x.numel(),
             },
             sizes={"element_bytes": x.nbytes, "moved_bytes": work.moved_bytes, "calls": self._calls},
             seconds=self._seconds,
@@ -185,25 +188,18 @@ class Timed:
         )  # fmt: skip
 
 
-def _works(setting: Setting, device: str) -> Iterator[Work]:
-    """All operations to time on one device."""
-    backends = [name for name in setting.backends if name in (device, "reference")]
-    size = (setting.mebibytes or MEBIBYTES[device]) << 20
-    for kind in setting.kinds:
-        numel = max(GRAIN, size // DTYPES[kind].itemsize // GRAIN * GRAIN)
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(numel, generator=generator).to(device, DTYPES[kind])
-        for text in setting.codecs:
-            codec = parse(text)
-            for name in backends:
-                if _serves(name, codec, backends):
-                    part = max(numel // REFERENCE_SHARE, REFERENCE_NUMEL)
-                    yield from _of_codec(codec, x[:part] if name == "reference" else x, name)
-        for name in (name for name in setting.backends if name in peers.QUANTISERS and device == "cpu"):
-            for peer in peers.codings(name, x):
-                nbytes = x.nbytes + peer.nbytes
-                yield Work("encode", peer.codec, name, x, nbytes, peer.encode, peer.arithmetic)
-                yield Work("decode", peer.codec, name, x, nbytes, peer.decode, peer.arithmetic)
+def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
+    """All operations to time on elements ``x`` (S,), on their device."""
+    here = [name for name in backends if name in (x.device.type, "reference")]
+    for codec, name in product(map(parse, codecs), here):
+        if _serves(name, codec, here):
+            part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
+            yield from _of_codec(codec, x[:part] if name == "reference" else x, name)
+    for name in (name for name in backends if name in peers.QUANTISERS and x.device.type == "cpu"):
+        for own, arithmetic, nbytes, encode, decode in peers.codings(name, x):
+            for operation, run in (("encode", encode), ("decode", decode)):
+                names = {"operation": operation, "codec": own, "backend": name, "other": arithmetic}
+                yield Work(names, x, x.nbytes + nbytes, run)
 
 
 def _serves(name: str, codec: Codec, backends: Sequence[str]) -> bool:
@@ -235,4 +231,5 @@ def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
         carried = Carried(torch.zeros_like(x, dtype=torch.float32))
         moved["encode_carried"] = partial(encode, carried=carried), x.nbytes + 2 * 4 * numel + frame_bytes
     for operation, (run, nbytes) in moved.items():
-        yield Work(operation, str(codec), backend, x, nbytes, run)
+        names = {"operation": operation, "codec": str(codec), "backend": backend, "other": None}
+        yield Work(names, x, nbytes, run)

@@ -9,7 +9,6 @@ reductions allocate.  An all-gather ends when the whole tensor is decoded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Final
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.bench.rounds import Rounds, interleaved, timed
+from harness.bench.rounds import interleaved, timed
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample
 from impl.codecs.codec import parse
@@ -33,46 +32,23 @@ GATHERS: Final[tuple[Gather, ...]] = ("flat", "hierarchical")
 REDUCTIONS: Final[tuple[Reduce, ...]] = ("ring", "one_hop", "two_hop")
 TRANSPORTS: Final[tuple[Transport, ...]] = ("shm", "backend")
 GRAIN: Final = 1 << 12  # elements of a shard: whole blocks of all codecs above
-MOST_ROUNDS: Final = 15
-FEWEST_ROUNDS: Final = 5
+ROUNDS: Final = (5, 15)
 
 # torch 2.13 renames them and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Options of the benchmark."""
-
-    mebibytes: tuple[int, ...]  # sizes of the whole tensor
-    seconds: float  # approximate time of all rounds of one size
+Contender = tuple[dict[str, str], Wire, Callable[[], object]]
+"""One of our collectives: operation, algorithm, codec and transport; its wire; one call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """One of our collectives, to time."""
-
-    operation: str  # all_gather or reduce_scatter
-    algorithm: str  # of the policy
-    codec: str  # text form
-    wire: Wire  # uses shared memory only for hops inside a node
-    run: Callable[[], object]  # one call
-
-
-def measure(rank: Rank, setting: Setting) -> list[Sample]:
-    """Run the benchmark; the target of every rank.  Seconds and bytes are of this rank alone."""
+def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
+    """Time all on one size of the whole tensor for about ``seconds``; the target of every rank.  Seconds and
+    bytes are of this rank alone.
+    """
     mesh = Mesh.create(rank.topology)
     wires = [Wire(mesh, transport=transport) for transport in TRANSPORTS]
-    found = []
-    for size in setting.mebibytes:
-        found += _of_size(rank, mesh, wires, size, setting)
-        for wire in wires:
-            wire.close()
-    return found
-
-
-def _of_size(rank: Rank, mesh: Mesh, wires: list[Wire], mebibytes: int, setting: Setting) -> list[Sample]:
     world = mesh.topology.world
     shard = max(GRAIN, (mebibytes << 20) // 4 // world // GRAIN * GRAIN)
     whole = torch.randn(world * shard, generator=torch.Generator().manual_seed(mesh.rank))
@@ -82,37 +58,34 @@ def _of_size(rank: Rank, mesh: Mesh, wires: list[Wire], mebibytes: int, setting:
         "reduce_scatter": partial(_reduce_scatter, reduced_shard, whole),
     }
     contenders = list(_contenders(mesh, wires, whole, mine, out))
-    sent = [_sent(each) for each in contenders]
-    turns = [timed(run) for run in (*references.values(), *(each.run for each in contenders))]
-    rounds = Rounds(FEWEST_ROUNDS, MOST_ROUNDS, setting.seconds)
-    took = interleaved(rank, turns, f"{mebibytes} MiB", rounds, lambda _: None)
+    sent = [_sent(wire, run) for _, wire, run in contenders]
+    turns = [timed(run) for run in (*references.values(), *(run for *_, run in contenders))]
+    took = interleaved(rank, turns, f"{mebibytes} MiB", ROUNDS, lambda _: None, seconds=seconds)
     reference_seconds = dict(zip(references, took, strict=False))  # the first ones are theirs
+    for wire in wires:
+        wire.close()
     # Each rank sends (world - 1) / world of the tensor in a ring, twice in gloo's reduce-scatter, which is
     # an all-reduce.
     gloo_bytes = {"all_gather": (world - 1) * whole.nbytes, "reduce_scatter": 2 * (world - 1) * whole.nbytes}
     return [
         Sample(
             kind="collective",
-            names={
-                "operation": each.operation, "algorithm": each.algorithm, "codec": each.codec,
-                "transport": each.wire.transport, "numel": whole.numel(),
-            },
-            sizes={"reference_sent": gloo_bytes[each.operation]},
-            seconds=seconds,
-            reference_seconds=reference_seconds[each.operation],
+            names=names | {"numel": whole.numel()},
+            sizes={"reference_sent": gloo_bytes[names["operation"]]},
+            seconds=ours,
+            reference_seconds=reference_seconds[names["operation"]],
             sent=of_links,
         )
-        for each, seconds, of_links in zip(contenders, took[len(references) :], sent, strict=True)
-    ]  # fmt: skip
+        for (names, *_), ours, of_links in zip(contenders, took[len(references) :], sent, strict=True)
+    ]
 
 
-def _sent(contender: Contender) -> dict[str, int]:
+def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
     """Bytes that this rank sends in one call: that of the second, as the first allocates the arenas."""
-    ledger = contender.wire.ledger
-    contender.run()
-    ledger.clear()
-    contender.run()
-    return {"inter": ledger.total("inter"), "intra": ledger.total("intra")}
+    run()
+    wire.ledger.clear()
+    run()
+    return {"inter": wire.ledger.total("inter"), "intra": wire.ledger.total("intra")}
 
 
 def _contenders(
@@ -120,19 +93,19 @@ def _contenders(
 ) -> Iterator[Contender]:
     topology, rows = mesh.topology, out.view(mesh.topology.world, -1)
     for text, wire in product(CODECS, wires):
-        codec = parse(text)
+        codec, names = parse(text), {"codec": text, "transport": wire.transport}
         for gather in GATHERS:
             gathered, _ = Policy(weights=codec, gather=gather).gather_axes(topology)
             if wire.transport == "backend" or any_inside(topology, gathered):
                 run = partial(quantized_all_gather, mine, codec, mesh, gather=gather, wire=wire, out=rows)
-                yield Contender("all_gather", gather, text, wire, run)
+                yield names | {"operation": "all_gather", "algorithm": gather}, wire, run
         for reduce in REDUCTIONS:
             hops = Policy(gradients=(codec, codec), reduce=reduce).reduce_axes(topology)
             inside = any_inside(topology, (axis for axis, _ in hops))
             # A step of the ring is the backend's inside a node too.
             if wire.transport == "backend" or (inside and reduce != "ring"):
                 run = partial(quantized_reduce_scatter, whole, codec, mesh, reduce=reduce, wire=wire)
-                yield Contender("reduce_scatter", reduce, text, wire, run)
+                yield names | {"operation": "reduce_scatter", "algorithm": reduce}, wire, run
 
 
 def any_inside(topology: Topology, axes: Iterable[Axis]) -> bool:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, get_args
 
 import typer
 from rich import box
@@ -23,6 +24,7 @@ from rich.table import Table
 
 from harness import terminal
 from harness.cluster import interrupts
+from harness.cluster.rank import Rank
 from harness.measure import machine
 from harness.records import bench_record
 from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
@@ -34,44 +36,31 @@ app = typer.Typer(
 )
 
 Result = TypeVar("Result")
+Several = list[str] | None
 Topology = tuple[int, int]  # nodes, and ranks of each
 Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
-TYPES: Final[tuple[ElementType, ...]] = ("fp32", "bf16", "fp16")
+TYPES: Final[tuple[ElementType, ...]] = get_args(ElementType)
 MOST_RANKS: Final = 64
 MOST_MEBIBYTES: Final = 1 << 16
 FAILED: Final = 1
 _TIMEOUT_SECONDS: Final = 7200.0
-_LOG: Final = "bench.log"
 
 Results = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
-Nodes = Annotated[
-    int | None,
-    typer.Option(help="Nodes. Default: 1x4 ranks and 2x2, of engine at 1 Gbit/s.", min=1),
-]
+Nodes = Annotated[int | None, typer.Option(help="Nodes. Default: 1x4 ranks and 2x2.", min=1)]
 Ranks = Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)]
-Rate = Annotated[
-    str | None,
-    typer.Option(help="Of the link between nodes, with --nodes, e.g. '1 Gbit/s'. Default: unshaped."),
-]
+Rate = Annotated[str | None, typer.Option(help="Between nodes, with --nodes, e.g. '1 Gbit/s'; unshaped.")]
 Model = Annotated[str, typer.Option(help="A GPT preset of suites.")]
 
 
 @app.command()
 def codecs(
     *,
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(help="Codec, e.g. int8:2048; may be repeated. Default: one of every kind."),
-    ] = None,
+    codec: Annotated[Several, typer.Option(help="E.g. int8:2048; several times. Default: all kinds.")] = None,
     backend: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="cpu, cuda, reference, bitsandbytes, torchao; may be repeated. Default: all found."
-        ),
+        Several,
+        typer.Option(help="cpu, cuda, reference, bitsandbytes, torchao; several times. Default: all found."),
     ] = None,
-    kind: Annotated[
-        list[str] | None, typer.Option(help="Type of the elements: fp32, bf16, fp16; may be repeated.")
-    ] = None,
+    kind: Annotated[Several, typer.Option(help="Of elements: fp32, bf16, fp16; several times.")] = None,
     megabytes: Annotated[
         int | None,
         typer.Option(help="MiB of elements. Default: 64, on a GPU 256.", min=1, max=MOST_MEBIBYTES),
@@ -101,14 +90,22 @@ def codecs(
     if codec is not None and backend is None:  # peers have no codec of ours
         asked = bench_codecs.OURS
     backends = tuple(name for name in asked if name not in missing)
-    setting = bench_codecs.Setting(texts, backends, kinds, megabytes, threads, seconds)
-    (samples,) = run.on_ranks(bench_codecs.measure, setting, threads=threads)
+    target = partial(
+        bench_codecs.measure,
+        codecs=texts,
+        backends=backends,
+        kinds=kinds,
+        mebibytes=megabytes,
+        seconds=seconds,
+    )
+    (samples,) = run.on_ranks(target, threads=threads)
     if not samples:
         raise BenchError(
             f"nothing to measure: no chosen backend ({', '.join(backends)}) has kernels for "
             f"{', '.join(texts)}"
         )
-    run.finish(samples, asdict(setting) | {"peers": peers.versions(backends)}, missing)
+    setting = {**target.keywords, "threads": threads, "peers": peers.versions(backends)}
+    run.finish(samples, setting, missing)
 
 
 @app.command()
@@ -127,9 +124,10 @@ def collectives(
 
     from harness.bench import collectives as bench_collectives
 
-    setting = bench_collectives.Setting(sizes, seconds)
-    samples = [sample for place in places for sample in run.at(place, bench_collectives.measure, setting)]
-    run.finish(samples, asdict(setting) | {"places": places})
+    samples = []
+    for place, size in product(places, sizes):
+        samples += run.at(place, partial(bench_collectives.measure, mebibytes=size, seconds=seconds))
+    run.finish(samples, {"mebibytes": sizes, "seconds": seconds, "places": places})
 
 
 @app.command()
@@ -139,8 +137,7 @@ def engine(
     ranks: Ranks = None,
     rate: Rate = None,
     contender: Annotated[
-        list[str] | None,
-        typer.Option(help="ddp, fsdp2, deepspeed, exact, ...; may be repeated. Default: all found."),
+        Several, typer.Option(help="ddp, fsdp2, deepspeed, exact, ...; several times. Default: all found.")
     ] = None,
     model: Model = "gpt-small",
     seconds: Annotated[float, typer.Option(help="For each topology, about.", min=0.0)] = 240.0,
@@ -162,12 +159,13 @@ def engine(
             raise BenchError(why)
         missing = {"deepspeed": why}
         asked = tuple(name for name in asked if name not in bench_engine.DEEPSPEED)
-    setting = bench_engine.Setting(tuple(dict.fromkeys((bench_engine.ALONE, *asked))), seconds, model)
-    samples = [sample for place in places for sample in run.at(place, bench_engine.measure, setting)]
+    names = tuple(dict.fromkeys((bench_engine.ALONE, *asked)))
+    target = partial(bench_engine.measure, names=names, model=model, seconds=seconds)
+    samples = [sample for place in places for sample in run.at(place, target)]
     if (words := bench_engine.unequal(samples)) is not None:
         _fail(words)
     versions = peers.versions([] if why else ["deepspeed"])
-    run.finish(samples, asdict(setting) | {"places": places, "peers": versions}, missing)
+    run.finish(samples, {**target.keywords, "places": places, "peers": versions}, missing)
 
 
 @app.command()
@@ -189,42 +187,48 @@ def overlap(
 
     from harness.bench import overlap as bench_overlap
 
-    setting = bench_overlap.Setting(seconds, model, layers, sequences, megabytes, chunks)
     two, four = bench_overlap.TOPOLOGY_OF_STEP, bench_overlap.TOPOLOGY_OF_HOPS
-    alone = run.on_ranks(bench_overlap.compute_alone, setting, two)
+    trained: dict[str, Any] = {"model": model, "layers": layers, "sequences": sequences}
+    alone = run.on_ranks(partial(bench_overlap.compute_alone, **trained), two)
     samples = []
     for policy, mbit in bench_overlap.rates_for_steps(alone).items():
-        samples += run.at((two, mbit), bench_overlap.step, replace(setting, policy=policy))
-    first = run.on_ranks(bench_overlap.first_hop, setting, four)
-    samples += run.at((four, bench_overlap.rate_for_hops(first, setting)), bench_overlap.hops, setting)
-    run.finish(samples, asdict(setting))
+        step = partial(bench_overlap.step, policy=policy, seconds=seconds, **trained)
+        samples += run.at((two, mbit), step)
+    first = run.on_ranks(partial(bench_overlap.first_hop, mebibytes=megabytes), four)
+    hops = partial(bench_overlap.hops, mebibytes=megabytes, chunks=chunks, seconds=seconds)
+    samples += run.at((four, bench_overlap.rate_for_hops(first, megabytes)), hops)
+    run.finish(samples, {**trained, **hops.keywords})
 
 
 class _Run:
     """One run of a command: its folder, and what goes on its record."""
 
     def __init__(self, subject: Subject, results: Path) -> None:
-        self._subject: Subject = subject
         self._folder = results / bench_record.folder_name(subject)
-        self._machine, self._code = machine.facts(), machine.code()
-        self._pool = machine.pool_key(self._machine, self._code)
-        self._started = _now()
+        facts, code = machine.facts(), machine.code()
+        pool = machine.pool_key(facts, code)
+        self._fixed = {"subject": subject, "machine": facts, "code": code, "pool": pool, "started": _now()}
         there = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             raise BenchError(f"--results {results}: {there} is no folder that can be written")
-        bench_record.check_pool(self._folder, self._pool)
+        records = bench_record.read_all(self._folder) if any(self._folder.glob("*.json")) else []
+        if strange := [bench.pool for bench in records if bench.pool != pool]:
+            raise BenchError(
+                f"{self._folder}: holds {len(strange)} records of another machine or code (pool "
+                f"{strange[0]}, here {pool}), which are not put together; move the folder aside or "
+                "choose other --results"
+            )
 
-    def at(self, place: Place, target: Callable[[Any, Any], Sequence[Sample]], setting: Any) -> list[Sample]:
+    def at(self, place: Place, target: Callable[[Rank], Sequence[Sample]]) -> list[Sample]:
         """Samples of all ranks as one, with the place among their names."""
         topology, mbit = place
         names = {"nodes": topology[0], "ranks_per_node": topology[1], "rate_mbit": mbit}
-        samples = together(self.on_ranks(target, setting, topology, mbit))
+        samples = together(self.on_ranks(target, topology, mbit))
         return [sample.model_copy(update={"names": sample.names | names}) for sample in samples]
 
     def on_ranks(
         self,
-        target: Callable[[Any, Any], Result],
-        setting: Any,
+        target: Callable[[Rank], Result],
         topology: Topology = (1, 1),
         mbit: float | None = None,
         *,
@@ -243,7 +247,7 @@ class _Run:
 
         interrupts.take_over()
         wanted = Setting("none" if mbit is None else "namespaces", topology[0], mbit)
-        log = self._folder / _LOG
+        log = self._folder / "bench.log"
         status = terminal.console(stderr=True).status("set-up")  # on a terminal only
         try:
             with open_link(wanted, "bench") as link, status:
@@ -251,7 +255,7 @@ class _Run:
                     plan.Topology(*topology), link.ports, link.paced_mbit, threads, _TIMEOUT_SECONDS, log
                 )
                 return run_ranks(
-                    target, setting, launch, lambda far: status.update(f"{far.stage} {far.step}/{far.steps}")
+                    _called, target, launch, lambda far: status.update(f"{far.stage} {far.step}/{far.steps}")
                 )
         except LinkError as error:
             raise BenchError(str(error)) from None
@@ -273,16 +277,18 @@ class _Run:
         missing = dict(missing or {})
         if (why := ops.warning_of(torch.device("cpu"))) is not None:
             missing["cpu"] = f"{why}; PyTorch's reference did its work"
-        bench = Bench(
-            subject=self._subject, started=self._started, finished=_now(), setting=setting,
-            machine=self._machine, code=self._code, pool=self._pool, missing=missing, samples=samples,
-        )  # fmt: skip
+        made = {"finished": _now(), "setting": setting, "missing": missing, "samples": samples}
+        bench = Bench.model_validate(self._fixed | made)
         bench_record.write(self._folder, bench)
         out = terminal.console()
         show([bench], out)
         for name, why in missing.items():
             out.print(f"not here: {escape(name)}: {escape(why)}")
         print(build(self._folder))
+
+
+def _called(rank: Rank, target: Callable[[Rank], Result]) -> Result:
+    return target(rank)
 
 
 def show(benches: Sequence[Bench], out: Console) -> None:

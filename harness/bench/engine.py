@@ -16,26 +16,26 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.bench import peers
-from harness.bench.rounds import Rounds, interleaved
+from harness.bench.rounds import interleaved
 from harness.cluster.rank import Rank
 from harness.records.bench_record import CPU, Sample
+from harness.runs.strategies import peer
 from harness.suites.trial import Model
 from harness.workloads import corpus
 from harness.workloads.models import build
+from harness.workloads.samples import NextByte
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
 from impl.plan.policy import preset
-from impl.zero import find_blocks, shard
+from impl.zero import shard
 
 SEQUENCE: Final = 128
 SEQUENCES: Final = 4
 STEPS: Final = 3  # of each contender in a round
-MOST_ROUNDS: Final = 40
-FEWEST_ROUNDS: Final = 5
+ROUNDS: Final = (5, 40)
 LEARNING_RATE: Final = 1e-3
 LOSS_TOLERANCE: Final = 1e-3
 """Largest relative difference of two contenders' losses in a step: what the order of fp32 sums makes of
@@ -53,15 +53,6 @@ OURS: Final[dict[str, tuple[str, Transport]]] = {
 NAMES: Final = (ALONE, "ddp", "fsdp2", "fsdp2-kept", *DEEPSPEED, *OURS)
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, T)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Options of the benchmark."""
-
-    names: tuple[str, ...]  # of :data:`NAMES`; the first is :data:`ALONE`
-    seconds: float  # approximate time of all rounds
-    model: str  # a preset's name
 
 
 @dataclass(slots=True)
@@ -82,38 +73,41 @@ class Contender:
         return took
 
 
-def measure(rank: Rank, setting: Setting) -> list[Sample]:
-    """Train everything; the target of every rank.  Seconds and losses are this rank's alone."""
+def measure(rank: Rank, *, names: Sequence[str], model: str, seconds: float) -> list[Sample]:
+    """Train everything for about ``seconds``; the target of every rank.  Seconds and losses are this rank's
+    alone; ``names`` are of :data:`NAMES`, the first is :data:`ALONE`, and ``model`` is a preset.
+    """
     # torch 2.13 renames two collectives that FSDP2 and DeepSpeed still call by their old names.
     warnings.filterwarnings("ignore", category=FutureWarning)
     mesh = Mesh.create(rank.topology)
-    contenders = [_contender(name, mesh, setting.model) for name in setting.names]
+    contenders = [_contender(name, mesh, model) for name in names]
     batch = batches_of(rank, SEQUENCES)
     took = interleaved(
         rank,
         [each.round for each in contenders],
         "rounds",
-        Rounds(FEWEST_ROUNDS, MOST_ROUNDS, setting.seconds),
+        ROUNDS,
         lambda index: [batch(index * STEPS + number) for number in range(STEPS)],
+        seconds=seconds,
     )
-    seconds = [[whole for whole, _ in rounds] for rounds in took]
+    by_round = [[whole for whole, _ in rounds] for rounds in took]
     tokens = mesh.topology.world * SEQUENCES * SEQUENCE * STEPS
-    parameters = sum(parameter.numel() for parameter in model_of(setting.model).parameters())
+    parameters = sum(parameter.numel() for parameter in model_of(model).parameters())
     # The one learns from its own batches alone, the other quantises.
     equal = {ALONE: 1, "zeropp": 0}
     samples = []
-    for each, mine, rounds in zip(contenders, seconds, took, strict=True):
+    for each, mine, rounds in zip(contenders, by_round, took, strict=True):
         policy, transport = OURS.get(each.name, (each.name, "none" if each.name == ALONE else "backend"))
         samples.append(
             Sample(
                 kind="training",
                 names={
-                    "contender": policy, "transport": transport, "model": setting.model,
+                    "contender": policy, "transport": transport, "model": model,
                     "sequence": SEQUENCE, "sequences": SEQUENCES,
                 },
                 sizes={"parameters": parameters, "tokens": tokens, "steps": STEPS},
                 seconds=mine,
-                reference_seconds=seconds[0],
+                reference_seconds=by_round[0],
                 parts={CPU: [computed for _, computed in rounds]},
                 losses=each.losses,
                 equal_steps=equal.get(each.name, len(each.losses)),
@@ -150,14 +144,12 @@ def _told(sample: Sample) -> str:
 
 def batches_of(rank: Rank, sequences: int) -> Callable[[int], Batch]:
     """Batches of text by step, for this rank, of ``sequences`` sequences."""
-    text = corpus.load(corpus.STDLIB)
+    text = NextByte(corpus.load(corpus.STDLIB), SEQUENCE)
 
     def batch(step: int) -> Batch:
-        drawn = text.batch(
-            seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences, length=SEQUENCE
-        )
-        windows = torch.from_numpy(drawn)
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        drawn = text.batch(seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences)
+        tokens, targets = (torch.from_numpy(part).contiguous() for part in drawn)
+        return tokens, targets
 
     return batch
 
@@ -184,21 +176,9 @@ def _contender(name: str, mesh: Mesh, preset_name: str) -> Contender:
         zero = shard(model, mesh=mesh, policy=preset(policy), wire=Wire(mesh, transport=transport))
         step = _trained(model, optimizer_of(zero.param_groups()), zero.finish_backward)
         return Contender(name, step, told | {"preset": policy})
-    if name == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
-    elif name in ("fsdp2", "fsdp2-kept"):
-        _shard_by_fsdp2(model, reshard=name == "fsdp2")
+    if name != ALONE:
+        model = peer(name.removesuffix("-kept"), model, mesh.device, kept=name.endswith("-kept")).model
     return Contender(name, _trained(model, optimizer_of(model.parameters())), told)
-
-
-def _shard_by_fsdp2(model: nn.Module, *, reshard: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in find_blocks(model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
 def _trained(

@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -25,6 +24,8 @@ QUANTISERS: Final = ("bitsandbytes", "torchao")
 _EXTRAS: Final = {"bitsandbytes": "peers", "torchao": "peers", "deepspeed": "deepspeed"}
 _KEPT_ELEMENTS: Final = 1_000_000_000  # DeepSpeed's default: what is used again within so many stays gathered
 _INFERENCE_OP: Final = "deepspeed_shm_comm"
+Coding = tuple[str, str, int, Callable[[], object], Callable[[], object]]
+"""A quantiser of one tensor: its name, what it computes, bytes of codes and scales, and its two calls."""
 
 
 def why_missing(name: str) -> str | None:
@@ -37,17 +38,6 @@ def why_missing(name: str) -> str | None:
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Versions of the peers among ``names``, for the record."""
     return {name: importlib.metadata.version(name) for name in names if name in _EXTRAS}
-
-
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """A peer library's quantiser of one tensor."""
-
-    codec: str  # its name
-    arithmetic: str  # what it computes
-    nbytes: int  # of codes and scales
-    encode: Callable[[], object]
-    decode: Callable[[], object]
 
 
 def codings(name: str, x: Tensor) -> Iterator[Coding]:
@@ -70,7 +60,7 @@ def _bitsandbytes(x: Tensor) -> Iterator[Coding]:
         encode = partial(quantise, x, blocksize=block)
         codes, state = encode()
         nbytes = codes.nbytes + state.absmax.nbytes
-        yield Coding(codec, arithmetic, nbytes, encode, partial(dequantise, codes, state))
+        yield codec, arithmetic, nbytes, encode, partial(dequantise, codes, state)
 
 
 def _torchao(x: Tensor) -> Iterator[Coding]:
@@ -85,7 +75,7 @@ def _torchao(x: Tensor) -> Iterator[Coding]:
         return affine.quantize_affine(x, block, scale, zero, torch.int8), scale, zero
 
     codes, scale, zero = encode_affine()
-    yield Coding(
+    yield (
         "affine int8:256",
         "symmetric integers, scale absmax / 127.5 and a zero point; PyTorch operations, not compiled",
         codes.nbytes + scale.nbytes + zero.nbytes,
@@ -94,7 +84,7 @@ def _torchao(x: Tensor) -> Iterator[Coding]:
     )
     encode_mx = partial(mx.to_mx, x, torch.float8_e4m3fn, 32)
     mx_scale, mx_codes = encode_mx()
-    yield Coding(
+    yield (
         "mx e4m3",
         "MXFP8 with a scale rounded down; PyTorch operations, not compiled",
         mx_codes.nbytes + mx_scale.nbytes,
@@ -104,11 +94,7 @@ def _torchao(x: Tensor) -> Iterator[Coding]:
 
 
 def deepspeed(
-    model: nn.Module,
-    build_optimizer: Callable[[Any], torch.optim.Optimizer],
-    *,
-    sequences: int,
-    kept: bool,
+    model: nn.Module, build_optimizer: Callable[[Any], torch.optim.Optimizer], *, sequences: int, kept: bool
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]:
     """Shard ``model`` in place over all ranks of the default group, which must all call it.
 
@@ -116,8 +102,7 @@ def deepspeed(
         model: unsharded, the same on every rank.
         build_optimizer: of parameters.
         sequences: of one rank in one step.
-        kept: whether weights stay gathered between forward and backward, as by DeepSpeed's default; else they
-            are released after use.
+        kept: weights stay gathered until backward, as by default; else they are released after use.
 
     Returns:
         A training step, which returns the () loss before it, and DeepSpeed's configuration: ZeRO-3 in fp32,
@@ -142,12 +127,8 @@ def deepspeed(
     # compilation that was killed leaves a lock behind that later ones wait for without end.
     library.ops.__compatible_ops__[_INFERENCE_OP] = False
     library.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    engine, *_ = library.initialize(
-        model=model,
-        optimizer=build_optimizer(model.parameters()),
-        config=config,
-        dist_init_required=False,
-    )
+    optimizer = build_optimizer(model.parameters())
+    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = engine(tokens, targets)

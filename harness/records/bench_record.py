@@ -9,10 +9,11 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 
 from harness.records.record import RecordError, path_of, read_as, write_whole
 
@@ -34,11 +35,7 @@ class BenchError(Exception):
     """A benchmark cannot be run as asked; one line that names the numbers."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Sample(_Part):
+class Sample(BaseModel, extra="forbid", frozen=True):
     """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio.
 
     The ``kind`` says which: an operation of a codec beside a copy, a collective beside gloo's own, training
@@ -105,7 +102,7 @@ def _as_one(samples: Sequence[Sample]) -> Sample:
     )
 
 
-class Bench(_Part):
+class Bench(BaseModel, extra="forbid", frozen=True):
     """One run of a benchmark."""
 
     schema_version: int = SCHEMA_VERSION
@@ -140,11 +137,8 @@ def write(folder: Path, bench: Bench) -> Path:
 def holds(folder: Path) -> bool:
     """Whether ``folder`` is one of benchmarks' records: by its first record, else by its name."""
     for path in sorted(folder.glob("*.json")):
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        return isinstance(data, dict) and "subject" in data
+        with suppress(OSError, ValueError, RecursionError, TypeError):
+            return "subject" in json.loads(path.read_text(encoding="utf-8"))
     return folder.name in {folder_name(subject) for subject in get_args(Subject)}
 
 
@@ -159,20 +153,3 @@ def read_all(folder: Path) -> list[Bench]:
     if not found:
         raise RecordError(f"{folder}: no records in it; `zeropp bench` writes them")
     return sorted(found, key=lambda bench: (bench.started, bench.id))
-
-
-def check_pool(folder: Path, pool: str) -> None:
-    """Refuse a folder whose records a run of pool ``pool`` cannot join.
-
-    Raises:
-        BenchError: naming both pools.
-        RecordError: for a file that is no record.
-    """
-    if not any(folder.glob("*.json")):
-        return
-    strange = [bench for bench in read_all(folder) if bench.pool != pool]
-    if strange:
-        raise BenchError(
-            f"{folder}: holds {len(strange)} records of another machine or code (pool {strange[0].pool}, "
-            f"here {pool}), which are not put together; move the folder aside or choose other --results"
-        )

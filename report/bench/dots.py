@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pandas as pd
@@ -13,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.records.statistics import Interval
+from report.bench.boards import Board
 from report.data.frames import groups
 from report.draw import drawing, theme
 from report.draw.plot import Drawing
@@ -22,117 +22,88 @@ _MOST_TOLD: Final = 24  # dots that a description names one by one
 _ONE_COLOUR: Final = "#0072b2"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dots:
-    """Definition of a dot plot over the rows of a board; columns are named by their keys."""
-
-    name: str  # of the file; the values of ``split`` are appended
-    title: str  # on the page; likewise
-    label: str  # of the axis
-    line: str  # what the line at 1 means
-    measure: str  # column to plot; its interval is in ``<measure>_low`` and ``<measure>_high``
-    row: str  # column whose values have a row each
-    panel: str  # column whose values have a panel each, side by side
-    below: str | None = None  # column whose values have a row of panels each
-    split: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Columns whose values have a figure each, with all values that they may take."""
-    colours: tuple[str, Mapping[str, str]] | None = None
-    """A column, and the colour of each of its values; None for one colour."""
-    log: bool = True  # the axis
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """File names of all figures that it may produce."""
-        return tuple("-".join((self.name, *values)) for values in product(*self.split.values()))
-
-    def drawings(
-        self, data: pd.DataFrame, derive: Callable[[pd.DataFrame], pd.DataFrame]
-    ) -> Iterator[tuple[Drawing, pd.DataFrame]]:
-        """One figure per value of ``split``, with its rounds; ``derive`` turns them into rows."""
-        for name, values in zip(self.names, product(*self.split.values()), strict=True):
-            mine = data
-            for column, value in zip(self.split, values, strict=True):
-                mine = mine[mine[column] == value]
-            if len(mine):
-                drawn = Drawing(
-                    name=name,
-                    title=", ".join((self.title, *(value.replace("_", "-") for value in values))),
-                    draw=lambda rounds: self.draw(derive(rounds)),
-                    caption=lambda _: (
-                        f"{capital(self.label)}, in the same round: medians with 95 % intervals. {self.line}"
-                    ),
-                    alt=lambda rounds: self.told(derive(rounds)),
-                )
-                yield drawn, mine
-
-    def told(self, rows: pd.DataFrame) -> str:
-        """Alternative text: every dot, or the ranges of many."""
-        keys = [self.row] if len(rows) <= _MOST_TOLD else []
-        keys += [] if self.colours is None else [self.colours[0]]
-        told = []
-        for places, here in groups(rows, [key for key in (self.below, self.panel) if key]):
-            parts = []
-            for values, group in groups(here, keys):
-                low, high = group[self.measure].min(), group[self.measure].max()
-                found = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
-                parts.append(f"{', '.join(str(value) for value in values)} {found}")
-            told.append(f"{', '.join(places)}: {'; '.join(parts)}.")
-        return f"{capital(self.label)}, by the median. {' '.join(told)}"
-
-    def draw(self, rows: pd.DataFrame) -> Figure:
-        """Draw rows, with a dashed line at 1."""
-        lines = [(("",), rows)] if self.below is None else groups(rows, [self.below])
-        titles = list(dict.fromkeys(rows[self.panel]))
-        most = max(here[self.row].nunique() for _, here in lines)
-        height = drawing.bars_height(most, room=1.0, row=0.22) * len(lines) + 0.2
-        figure, grid = drawing.panels(len(titles), len(lines), height=height, width=8.4)
-        limits = self._limits(rows)
-        for axes, ((place,), here) in zip(grid, lines, strict=True):
-            names = list(dict.fromkeys(here[self.row]))
-            for ax, title in zip(axes, titles, strict=True):
-                for row in here[here[self.panel] == title].to_dict("records"):
-                    self._dot(ax, names.index(row[self.row]), row)
-                self._axis(ax, limits)
-                drawing.row_names(ax, [str(name) for name in names])
-                ax.grid(visible=True, axis="y")
-                head = drawing.wrapped(str(title), 20)
-                ax.set_title(f"{place if ax is axes[0] else ''}\n{head}" if place else head)
-                ax.tick_params(axis="y", labelleft=ax is axes[0])
-        figure.supxlabel(self.label, fontsize=9)
-        if self.colours is not None:
-            column, colours = self.colours
-            there = [name for name in colours if (rows[column] == name).any()]
-            for name in there:
-                grid[0][0].plot([], [], "o", ms=6, color=colours[name], label=name)
-            drawing.legend_above(figure, grid[0][0], columns=len(there))
-        return figure
-
-    def _dot(self, ax: Axes, at: int, row: Mapping[Any, Any]) -> None:
-        colour = _ONE_COLOUR if self.colours is None else self.colours[1][row[self.colours[0]]]
-        middle, low, high = (row[f"{self.measure}{end}"] for end in ("", "_low", "_high"))
-        drawing.error_bar(ax, at, Interval(middle, low, high, row["rounds"]), colour, across=True)
-        ax.plot(middle, at, "o", color=colour, ms=5, mec="white", mew=0.5, zorder=4)
-
-    def _limits(self, rows: pd.DataFrame) -> tuple[float, float]:
-        """Limits of an axis that shows all intervals and the line at 1."""
-        found = rows[[f"{self.measure}{end}" for end in ("", "_low", "_high")]].to_numpy(float)
-        low, high = min(1.0, float(np.nanmin(found))), max(1.0, float(np.nanmax(found)))
-        if self.log:
-            return low / 1.4, high * 1.4
-        air = 0.1 * (high - low or 1.0)
-        return low - air, high + air
-
-    def _axis(self, ax: Axes, limits: tuple[float, float]) -> None:
-        ax.set_xscale("log" if self.log else "linear")
-        ax.set_xlim(*limits)
-        ax.axvline(1, color=theme.INK, lw=1.1, ls=(0, (4, 3)), zorder=1)
-        if self.log and limits[1] / limits[0] < _WIDE:
-            ticks = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 5)]
-            drawing.log_ticks(ax, [tick for tick in ticks if limits[0] <= tick <= limits[1]])
-        elif self.log:
-            drawing.decades(ax, "x")
+def drawings(
+    board: Board, data: pd.DataFrame, derive: Callable[[pd.DataFrame], pd.DataFrame]
+) -> Iterator[tuple[Drawing, pd.DataFrame]]:
+    """One figure per value of ``board.split``, with its rounds; ``derive`` turns them into rows."""
+    _, title = board.plotted
+    for name, values in zip(board.figures, product(*board.split.values()), strict=True):
+        mine = data
+        for column, value in zip(board.split, values, strict=True):
+            mine = mine[mine[column] == value]
+        if len(mine):
+            drawn = Drawing(
+                name=name,
+                title=", ".join((board.title, *(value.replace("_", "-") for value in values))),
+                draw=lambda rounds: _draw(board, derive(rounds)),
+                caption=lambda _: (
+                    f"{title.capitalize()}: medians over rounds with 95 % intervals. {board.line}"
+                ),
+                alt=lambda rounds: _told(board, derive(rounds)),
+            )
+            yield drawn, mine
 
 
-def capital(text: str) -> str:
-    """``text`` with a capital."""
-    return text[:1].upper() + text[1:]
+def _told(board: Board, rows: pd.DataFrame) -> str:
+    """Alternative text: every dot, or the ranges of many."""
+    measure, title = board.plotted
+    keys = [board.row] if len(rows) <= _MOST_TOLD else []
+    keys += [] if board.colours is None else [board.colours[0]]
+    told = []
+    for places, here in groups(rows, [key for key in (board.below, board.panel) if key]):
+        parts = []
+        for values, group in groups(here, keys):
+            low, high = group[measure].min(), group[measure].max()
+            found = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
+            parts.append(f"{', '.join(str(value) for value in values)} {found}")
+        told.append(f"{', '.join(places)}: {'; '.join(parts)}.")
+    return f"{title.capitalize()}, by the median. {' '.join(told)}"
+
+
+def _draw(board: Board, rows: pd.DataFrame) -> Figure:
+    """Draw rows, with a dashed line at 1."""
+    measure, label = board.plotted
+    lines = [(("",), rows)] if board.below is None else groups(rows, [board.below])
+    titles = list(dict.fromkeys(rows[board.panel]))
+    most = max(here[board.row].nunique() for _, here in lines)
+    height = drawing.bars_height(most, room=1.0, row=0.22) * len(lines) + 0.2
+    figure, grid = drawing.panels(len(titles), len(lines), height=height, width=8.4)
+    column, colours = board.colours or (board.row, dict.fromkeys(rows[board.row], _ONE_COLOUR))
+    ends = rows[[measure, f"{measure}_low", f"{measure}_high"]].to_numpy(float)
+    limits = min(1.0, float(np.nanmin(ends))), max(1.0, float(np.nanmax(ends)))
+    for axes, ((place,), here) in zip(grid, lines, strict=True):
+        names = list(dict.fromkeys(here[board.row]))
+        for ax, title in zip(axes, titles, strict=True):
+            for row in here[here[board.panel] == title].to_dict("records"):
+                at, colour = names.index(row[board.row]), colours[row[column]]
+                found = Interval(row[measure], row[f"{measure}_low"], row[f"{measure}_high"], row["rounds"])
+                drawing.error_bar(ax, at, found, colour, across=True)
+                ax.plot(found.estimate, at, "o", color=colour, ms=5, mec="white", mew=0.5, zorder=4)
+            _axis(ax, limits, log=board.log)
+            drawing.row_names(ax, [str(name) for name in names])
+            ax.grid(visible=True, axis="y")
+            head = drawing.wrapped(str(title), 20)
+            ax.set_title(f"{place if ax is axes[0] else ''}\n{head}" if place else head)
+            ax.tick_params(axis="y", labelleft=ax is axes[0])
+    figure.supxlabel(label, fontsize=9)
+    if board.colours is not None:
+        there = [name for name in colours if (rows[column] == name).any()]
+        for name in there:
+            grid[0][0].plot([], [], "o", ms=6, color=colours[name], label=name)
+        drawing.legend_above(figure, grid[0][0], columns=len(there))
+    return figure
+
+
+def _axis(ax: Axes, ends: tuple[float, float], *, log: bool) -> None:
+    """Limits with some air around all intervals and the line at 1, ticks, and that line."""
+    low, high = ends
+    air = 0.1 * (high - low or 1.0)
+    low, high = (low / 1.4, high * 1.4) if log else (low - air, high + air)
+    ax.set_xscale("log" if log else "linear")
+    ax.set_xlim(low, high)
+    ax.axvline(1, color=theme.INK, lw=1.1, ls=(0, (4, 3)), zorder=1)
+    if log and high / low < _WIDE:
+        ticks = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 5)]
+        drawing.log_ticks(ax, [tick for tick in ticks if low <= tick <= high])
+    elif log:
+        drawing.decades(ax, "x")

@@ -14,6 +14,7 @@ from harness.records.bench_record import Bench, Subject, read_all
 from harness.records.statistics import Interval, median_interval
 from report import page
 from report.bench.boards import BOARDS, Board
+from report.bench.dots import drawings
 from report.build import PAGE, Folders, publish
 from report.data.frames import ReportError, groups
 from report.data.text import NOTHING, listed, number
@@ -27,11 +28,8 @@ _HEADINGS: Final[dict[Subject, tuple[str, str]]] = {
     "overlap": ("Communication behind", "computation"),
 }
 _FOLDERS: Final[Folders] = {
-    "figures": (
-        tuple(name for board in BOARDS.values() for name in board.figure.names),
-        ("svg", "pdf", "png", "csv"),
-    ),
-    "tables": (tuple(board.name for board in BOARDS.values()), ("csv", "md", "tex")),
+    "figures": ([name for board in BOARDS.values() for name in board.figures], ("svg", "pdf", "png", "csv")),
+    "tables": ([board.name for board in BOARDS.values()], ("csv", "md", "tex")),
 }
 
 
@@ -47,14 +45,11 @@ def build(results: Path) -> Path:
         RecordError: for a file that is not a record of this schema, or if there is none.
     """
     benches = read_all(results)
-    for name, found in (
-        ("machines or codes (pools", {bench.pool for bench in benches}),
-        ("subjects (", {bench.subject for bench in benches}),
-    ):
-        if len(found) > 1:
+    for of, name in (("pool", "machines or codes"), ("subject", "subjects")):
+        if len(found := sorted({getattr(bench, of) for bench in benches})) > 1:
             raise ReportError(
-                f"{results}: holds records of {len(found)} {name} {', '.join(sorted(found))}), which are not "
-                "put together; move some aside"
+                f"{results}: holds records of {len(found)} {name} ({', '.join(found)}), which are not put "
+                "together; move some aside"
             )
     return publish(results, _FOLDERS, lambda folder: _write(folder, benches))
 
@@ -71,12 +66,15 @@ def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
         for bench in benches:
             for sample in (one for one in bench.samples if one.kind == kind):
                 fixed = {"id": bench.id, **sample.names, **board.labels(sample)}
-                measured = {name: of(sample, bench.samples) for name, of in board.measures.items()}
-                by_round = sample.timed | measured
+                by_round = sample.timed | board.rounds(sample, bench.samples)
                 for index, values in enumerate(zip(*by_round.values(), strict=True)):
-                    rows.append(fixed | {"round": index} | dict(zip(by_round, values, strict=True)))
+                    known = {"round": index} | sample.sizes | dict(zip(by_round, values, strict=True))
+                    rows.append(fixed | known)
         if rows:
-            yield board, pd.DataFrame(rows)
+            data = pd.DataFrame(rows)
+            for name, formula in board.measures.items():
+                data[name] = data.eval(formula)
+            yield board, data
 
 
 def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
@@ -114,18 +112,15 @@ def _median(values: tuple[float, ...]) -> Interval:
 
 def _told(found: Interval) -> str:
     """Format an interval as ``1.23 [1.20, 1.31]``."""
-    digits = number(3)
-    if math.isnan(found.low):
-        return digits(found.estimate)
-    return f"{digits(found.estimate)} [{digits(found.low)}, {digits(found.high)}]"
+    middle, low, high = map(number(3), (found.estimate, found.low, found.high))
+    return middle if math.isnan(found.low) else f"{middle} [{low}, {high}]"
 
 
 def _write(folder: Path, benches: Sequence[Bench]) -> None:
     heading = _HEADINGS[benches[0].subject]
     headline, drawn, tables = [], [], []
     for board, data in boards_of(benches):
-        derive = functools.partial(derived, board)
-        for drawing, rounds in board.figure.drawings(data, derive):
+        for drawing, rounds in drawings(board, data, functools.partial(derived, board)):
             headline.append(drawing.alt(rounds))
             drawn.append(registry.write(drawing, rounds, folder / "figures"))
         found = _table(board, data, wide=True)
@@ -137,7 +132,11 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         questions=[],
         headline=headline,
         facts=_facts(benches),
-        warnings=[f"Not here: {name}: {why}." for name, why in _missing(benches).items()],
+        warnings=[
+            f"Not here: {name}: {why}."
+            for name, why in benches[-1].missing.items()
+            if all(name in bench.missing for bench in benches)
+        ],
         figures=[page.figure_on_page(found, folder) for found in drawn if found is not None],
         missing=[],
         summary=[],
@@ -147,12 +146,6 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         pools=sorted({bench.pool for bench in benches}),
     )
     (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
-
-
-def _missing(benches: Sequence[Bench]) -> dict[str, str]:
-    """Warnings about contenders that no run had, and why."""
-    last = benches[-1].missing
-    return {name: why for name, why in last.items() if all(name in bench.missing for bench in benches)}
 
 
 def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:

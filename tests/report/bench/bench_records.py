@@ -6,11 +6,12 @@ from typing import Any
 
 from harness.bench import engine as bench_engine
 from harness.bench import overlap as bench_overlap
-from harness.bench.codecs import CODECS, OPERATIONS
+from harness.bench.codecs import CODECS
 from harness.records.bench_record import Bench, Sample, Subject
 from impl.codecs.codec import parse
 from tests.report.records import CODE, MACHINE, POOL
 
+OPERATIONS = ("encode", "decode", "decode_sum", "decode_sum_encode", "encode_carried")
 _NUMEL = 1 << 20
 
 
