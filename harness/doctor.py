@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -32,8 +31,10 @@ class Finding:
 def examine() -> list[Finding]:
     """Look at everything that a trial may use."""
     cores, memory, shared = machine.cores(), machine.memory_bytes(), machine.shared_memory_bytes()
-    torch_version = _version("torch")
-    cupy = [f"{name} {found}" for name in ("cupy-cuda12x", "cupy-cuda13x") if (found := _version(name))]
+    facts = machine.facts()
+    packages, driver = facts["packages"], facts["driver"]
+    cupy = [f"{name} {packages[name]}" for name in ("cupy-cuda12x", "cupy-cuda13x") if packages[name]]
+    nvml = "no NVIDIA driver answers" if packages["nvidia-ml-py"] else "nvidia-ml-py is not installed"
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     return [
         Finding(
@@ -43,10 +44,7 @@ def examine() -> list[Finding]:
             "3.11 or 3.12 runs the harness",
         ),
         Finding(
-            "cores",
-            cores >= ENOUGH_CORES,
-            str(cores),
-            f"{ENOUGH_CORES} or more; the suites' times are for 2",
+            "cores", cores >= ENOUGH_CORES, str(cores), f"{ENOUGH_CORES} or more: suites' times are for 2"
         ),
         Finding(
             "memory", memory >= ENOUGH_MEMORY, gib(memory), f"holds at most {memory // PROCESS_BYTES} ranks"
@@ -57,7 +55,12 @@ def examine() -> list[Finding]:
             gib(shared) if shared else "none",
             "ranks of a node exchange through it; in a container, --shm-size=1g; else transport = 'gloo'",
         ),
-        Finding("torch", bool(torch_version), torch_version or "none", "runs every trial: pip install torch"),
+        Finding(
+            "torch",
+            bool(packages["torch"]),
+            packages["torch"] or "none",
+            "runs every trial: pip install torch",
+        ),
         _link(
             "network namespaces",
             None,
@@ -83,7 +86,8 @@ def examine() -> list[Finding]:
         ),
         Finding(
             "NVML",
-            *_nvml(),
+            driver is not None,
+            f"driver {driver}" if driver else nvml,
             "GPU facts and power: pip install 'zeropp-bench[cuda12]' or '[cuda13]', on an NVIDIA driver",
         ),
     ]
@@ -99,20 +103,6 @@ def _cuda() -> tuple[bool, str]:
     return True, ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
 
 
-def _nvml() -> tuple[bool, str]:
-    try:
-        import pynvml
-    except ImportError:
-        return False, "nvidia-ml-py is not installed"
-    try:
-        pynvml.nvmlInit()
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        return False, str(error)
-    return True, f"driver {driver}"
-
-
 def _link(what: str, rate_mbit: float | None, adds: str) -> Finding:
     """Join two nodes, ask how, and take them apart."""
     from harness.cluster.link import LinkError, Setting, open_link
@@ -122,10 +112,3 @@ def _link(what: str, rate_mbit: float | None, adds: str) -> Finding:
             return Finding(what, True, f"works, as {link.details.get('mode', 'asked for')}", adds)
     except LinkError as error:
         return Finding(what, False, str(error), adds)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

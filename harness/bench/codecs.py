@@ -11,11 +11,11 @@ the device's, by events, and its cache is flushed before every call.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from timeit import timeit
 from typing import Final
 
 import torch
@@ -93,7 +93,8 @@ def measure(
     if "cuda" not in backends or not set(backends) <= {"cuda", "reference"}:
         clocks["cpu"] = _wall_seconds
     if "cuda" in backends:
-        clocks["cuda"] = _Device()
+        flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        clocks["cuda"] = partial(_device_seconds, flush)
     works: list[Work] = []
     for device, kind in product(clocks, kinds):
         numel = ((mebibytes or MEBIBYTES[device]) << 20) // DTYPES[kind].itemsize
@@ -103,7 +104,7 @@ def measure(
     for index, work in enumerate(works):
         rank.report(Progress("warm-up", index, len(works)))
         timed.append(Timed(work, clocks[work.x.device.type], seconds))
-    most = max(each.rounds for each in timed)
+    most = max((each.rounds for each in timed), default=0)
     for index in range(most):
         rank.report(Progress("round", index, most))
         for each in timed:
@@ -117,33 +118,25 @@ _Clock = Callable[[Callable[[], object], int], float]
 
 def _wall_seconds(run: Callable[[], object], calls: int) -> float:
     """Mean seconds of ``calls`` calls."""
-    begin = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - begin) / calls
+    return timeit(run, number=calls) / calls
 
 
-class _Device:
-    """Clock of a GPU, by CUDA events.
+def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> float:
+    """Mean seconds of ``calls`` calls on a GPU, by CUDA events.
 
-    The cache is flushed before each call by writing more than it holds, which also lets the host queue
-    the call while the device is busy: its launch is not in the time.
+    Its cache is flushed before each call by writing ``flush``, more than it holds, which also lets the host
+    queue the call while the device is busy: its launch is not in the time.
     """
-
-    def __init__(self) -> None:
-        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-
-    def __call__(self, run: Callable[[], object], calls: int) -> float:
-        pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        for _ in range(calls):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            self._flush.zero_()
-            begin.record()
-            run()
-            end.record()
-            pairs.append((begin, end))
-        torch.cuda.synchronize()
-        return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3 / calls
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for _ in range(calls):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        flush.zero_()
+        begin.record()
+        run()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3 / calls
 
 
 class Timed:
@@ -151,7 +144,7 @@ class Timed:
 
     def __init__(self, work: Work, clock: _Clock, seconds: float) -> None:
         self._work, self._clock = work, clock
-        self._target = torch.empty_like(work.x)
+        self._copy = partial(torch.empty_like(work.x).copy_, work.x)
         clock(self._copy, 1)  # pages of the target
         copy, took = clock(self._copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
         if took < seconds:
@@ -160,9 +153,6 @@ class Timed:
         self.rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(seconds / (self._calls * (copy + took)))))
         self._seconds: list[float] = []
         self._copy_seconds: list[float] = []
-
-    def _copy(self) -> None:
-        self._target.copy_(self._work.x)
 
     def takes_part(self, index: int, most: int) -> bool:
         """Whether it runs in round ``index`` of ``most``: its rounds are spread evenly."""
@@ -192,7 +182,8 @@ def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterato
     """All operations to time on elements ``x`` (S,), on their device."""
     here = [name for name in backends if name in (x.device.type, "reference")]
     for codec, name in product(map(parse, codecs), here):
-        if _serves(name, codec, here):
+        # Raw codecs are torch's casts, timed once; others where there are kernels for them.
+        if name == here[0] if isinstance(codec, Raw) else ops.operations_of(name).supports(codec):
             part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
             yield from _of_codec(codec, x[:part] if name == "reference" else x, name)
     for name in (name for name in backends if name in peers.QUANTISERS and x.device.type == "cpu"):
@@ -200,13 +191,6 @@ def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterato
             for operation, run in (("encode", encode), ("decode", decode)):
                 names = {"operation": operation, "codec": own, "backend": name, "other": arithmetic}
                 yield Work(names, x, x.nbytes + nbytes, run)
-
-
-def _serves(name: str, codec: Codec, backends: Sequence[str]) -> bool:
-    """Whether backend ``name`` has kernels for the codec; raw codecs are torch's casts, timed once."""
-    if isinstance(codec, Raw):
-        return name == backends[0]
-    return ops.operations_of(name).supports(codec)
 
 
 def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:

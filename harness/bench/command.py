@@ -39,39 +39,35 @@ Result = TypeVar("Result")
 Several = list[str] | None
 Topology = tuple[int, int]  # nodes, and ranks of each
 Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
-TYPES: Final[tuple[ElementType, ...]] = get_args(ElementType)
 MOST_RANKS: Final = 64
 MOST_MEBIBYTES: Final = 1 << 16
-FAILED: Final = 1
 _TIMEOUT_SECONDS: Final = 7200.0
 
 Results = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
 Nodes = Annotated[int | None, typer.Option(help="Nodes. Default: 1x4 ranks and 2x2.", min=1)]
 Ranks = Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)]
 Rate = Annotated[str | None, typer.Option(help="Between nodes, with --nodes, e.g. '1 Gbit/s'; unshaped.")]
+Mebibytes = partial(typer.Option, metavar="MIB", min=1, max=MOST_MEBIBYTES)
 Model = Annotated[str, typer.Option(help="A GPT preset of suites.")]
 
 
 @app.command()
 def codecs(
     *,
-    codec: Annotated[Several, typer.Option(help="E.g. int8:2048; several times. Default: all kinds.")] = None,
-    backend: Annotated[
-        Several,
-        typer.Option(help="cpu, cuda, reference, bitsandbytes, torchao; several times. Default: all found."),
-    ] = None,
-    kind: Annotated[Several, typer.Option(help="Of elements: fp32, bf16, fp16; several times.")] = None,
-    megabytes: Annotated[
-        int | None,
-        typer.Option(help="MiB of elements. Default: 64, on a GPU 256.", min=1, max=MOST_MEBIBYTES),
-    ] = None,
+    codec: Annotated[Several, typer.Option(help="Its text form. Default: one of every kind.")] = None,
+    backend: Annotated[Several, typer.Option(help="cpu, cuda, reference, bitsandbytes or torchao.")] = None,
+    kind: Annotated[Several, typer.Option(help="Of elements: fp32 (the default), bf16 or fp16.")] = None,
+    megabytes: Annotated[int | None, Mebibytes(help="Of elements. Default: 64, on a GPU 256.")] = None,
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
     seconds: Annotated[float, typer.Option(help="For each operation, about.", min=0.0)] = 0.5,
     results: Results = Path("results"),
 ) -> None:
-    """GB/s of every codec and backend, each against a copy in the same round."""
+    """GB/s of every codec and backend, each against a copy in the same round.
+
+    --codec, --backend and --kind may be given several times; by default all backends that are here are timed.
+    """
     run = _Run("codecs", results)
-    kinds = _chosen(kind or ["fp32"], TYPES, "type of elements")
+    kinds = _chosen(kind or ["fp32"], get_args(ElementType), "type of elements")
 
     from harness.bench import codecs as bench_codecs
     from harness.bench import peers
@@ -82,14 +78,13 @@ def codecs(
     except CodecError as error:
         raise BenchError(str(error)) from None
     names = bench_codecs.BACKENDS
-    asked = _chosen(backend or names, names, "backend")
     missing = {name: why for name in names if (why := bench_codecs.why_missing(name)) is not None}
-    for name in backend or []:
-        if name in missing:
-            raise BenchError(f"backend {name!r} is not here: {missing[name]}")
-    if codec is not None and backend is None:  # peers have no codec of ours
-        asked = bench_codecs.OURS
+    # Peers have no codec of ours.
+    asked = _chosen(backend or (bench_codecs.OURS if codec else names), names, "backend")
     backends = tuple(name for name in asked if name not in missing)
+    if backend and backends != asked:
+        name = next(name for name in asked if name in missing)
+        raise BenchError(f"backend {name!r} is not here: {missing[name]}")
     target = partial(
         bench_codecs.measure,
         codecs=texts,
@@ -136,14 +131,15 @@ def engine(
     nodes: Nodes = None,
     ranks: Ranks = None,
     rate: Rate = None,
-    contender: Annotated[
-        Several, typer.Option(help="ddp, fsdp2, deepspeed, exact, ...; several times. Default: all found.")
-    ] = None,
+    contender: Annotated[Several, typer.Option(help="Several times. Default: all found.")] = None,
     model: Model = "gpt-small",
     seconds: Annotated[float, typer.Option(help="For each topology, about.", min=0.0)] = 240.0,
     results: Results = Path("results"),
 ) -> None:
-    """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 if losses differ."""
+    """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 if losses differ.
+
+    Contenders are ddp, fsdp2, fsdp2-kept, deepspeed, deepspeed-kept, exact, exact-backend and zeropp.
+    """
     run = _Run("engine", results)
     # The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
     places = _places(nodes, ranks, rate, [((2, 2), 1000.0), ((1, 4), None)])
@@ -174,9 +170,7 @@ def overlap(
     model: Model = "gpt-small",
     layers: Annotated[int, typer.Option(help="Of the model.", min=1)] = 16,
     sequences: Annotated[int, typer.Option(help="Of each rank in a step.", min=1)] = 96,
-    megabytes: Annotated[
-        int, typer.Option(help="MiB of the fp32 gradient.", min=1, max=MOST_MEBIBYTES)
-    ] = 128,
+    megabytes: Annotated[int, Mebibytes(help="Of the fp32 gradient.")] = 128,
     chunks: Annotated[int, typer.Option(help="Of a reduction.", min=2)] = 4,
     seconds: Annotated[float, typer.Option(help="For each policy and for the hops, about.", min=0.0)] = 90.0,
     results: Results = Path("results"),
@@ -204,7 +198,7 @@ class _Run:
     """One run of a command: its folder, and what goes on its record."""
 
     def __init__(self, subject: Subject, results: Path) -> None:
-        self._folder = results / bench_record.folder_name(subject)
+        self._folder = results / f"bench-{subject}"
         facts, code = machine.facts(), machine.code()
         pool = machine.pool_key(facts, code)
         self._fixed = {"subject": subject, "machine": facts, "code": code, "pool": pool, "started": _now()}
@@ -293,9 +287,10 @@ def _called(rank: Rank, target: Callable[[Rank], Result]) -> Result:
 
 def show(benches: Sequence[Bench], out: Console) -> None:
     """Print the tables of records of one benchmark."""
-    from report.bench.page import tables_of
+    from report.bench.page import boards_of, table_of
 
-    for found in tables_of(benches, wide=False):
+    for board, data in boards_of(benches):
+        found = table_of(board, data, wide=False)
         columns, places = found.by_place()
         for place, rows in places:
             title = escape(f"{found.title}: {place}" if place else found.title)
@@ -356,7 +351,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _fail(words: str) -> NoReturn:
     """End with status 1 and one line: it was asked for rightly, and did not run well."""
     print(f"zeropp: {' '.join(words.split())}", file=sys.stderr, flush=True)
-    raise typer.Exit(FAILED)
+    raise typer.Exit(1)
 
 
 def _now() -> str:

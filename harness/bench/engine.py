@@ -36,7 +36,6 @@ SEQUENCE: Final = 128
 SEQUENCES: Final = 4
 STEPS: Final = 3  # of each contender in a round
 ROUNDS: Final = (5, 40)
-LEARNING_RATE: Final = 1e-3
 LOSS_TOLERANCE: Final = 1e-3
 """Largest relative difference of two contenders' losses in a step: what the order of fp32 sums makes of
 AdamW's steps, far below what a lost or doubled gradient does (docs/reference/metrics.md)."""
@@ -130,16 +129,12 @@ def unequal(samples: Sequence[Sample]) -> str | None:
         for step, (loss, expected) in enumerate(pairs):
             if not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected):  # NaN is not equal either
                 nodes, ranks, _ = sample.place
+                one, other = (f"{x.names['contender']} over {x.names['transport']}" for x in (sample, first))
                 return (
-                    f"{_told(sample)} has loss {loss:.6g} in step {step} on {nodes}x{ranks} ranks, "
-                    f"{_told(first)} {expected:.6g}: more than {LOSS_TOLERANCE:g} apart, so they do not "
-                    "train the same"
+                    f"{one} has loss {loss:.6g} in step {step} on {nodes}x{ranks} ranks, {other} "
+                    f"{expected:.6g}: more than {LOSS_TOLERANCE:g} apart, so they do not train the same"
                 )
     return None
-
-
-def _told(sample: Sample) -> str:
-    return f"{sample.names['contender']} over {sample.names['transport']}"
 
 
 def batches_of(rank: Rank, sequences: int) -> Callable[[int], Batch]:
@@ -162,7 +157,7 @@ def model_of(name: str, **arguments: int) -> nn.Module:
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     """The optimizer of every contender."""
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
 def _contender(name: str, mesh: Mesh, preset_name: str) -> Contender:

@@ -1,14 +1,13 @@
 """``zeropp bench overlap``: how much communication overlaps with computation, and one hop with the other.
 
 A step.  *Compute alone* is the same model that every rank trains by itself, on its own batches, sending
-nothing: forward, backward and the optimizer's step over the whole model.  It is first timed on all ranks at
-once without a link; from its seconds and the bytes that :mod:`impl.plan.traffic` predicts follows the rate at
-which computation takes 1.2 times as long as communication in the tighter of forward and backward.  On a link
-of that rate it then takes turns with the policy's step, in the same processes.
+nothing.  It is first timed on all ranks at once without a link; from its seconds and the bytes that
+:mod:`impl.plan.traffic` predicts follows a rate.  On a link of that rate it then takes turns with the
+policy's step, in the same processes.
 
 Two hops.  A gradient is reduced in one chunk and in several, and its two hops are timed by themselves: the
 same messages, posted and waited for, without encoding.  Inside the nodes it travels by gloo, since shared
-memory has next to no first hop; the rate of the link between them makes the second hop the longer one.
+memory has next to no first hop.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ _TAG: Final = Tag("backward", "gradients")
 Took = tuple[float, float, float]
 """Seconds of a step on this rank: forward, backward, and all of it with the optimizer's."""
 Alone = tuple[list[Took], dict[str, tuple[int, int]]]
-"""Compute alone by round, without a link, and bytes that this rank will send to other nodes in forward and in
-backward, by policy."""
+"""Compute alone by round; by policy, bytes that this rank sends to other nodes in forward and in backward."""
 
 
 def compute_alone(rank: Rank, *, model: str, layers: int, sequences: int) -> Alone:
@@ -71,11 +69,7 @@ def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
 
 def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
     """Mbit/s, to three digits, at which computation takes :data:`ROOM` times as long as communication in the
-    tighter of forward and backward; in the other it takes longer still.
-
-    Args:
-        sent: bytes of a node to others in forward and in backward, in one step.
-        computed: seconds of the same two of compute alone.
+    tighter of forward and backward, from bytes of a node to others and seconds of compute alone in the two.
     """
     rates = (ROOM * 8e-6 * nbytes / seconds for nbytes, seconds in zip(sent, computed, strict=True))
     return float(f"{max(rates):.3g}")
@@ -105,7 +99,7 @@ def step(rank: Rank, *, policy: str, model: str, layers: int, sequences: int, se
 
 def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
     """Time the first hop alone, without a link; the target of every rank."""
-    hop, _ = _hops(_wire(Mesh.create(rank.topology)), mebibytes)
+    hop, _ = _hops(Wire(Mesh.create(rank.topology), transport="backend"), mebibytes)
     (took,) = interleaved(rank, [timed(hop)], "first hop", PROBES, lambda _: None)
     return took
 
@@ -126,7 +120,7 @@ def hops(rank: Rank, *, mebibytes: int, chunks: int, seconds: float) -> list[Sam
     ``seconds``; the target of every rank.
     """
     mesh = Mesh.create(rank.topology)
-    wire = _wire(mesh)
+    wire = Wire(mesh, transport="backend")
     gradient = torch.randn(
         mebibytes << 18, generator=torch.Generator().manual_seed(mesh.rank)
     )  # (world * S,)
@@ -149,11 +143,7 @@ def hops(rank: Rank, *, mebibytes: int, chunks: int, seconds: float) -> list[Sam
 def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
     # The last block's weights stay for its backward pass, which comes next: no schedule lets them go.
     limits = MemoryLimits(max_reuse=1)
-    return shard(model, mesh=mesh, policy=preset(policy, memory=limits), wire=_wire(mesh))
-
-
-def _wire(mesh: Mesh) -> Wire:
-    return Wire(mesh, transport="backend")
+    return shard(model, mesh=mesh, policy=preset(policy, memory=limits), wire=Wire(mesh, transport="backend"))
 
 
 def _sent(zero: Zero) -> tuple[int, int]:

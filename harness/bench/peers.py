@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 QUANTISERS: Final = ("bitsandbytes", "torchao")
 _EXTRAS: Final = {"bitsandbytes": "peers", "torchao": "peers", "deepspeed": "deepspeed"}
-_KEPT_ELEMENTS: Final = 1_000_000_000  # DeepSpeed's default: what is used again within so many stays gathered
-_INFERENCE_OP: Final = "deepspeed_shm_comm"
 Coding = tuple[str, str, int, Callable[[], object], Callable[[], object]]
 """A quantiser of one tensor: its name, what it computes, bytes of codes and scales, and its two calls."""
 
@@ -98,11 +96,8 @@ def deepspeed(
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]:
     """Shard ``model`` in place over all ranks of the default group, which must all call it.
 
-    Args:
-        model: unsharded, the same on every rank.
-        build_optimizer: of parameters.
-        sequences: of one rank in one step.
-        kept: weights stay gathered until backward, as by default; else they are released after use.
+    ``sequences`` are of one rank in one step; ``kept`` weights stay gathered until backward, as by default,
+    else they are released after use.
 
     Returns:
         A training step, which returns the () loss before it, and DeepSpeed's configuration: ZeRO-3 in fp32,
@@ -116,7 +111,7 @@ def deepspeed(
             "stage": 3,
             "overlap_comm": False,
             "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": _KEPT_ELEMENTS if kept else 0,
+            "stage3_max_reuse_distance": 1_000_000_000 if kept else 0,  # elements; the default
         },
     }
     # It asks the environment alone for the device, and for the rank of this process on its node.
@@ -125,7 +120,7 @@ def deepspeed(
     library: Any = importlib.import_module("deepspeed")
     # Its all-reduce for inference is compiled by every first start and never called in training; a
     # compilation that was killed leaves a lock behind that later ones wait for without end.
-    library.ops.__compatible_ops__[_INFERENCE_OP] = False
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     library.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     optimizer = build_optimizer(model.parameters())
     engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)

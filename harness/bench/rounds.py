@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from timeit import timeit
 from typing import TypeVar
 
 import torch
@@ -29,7 +30,7 @@ def interleaved(
     Args:
         rank: this rank; all must call it.
         contenders: called with what ``prepare`` returned.
-        stage: name for progress output.
+        stage: for progress output.
         rounds: the fewest and the most.
         prepare: makes the input of a round, untimed; called with the round's number, where 0 is the
             warm-up, in which buffers are allocated and orders recorded.
@@ -62,10 +63,4 @@ def interleaved(
 
 def timed(run: Callable[[], object]) -> Callable[[object], float]:
     """A contender that calls ``run`` and returns its seconds on this rank."""
-
-    def seconds(_: object) -> float:
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    return seconds
+    return lambda _: timeit(run, number=1)

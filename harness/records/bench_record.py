@@ -26,11 +26,6 @@ ElementType = Literal["fp32", "bf16", "fp16"]
 CPU: Final = "cpu"
 
 
-def folder_name(subject: Subject) -> str:
-    """Name of the folder of a benchmark's records, in that of all results."""
-    return f"bench-{subject}"
-
-
 class BenchError(Exception):
     """A benchmark cannot be run as asked; one line that names the numbers."""
 
@@ -78,28 +73,26 @@ def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
     """All ranks' samples as one: of every round the slowest rank's seconds, of every step the mean loss,
     and everybody's bytes and CPU seconds.
     """
-    return [_as_one(samples) for samples in zip(*ranks, strict=True)]
-
-
-def _as_one(samples: Sequence[Sample]) -> Sample:
-    first = samples[0]
-    rounds = {
-        name: [
-            math.fsum(each) if name == CPU else max(each)
-            for each in zip(*(sample.timed[name] for sample in samples), strict=True)
-        ]
-        for name in first.timed
-    }
-    losses = zip(*(sample.losses for sample in samples), strict=True)
-    return first.model_copy(
-        update={
+    found = []
+    for samples in zip(*ranks, strict=True):
+        first = samples[0]
+        rounds = {
+            name: [
+                math.fsum(each) if name == CPU else max(each)
+                for each in zip(*(sample.timed[name] for sample in samples), strict=True)
+            ]
+            for name in first.timed
+        }
+        losses = zip(*(sample.losses for sample in samples), strict=True)
+        of_all = {
             "seconds": rounds.pop("seconds"),
             "reference_seconds": rounds.pop("reference_seconds"),
             "parts": rounds,
             "sent": {link: sum(sample.sent[link] for sample in samples) for link in first.sent},
             "losses": [math.fsum(each) / len(samples) for each in losses],
         }
-    )
+        found.append(first.model_copy(update=of_all))
+    return found
 
 
 class Bench(BaseModel, extra="forbid", frozen=True):
@@ -139,7 +132,7 @@ def holds(folder: Path) -> bool:
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, RecursionError, TypeError):
             return "subject" in json.loads(path.read_text(encoding="utf-8"))
-    return folder.name in {folder_name(subject) for subject in get_args(Subject)}
+    return folder.name in {f"bench-{subject}" for subject in get_args(Subject)}
 
 
 def read_all(folder: Path) -> list[Bench]:

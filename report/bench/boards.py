@@ -38,10 +38,8 @@ class Board:
     row: str  # column whose values have a row of the plot each
     panel: str  # column whose values have a panel each, side by side
     below: str | None = None  # column whose values have a row of panels each
-    split: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Columns whose values have a figure each, with all values that they may take."""
-    colours: tuple[str, Mapping[str, str]] | None = None
-    """A column, and the colour of each of its values; None for one colour."""
+    split: Mapping[str, Sequence[str]] = field(default_factory=dict)  # columns with a figure for each value
+    colours: tuple[str, Mapping[str, str]] | None = None  # a column, and the colour of each of its values
     log: bool = True  # the plot's axis
     labels: Callable[[Sample], dict[str, Any]] = lambda sample: {"place": _place(sample)}
     """Further labels of a row, beside the sample's names."""

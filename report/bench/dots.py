@@ -47,17 +47,14 @@ def drawings(
 def _told(board: Board, rows: pd.DataFrame) -> str:
     """Alternative text: every dot, or the ranges of many."""
     measure, title = board.plotted
-    keys = [board.row] if len(rows) <= _MOST_TOLD else []
-    keys += [] if board.colours is None else [board.colours[0]]
+    keys = [board.below, board.panel, board.row if len(rows) <= _MOST_TOLD else None]
+    keys += [None if board.colours is None else board.colours[0]]
     told = []
-    for places, here in groups(rows, [key for key in (board.below, board.panel) if key]):
-        parts = []
-        for values, group in groups(here, keys):
-            low, high = group[measure].min(), group[measure].max()
-            found = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
-            parts.append(f"{', '.join(str(value) for value in values)} {found}")
-        told.append(f"{', '.join(places)}: {'; '.join(parts)}.")
-    return f"{title.capitalize()}, by the median. {' '.join(told)}"
+    for names, group in groups(rows, [key for key in keys if key]):
+        low, high = group[measure].min(), group[measure].max()
+        found = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
+        told.append(f"{', '.join(map(str, names))}: {found}")
+    return f"{title.capitalize()}, by the median. {'; '.join(told)}."
 
 
 def _draw(board: Board, rows: pd.DataFrame) -> Figure:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.bench_record import Bench, Subject, read_all
+from harness.records.bench_record import Bench, read_all
 from harness.records.statistics import Interval, median_interval
 from report import page
 from report.bench.boards import BOARDS, Board
@@ -21,12 +21,6 @@ from report.data.text import NOTHING, listed, number
 from report.figures import registry
 from report.tables.table import Table
 
-_HEADINGS: Final[dict[Subject, tuple[str, str]]] = {
-    "codecs": ("Codecs against", "a copy"),
-    "collectives": ("Collectives against", "gloo's own"),
-    "engine": ("The engine against", "its peers"),
-    "overlap": ("Communication behind", "computation"),
-}
 _FOLDERS: Final[Folders] = {
     "figures": ([name for board in BOARDS.values() for name in board.figures], ("svg", "pdf", "png", "csv")),
     "tables": ([board.name for board in BOARDS.values()], ("csv", "md", "tex")),
@@ -35,9 +29,6 @@ _FOLDERS: Final[Folders] = {
 
 def build(results: Path) -> Path:
     """Build the page of a folder of benchmark records, inside it; equal records give equal bytes.
-
-    Returns:
-        The page.
 
     Raises:
         ReportError: if records are of several machines, codes or subjects, or the folder cannot be
@@ -52,11 +43,6 @@ def build(results: Path) -> Path:
                 "together; move some aside"
             )
     return publish(results, _FOLDERS, lambda folder: _write(folder, benches))
-
-
-def tables_of(benches: Sequence[Bench], *, wide: bool = True) -> list[Table]:
-    """The tables of records of one subject; ``wide`` adds the columns that only a page prints."""
-    return [_table(board, data, wide=wide) for board, data in boards_of(benches)]
 
 
 def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
@@ -91,8 +77,8 @@ def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _table(board: Board, data: pd.DataFrame, *, wide: bool) -> Table:
-    """The table of all medians with their intervals; empty columns are left out."""
+def table_of(board: Board, data: pd.DataFrame, *, wide: bool) -> Table:
+    """The table of all medians; ``wide`` has the columns that only a page prints, but no empty ones."""
     found = derived(board, data)
     shown = [
         column
@@ -117,26 +103,22 @@ def _told(found: Interval) -> str:
 
 
 def _write(folder: Path, benches: Sequence[Bench]) -> None:
-    heading = _HEADINGS[benches[0].subject]
+    heading = ("zeropp bench", benches[0].subject)
     headline, drawn, tables = [], [], []
     for board, data in boards_of(benches):
         for drawing, rounds in drawings(board, data, functools.partial(derived, board)):
             headline.append(drawing.alt(rounds))
             drawn.append(registry.write(drawing, rounds, folder / "figures"))
-        found = _table(board, data, wide=True)
+        found = table_of(board, data, wide=True)
         tables.append(page.table_on_page(found, found.write(folder / "tables"), folder))
     text = page.fill(
         title=" ".join(heading),
-        kicker=f"Results of zeropp bench {benches[0].subject}",
+        kicker="Results of a benchmark",
         heading=heading,
         questions=[],
         headline=headline,
         facts=_facts(benches),
-        warnings=[
-            f"Not here: {name}: {why}."
-            for name, why in benches[-1].missing.items()
-            if all(name in bench.missing for bench in benches)
-        ],
+        warnings=[f"Not in the last run: {name}: {why}." for name, why in benches[-1].missing.items()],
         figures=[page.figure_on_page(found, folder) for found in drawn if found is not None],
         missing=[],
         summary=[],
@@ -152,16 +134,13 @@ def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
     """Facts for the page's head: where and when the benchmark ran."""
     machine, code = benches[-1].machine, benches[-1].code
     ran = (bench.started[:16].replace("T", " ") for bench in (benches[0], benches[-1]))
-    found = [
-        ("runs", len(benches)),
-        ("ran", " to ".join(dict.fromkeys(ran))),
-        ("processor", machine.get("cpu")),
-        ("cores", machine.get("cores")),
-        ("GPUs", listed([str(gpu.get("name")) for gpu in machine.get("gpus") or []])),
-        ("kernel", machine.get("kernel")),
-        ("torch", machine.get("packages", {}).get("torch")),
-        ("version", code.get("version")),
-        ("commit", str(code.get("commit") or "")[:12]),
-        ("checkout", "changed since its commit" if code.get("dirty") else ""),
-    ]
-    return [(name, str(value)) for name, value in found if value not in (None, "")]
+    found = {
+        "runs": len(benches),
+        "ran": " to ".join(dict.fromkeys(ran)),
+        **{name: machine.get(name) for name in ("cpu", "cores", "kernel")},
+        "GPUs": listed([str(gpu.get("name")) for gpu in machine.get("gpus") or []]),
+        "torch": machine.get("packages", {}).get("torch"),
+        "version": code.get("version"),
+        "commit": str(code.get("commit") or "")[:12] + (", changed since" if code.get("dirty") else ""),
+    }
+    return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
