@@ -31,18 +31,13 @@ class Finding:
 def examine() -> list[Finding]:
     """Look at everything that a trial may use."""
     cores, memory, shared = machine.cores(), machine.memory_bytes(), machine.shared_memory_bytes()
-    facts = machine.facts()
+    python, facts = sys.version_info[:2] in ((3, 11), (3, 12)), machine.facts()
     packages, driver = facts["packages"], facts["driver"]
     cupy = [f"{name} {packages[name]}" for name in ("cupy-cuda12x", "cupy-cuda13x") if packages[name]]
     nvml = "no NVIDIA driver answers" if packages["nvidia-ml-py"] else "nvidia-ml-py is not installed"
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     return [
-        Finding(
-            "Python",
-            (3, 11) <= sys.version_info[:2] <= (3, 12),
-            sys.version.split()[0],
-            "3.11 or 3.12 runs the harness",
-        ),
+        Finding("Python", python, sys.version.split()[0], "3.11 or 3.12 runs the harness"),
         Finding(
             "cores", cores >= ENOUGH_CORES, str(cores), f"{ENOUGH_CORES} or more: suites' times are for 2"
         ),

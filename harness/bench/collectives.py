@@ -44,9 +44,7 @@ Contender = tuple[dict[str, str], Wire, Callable[[], object]]
 
 
 def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time all on one size of the whole tensor for about ``seconds``; the target of every rank.  Seconds and
-    bytes are of this rank alone.
-    """
+    """Time all on one tensor; the target of every rank.  Seconds and bytes are of this rank alone."""
     mesh = Mesh.create(rank.topology)
     wires = [Wire(mesh, transport=transport) for transport in TRANSPORTS]
     world = mesh.topology.world
@@ -62,8 +60,6 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
     turns = [timed(run) for run in (*references.values(), *(run for *_, run in contenders))]
     took = interleaved(rank, turns, f"{mebibytes} MiB", ROUNDS, lambda _: None, seconds=seconds)
     reference_seconds = dict(zip(references, took, strict=False))  # the first ones are theirs
-    for wire in wires:
-        wire.close()
     # Each rank sends (world - 1) / world of the tensor in a ring, twice in gloo's reduce-scatter, which is
     # an all-reduce.
     gloo_bytes = {"all_gather": (world - 1) * whole.nbytes, "reduce_scatter": 2 * (world - 1) * whole.nbytes}

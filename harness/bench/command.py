@@ -28,6 +28,8 @@ from harness.cluster.rank import Rank
 from harness.measure import machine
 from harness.records import bench_record
 from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
+from harness.suites.model_sizes import PRESETS, GPTShape
+from harness.suites.trial import parse_rate
 
 app = typer.Typer(
     help="Measure codecs beside a copy, collectives beside gloo's own, engines beside peers and compute.",
@@ -39,6 +41,7 @@ Result = TypeVar("Result")
 Several = list[str] | None
 Topology = tuple[int, int]  # nodes, and ranks of each
 Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
+MODELS: Final = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))
 MOST_RANKS: Final = 64
 MOST_MEBIBYTES: Final = 1 << 16
 _TIMEOUT_SECONDS: Final = 7200.0
@@ -94,11 +97,6 @@ def codecs(
         seconds=seconds,
     )
     (samples,) = run.on_ranks(target, threads=threads)
-    if not samples:
-        raise BenchError(
-            f"nothing to measure: no chosen backend ({', '.join(backends)}) has kernels for "
-            f"{', '.join(texts)}"
-        )
     setting = {**target.keywords, "threads": threads, "peers": peers.versions(backends)}
     run.finish(samples, setting, missing)
 
@@ -143,7 +141,7 @@ def engine(
     run = _Run("engine", results)
     # The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
     places = _places(nodes, ranks, rate, [((2, 2), 1000.0), ((1, 4), None)])
-    _check_model(model)
+    _chosen([model], MODELS, "model")
 
     from harness.bench import engine as bench_engine
     from harness.bench import peers
@@ -160,8 +158,8 @@ def engine(
     samples = [sample for place in places for sample in run.at(place, target)]
     if (words := bench_engine.unequal(samples)) is not None:
         _fail(words)
-    versions = peers.versions([] if why else ["deepspeed"])
-    run.finish(samples, {**target.keywords, "places": places, "peers": versions}, missing)
+    setting = {**target.keywords, "places": places, "peers": peers.versions([] if why else ["deepspeed"])}
+    run.finish(samples, setting, missing)
 
 
 @app.command()
@@ -177,7 +175,7 @@ def overlap(
 ) -> None:
     """Steps on a slow link beside compute alone, and reductions in chunks beside those in one."""
     run = _Run("overlap", results)
-    _check_model(model)
+    _chosen([model], MODELS, "model")
 
     from harness.bench import overlap as bench_overlap
 
@@ -307,8 +305,6 @@ def show(benches: Sequence[Bench], out: Console) -> None:
 
 def _places(nodes: int | None, ranks: int | None, rate: str | None, usual: list[Place]) -> list[Place]:
     """Where to run: as asked, or where nothing is asked ``usual``."""
-    from harness.suites.trial import parse_rate
-
     try:
         mbit: Any = parse_rate(rate)
     except ValueError as error:
@@ -325,12 +321,6 @@ def _places(nodes: int | None, ranks: int | None, rate: str | None, usual: list[
     if topology[0] == 1 and mbit is not None:
         raise BenchError(f"--rate {rate!r}: one node has no link between nodes")
     return [(topology, mbit)]
-
-
-def _check_model(name: str) -> None:
-    from harness.suites.model_sizes import PRESETS, GPTShape
-
-    _chosen([name], tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape)), "model")
 
 
 def _chosen(given: Iterable[Any], allowed: tuple[Any, ...], what: str) -> tuple[Any, ...]:

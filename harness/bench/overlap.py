@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.comm.quantized import quantized_reduce_scatter
 from impl.comm.wire import Tag, Wire
-from impl.plan.policy import MemoryLimits, preset
+from impl.plan.policy import preset
 from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import Load, predict
 from impl.zero import Zero, shard
@@ -48,7 +48,7 @@ _TAG: Final = Tag("backward", "gradients")
 
 Took = tuple[float, float, float]
 """Seconds of a step on this rank: forward, backward, and all of it with the optimizer's."""
-Alone = tuple[list[Took], dict[str, tuple[int, int]]]
+Alone = tuple[list[Took], dict[str, list[int]]]
 """Compute alone by round; by policy, bytes that this rank sends to other nodes in forward and in backward."""
 
 
@@ -56,7 +56,7 @@ def compute_alone(rank: Rank, *, model: str, layers: int, sequences: int) -> Alo
     """Time the unsharded model without communication; the target of every rank."""
     mesh, batch = Mesh.create(rank.topology), batches_of(rank, sequences)
     sent = {name: _sent(_sharded(model_of(model, layers=layers), name, mesh)) for name in POLICIES}
-    (took,) = interleaved(rank, [_alone(model, layers)], "compute alone", PROBES, batch)
+    (took,) = interleaved(rank, [_trained(model_of(model, layers=layers))], "compute alone", PROBES, batch)
     return took, sent
 
 
@@ -80,7 +80,7 @@ def step(rank: Rank, *, policy: str, model: str, layers: int, sequences: int, se
     made = model_of(model, layers=layers)
     parameters = sum(parameter.numel() for parameter in made.parameters())
     zero = _sharded(made, policy, Mesh.create(rank.topology))
-    contenders = [_alone(model, layers), _trained(made, zero.param_groups(), zero.finish_backward)]
+    contenders = [_trained(model_of(model, layers=layers)), _trained(made, zero)]
     batch = batches_of(rank, sequences)
     alone, took = interleaved(rank, contenders, policy, ROUNDS, batch, seconds=seconds)
     forward, backward = _sent(zero)
@@ -141,36 +141,28 @@ def hops(rank: Rank, *, mebibytes: int, chunks: int, seconds: float) -> list[Sam
 
 
 def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
-    # The last block's weights stay for its backward pass, which comes next: no schedule lets them go.
-    limits = MemoryLimits(max_reuse=1)
-    return shard(model, mesh=mesh, policy=preset(policy, memory=limits), wire=Wire(mesh, transport="backend"))
+    return shard(model, mesh=mesh, policy=preset(policy), wire=Wire(mesh, transport="backend"))
 
 
-def _sent(zero: Zero) -> tuple[int, int]:
+def _sent(zero: Zero) -> list[int]:
     """Predicted bytes that this rank sends to other nodes in forward and in backward of a step."""
-    mesh, found = zero.wire.mesh, dict.fromkeys(("forward", "backward"), 0)
-    units = [unit.geometry for unit in zero.units]
-    for key, sent in predict(zero.policy, mesh.topology, units, mesh.rank, Load()).items():
-        if key.link == "inter" and key.phase in found:
-            found[key.phase] += sent.bytes
-    return found["forward"], found["backward"]
+    mesh, units = zero.wire.mesh, [unit.geometry for unit in zero.units]
+    found = predict(zero.policy, mesh.topology, units, mesh.rank, Load()).items()
+    sent = [(key.phase, of.bytes) for key, of in found if key.link == "inter"]
+    return [sum(nbytes for phase, nbytes in sent if phase == name) for name in ("forward", "backward")]
 
 
-def _alone(name: str, layers: int) -> Callable[[Batch], Took]:
-    model = model_of(name, layers=layers)
-    return _trained(model, model.parameters(), lambda: None)
-
-
-def _trained(model: nn.Module, parameters: Any, finish: Callable[[], None]) -> Callable[[Batch], Took]:
-    """A step of a plain torch training loop."""
-    optimizer = optimizer_of(parameters)
+def _trained(model: nn.Module, zero: Zero | None = None) -> Callable[[Batch], Took]:
+    """A step of a plain torch training loop, sharded by ``zero`` or alone."""
+    optimizer = optimizer_of(model.parameters() if zero is None else zero.param_groups())
 
     def one(batch: Batch) -> Took:
         begin = time.perf_counter()
         loss = model(*batch)
         forward = time.perf_counter()
         loss.backward()
-        finish()
+        if zero is not None:
+            zero.finish_backward()
         backward = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
@@ -189,14 +181,11 @@ def _hops(wire: Wire, mebibytes: int) -> tuple[Callable[[], None], Callable[[], 
     """The messages of each hop alone: posted and waited for, without encoding."""
     topology = wire.mesh.topology
 
-    def hop(axis: Axis, row: int) -> Callable[[], None]:
-        def run() -> None:
-            exchange = wire.all_to_all(axis, row, _TAG)
-            exchange.post()
-            exchange.wait()
-            exchange.close()
-
-        return run
+    def hop(axis: Axis, row: int) -> None:
+        exchange = wire.all_to_all(axis, row, _TAG)
+        exchange.post()
+        exchange.wait()
+        exchange.close()
 
     first, second = _rows(topology, mebibytes)
-    return hop(topology.local_axis, first), hop(topology.node_axis, second)
+    return partial(hop, topology.local_axis, first), partial(hop, topology.node_axis, second)

@@ -3,7 +3,6 @@
 The CPU quantisers of bitsandbytes and torchao have arithmetic that equals no codec of ours, so only their
 speed is compared, and the table marks them.  Neither writes into an existing buffer on a CPU, so their
 seconds include allocation.
-
 DeepSpeed's ZeRO-3 on a CPU is unquantised, since its quantising kernels do not exist for CPUs.
 """
 

@@ -22,12 +22,8 @@ Changes = Mapping[str, Any]
 
 
 def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, Changes]:
-    """Techniques and options of a policy by name, each as changes of ``Policy()``.
-
-    Args:
-        weights: codec of qwZ, and of frozen weights.
-        gradients: codec of qgZ.
-        memory: limits that the others are taken from.
+    """Techniques and options of a policy by name, each as changes of ``Policy()``, with these codecs and with
+    ``memory`` for the limits that no part is about.
     """
     both = (gradients, gradients)
     limited = replace(memory, persist_below=50, max_reuse=2000)

@@ -139,8 +139,7 @@ def read_all(folder: Path) -> list[Bench]:
     """All records of a folder, by time.
 
     Raises:
-        RecordError: for any file that is not a benchmark's record of this schema, and where there is
-            none.
+        RecordError: for any file that is not a benchmark's record of this schema, or if there is none.
     """
     found = [read_as(Bench, path, SCHEMA_VERSION) for path in sorted(folder.glob("*.json"))]
     if not found:

@@ -104,10 +104,7 @@ _CARRIED: Final = ("carried", {"shm": "#0072b2", "gloo": "#e69f00", "nothing": "
 
 def _of_codec(sample: Sample) -> dict[str, Any]:
     names = sample.names
-    return {
-        "elements": f"{names['type']} on {names['device']}, threads: {names['threads']}",
-        "mebibytes": sample.sizes["element_bytes"] / 2**20,
-    }
+    return {"where": f"{names['type']} on {names['device']}, threads: {names['threads']}"}
 
 
 def _of_collective(sample: Sample) -> dict[str, Any]:
@@ -145,11 +142,11 @@ BOARDS: Final[dict[Kind, Board]] = {
         ),
         labels=_of_codec,
         columns=(
-            Shown("elements", "elements", place=True),
+            Shown("where", "where", place=True),
             Shown("operation", "operation"),
             Shown("codec", "codec"),
             Shown("backend", "backend"),
-            Shown("mebibytes", "MiB", number(3), wide=True),
+            Shown("numel", "elements", "{:d}".format, wide=True),
             _measured("rate", "GB/s", "moved_bytes / seconds / 1e9"),
             _measured("copy_rate", "copy, GB/s", "2 * element_bytes / reference_seconds / 1e9", wide=True),
             _measured("of_copy", "of copy's", _OF_COPY, 2, wide=True),
