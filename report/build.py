@@ -76,17 +76,13 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
 
 def _write(folder: Path, derived: Derived) -> None:
     """Write the page, figures and tables."""
-    found = {plot.name: registry.draw(plot, derived, folder / "figures") for plot in registry.PLOTS}
-    failed = tables.failures(derived)
-    content = page.Content(
-        derived=derived,
-        drawn=[drawn for drawn in found.values() if drawn is not None],
-        missing=[plot for plot in registry.PLOTS if found[plot.name] is None],
-        tables=[(table, table.write(folder / "tables")) for table in tables.all_tables(derived)],
-        failures=None if failed.data.empty else (failed, failed.write(folder / "tables")),
-        folder=folder,
-    )
-    (folder / PAGE).write_text(page.render(content), encoding="utf-8", newline="\n")
+    found = [(plot, registry.draw(plot, derived, folder / "figures")) for plot in registry.PLOTS]
+    shown = tables.all_tables(derived)
+    for table in shown:
+        table.write(folder / "tables")
+    drawn = [figure for _, figure in found if figure is not None]
+    text = page.render(derived, drawn, [plot for plot, figure in found if figure is None], shown)
+    (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
 
 
 def _to_disk(path: Path) -> None:

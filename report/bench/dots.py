@@ -126,7 +126,7 @@ class Dots:
 
     def _dot(self, ax: Axes, at: int, row: dict[str, Any]) -> None:
         colour = _ONE_COLOUR if self.colours is None else self.colours[1][row[self.colours[0]]]
-        drawing.error_bar(ax, at, self._interval(row), colour, across=True)
+        drawing.error_bar(ax, at, self._interval(row), colour)
         ax.plot(row[self.measure], at, "o", color=colour, ms=5, mec="white", mew=0.5, zorder=4)
 
     def _limits(self, found: Sequence[Interval]) -> tuple[float, float]:

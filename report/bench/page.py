@@ -134,7 +134,8 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
             headline.append(drawing.alt(rounds))
             drawn.append(registry.write(drawing, rounds, folder / "figures"))
         found = table(board, data)
-        tables.append(page.table_on_page(found, found.write(folder / "tables"), folder))
+        found.write(folder / "tables")
+        tables.append(found)
     text = page.fill(
         title=" ".join(heading),
         kicker=f"Results of zeropp bench {benches[0].subject}",
@@ -143,7 +144,8 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         headline=headline,
         facts=_facts(benches),
         warnings=[f"Not here: {name}: {why}." for name, why in _missing(benches).items()],
-        figures=[page.figure_on_page(found, folder) for found in drawn if found is not None],
+        figures=drawn,
+        marked=frozenset(),
         missing=[],
         summary=[],
         tables=tables,

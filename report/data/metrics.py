@@ -25,6 +25,7 @@ from report.data.frames import Frames, groups
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
 TRAINING: Final = ("forward", "backward", "step")  # phases of a training step
 OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
+SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
 PAIR: Final = ("cell", "seed", "repeat")  # trials that ran under the same conditions
 
 
@@ -68,13 +69,8 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["processor_seconds"] = table["id"].map(processor_seconds(frames))
     either = table[["schedule_seconds", "processor_seconds"]].max(axis=1)
     table["best_seconds"] = either.where(table["schedule_seconds"].notna())
-    for name, seconds in (
-        ("share", "best_seconds"),
-        ("schedule_share", "schedule_seconds"),
-        ("ideal_share", "ideal_seconds"),
-        ("processors_busy", "processor_seconds"),
-    ):
-        table[name] = table[seconds] / table["step_seconds"]
+    for name, bound in zip(SHARES, ("best", "schedule", "ideal", "processor"), strict=True):
+        table[name] = table[f"{bound}_seconds"] / table["step_seconds"]
     model = ["nodes", "ranks_per_node", "model", "accumulation"]  # peers have no units of their own
     table["padded"] = table.groupby(model)["padded"].transform("max")
     table["m_bytes"] = (2.0 * table["padded"] * (table["nodes"] - 1)).replace(0.0, np.nan)

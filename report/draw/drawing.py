@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -84,14 +85,11 @@ class Look:
 
 def looks_of(contenders: Sequence[tuple[str, str]]) -> dict[str, Look]:
     """Styles by contender, from (strategy, contender): variants of one strategy differ in dashes."""
-    dashes = ("-", "--", ":", "-.")
-    seen: dict[str, int] = {}
-    looks: dict[str, Look] = {}
-    for strategy, contender in contenders:
-        turn = seen.setdefault(strategy, 0)
-        seen[strategy] += 1
-        looks[contender] = Look(theme.colour(strategy), theme.marker(strategy), dashes[turn % len(dashes)])
-    return looks
+    dashes: dict[str, Iterator[str]] = defaultdict(lambda: cycle(("-", "--", ":", "-.")))
+    return {
+        contender: Look(theme.colour(strategy), theme.marker(strategy), next(dashes[strategy]))
+        for strategy, contender in contenders
+    }
 
 
 def shades(count: int) -> list[str]:
@@ -99,15 +97,26 @@ def shades(count: int) -> list[str]:
     return list(sns.color_palette("viridis", count + 1).as_hex())[:count]  # the last is too pale
 
 
-def error_bar(ax: Axes, at: float, found: Interval, colour: str, *, across: bool) -> None:
-    """Draw an interval; ``across`` draws it horizontally at height ``at``.  NaN ends draw nothing."""
-    if math.isnan(found.low):
-        return
-    line = [found.low, found.high]
-    place = [at, at]
-    ax.plot(
-        *((line, place) if across else (place, line)), color=colour, lw=1.4, solid_capstyle="butt", zorder=3
-    )
+def error_bar(ax: Axes, at: float, found: Interval, colour: str) -> None:
+    """Draw an interval as a horizontal line at height ``at``; NaN ends draw nothing."""
+    if not math.isnan(found.low):
+        ends = [found.low, found.high]
+        ax.plot(ends, [at, at], color=colour, lw=1.4, solid_capstyle="butt", zorder=3)
+
+
+def value_dots(ax: Axes, values: pd.Series[float], place: float, colour: str) -> None:
+    """Draw each value as a dot under the row's interval, so that both are visible."""
+    ax.plot(values, [place + 0.2] * len(values), "o", color=colour, ms=3, mec="white", mew=0.4, zorder=4)
+
+
+def interval_bar(
+    ax: Axes, place: float, found: Interval, values: pd.Series[float], *, colour: str, text: str
+) -> None:
+    """Draw a horizontal bar with its interval, each value as a dot, and its label to the right of all."""
+    ax.barh(place, found.estimate, 0.66, color=colour)
+    error_bar(ax, place, found, theme.INK)
+    value_dots(ax, values, place, theme.INK)
+    beside(ax, float(np.nanmax([found.estimate, found.high, values.max()])), place, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,13 @@ class Ending:
     y: float
     text: str
     colour: str
+
+
+def trend(ax: Axes, middle: pd.Series[float], values: pd.Series[float], name: str, look: Look) -> Ending:
+    """Draw a line through middles and every value as a small dot, both by place; returns the line's label."""
+    ax.plot(middle.index, middle, look.line, color=look.colour, marker=look.marker, mec="white", mew=0.6)
+    ax.plot(values.index, values, ".", color=look.colour, ms=2.5, alpha=0.45, zorder=1.9)
+    return Ending(float(middle.index[-1]), float(middle.iloc[-1]), name, look.colour)
 
 
 def label_ends(ax: Axes, endings: Sequence[Ending], height_inches: float) -> None:
@@ -176,62 +192,48 @@ def spread(
 ) -> list[float]:
     """Positions of labels without overlap, moved as little as possible from the wanted ones.
 
-    Pool adjacent violators, then clipped to the limits.
-
     Args:
         values: wanted centres, sorted.
         sizes: of the labels.
         within: limits of their edges; ignored if too narrow for all.
     """
-    below = [0.0]  # from the first middle to each, where labels touch
-    for one, other in pairwise(sizes):
-        below.append(below[-1] + (one + other) / 2)
-    groups: list[list[float]] = []  # [sum of wished starts, members]
-    for value, offset in zip(values, below, strict=True):
-        groups.append([value - offset, 1])
-        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
-            last = groups.pop()
-            groups[-1][0] += last[0]
-            groups[-1][1] += last[1]
-    starts = [group[0] / group[1] for group in groups for _ in range(int(group[1]))]
+    from scipy.optimize import isotonic_regression
+
+    middles = np.cumsum(sizes) - np.asarray(sizes) / 2
+    below = middles - middles[0]  # from the first middle to each, where labels touch
+    starts = isotonic_regression(np.asarray(values) - below).x
     if within is not None and sum(sizes) <= within[1] - within[0]:
-        lowest, highest = within[0] + sizes[0] / 2, within[1] - sizes[-1] / 2 - below[-1]
-        starts = [min(max(start, lowest), highest) for start in starts]
-    return [start + offset for start, offset in zip(starts, below, strict=True)]
+        starts = starts.clip(within[0] + sizes[0] / 2, within[1] - sizes[-1] / 2 - below[-1])
+    return [float(start) for start in starts + below]
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Data of stacked horizontal bars: one row per name, one colour per part.
+def stacked_bars(
+    ax: Axes,
+    values: pd.DataFrame,
+    colours: Mapping[str, str],
+    labels: Mapping[str, str],
+    hatched: pd.DataFrame | None = None,
+) -> None:
+    """Draw stacked horizontal bars with their legend entries.
 
-    Attributes:
-        rows: names, top first.
-        values: parts as columns, rows as above.
+    Args:
+        ax: where; its rows run from top to bottom.
+        values: names as rows, parts as columns.
         colours: by part.
         labels: printed names of the parts; a part's own name where it has none.
         hatched: which values are hatched, as ``values``; None for none.
     """
-
-    rows: Sequence[str]
-    values: pd.DataFrame
-    colours: dict[str, str]
-    labels: dict[str, str]
-    hatched: pd.DataFrame | None = None
-
-    def draw(self, ax: Axes, *, height: float = 0.62) -> None:
-        """Draw the bars and their legend entries; the axes' rows run from top to bottom."""
-        places = np.arange(len(self.rows))
-        left = np.zeros(len(self.rows))
-        for part in self.values.columns:
-            sizes = self.values[part].to_numpy(dtype=float)
-            colour = self.colours.get(part, theme.OTHER)
-            bars = ax.barh(places, sizes, height, left=left, color=colour, edgecolor="white", linewidth=0.5)
-            ax.barh(0, 0, color=colour, label=self.labels.get(part, part))  # the legend's, never hatched
-            if self.hatched is not None:
-                for bar, hatched in zip(bars, self.hatched[part], strict=True):
-                    bar.set_hatch(theme.HATCH if hatched else "")
-            left += np.nan_to_num(sizes)
-        row_names(ax, self.rows)
+    places, left = np.arange(len(values)), np.zeros(len(values))
+    for part in values.columns:
+        sizes = values[part].to_numpy(dtype=float)
+        colour = colours.get(part, theme.OTHER)
+        bars = ax.barh(places, sizes, 0.62, left=left, color=colour, edgecolor="white", linewidth=0.5)
+        ax.barh(0, 0, color=colour, label=labels.get(part, part))  # the legend's, never hatched
+        if hatched is not None:
+            for bar, marked in zip(bars, hatched[part], strict=True):
+                bar.set_hatch(theme.HATCH if marked else "")
+        left += np.nan_to_num(sizes)
+    row_names(ax, list(values.index))
 
 
 def wrapped(name: str, limit: int = 24) -> str:

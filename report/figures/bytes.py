@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -43,21 +42,19 @@ def _volume_data(derived: Derived) -> pd.DataFrame:
     return found[kept].merge(table[["id", *named]], on="id")
 
 
-def _draw_volume(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    groups = [group for _, group in data.groupby(_PLACE, sort=True)]
-    shown = [contenders(group) for group in groups]
-    rows = sum(max(len(names), 2) for names in shown)
-    heights = [max(len(names), 2) for names in shown]
-    figure, grid = drawing.panels(
-        2, len(groups), height=0.75 + 0.55 * len(groups) + 0.32 * rows, sharey="row", height_ratios=heights
-    )
-    for (left, right), group, names in zip(grid, groups, shown, strict=True):
-        _volume_bars(left, group, names)
-        _spared_bars(right, group, names)
+def _draw_volume(data: pd.DataFrame) -> Figure:
+    groups = [group for _, group in data.groupby(_PLACE)]
+    rows = [max(group["contender"].nunique(), 2) for group in groups]
+    height = 0.75 + 0.55 * len(groups) + 0.32 * sum(rows)
+    figure, grid = drawing.panels(2, len(groups), height=height, sharey="row", height_ratios=rows)
+    for (left, right), group in zip(grid, groups, strict=True):
+        _volume_bars(left, group)
+        spared = _wide(group, "split", list(_SPARED))
+        spared = spared.mask((spared < _LEAST).any(axis=1))  # more than 16 bits: nothing is spared
+        drawing.stacked_bars(right, spared, theme.SPARED, _SPARED)
+        drawing.same_rows(right)
         if len(groups) > 1:
-            left.set_title(", ".join(_told(group)))
+            left.set_title(_told(group))
     grid[-1][0].set_xlabel("bytes between nodes per step, in M")
     grid[-1][1].set_xlabel("against flat collectives in 16 bits, in M")
     drawing.legend_above(figure, grid[0][0], columns=2)
@@ -65,45 +62,50 @@ def _draw_volume(data: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def _told(group: pd.DataFrame) -> list[str]:
+def _told(group: pd.DataFrame) -> str:
     first = group.iloc[0]
-    told = [f"{first['nodes']}x{first['ranks_per_node']} ranks", plain(first["model"])]
-    return told + ([f"{first['accumulation']} micro-batches"] if first["accumulation"] > 1 else [])
+    told = f"{first['nodes']}x{first['ranks_per_node']} ranks, {plain(first['model'])}"
+    return told + (f", {first['accumulation']} micro-batches" if first["accumulation"] > 1 else "")
 
 
-def _wide(group: pd.DataFrame, kind: str, names: list[str], parts: list[str]) -> pd.DataFrame:
+def _wide(group: pd.DataFrame, kind: str, parts: list[str]) -> pd.DataFrame:
+    """Medians in M of one kind: contenders in list order as rows, parts as columns."""
     rows = group[group["kind"] == kind]
     table = rows.pivot_table(index="contender", columns="part", values="m", aggfunc="median")
+    names = [contender for _, contender in contenders(group)]
     return table.reindex(index=names, columns=[part for part in parts if part in table.columns])
 
 
-def _volume_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) -> None:
-    names = [contender for _, contender in shown]
-    values = _wide(group, "ledger", names, list(bytes_and_memory.VOLUME_PARTS))
-    drawing.Stack(names, values, theme.VOLUME, {}).draw(ax)
-    totals = {
-        kind: group[group["kind"] == kind].groupby("contender")["m"].median().reindex(names)
-        for kind in ("predicted", "interface")
-    }
-    places = np.arange(len(names))
-    marks = {"predicted": ("|", theme.INK, 13), "interface": ("o", theme.INK, 4)}
-    for kind, (marker, colour, size) in marks.items():
-        ax.plot(totals[kind], places, marker, color=colour, ms=size, mfc="none", mew=1.2, label=kind)
-    theirs = [published.total(*found) for found in shown]
-    if not np.isnan(theirs).all():
-        ax.plot(theirs, places, "x", color=theme.RULE, ms=6, mew=1.5, label="published rule")
-    for place, total in enumerate(values.sum(axis=1)):
-        most = np.nanmax([total, *(series.iloc[place] for series in totals.values()), theirs[place]])
-        drawing.beside(ax, float(most), place, f"{total or most:.3f}", points=7)
-    ax.set_xlim(0, np.nanmax([values.sum(axis=1).max(), *totals["interface"], *theirs]) * 1.2)
-
-
-def _spared_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) -> None:
-    names = [contender for _, contender in shown]
-    values = _wide(group, "split", names, list(_SPARED))
-    values = values.mask((values < _LEAST).any(axis=1))  # more than 16 bits: nothing is spared
-    drawing.Stack(names, values, theme.SPARED, _SPARED).draw(ax)
-    drawing.same_rows(ax)
+def _volume_bars(ax: Axes, group: pd.DataFrame) -> None:
+    values = _wide(group, "ledger", list(bytes_and_memory.VOLUME_PARTS))
+    drawing.stacked_bars(ax, values, theme.VOLUME, {})
+    totals = pd.DataFrame({"ledger": values.sum(axis=1)})
+    for kind, marker, size in (("predicted", "|", 13), ("interface", "o", 4)):
+        totals[kind] = group[group["kind"] == kind].groupby("contender")["m"].median()
+        ax.plot(
+            totals[kind],
+            range(len(totals)),
+            marker,
+            color=theme.INK,
+            ms=size,
+            mfc="none",
+            mew=1.2,
+            label=kind,
+        )
+    totals["published"] = [published.total(*found) for found in contenders(group)]
+    if totals["published"].notna().any():
+        ax.plot(
+            totals["published"],
+            range(len(totals)),
+            "x",
+            color=theme.RULE,
+            ms=6,
+            mew=1.5,
+            label="published rule",
+        )
+    for place, (most, total) in enumerate(zip(totals.max(axis=1), totals["ledger"], strict=True)):
+        drawing.beside(ax, most, place, f"{total or most:.3f}", points=7)
+    ax.set_xlim(0, totals[["ledger", "interface", "published"]].max().max() * 1.2)
 
 
 def _unsplit_in_words(data: pd.DataFrame) -> str:
@@ -115,11 +117,9 @@ def _unsplit_in_words(data: pd.DataFrame) -> str:
 
 
 def _volume_caption(data: pd.DataFrame) -> str:
-    places = [group for _, group in data.groupby(_PLACE, sort=True)]
+    places = [group for _, group in data.groupby(_PLACE)]
     m = [group["m_bytes"].iloc[0] / group["accumulation"].iloc[0] / 1e6 for group in places]
-    sizes = "; ".join(
-        f"{', '.join(_told(group))}: {size:.2f} MB" for group, size in zip(places, m, strict=True)
-    )
+    sizes = "; ".join(f"{_told(group)}: {size:.2f} MB" for group, size in zip(places, m, strict=True))
     several = "Of several micro-batches: the mean of one. " if data["accumulation"].gt(1).any() else ""
     return (
         "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
@@ -148,18 +148,13 @@ def _volume_alt(data: pd.DataFrame) -> str:
 
 
 def _link_data(derived: Derived) -> pd.DataFrame:
-    links = derived.frames.links
-    told = ["kind", "requested_mbit", "when", "achieved_mbit"]
-    again = links["when"].eq("calibrated") & links.duplicated(told)  # records repeat their calibration
-    shaped = links[links["requested_mbit"].notna() & ~again]
+    shaped = derived.frames.links.dropna(subset=["requested_mbit"])
     share = pd.to_numeric(shaped["achieved_mbit"]) / pd.to_numeric(shaped["requested_mbit"])
     named = derived.trials[["id", "strategy", "contender", "place", "first"]]
     return shaped.assign(share=share).merge(named, on="id")
 
 
-def _draw_link(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
+def _draw_link(data: pd.DataFrame) -> Figure:
     figure, ((ax,),) = drawing.panels(1, height=2.5)
     requested = pd.to_numeric(data["requested_mbit"]).astype(float)
     several = len(requested.unique()) > 1
@@ -222,21 +217,21 @@ def _link_alt(data: pd.DataFrame) -> str:
 
 PLOTS: Final = (
     Plot(
-        name="volume",
-        title="Bytes between nodes",
-        suite="quickstart",
-        data=_volume_data,
-        draw=_draw_volume,
-        caption=_volume_caption,
-        alt=_volume_alt,
+        "volume",
+        "Bytes between nodes",
+        _draw_volume,
+        _volume_caption,
+        _volume_alt,
+        "quickstart",
+        _volume_data,
     ),
     Plot(
-        name="link",
-        title="The link, as asked for and as it was",
-        suite="quickstart",
-        data=_link_data,
-        draw=_draw_link,
-        caption=_link_caption,
-        alt=_link_alt,
+        "link",
+        "The link, as asked for and as it was",
+        _draw_link,
+        _link_caption,
+        _link_alt,
+        "quickstart",
+        _link_data,
     ),
 )

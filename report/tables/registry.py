@@ -480,19 +480,10 @@ def environment(derived: Derived) -> Table:
 
 
 _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
-    "summary": summary,
-    "time": time,
-    "generation": generation,
-    "volume": volume,
-    "checks": checks,
-    "parity": parity,
-    "break_even": break_even,
-    "memory": memory,
-    "quantisation": quantisation,
-    "largest_error": largest_error,
-    "links": links,
-    "published_throughput": published_throughput,
-    "setting": setting,
-    "environment": environment,
-}
-NAMES_OF_FILES: Final = (*_MAKERS, "failures")
+    maker.__name__: maker
+    for maker in (
+        summary, time, failures, generation, volume, checks, parity, break_even, memory, quantisation,
+        largest_error, links, published_throughput, setting, environment,
+    )
+}  # fmt: skip
+NAMES_OF_FILES: Final = tuple(_MAKERS)

@@ -129,13 +129,10 @@ class Table:
             ]
         )
 
-    def write(self, folder: Path) -> dict[str, Path]:
-        """Write all formats; returns their paths by suffix."""
-        forms = {"csv": self.csv(), "md": self.markdown(), "tex": self.latex()}
-        files = {suffix: folder / f"{self.name}.{suffix}" for suffix in forms}
-        for suffix, path in files.items():
-            path.write_text(forms[suffix], encoding="utf-8", newline="\n")
-        return files
+    def write(self, folder: Path) -> None:
+        """Write all formats."""
+        for suffix, written in {"csv": self.csv(), "md": self.markdown(), "tex": self.latex()}.items():
+            (folder / f"{self.name}.{suffix}").write_text(written, encoding="utf-8", newline="\n")
 
 
 def latex(value: str) -> str:
