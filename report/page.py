@@ -25,6 +25,11 @@ _SUITES: Final = _HERE.parent / "suites"
 _TEMPLATE: Final = "page.html"
 _STYLE: Final = "page.css"
 _COMMIT: Final = 12  # characters of a commit's hash
+_FACTS: Final = {  # in the page's head, by their names on record
+    "machine.cpu": "processor", "machine.cores": "cores", "machine.gpus": "GPUs", "machine.kernel": "kernel",
+    "machine.packages.torch": "torch", "link.kind": "link", "code.version": "version",
+    "code.commit": "commit",
+}  # fmt: skip
 _LAST: Final = ("setting", "environment")  # tables with a section of their own
 _MOST_NAMES: Final = 3  # in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
@@ -200,17 +205,7 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
     found += essentials(frames, ran)
     if frames.shared:
         found.append(("all policies", ", ".join(f"{name} {value}" for name, value in frames.shared.items())))
-    names = {
-        "machine.cpu": "processor",
-        "machine.cores": "cores",
-        "machine.gpus": "GPUs",
-        "machine.kernel": "kernel",
-        "machine.packages.torch": "torch",
-        "link.kind": "link",
-        "code.version": "version",
-        "code.commit": "commit",
-    }
-    shown = [(told, known.get(fact)) for fact, told in names.items()]
+    shown = [(told, known.get(fact)) for fact, told in _FACTS.items()]
     found += [(told, str(value)) for told, value in shown if value not in (None, "[]", "null")]
     if (taken := footnotes.taken_fact(derived)) is not None:
         found.append(("processors taken by others", taken))

@@ -13,14 +13,16 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.records.statistics import Interval
 from report.draw import theme
 
 LINE_POINTS: Final = 10.5  # height of a label, with its air
 ROW_INCHES: Final = 0.3  # height of a bar with its air
+_APART: Final = 1.35  # least ratio of neighbouring ticks
 _LABEL_LETTERS: Final = 20  # of a label in one line
 
 
@@ -33,29 +35,38 @@ def panels(
     return figure, [list(row) for row in axes]
 
 
+def panels_of(
+    count: int, columns: int, *, height: float, width: float = theme.WIDTH
+) -> tuple[Figure, list[Axes]]:
+    """Create a figure of ``count`` axes in rows of ``columns``; ``height`` is that of a row, in inches."""
+    rows = -(-count // columns)
+    figure, grid = panels(columns, rows, height=0.4 + rows * height, width=width)
+    places = [ax for row in grid for ax in row]
+    for ax in places[count:]:
+        ax.set_axis_off()
+    return figure, places[:count]
+
+
 def bars_height(rows: int, *, room: float = 0.95, row: float = ROW_INCHES) -> float:
     """Height in inches of a figure with this many horizontal bars."""
     return room + row * max(rows, 2)
 
 
-def log_ticks(ax: Axes, values: Sequence[float], *, axis: str = "x", unit: str = "") -> None:
-    """Make a log axis with plain tick labels at ``values``."""
-    kept = sorted({float(v) for v in values if v > 0})
-    getattr(ax, f"set_{axis}scale")("log")
-    part = ax.xaxis if axis == "x" else ax.yaxis
-    part.set_major_locator(FixedLocator(_thinned(kept)))
-    part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
-    part.set_minor_locator(NullLocator())
-    part.set_minor_formatter(NullFormatter())
-
-
-def _thinned(values: list[float], ratio: float = 1.35) -> list[float]:
-    """The values that are far enough apart on a log axis to be legible."""
+def log_ticks(ax: Axes, values: Sequence[float]) -> None:
+    """Make the x axis logarithmic with plain labels at ``values`` that are far enough apart to be legible."""
     kept: list[float] = []
-    for value in values:
-        if not kept or value / kept[-1] >= ratio:
+    for value in sorted(float(v) for v in values if v > 0):
+        if not kept or value / kept[-1] >= _APART:
             kept.append(value)
-    return kept
+    ax.set_xscale("log")
+    _ticks(ax.xaxis, kept)
+
+
+def _ticks(axis: Axis, at: Sequence[float]) -> None:
+    """Plain labels at these places and no others."""
+    axis.set_major_locator(FixedLocator(at))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def decades(ax: Axes, axis: str = "y") -> None:
@@ -68,9 +79,7 @@ def decades(ax: Axes, axis: str = "y") -> None:
         ticks = [step * 10.0**power for power in powers for step in steps]
         if sum(low <= tick <= high for tick in ticks) > 1:
             break
-    part.set_major_locator(FixedLocator(ticks))
-    part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    part.set_minor_locator(NullLocator())
+    _ticks(part, ticks)
     (ax.set_xlim if axis == "x" else ax.set_ylim)(low, high)
 
 

@@ -33,8 +33,8 @@ class Drawing:
 class Plot(Drawing):
     """One figure of a suite's report."""
 
-    suite: str  # to run when there is no data
     data: Callable[[Derived], pd.DataFrame]  # without rows if the records hold nothing to draw
+    suite: str = "quickstart"  # to run when there is no data
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:

@@ -17,6 +17,11 @@ from report.draw.plot import Plot, contenders, peers_note, unpublished_note
 
 _PLACE: Final = ["nodes", "ranks_per_node", "model", "accumulation"]
 _LEAST: Final = -1e-9  # M; what is spared is not below it but for rounding
+_MARKS: Final[dict[str, tuple[str, str, int]]] = {  # beside the ledger's bars: marker, colour and size
+    "predicted": ("|", theme.INK, 13),
+    "interface": ("o", theme.INK, 4),
+    "published rule": ("x", theme.RULE, 6),
+}
 _SPARED: Final = {
     "sent": "sent",
     "quantising": "spared by quantising",
@@ -80,32 +85,16 @@ def _volume_bars(ax: Axes, group: pd.DataFrame) -> None:
     values = _wide(group, "ledger", list(bytes_and_memory.VOLUME_PARTS))
     drawing.stacked_bars(ax, values, theme.VOLUME, {})
     totals = pd.DataFrame({"ledger": values.sum(axis=1)})
-    for kind, marker, size in (("predicted", "|", 13), ("interface", "o", 4)):
+    for kind in ("predicted", "interface"):
         totals[kind] = group[group["kind"] == kind].groupby("contender")["m"].median()
-        ax.plot(
-            totals[kind],
-            range(len(totals)),
-            marker,
-            color=theme.INK,
-            ms=size,
-            mfc="none",
-            mew=1.2,
-            label=kind,
-        )
-    totals["published"] = [published.total(*found) for found in contenders(group)]
-    if totals["published"].notna().any():
-        ax.plot(
-            totals["published"],
-            range(len(totals)),
-            "x",
-            color=theme.RULE,
-            ms=6,
-            mew=1.5,
-            label="published rule",
-        )
+    totals["published rule"] = [published.total(*found) for found in contenders(group)]
+    places = range(len(totals))
+    for name, (marker, colour, size) in _MARKS.items():
+        if totals[name].notna().any():
+            ax.plot(totals[name], places, marker, color=colour, ms=size, mfc="none", mew=1.2, label=name)
     for place, (most, total) in enumerate(zip(totals.max(axis=1), totals["ledger"], strict=True)):
         drawing.beside(ax, most, place, f"{total or most:.3f}", points=7)
-    ax.set_xlim(0, totals[["ledger", "interface", "published"]].max().max() * 1.2)
+    ax.set_xlim(0, totals[["ledger", "interface", "published rule"]].max().max() * 1.2)
 
 
 def _unsplit_in_words(data: pd.DataFrame) -> str:
@@ -117,14 +106,17 @@ def _unsplit_in_words(data: pd.DataFrame) -> str:
 
 
 def _volume_caption(data: pd.DataFrame) -> str:
+    m = data["m_bytes"] / data["accumulation"] / 1e6
     places = [group for _, group in data.groupby(_PLACE)]
-    m = [group["m_bytes"].iloc[0] / group["accumulation"].iloc[0] / 1e6 for group in places]
-    sizes = "; ".join(f"{_told(group)}: {size:.2f} MB" for group, size in zip(places, m, strict=True))
+    sizes = "; ".join(f"{_told(group)}: {m[group.index[0]]:.2f} MB" for group in places)
+    with_ledger = data[data["kind"] == "ledger"]["contender"]
+    without = (data["kind"] == "interface") & ~data["contender"].isin(with_ledger)
+    unledgered = "; the interfaces' where there is no ledger" if without.any() else ""
     several = "Of several micro-batches: the mean of one. " if data["accumulation"].gt(1).any() else ""
     return (
         "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
         f"padded elements x (nodes - 1) ({sizes}). Left: the ledger by purpose "
-        f"(bars and numbers{_unledgered(data)}), what impl.plan.traffic predicts ( | ), what the network "
+        f"(bars and numbers{unledgered}), what impl.plan.traffic predicts ( | ), what the network "
         "interfaces counted, headers included ( o ), and the rule printed in the ZeRO++ blog, 3M for ZeRO-3 "
         "and 0.75M for ZeRO++, applied to each technique ( x; only the two totals were printed there); the "
         f"rule leaves out scales and control. {unpublished_note(data)}Right: computed from the same units, "
@@ -132,13 +124,6 @@ def _volume_caption(data: pd.DataFrame) -> str:
         f"copy, then by quantising{_unsplit_in_words(data)}. "
         f"{peers_note(data)}{several}Median over repeats."
     )
-
-
-def _unledgered(data: pd.DataFrame) -> str:
-    """Caption text on contenders without a ledger; empty if there are none."""
-    counted = {kind: set(mine["contender"]) for kind, mine in data.groupby("kind")}
-    without = counted.get("interface", set()) - counted.get("ledger", set())
-    return "; the interfaces' where there is no ledger" if without else ""
 
 
 def _volume_alt(data: pd.DataFrame) -> str:
@@ -149,14 +134,14 @@ def _volume_alt(data: pd.DataFrame) -> str:
 
 def _link_data(derived: Derived) -> pd.DataFrame:
     shaped = derived.frames.links.dropna(subset=["requested_mbit"])
-    share = pd.to_numeric(shaped["achieved_mbit"]) / pd.to_numeric(shaped["requested_mbit"])
+    share = shaped["achieved_mbit"] / shaped["requested_mbit"]
     named = derived.trials[["id", "strategy", "contender", "place", "first"]]
     return shaped.assign(share=share).merge(named, on="id")
 
 
 def _draw_link(data: pd.DataFrame) -> Figure:
     figure, ((ax,),) = drawing.panels(1, height=2.5)
-    requested = pd.to_numeric(data["requested_mbit"]).astype(float)
+    requested = data["requested_mbit"]
     several = len(requested.unique()) > 1
     if several:
         drawing.log_ticks(ax, sorted(requested.unique()))
@@ -192,19 +177,14 @@ def _draw_link(data: pd.DataFrame) -> Figure:
 def _link_caption(data: pd.DataFrame) -> str:
     kinds = data.drop_duplicates(["kind", "why"])
     told = "; ".join(f"{row.kind} ({row.why})" for row in kinds.itertuples())
+    over_trials = len(data["requested_mbit"].unique()) == 1 and data["when"].eq("calibrated").any()
+    where = "; a calibration stands before the first trial that it served" if over_trials else ""
     return (
         "The link between nodes: rate achieved by messages of at least "
         f"{data['message_bytes'].min() / 1e6:.3g} MB before the sweep (calibrated) and right after each "
-        f"trial (probed), as a share of the rate asked for{_calibrations_in_words(data)}. "
+        f"trial (probed), as a share of the rate asked for{where}. "
         f"Kind of link: {told}."
     )
-
-
-def _calibrations_in_words(data: pd.DataFrame) -> str:
-    """Caption text on the position of calibrations, which belong to no trial, on an axis of trials."""
-    if len(data["requested_mbit"].unique()) > 1 or not data["when"].eq("calibrated").any():
-        return ""
-    return "; a calibration stands before the first trial that it served"
 
 
 def _link_alt(data: pd.DataFrame) -> str:
@@ -216,22 +196,6 @@ def _link_alt(data: pd.DataFrame) -> str:
 
 
 PLOTS: Final = (
-    Plot(
-        "volume",
-        "Bytes between nodes",
-        _draw_volume,
-        _volume_caption,
-        _volume_alt,
-        "quickstart",
-        _volume_data,
-    ),
-    Plot(
-        "link",
-        "The link, as asked for and as it was",
-        _draw_link,
-        _link_caption,
-        _link_alt,
-        "quickstart",
-        _link_data,
-    ),
+    Plot("volume", "Bytes between nodes", _draw_volume, _volume_caption, _volume_alt, _volume_data),
+    Plot("link", "The link, as asked for and as it was", _draw_link, _link_caption, _link_alt, _link_data),
 )

@@ -173,13 +173,13 @@ def _sweep_alt(data: pd.DataFrame) -> str:
 def _sweep(name: str, title: str, axis: str, suite: str) -> Plot:
     """The figure of the sweeps along ``axis``."""
     return Plot(
-        name, title, partial(_draw_sweep, axis=axis), _sweep_caption, _sweep_alt, suite,
-        partial(_sweep_data, axis=axis),
+        name, title, partial(_draw_sweep, axis=axis), _sweep_caption, _sweep_alt,
+        partial(_sweep_data, axis=axis), suite,
     )  # fmt: skip
 
 
 PLOTS: Final = (
-    Plot("error", "Quantisation error", _draw_error, _error_caption, _error_alt, "block_size", _error_data),
+    Plot("error", "Quantisation error", _draw_error, _error_caption, _error_alt, _error_data, "block_size"),
     _sweep("block_sweep", "Block size", "block", "block_size"),
     _sweep("bits_sweep", "Bits", "bits", "bits"),
 )

@@ -100,5 +100,5 @@ def _alt(data: pd.DataFrame) -> str:
 
 
 PLOTS: Final = (
-    Plot("generation", "Decoding with sharded weights", _draw, _caption, _alt, "generation", _data),
+    Plot("generation", "Decoding with sharded weights", _draw, _caption, _alt, _data, "generation"),
 )

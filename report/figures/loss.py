@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from report.data import metrics
 from report.data.frames import groups, rate_text
 from report.data.metrics import Derived
-from report.data.text import byte_unit, counted, listed
+from report.data.text import byte_unit, counted, listed, span
 from report.draw import drawing, theme
 from report.draw.plot import Plot, by_cell, by_cell_and_contender, by_contender, common_to, contenders
 
@@ -104,8 +104,7 @@ def _without_rate(group: pd.DataFrame) -> pd.DataFrame:
 
 def _after_steps(data: pd.DataFrame) -> str:
     """Caption text such as ``after 5 steps`` or ``after 5 to 40 steps``."""
-    low, high = int(data["validation_step"].min()), int(data["validation_step"].max())
-    return f"after {counted(high, 'step')}" if low == high else f"after {low} to {high} steps"
+    return f"after {span(data['validation_step'], 'step')}"
 
 
 def _draw_final(data: pd.DataFrame) -> Figure:
@@ -126,17 +125,14 @@ def _draw_final(data: pd.DataFrame) -> Figure:
 
 
 def _final_caption(data: pd.DataFrame) -> str:
+    rates = int(data["same_at_rates"].max())
+    once = f" The same at each of {rates} rates of the link, and drawn once." if rates > 1 else ""
     return (
         f"Loss of the last validation, {_after_steps(data)} (warm-ups included): each run (dots), their mean "
-        f"(marker and number), and from the lowest to the highest (line).{_said_once(data)} "
+        f"(marker and number), and from the lowest to the highest (line).{once} "
         f"{counted(data['seed'].nunique(), 'seed')}, {counted(data['repeat'].nunique(), 'repeat')}. The axis "
         f"does not start at 0. {common_to(data)}"
     )
-
-
-def _said_once(data: pd.DataFrame) -> str:
-    rates = int(data["same_at_rates"].max())
-    return f" The same at each of {rates} rates of the link, and drawn once." if rates > 1 else ""
 
 
 def _final_alt(data: pd.DataFrame) -> str:
@@ -152,8 +148,8 @@ PLOTS: Final = (
         _draw_loss,
         _loss_caption,
         _loss_alt,
-        "convergence",
         _loss_data,
+        "convergence",
     ),
     Plot(
         "final_loss",
@@ -161,7 +157,7 @@ PLOTS: Final = (
         _draw_final,
         _final_caption,
         _final_alt,
-        "convergence",
         _final_data,
+        "convergence",
     ),
 )

@@ -23,7 +23,6 @@ _GROUP: Final = ["contender", "secondary"]
 def _memory_data(derived: Derived) -> pd.DataFrame:
     found = bytes_and_memory.memory(derived.frames, derived.trials)
     found = found[found["source"].isin(_SOURCES)]
-    found = found.merge(derived.trials[["id", "first", "nodes", "ranks_per_node", "model"]], on="id")
     return found if found[found["source"] == "engine"]["secondary"].nunique() >= 2 else found.iloc[:0]
 
 
@@ -107,5 +106,5 @@ def _memory_alt(data: pd.DataFrame) -> str:
 
 
 PLOTS: Final = (
-    Plot("memory", "Memory per rank", _draw_memory, _memory_caption, _memory_alt, "hpz_group", _memory_data),
+    Plot("memory", "Memory per rank", _draw_memory, _memory_caption, _memory_alt, _memory_data, "hpz_group"),
 )

@@ -69,11 +69,10 @@ def _scaling_caption(data: pd.DataFrame) -> str:
 
 def _scaling_alt(data: pd.DataFrame) -> str:
     told = []
-    for (_, title), panel in groups(data, ["kind", "title"]):
-        for _, contender, group in by_contender(panel):
-            middle = group.groupby("nodes")["tokens_per_second"].median()
-            points = [f"{value:.0f} on {nodes}" for nodes, value in middle.items()]
-            told.append(f"{contender}, {title}: {listed(points)}")
+    for (title, contender), group in groups(data, ["title", "contender"]):
+        middle = group.groupby("nodes")["tokens_per_second"].median()
+        points = listed([f"{value:.0f} on {nodes}" for nodes, value in middle.items()])
+        told.append(f"{contender}, {title}: {points}")
     return f"Lines of tokens per second over nodes. {'; '.join(told)}."
 
 
@@ -131,14 +130,14 @@ def _largest_alt(data: pd.DataFrame) -> str:
 
 
 PLOTS: Final = (
-    Plot("scaling", "More nodes", _draw_scaling, _scaling_caption, _scaling_alt, "nodes", _scaling_data),
+    Plot("scaling", "More nodes", _draw_scaling, _scaling_caption, _scaling_alt, _scaling_data, "nodes"),
     Plot(
         "largest_model",
         "The largest model under a memory limit",
         _draw_largest,
         _largest_caption,
         _largest_alt,
-        "stages",
         _largest_data,
+        "stages",
     ),
 )

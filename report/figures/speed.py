@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from report.data import footnotes, metrics, published
 from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.metrics import Derived
-from report.data.text import listed
+from report.data.text import listed, span
 from report.draw import drawing, theme
 from report.draw.plot import (
     Plot,
@@ -64,11 +64,6 @@ def _rate_axis(ax: Axes, data: pd.DataFrame) -> None:
     drawing.log_ticks(ax, [float(f"{rate:.2g}") for rate in rates])
 
 
-def with_differing(rows: pd.DataFrame, derived: Derived) -> pd.DataFrame:
-    """Rows with a column ``rates_differ``: whether their cell's links had different rates."""
-    return rows.assign(rates_differ=rows["cell"].isin(list(derived.differing)))
-
-
 def _mark_differing(ax: Axes, data: pd.DataFrame, value: str) -> None:
     """Mark each cell of a panel over rates whose links achieved different rates."""
     for _, cell in data[data["rates_differ"]].groupby("cell"):
@@ -82,18 +77,15 @@ def differing_in_words(data: pd.DataFrame) -> str:
 
 
 def _throughput_data(derived: Derived) -> pd.DataFrame:
-    rows = with_differing(metrics.several_rates(derived.trials), derived)
-    return rows[[*KEPT, "step_seconds", "tokens_per_second", "rates_differ"]]
+    return metrics.several_rates(derived.trials)[[*KEPT, "step_seconds", "tokens_per_second", "rates_differ"]]
 
 
 def _draw_throughput(data: pd.DataFrame) -> Figure:
     sizes = _by_size(data)
     columns = 3 if len(sizes) == 3 else min(len(sizes), 2)
-    rows = -(-len(sizes) // columns)
     width = max(theme.WIDTH, 3.2 * columns)
-    figure, grid = drawing.panels(columns, rows, height=0.5 + _PANEL_INCHES * rows, width=width)
-    places = [ax for row in grid for ax in row]
-    for ax, (title, mine) in zip(places, sizes, strict=False):
+    figure, places = drawing.panels_of(len(sizes), columns, height=_PANEL_INCHES, width=width)
+    for ax, (title, mine) in zip(places, sizes, strict=True):
         _rate_axis(ax, mine)
         endings = _lines(ax, mine, "tokens_per_second")
         ax.set_ylim(0, mine["tokens_per_second"].max() * 1.08)
@@ -102,8 +94,6 @@ def _draw_throughput(data: pd.DataFrame) -> Figure:
         ax.set_ylabel("tokens/s")
         ax.set_xlabel("achieved rate of a node's link, Mbit/s")
         drawing.label_ends(ax, endings, _PANEL_INCHES * 0.72)
-    for ax in places[len(sizes) :]:
-        ax.set_axis_off()
     return figure
 
 
@@ -133,7 +123,7 @@ def _speedup_data(derived: Derived) -> pd.DataFrame:
         return rows.iloc[:0]
     kept = [*KEPT, "baseline", "baseline_seconds", "step_seconds", "schedule_seconds", "processor_seconds"]
     kept += ["best_seconds", "speedup", "allowed", *metrics.SHARES, "rates_differ"]
-    return with_differing(rows, derived)[kept]
+    return rows[kept]
 
 
 def _draw_speedup(data: pd.DataFrame) -> Figure:
@@ -190,8 +180,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
     rows = by_cell_and_contender(data)
     height = drawing.bars_height(len(rows), row=0.38)
     figure, ((left, right),) = drawing.panels(2, height=height, sharey=True)
-    marks = [f" {footnotes.RATES}" if group["rates_differ"].any() else "" for _, _, group in rows]
-    drawing.row_names(left, [name + mark for (name, _, _), mark in zip(rows, marks, strict=True)])
+    drawing.row_names(left, [name + footnotes.rates(group) for name, _, group in rows])
     for place, (_, strategy, group) in enumerate(rows):
         colour = theme.colour(strategy)
         found = metrics.speedup(group)
@@ -267,8 +256,7 @@ def interval_in_words(data: pd.DataFrame) -> str:
     pairs = data.groupby(["cell", "contender"]).size()
     if pairs.max() == 1:
         return "of one pair, so without an interval"
-    told = f"{pairs.min()} to {pairs.max()}" if pairs.min() < pairs.max() else str(pairs.max())
-    return f"with its 95 % interval (line; Student's t from {told} pairs, wide for few)"
+    return f"with its 95 % interval (line; Student's t from {span(pairs, 'pair')}, wide for few)"
 
 
 def _speedup_alt(data: pd.DataFrame) -> str:
@@ -385,23 +373,15 @@ def _parity_alt(data: pd.DataFrame) -> str:
 
 
 PLOTS: Final = (
-    Plot(
-        "speedup",
-        "Speed-up over ZeRO-3",
-        _draw_speedup,
-        _speedup_caption,
-        _speedup_alt,
-        "quickstart",
-        _speedup_data,
-    ),
+    Plot("speedup", "Speed-up over ZeRO-3", _draw_speedup, _speedup_caption, _speedup_alt, _speedup_data),
     Plot(
         "throughput",
         "Throughput against bandwidth",
         _draw_throughput,
         _throughput_caption,
         _throughput_alt,
-        "bandwidth",
         _throughput_data,
+        "bandwidth",
     ),
     Plot(
         "beside_published",
@@ -409,8 +389,8 @@ PLOTS: Final = (
         _draw_beside,
         _beside_caption,
         _beside_alt,
-        "bandwidth",
         _beside_data,
+        "bandwidth",
     ),
     Plot(
         "parity",
@@ -418,7 +398,7 @@ PLOTS: Final = (
         _draw_parity,
         _parity_caption,
         _parity_alt,
-        "bandwidth",
         _parity_data,
+        "bandwidth",
     ),
 )

@@ -14,7 +14,7 @@ from report.data.metrics import Derived
 from report.data.text import listed, number
 from report.draw import drawing, theme
 from report.draw.plot import Plot, by_cell, by_contender, common_to, contenders, peers_note
-from report.figures.speed import KEPT, differing_in_words, interval_in_words, with_differing
+from report.figures.speed import KEPT, differing_in_words, interval_in_words
 
 
 def _ablation_data(derived: Derived) -> pd.DataFrame:
@@ -25,7 +25,7 @@ def _ablation_data(derived: Derived) -> pd.DataFrame:
     ]
     ran = rows.groupby("cell")["strategy"].transform(lambda names: len(set(names) & set(COMBINATIONS)))
     kept = [*KEPT, "baseline", "baseline_seconds", "step_seconds", "speedup", "bytes_ratio", "sent_bytes"]
-    return with_differing(rows, derived)[ran == len(COMBINATIONS)][[*kept, "rates_differ"]]
+    return rows[ran == len(COMBINATIONS)][[*kept, "rates_differ"]]
 
 
 def _draw_ablation(data: pd.DataFrame) -> Figure:
@@ -44,7 +44,7 @@ def _draw_ablation(data: pd.DataFrame) -> Figure:
         left.set_xlim(0, max(top, min(left.dataLim.x1, 1.5 * top)) * 1.18)
         right.set_xlim(0, mine["bytes_ratio"].max() * 1.18)
         drawing.same_rows(right)
-        left.set_title(f"{title} {footnotes.RATES}".strip() if mine["rates_differ"].any() else title)
+        left.set_title(f"{title}{footnotes.rates(mine)}".strip())
     grid[-1][0].set_xlabel("speed-up over ZeRO-3")
     grid[-1][1].set_xlabel("bytes between nodes over ZeRO-3's")
     return figure
@@ -83,11 +83,9 @@ def _split_data(derived: Derived) -> pd.DataFrame:
 def _draw_split(data: pd.DataFrame) -> Figure:
     cells = by_cell(data)
     columns = 1 if len(cells) == 1 else 2
-    rows = -(-len(cells) // columns)
     most = max(mine["contender"].nunique() for _, mine in cells)
-    figure, grid = drawing.panels(columns, rows, height=0.35 + rows * (0.55 + 0.26 * max(most, 2)))
-    places = [ax for row in grid for ax in row]
-    for ax, (title, mine) in zip(places, cells, strict=False):
+    figure, places = drawing.panels_of(len(cells), columns, height=0.55 + 0.26 * max(most, 2))
+    for ax, (title, mine) in zip(places, cells, strict=True):
         table = mine.pivot_table(index="contender", columns="part", values="seconds", aggfunc="mean")
         names = [contender for _, contender in contenders(mine)]
         values = table.reindex(index=names, columns=[part for part in theme.PARTS if part in table.columns])
@@ -96,9 +94,7 @@ def _draw_split(data: pd.DataFrame) -> Figure:
             drawing.beside(ax, float(total), place, number()(total))
         ax.set_xlim(0, values.sum(axis=1).max() * 1.12)
         ax.set_title(title)
-    for ax in places[len(cells) :]:
-        ax.set_axis_off()
-    for ax in places[max(0, len(cells) - columns) : len(cells)]:
+    for ax in places[-columns:]:
         ax.set_xlabel("seconds per step")
     drawing.legend_above(figure, places[0], columns=6)
     return figure
@@ -131,15 +127,7 @@ def _split_alt(data: pd.DataFrame) -> str:
 
 PLOTS: Final = (
     Plot(
-        "ablation", "Ablation", _draw_ablation, _ablation_caption, _ablation_alt, "ablation", _ablation_data
+        "ablation", "Ablation", _draw_ablation, _ablation_caption, _ablation_alt, _ablation_data, "ablation"
     ),
-    Plot(
-        "step_split",
-        "Where a step's time goes",
-        _draw_split,
-        _split_caption,
-        _split_alt,
-        "quickstart",
-        _split_data,
-    ),
+    Plot("step_split", "Where a step's time goes", _draw_split, _split_caption, _split_alt, _split_data),
 )
