@@ -121,7 +121,8 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
             headline.append(figure.alt(rounds))
             drawn.append(registry.write(figure, rounds, folder / "figures"))
         found = table_of(board, data, wide=True)
-        tables.append(page.table_on_page(found, found.write(folder / "tables"), folder))
+        found.write(folder / "tables")
+        tables.append(found)
     text = page.fill(
         title=" ".join(heading),
         kicker="Results of a benchmark",
@@ -130,7 +131,8 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         headline=headline,
         facts=_facts(benches),
         warnings=[f"Not in the last run: {name}: {why}." for name, why in benches[-1].missing.items()],
-        figures=[page.figure_on_page(found, folder) for found in drawn if found is not None],
+        figures=drawn,
+        marked=frozenset(),
         missing=[],
         summary=[],
         tables=tables,
@@ -207,7 +209,7 @@ def _draw(board: Board, rows: pd.DataFrame) -> Figure:
             for row in here[here[board.panel] == title].to_dict("records"):
                 at, colour = names.index(row[board.row]), colours[row[column]]
                 found = Interval(row[measure], row[f"{measure}_low"], row[f"{measure}_high"], row["rounds"])
-                drawing.error_bar(ax, at, found, colour, across=True)
+                drawing.error_bar(ax, at, found, colour)
                 ax.plot(found.estimate, at, "o", color=colour, ms=5, mec="white", mew=0.5, zorder=4)
             _axis(ax, limits, log=board.log)
             drawing.row_names(ax, [str(name) for name in names])
