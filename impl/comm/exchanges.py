@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.comm.fingerprint import Entry
+from impl.comm.fingerprint import Step
 from impl.comm.watchdog import Watchdog, WireError
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
@@ -124,10 +124,10 @@ class Alone:
         self._buffers.give_back(self.send)
 
 
-def begin_lease(watchdog: Watchdog, lease: Lease, entry: Entry) -> Tensor:
+def begin_lease(watchdog: Watchdog, lease: Lease, step: Step) -> Tensor:
     """(rows, bytes) of the region that this rank fills, once all have ended the lease before."""
     lease.vacate()
-    with watchdog.waiting(entry):
+    with watchdog.waiting(step):
         return lease.begin()
 
 
@@ -139,7 +139,7 @@ class InMemory:
     Args:
         watchdog: of this rank.
         arena: of the group.
-        entry: the exchange's place in the order.
+        step: the exchange's place in the order.
         kind: of exchange.
         nbytes: of a row that a rank receives from another.
         row: bytes of this rank's message.
@@ -150,27 +150,27 @@ class InMemory:
         self,
         watchdog: Watchdog,
         arena: Arena,
-        entry: Entry,
+        step: Step,
         kind: Kind,
         *,
         nbytes: int,
         row: int,
         lease: Lease | None,
     ) -> None:
-        self._watchdog, self._arena, self._entry, self._lease = watchdog, arena, entry, lease
+        self._watchdog, self._arena, self._step, self._lease = watchdog, arena, step, lease
         self._start, self._nbytes = arena.group.index * nbytes if kind == "all_to_all" else 0, nbytes
         self._rows: Tensor | None = None  # once all have posted theirs
         place = None
         if lease is not None:  # if it has begun, the hop before wrote there
-            place = lease.rows[:0] if lease.begun else begin_lease(watchdog, lease, entry)
-        with watchdog.waiting(entry):
+            place = lease.rows[:0] if lease.begun else begin_lease(watchdog, lease, step)
+        with watchdog.waiting(step):
             self._number = arena.claim()
         self.send = arena.row(self._number)[:row] if place is None else place.view(-1)
         if lease is not None:
             lease.arriving(self.whole)
 
     def post(self) -> None:
-        self._arena.post(self._number, self._entry[2])
+        self._arena.post(self._number, self._step[2])
 
     def wait(self) -> Tensor:
         return self.whole()[:, self._start : self._start + self._nbytes]
@@ -178,11 +178,11 @@ class InMemory:
     def whole(self) -> Tensor:
         if self._rows is not None:
             return self._rows
-        with self._watchdog.waiting(self._entry):
+        with self._watchdog.waiting(self._step):
             rows = self._arena.wait(self._number)
-        if not self._arena.agree(self._number, self._entry[2]):
-            raise self._watchdog.parted(self._entry)
-        self._watchdog.collective_log.finished = self._entry
+        if not self._arena.agree(self._number, self._step[2]):
+            raise self._watchdog.parted(self._step)
+        self._watchdog.collective_log.finished = self._step
         self._rows = rows if self._lease is None else self._lease.rows
         return self._rows
 
@@ -197,7 +197,7 @@ class Distributed:
 
     Args:
         watchdog: of this rank.
-        entry: the exchange's place in the order.
+        step: the exchange's place in the order.
         start: posts it.
         received: where the messages arrive.
         send: this rank's message.
@@ -212,7 +212,7 @@ class Distributed:
     def __init__(
         self,
         watchdog: Watchdog,
-        entry: Entry,
+        step: Step,
         start: Callable[[], Sequence[dist.Work]],
         *,
         received: Tensor,
@@ -225,7 +225,7 @@ class Distributed:
         inter_bytes: int,
     ) -> None:
         self.send = send
-        self._watchdog, self._entry, self._start = watchdog, entry, start
+        self._watchdog, self._step, self._start = watchdog, step, start
         self._received, self._rows, self._limit = received, rows, limit
         self._buffers, self._taken = buffers, taken
         self._pacer, self._inter_bytes, self._carried = pacer, inter_bytes, 0.0
@@ -239,18 +239,18 @@ class Distributed:
         try:
             self._works = self._start()
         except RuntimeError as error:  # gloo says here already that a rank is lost
-            raise self._watchdog.stuck(self._entry, error) from error
-        self._watchdog.follow(self._entry, self._works)
+            raise self._watchdog.stuck(self._step, error) from error
+        self._watchdog.follow(self._step, self._works)
 
     def wait(self) -> Tensor:
         if self._under_way:
-            with self._watchdog.waiting(self._entry):
+            with self._watchdog.waiting(self._step):
                 for work in self._works:
                     work.wait(*self._limit)
                 if (left := self._carried - time.monotonic()) > 0:
                     time.sleep(left)
             self._works, self._under_way = (), False
-            self._watchdog.collective_log.finished = self._entry
+            self._watchdog.collective_log.finished = self._step
         return self._received.view(self._rows, -1)
 
     def whole(self) -> Tensor:

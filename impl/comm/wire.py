@@ -29,7 +29,7 @@ from torch import Tensor
 
 from impl.comm import exchanges
 from impl.comm.exchanges import Kind, Pacer
-from impl.comm.fingerprint import Entry, unpacked
+from impl.comm.fingerprint import Step, unpacked
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
@@ -310,7 +310,7 @@ class Wire:
     ) -> Exchange:
         if axis.size == 1:
             return exchanges.Alone(self._buffers, row)
-        entry = self._open(kind, axis, nbytes, tag, ring=ring)
+        step = self._open(kind, axis, nbytes, tag, ring=ring)
         route = self._routes.get((kind, axis, nbytes, tag, ring)) or self._route(
             kind, axis, nbytes, tag, ring
         )
@@ -321,10 +321,10 @@ class Wire:
             if arena is None or (lease is None and arena.row_bytes < row):
                 self.reserve(axis, row if lease is None else 0)
                 arena = self._arenas[axis]
-            return exchanges.InMemory(self._watchdog, arena, entry, kind, nbytes=nbytes, row=row, lease=lease)
+            return exchanges.InMemory(self._watchdog, arena, step, kind, nbytes=nbytes, row=row, lease=lease)
 
         if lease is not None:
-            place = exchanges.begin_lease(self._watchdog, lease, entry)
+            place = exchanges.begin_lease(self._watchdog, lease, step)
         rows = 1 if kind == "shift" else axis.size
         taken = []
         received, send = (place, None) if kind == "all_gather" else (None, place)
@@ -337,10 +337,10 @@ class Wire:
         elif send is None:
             send = self._buffers.take(row)
             taken.append(send)
-        mark = entry[2] % _TAGS  # of ranks that part no message fits another
+        mark = step[2] % _TAGS  # of ranks that part no message fits another
         exchange = exchanges.Distributed(
             self._watchdog,
-            entry,
+            step,
             partial(route.start, route.group, kind, received, send, mark),
             received=received,
             send=send,
@@ -355,7 +355,7 @@ class Wire:
             lease.arriving(exchange.wait)
         return exchange
 
-    def _open(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> Entry:
+    def _open(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> Step:
         """Enter the next exchange in the trail."""
         phase, purpose, unit = tag.phase, tag.purpose, tag.unit
         return self._watchdog.collective_log.open(
