@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 
 import psutil
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from impl.comm.fingerprint import CollectiveLog, Operation, Step, parting, told
 from impl.plan.topology import ranks_in_words

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Literal, Protocol
 
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.comm.fingerprint import Step
+from impl.comm.fingerprint import Fields, Step
 from impl.comm.watchdog import Watchdog, WireError
+from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
 from impl.transport.zero_copy import Lease
@@ -25,6 +27,7 @@ Kind = Literal["all_gather", "all_to_all", "shift"]
 Start = Callable[[Group, Kind, Tensor, Tensor, int], list[dist.Work]]  # group, kind, received, sent, tag
 
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
+_TAGS: Final = 1 << 30  # of gloo's messages
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -68,37 +71,58 @@ def collective(group: Group, kind: Kind, received: Tensor, sent: Tensor, _: int)
     return [dist.all_to_all_single(received, sent, come, go, group=handle, async_op=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How exchanges of one kind, size and purpose travel along an axis.
+
+    Attributes:
+        operation: for the log of collectives.
+        group: the axis's.
+        kind: of exchange.
+        nbytes: of a row that a rank receives from another.
+        row: bytes of this rank's message.
+        rows: that are received.
+        shared: whether its ranks read each other's memory.
+        start: posts them otherwise.
+        limit: what works' ``wait`` is given.
+        booked: rows of the ledger with what an exchange adds to each: bytes, messages.
+        inter_bytes: of them to other nodes.
+    """
+
+    operation: Fields
+    group: Group
+    kind: Kind
+    nbytes: int
+    row: int
+    rows: int
+    shared: bool
+    start: Start
+    limit: tuple[timedelta, ...]
+    booked: tuple[tuple[LedgerKey, int, int], ...]
+    inter_bytes: int
+
+
 class Buffers:
     """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB.
 
     Args:
         device: where it lies.
-
-    Attributes:
-        nbytes: of all of it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.nbytes = 0
         self._device = device
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8."""
-        free = self._free[nbytes]
-        if free:
+        if free := self._free[nbytes]:
             return free.pop()
-        self.nbytes += nbytes
         with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
         """Let it be used again."""
         self._free[buffer.numel()].append(buffer)
-
-    def abandon(self, buffer: Tensor) -> None:
-        """Let it go for good: a message may yet be written there, or be read."""
-        self.nbytes -= buffer.numel()
 
     def clear(self) -> None:
         """Let go of what is free."""
@@ -124,7 +148,7 @@ class Alone:
         self._buffers.give_back(self.send)
 
 
-def begin_lease(watchdog: Watchdog, lease: Lease, step: Step) -> Tensor:
+def _acquire(lease: Lease, watchdog: Watchdog, step: Step) -> Tensor:
     """(rows, bytes) of the region that this rank fills, once all have ended the lease before."""
     lease.vacate()
     with watchdog.waiting(step):
@@ -138,34 +162,25 @@ class InMemory:
 
     Args:
         watchdog: of this rank.
-        arena: of the group.
         step: the exchange's place in the order.
-        kind: of exchange.
-        nbytes: of a row that a rank receives from another.
-        row: bytes of this rank's message.
+        route: how it travels.
+        arena: of the group.
         lease: on the region where the rows are kept, if any.
     """
 
     def __init__(
-        self,
-        watchdog: Watchdog,
-        arena: Arena,
-        step: Step,
-        kind: Kind,
-        *,
-        nbytes: int,
-        row: int,
-        lease: Lease | None,
+        self, watchdog: Watchdog, step: Step, route: Route, arena: Arena, lease: Lease | None
     ) -> None:
-        self._watchdog, self._arena, self._step, self._lease = watchdog, arena, step, lease
-        self._start, self._nbytes = arena.group.index * nbytes if kind == "all_to_all" else 0, nbytes
+        self._watchdog, self._step, self._arena, self._lease = watchdog, step, arena, lease
+        start = route.group.index * route.nbytes if route.kind == "all_to_all" else 0
+        self._part = slice(start, start + route.nbytes)  # of each rank's message
         self._rows: Tensor | None = None  # once all have posted theirs
         place = None
         if lease is not None:  # if it has begun, the hop before wrote there
-            place = lease.rows[:0] if lease.begun else begin_lease(watchdog, lease, step)
+            place = lease.rows[:0] if lease.begun else _acquire(lease, watchdog, step)
         with watchdog.waiting(step):
             self._number = arena.claim()
-        self.send = arena.row(self._number)[:row] if place is None else place.view(-1)
+        self.send = arena.row(self._number)[: route.row] if place is None else place.view(-1)
         if lease is not None:
             lease.arriving(self.whole)
 
@@ -173,7 +188,7 @@ class InMemory:
         self._arena.post(self._number, self._step[2])
 
     def wait(self) -> Tensor:
-        return self.whole()[:, self._start : self._start + self._nbytes]
+        return self.whole()[:, self._part]
 
     def whole(self) -> Tensor:
         if self._rows is not None:
@@ -198,46 +213,55 @@ class Distributed:
     Args:
         watchdog: of this rank.
         step: the exchange's place in the order.
-        start: posts it.
-        received: where the messages arrive.
-        send: this rank's message.
-        rows: of what is received.
-        buffers: whose ``taken`` is given back in the end.
-        taken: of these two tensors, those that are not the caller's memory.
-        limit: what its works' ``wait`` is given.
+        route: how it travels.
+        buffers: where its messages lie.
+        place: where instead those of a gather arrive, or this rank's other message lies.
+        lease: on the region where those of a gather arrive, if any.
         pacer: a link that is modelled, if any.
-        inter_bytes: that it must carry before the exchange may complete.
     """
 
     def __init__(
         self,
         watchdog: Watchdog,
         step: Step,
-        start: Callable[[], Sequence[dist.Work]],
-        *,
-        received: Tensor,
-        send: Tensor,
-        rows: int,
+        route: Route,
         buffers: Buffers,
-        taken: Sequence[Tensor],
-        limit: tuple[timedelta, ...],
+        *,
+        place: Tensor | None,
+        lease: Lease | None,
         pacer: Pacer | None,
-        inter_bytes: int,
     ) -> None:
-        self.send = send
-        self._watchdog, self._step, self._start = watchdog, step, start
-        self._received, self._rows, self._limit = received, rows, limit
-        self._buffers, self._taken = buffers, taken
-        self._pacer, self._inter_bytes, self._carried = pacer, inter_bytes, 0.0
+        self._watchdog, self._step, self._route = watchdog, step, route
+        self._buffers, self._pacer, self._carried = buffers, pacer, 0.0
+        self._taken: list[Tensor] = []
         self._works: Sequence[dist.Work] = ()
         self._under_way = False
+        if lease is not None:
+            place = _acquire(lease, watchdog, step)
+        gathers = route.kind == "all_gather"
+        self._received = self._place(place if gathers else None, route.nbytes * route.rows)
+        if gathers and route.start is point_to_point:
+            # What is sent to all is written where this rank itself receives it.
+            self.send = self._received.view(route.rows, -1)[route.group.index]
+        else:
+            self.send = self._place(None if gathers else place, route.row)
+        if lease is not None:
+            lease.arriving(self.wait)
+
+    def _place(self, given: Tensor | None, nbytes: int) -> Tensor:
+        """What is given, else a buffer."""
+        if given is None:
+            self._taken.append(given := self._buffers.take(nbytes))
+        return given
 
     def post(self) -> None:
+        route = self._route
         self._under_way = True
-        if self._pacer is not None and self._inter_bytes:
-            self._carried = self._pacer.book(self._inter_bytes)
+        if self._pacer is not None and route.inter_bytes:
+            self._carried = self._pacer.book(route.inter_bytes)
+        mark = self._step[2] % _TAGS  # of ranks that part no message fits another
         try:
-            self._works = self._start()
+            self._works = route.start(route.group, route.kind, self._received, self.send, mark)
         except RuntimeError as error:  # gloo says here already that a rank is lost
             raise self._watchdog.stuck(self._step, error) from error
         self._watchdog.follow(self._step, self._works)
@@ -246,19 +270,17 @@ class Distributed:
         if self._under_way:
             with self._watchdog.waiting(self._step):
                 for work in self._works:
-                    work.wait(*self._limit)
+                    work.wait(*self._route.limit)
                 if (left := self._carried - time.monotonic()) > 0:
                     time.sleep(left)
             self._works, self._under_way = (), False
             self._watchdog.collective_log.finished = self._step
-        return self._received.view(self._rows, -1)
+        return self._received.view(self._route.rows, -1)
 
     def whole(self) -> Tensor:
         raise WireError("whole messages are seen only along an axis that shares memory")
 
     def close(self) -> None:
-        for buffer in self._taken:
-            if self._under_way:  # it was not waited for, or in vain
-                self._buffers.abandon(buffer)
-            else:
+        if not self._under_way:  # else a message may yet be written there, or be read
+            for buffer in self._taken:
                 self._buffers.give_back(buffer)

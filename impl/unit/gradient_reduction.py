@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from impl.codecs.codec import Codec, FloatCodec, Raw
-from impl.codecs.rounding_noise import apart
-from impl.comm.collectives import Reduction, Replication, Steps, opened, reduced, replicated
+from impl.codecs.rounding_noise import Noise, apart
+from impl.comm.collectives import Reduction, Steps, opened, reduced, replicated
 from impl.comm.error_feedback import Errors
 from impl.comm.wire import Exchange, Tag
 from impl.errors import ZeroError
@@ -26,7 +26,7 @@ class GradientReduction:
     Args:
         geometry: of the unit.
         context: with the other units; the policy is this unit's own.
-        owned: this rank's shard, which the mean is of.
+        master_shard: this rank's shard, which the mean is of.
     """
 
     def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
@@ -37,7 +37,7 @@ class GradientReduction:
         self._hops = policy.reduce_axes(topology)
         self._replicas = policy.replica_axes(topology)
         whole = geometry.shards == topology.world
-        self._strides = None if whole else [geometry.piece_stride(axis.stride) for axis, _ in self._hops]
+        self._strides = None if whole else self._strides_of([axis for axis, _ in self._hops])
         self._chunks = chunked(geometry.piece, policy.chunks, policy.grain)
         self._draws = any(codec.stochastic for codec in policy.gradients)
         self._tag = Tag("backward", "gradients", geometry.name)
@@ -68,15 +68,12 @@ class GradientReduction:
         """
         axes, codec = self._replicas
         master_shard = self._master_shard
-        into = (
-            master_shard.place()
-            if master_shard.fresh and not axes and not master_shard.placement.shard
-            else None
-        )
-        how = self._reduction(message, into, goes_on=bool(axes))
+        in_place = master_shard.fresh and not axes and not master_shard.placement.shard
+        how = self._reduction(message, master_shard.place() if in_place else None, goes_on=bool(axes))
         mean = yield from reduced(how, self._policy.reduce, gradient)
         if axes:
-            mean = yield from replicated(self._wire, self._replication(how, axes, codec), how.tag, mean)
+            noise, strides = self._replica_noise(how, codec), self._strides_of(axes)
+            mean = yield from replicated(self._wire, axes, codec, how.tag, mean, strides=strides, noise=noise)
         for start, end in self._pads:
             mean[start:end] = 0
         master_shard.take(mean)
@@ -98,15 +95,17 @@ class GradientReduction:
             goes_on=goes_on,
         )
 
-    def _replication(self, how: Reduction, axes: Sequence[Axis], codec: Codec) -> Replication:
-        """How this rank's mean comes to the other groups."""
+    def _replica_noise(self, how: Reduction, codec: Codec) -> Noise | None:
+        """Random bits of this rank's mean on its way to the other groups."""
+        if not codec.stochastic or how.key is None:
+            return None
         rank, piece = self._wire.mesh.rank, self._geometry.piece
-        noise = None
-        if codec.stochastic and how.key is not None:
-            number = self._geometry.bounds(rank)[0] // piece + rank // self._geometry.shards
-            noise = replace(how.key, hop=len(how.hops)).noise(number * apart(piece))
-        strides = [self._geometry.piece_stride(axis.stride) for axis in axes]
-        return Replication(axes=axes, strides=strides, codec=codec, noise=noise)
+        number = self._geometry.bounds(rank)[0] // piece + rank // self._geometry.shards
+        return replace(how.key, hop=len(how.hops)).noise(number * apart(piece))
+
+    def _strides_of(self, axes: Sequence[Axis]) -> list[int]:
+        """Along each axis, pieces of the shard from one rank's to its neighbour's."""
+        return [self._geometry.piece_stride(axis.stride) for axis in axes]
 
     def _feedback(self) -> Errors | None:
         """The errors that this step's reduction starts with."""
