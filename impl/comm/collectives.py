@@ -82,8 +82,8 @@ class Transfer:
         """
         if self.failed:
             raise ZeroError(
-                "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; "
-                "call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
+                "a gather or reduction that was interrupted cannot be finished: its values are lost on this "
+                "rank; call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
             )
         if self._steps is not None:
             try:
@@ -246,10 +246,8 @@ class Reduction:
     """How a gradient is reduced, beside its values.
 
     Attributes:
-        wire: what sends.
         hops: axes with their codecs, first hop first; together they number the world; none for one
             rank.
-        tag: for the ledger.
         strides: along each hop, pieces from one rank's to its neighbour's; the axes' own by default.
         chunks: (start, end) of the chunks of a piece, whose hops overlap; one by default.
         key: of stochastic codecs, with this rank as the source; the hop is filled in.

@@ -69,9 +69,6 @@ class DesyncReporter:
 
     Args:
         store: shared by all ranks; used from a thread of its own.
-        rank: this one.
-        world: how many there are.
-        collective_log: of this rank.
         timeout: seconds after which an exchange that was handed over with :meth:`follow` is overdue.
     """
 

@@ -103,11 +103,7 @@ class Route:
 
 
 class Buffers:
-    """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB.
-
-    Args:
-        device: where it lies.
-    """
+    """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -159,13 +155,6 @@ class InMemory:
     """Ranks of one node read each other's rows in place: in a slot of the arena, or where a lease keeps them.
 
     Leased rows are announced in a slot too, so that ranks that part find each other there.
-
-    Args:
-        watchdog: of this rank.
-        step: the exchange's place in the order.
-        route: how it travels.
-        arena: of the group.
-        lease: on the region where the rows are kept, if any.
     """
 
     def __init__(
@@ -211,9 +200,6 @@ class Distributed:
     """An exchange that torch.distributed carries.
 
     Args:
-        watchdog: of this rank.
-        step: the exchange's place in the order.
-        route: how it travels.
         buffers: where its messages lie.
         place: where instead those of a gather arrive, or this rank's other message lies.
         lease: on the region where those of a gather arrive, if any.

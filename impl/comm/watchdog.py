@@ -24,11 +24,9 @@ class Watchdog:
     """Knows which exchange this rank is in, times its waits, and asks the other ranks when one fails.
 
     Args:
-        mesh: this rank's groups.
         timeout: seconds after which a missing rank is an error.
 
     Attributes:
-        collective_log: the exchanges that this rank opened.
         exposed_seconds: time spent in :meth:`waiting`, accumulated.
     """
 

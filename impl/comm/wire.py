@@ -102,13 +102,9 @@ class Wire:
     """Sends messages along the axes of a mesh and keeps the ledger.
 
     Args:
-        mesh: this rank's groups.
         transport: what carries messages inside a node.
         pacer: models the link between nodes, where none is shaped.
         timeout: seconds after which a missing rank is an error.
-
-    Attributes:
-        ledger: what was sent.
     """
 
     def __init__(

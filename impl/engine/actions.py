@@ -26,8 +26,6 @@ class Actions:
 
     Attributes:
         units: the root's first, then in model order.
-        schedule: what to do at each event.
-        reductions: of the units' gradients.
         saved: what autograd keeps of forward passes.
         running: forward calls of hooked modules under way.
         in_forward: whether the model's forward pass is under way, and nothing was refused.

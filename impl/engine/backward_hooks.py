@@ -18,16 +18,13 @@ from impl.engine.masters import Masters
 from impl.engine.pytree import tensors_in
 from impl.errors import WrittenError, ZeroError
 from impl.unit.context import UnitContext
-from impl.unit.unit import Unit
 
 
 class BackwardHooks:
     """The backward passes of one sharded model on one rank.
 
     Args:
-        model: the root.
         of_module: indices of the units that travel with a module.
-        actions, context: of the units.
         masters: told when new gradients are there.
     """
 
@@ -154,7 +151,7 @@ class BackwardHooks:
         self._actions.reductions.finish()
         with contextlib.ExitStack() as ending:
             ending.callback(self._end)
-            ending.callback(release_all, self._units)
+            ending.callback(each, (unit.release for unit in self._units))
         if self._check_every and self._finished % self._check_every == 0:
             self._wire.check_order()
 
@@ -210,11 +207,6 @@ def _refuse_next_pass() -> None:
         "each backward pass; in reentrant checkpoints a parameter that is used twice brings its "
         "gradient in parts, so use_reentrant=False there"
     )
-
-
-def release_all(units: Iterable[Unit]) -> None:
-    """Release all of them in order, as :func:`each`."""
-    each(unit.release for unit in units)
 
 
 def each(steps: Iterable[Callable[[], None]]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from impl.codecs.reference import DTYPES
 from impl.engine.actions import Actions
-from impl.engine.backward_hooks import BackwardHooks, each, release_all
+from impl.engine.backward_hooks import BackwardHooks, each
 from impl.engine.masters import Masters
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.optimizer_hooks import find
@@ -36,17 +36,10 @@ class Hooks:
     """The passes of one sharded model on one rank, one after the other.
 
     Args:
-        model: whose modules and parameters are hooked.
-        units, context: the root's first, then in model order.
+        units: the root's first, then in model order.
         modules: of each unit, the module that it travels with.
-        masters: told when new gradients are there.
         buffers: of the model; made equal before a forward pass.
         casts_inputs: whether the model was given in another type than it computes in.
-
-    Attributes:
-        actions: on the units, and how far the pass is.
-        backward: hooks on gradients.
-        outside: uses of parameters outside of their modules.
     """
 
     def __init__(
@@ -211,8 +204,8 @@ class Hooks:
             self._seen = None
         addresses = {memory_of(tensor) for tensor in outputs}
         actions.escaped.clear()
-        release_all(  # gathered ahead and not used, or returned by a module
-            unit
+        each(  # gathered ahead and not used, or returned by a module
+            unit.release
             for index, unit in enumerate(self._units)
             if index not in kept and not (unit.gathered and unit.flat.bounds[0] in addresses)
         )

@@ -44,7 +44,6 @@ class LossScaler:
         setting: how it begins and moves; None keeps it at 1 and steps whatever comes.
 
     Attributes:
-        scale: by which losses are multiplied now.
         skipped: steps that overflowed so far.
         reached: whether the backward pass that is under way began at a loss that :meth:`scaled` gave.
     """

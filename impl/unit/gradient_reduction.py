@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,6 @@ from impl.codecs.rounding_noise import Noise, apart
 from impl.comm.collectives import Reduction, Steps, opened, reduced, replicated
 from impl.comm.error_feedback import Errors
 from impl.comm.wire import Exchange, Tag
-from impl.errors import ZeroError
 from impl.plan.geometry import UnitGeometry, chunked
 from impl.plan.topology import Axis
 from impl.unit.context import UnitContext
@@ -21,13 +20,7 @@ from impl.unit.master_shard import MasterShard
 
 
 class GradientReduction:
-    """The reductions of one unit on one rank.
-
-    Args:
-        geometry: of the unit.
-        context: with the other units; the policy is this unit's own.
-        master_shard: this rank's shard, which the mean is of.
-    """
+    """The reductions of one unit on one rank; the policy of ``context`` is this unit's own."""
 
     def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
         policy, wire = context.policy, context.wire
@@ -89,7 +82,7 @@ class GradientReduction:
             strides=self._strides,
             chunks=self._chunks,
             key=self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None,
-            errors=self._feedback(),
+            errors=self.feedback(),
             opened=message,
             out=out,
             goes_on=goes_on,
@@ -107,9 +100,9 @@ class GradientReduction:
         """Along each axis, pieces of the shard from one rank's to its neighbour's."""
         return [self._geometry.piece_stride(axis.stride) for axis in axes]
 
-    def _feedback(self) -> Errors | None:
-        """The errors that this step's reduction starts with."""
-        if self._policy.feedback is None:
+    def feedback(self) -> Errors | None:
+        """The errors that this step's reduction starts with; None without feedback, or frozen."""
+        if self._policy.feedback is None or not self._geometry.trainable:
             return None
         if self._errors is None:
             mesh = self._wire.mesh
@@ -125,31 +118,9 @@ class GradientReduction:
             self._errors.clear()
 
     def feedback_state(self) -> dict[str, Tensor]:
-        """The errors of the gradient codecs, as :meth:`load_feedback` takes them."""
-        errors = self._feedback() if self._geometry.trainable else None
+        """The errors of the gradient codecs, to be loaded again."""
+        errors = self.feedback()
         return {} if errors is None else errors.state()
-
-    def check_feedback(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse errors that :meth:`load_feedback` could not take over.
-
-        Raises:
-            ZeroError: naming the unit and what does not fit.
-        """
-        errors = self._feedback() if self._geometry.trainable else None
-        where = f"feedback state of unit {self._geometry.name!r}"
-        if errors is None and state:
-            raise ZeroError(f"{where}, which has no feedback")
-        try:
-            if errors is not None:
-                errors.check_state(state)
-        except ValueError as error:
-            raise ZeroError(f"{where}: {error}") from None
-
-    def load_feedback(self, state: Mapping[str, Tensor]) -> None:
-        """Take over errors that :meth:`feedback_state` gave, and :meth:`check_feedback` let pass."""
-        errors = self._feedback() if self._geometry.trainable else None
-        if errors is not None:
-            errors.load(state)
 
 
 def _keeps_zeros(codec: Codec) -> bool:

@@ -23,7 +23,7 @@ def _rounds(mesh: Mesh, transport: Transport, rounds: int) -> bool:
     """Exchange changing messages of changing size many times; True if all arrived intact."""
     wire = Wire(mesh, transport=transport)
     axis = mesh.topology.local_axis if mesh.topology.nodes == 1 else mesh.topology.node_axis
-    place = mesh.local + mesh.node
+    place = sum(divmod(mesh.rank, mesh.topology.ranks_per_node))
     intact = True
     for number in range(rounds):
         size = 16 * (1 + number % 5)
