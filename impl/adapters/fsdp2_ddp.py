@@ -41,7 +41,6 @@ from impl.adapters.traffic import (
 from impl.codecs.reference import NAMES
 from impl.comm.collectives import (
     Reduction,
-    Replication,
     Steps,
     Transfer,
     as_frames,
@@ -459,8 +458,8 @@ class InDDP:
         how = replace(how, goes_on=bool(axes))
         mean = yield from reduced(how, policy.reduce, unit.flat)  # (piece,) fp32
         if axes:  # one rank has the whole mean
-            back = Replication(axes=axes, strides=[axis.stride for axis in axes], codec=codec)
-            mean = yield from replicated(wire, back, how.tag, mean)  # (padded,) fp32
+            strides = [axis.stride for axis in axes]
+            mean = yield from replicated(wire, axes, codec, how.tag, mean, strides=strides)  # (padded,) fp32
         for gradient, slot in unit.back:
             gradient.copy_(mean[slot.offset : slot.end].view(slot.spec.shape))
 

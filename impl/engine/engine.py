@@ -32,9 +32,6 @@ class Zero:
 
     Attributes:
         units: the root's first, then in model order.
-        wire: with the ledger.
-        policy: what is sent, held and computed.
-        scaler: the loss scale.
         clock: what stochastic codecs and feedback go by.
         masters: what an optimizer steps.
         buffers: the model's persistent ones, which are kept equal on all ranks.
