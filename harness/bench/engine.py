@@ -175,14 +175,11 @@ def _told(sample: Sample) -> str:
 
 def batches_of(rank: Rank, sequences: int, length: int) -> Callable[[int], Batch]:
     """Batches of text by step, for this rank, of ``sequences`` sequences."""
-    text = corpus.load(corpus.STDLIB)
+    text = corpus.Text(corpus.load(corpus.STDLIB), length)
 
     def batch(step: int) -> Batch:
-        drawn = text.batch(
-            seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences, length=length
-        )
-        windows = torch.from_numpy(drawn)
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        read, answer = text.batch(seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences)
+        return torch.tensor(read), torch.tensor(answer)
 
     return batch
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.suites.trial import Trial
 from harness.workloads import samples
-from harness.workloads.samples import Pair
+from harness.workloads.sampling import Pair
 
 Batch = tuple[Tensor, Tensor]  # what the model reads, and what it is to answer
 

@@ -1,0 +1,67 @@
+"""Which samples of a data set make a batch: what a draw gives follows from its key alone.  No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pair = tuple[NDArray[Any], NDArray[np.int64]]  # what a model reads, and what it is to answer
+
+
+class Samples(ABC):
+    """A data set from which batches are drawn, split into training and validation samples.
+
+    Attributes:
+        sha256: of the whole data set.
+    """
+
+    sha256: str
+
+    @abstractmethod
+    def count(self, *, validation: bool) -> int:
+        """Number of samples in a split."""
+
+    @abstractmethod
+    def at(self, numbers: list[int], keys: list[str], *, validation: bool) -> Pair:
+        """The samples of a split by number; what else is random in one follows from its key."""
+
+    def batch(self, *, seed: int, step: int, micro_batch: int, rank: int, sequences: int) -> Pair:
+        """Training samples of one micro-batch of one rank, which depend on the arguments alone.
+
+        Args:
+            seed: of the trial.
+            step: optimizer step, warm-ups included, from 0.
+            micro_batch: index within the step.
+            rank: global rank.
+            sequences: samples to draw, B.
+        """
+        keys = [f"{seed}/{step}/{micro_batch}/{rank}/{index}" for index in range(sequences)]
+        count = self.count(validation=False)
+        return self.at([draw(key, count) for key in keys], keys, validation=False)
+
+    def validation_batches(self, *, batches: int, rank: int, world: int, sequences: int) -> list[Pair]:
+        """Validation samples spread evenly over the split, dealt to the ranks; seed and step do not matter.
+
+        Args:
+            batches: per rank.
+            rank: whose.
+            world: number of ranks.
+            sequences: samples in a batch, B.
+        """
+        last, gaps = self.count(validation=True) - 1, max(batches * world * sequences - 1, 1)
+        found = []
+        for batch in range(batches):
+            first = (batch * world + rank) * sequences
+            places = range(first, first + sequences)
+            keys = [f"validation/{place}" for place in places]
+            found.append(self.at([place * last // gaps for place in places], keys, validation=True))
+        return found
+
+
+def draw(key: str, count: int) -> int:
+    """A pseudo-random number below ``count``: a hash of ``key``, equal in every version of every library."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "little") % count
