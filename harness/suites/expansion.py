@@ -32,9 +32,11 @@ Raises :class:`SuiteError` for everything that is known to be wrong without buil
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
+import operator
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +47,6 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from harness.suites.interleaving import interleaved
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.trial import PEERS, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
@@ -89,8 +90,6 @@ class Suite:
     """A question and the trials that answer it, in the order in which they run.
 
     Attributes:
-        name: of the suite and its results folder.
-        question: what it asks.
         time: how long it takes, as its file states.
         trials: repeat by repeat; inside a repeat, trials that differ only in strategy and policy
             stand together, and their order changes from repeat to repeat.
@@ -159,43 +158,34 @@ class _Expansion:
     def __init__(self, path: Path, tables: dict[str, Any]) -> None:
         self.path = path
         self._check_text(tables)
-        self.file = self._validated(self._with_configurations(tables))
+        self.file = self._validated(tables)
         self.fields = dict(_fields(Trial))
+        self.defaults = self._settings(self.file.defaults, "[defaults]")
+        self.axes = self._axes()
 
     def suite(self) -> Suite:
         """Expand, exclude, override, validate, align and order."""
-        defaults = self._settings(self.file.defaults, "[defaults]")
-        axes = self._axes()
-        total = math.prod(len(axis) for axis in axes) * self.file.repeats
+        total = math.prod(len(axis) for axis in self.axes) * self.file.repeats
         if total > MOST_TRIALS:
             self._refuse(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
-        cells = []
-        for points in itertools.product(*axes):
-            settings = dict(defaults)
-            for point in points:
-                settings |= point
-            cells.append(settings)
+        products = itertools.product(*self.axes)
+        cells = [functools.reduce(operator.or_, points, self.defaults) for points in products]
         cells = self._override(self._exclude(cells))
         if not cells:
             self._refuse("[[exclude]] leaves no trial")
-        trials = [self._trial(settings) for settings in cells]
-        for settings, trial in zip(cells, trials, strict=True):
-            self._check(settings, trial.check_recipe, axes)
+        trials = self._checked(cells, Trial.check_recipe)
         kept: dict[str, None] = {}
         if len({trial.strategy for trial in trials} - set(PEERS)) > 1:
             cells = [
                 self._fitting(settings, trial, kept) for settings, trial in zip(cells, trials, strict=True)
             ]
-            trials = [self._trial(settings) for settings in cells]
-        for settings, trial in zip(cells, trials, strict=True):
-            self._check(settings, trial.check, axes)
-        trials = _aligned([_without_policy(trial) for trial in trials])
+        trials = _aligned(self._checked(cells, Trial.check))
         unique = _different(trials)
         return Suite(
             self.file.name,
             self.file.question,
             self.file.time,
-            tuple(interleaved(unique, self.file.repeats)),
+            tuple(_interleaved(unique, self.file.repeats)),
             len(trials) - len(unique),
             tuple(kept),
         )
@@ -220,7 +210,7 @@ class _Expansion:
                     f"unknown key {key!r}: expected one of {known}{suggestion(key, _File.model_fields)}"
                 )
         try:
-            return _File.model_validate(tables, strict=True)
+            return _File.model_validate(self._with_configurations(tables), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -228,20 +218,16 @@ class _Expansion:
                 self._refuse(f"key {where!r} is missing")
             self._refuse(f"{where} = {_text(first['input'])}: {_allowed([first])}")
 
-    def _with_configurations(self, tables: dict[str, Any]) -> dict[str, Any]:
+    def _with_configurations(self, value: Any) -> Any:
         """The tables with each DeepSpeed configuration (a path beside the suite, or a table) as text."""
-
-        def inlined(table: Any) -> Any:
-            if isinstance(table, list):
-                return [inlined(one) for one in table]
-            if not isinstance(table, dict):
-                return table
-            changed = {name: inlined(table[name]) for name in ("match", "set") if name in table}
-            if _CONFIGURATION in table:
-                changed[_CONFIGURATION] = self._configurations(table[_CONFIGURATION])
-            return {**table, **changed}
-
-        return {name: inlined(table) for name, table in tables.items()}
+        if isinstance(value, list):
+            return [self._with_configurations(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: (self._configurations if key == _CONFIGURATION else self._with_configurations)(inner)
+            for key, inner in value.items()
+        }
 
     def _configurations(self, value: Any) -> Any:
         """Text of one configuration, or of each of a list."""
@@ -367,16 +353,17 @@ class _Expansion:
             kept[f"{said} does not apply to {trial.strategy}, which would be another strategy with it"] = None
         return {path: setting for path, setting in settings.items() if path not in foreign}
 
-    def _check(self, settings: _Settings, check: Callable[[], None], axes: list[list[_Settings]]) -> None:
-        """Refuse fields that contradict each other, naming the cell by the fields that vary."""
-        try:
-            check()
-        except ValueError as error:
-            varying = dict.fromkeys(path for axis in axes for point in axis for path in point)
-            cell = ", ".join(
-                f"{path} = {_text(settings[path].value)}" for path in varying if path in settings
-            )
-            self._refuse(f"{f'with {cell}: ' if cell else ''}{error}")
+    def _checked(self, cells: list[_Settings], check: Callable[[Trial], None]) -> list[Trial]:
+        """The cells' trials; refuses fields that contradict each other, naming the cell by what varies."""
+        trials = [self._trial(settings) for settings in cells]
+        varying = dict.fromkeys(path for axis in self.axes for point in axis for path in point)
+        for settings, trial in zip(cells, trials, strict=True):
+            try:
+                check(trial)
+            except ValueError as error:
+                cell = [f"{path} = {_text(settings[path].value)}" for path in varying if path in settings]
+                self._refuse(f"with {', '.join(cell)}: {error}" if cell else str(error))
+        return trials
 
     def _exclude(self, cells: list[_Settings]) -> list[_Settings]:
         for number, match in enumerate(self.file.exclude, 1):
@@ -451,48 +438,37 @@ def _allowed(errors: Sequence[ErrorDetails]) -> str:
 
 
 def _one_allowed(error: ErrorDetails) -> str:
-    context = error.get("ctx", {})
-    kind = error["type"]
-    words = {
-        "int_type": "expected a whole number",
-        "int_from_float": "expected a whole number",
-        "float_type": "expected a number",
-        "finite_number": "expected a finite number",
-        "string_type": "expected text",
-        "string_too_short": "expected text",
-        "bool_type": "expected true or false",
-        "dict_type": "expected a table",
-        "model_type": "expected a table",
-        "list_type": "expected a list",
-        "tuple_type": "expected a list of two",
-        "missing": "expected a list of two",
-        "too_long": "expected a list of two",
-        "string_pattern_mismatch": "expected letters, digits, '_', '-' and '.'",
-    }
-    if kind in words:
-        return words[kind]
-    if kind == "string_too_long":
-        return f"expected at most {context['max_length']} characters"
-    if kind == "value_error":
-        return str(context["error"])
-    if kind == "literal_error":
-        return (
-            f"expected {context['expected']}{suggestion(str(error['input']), _quoted(context['expected']))}"
-        )
-    if kind == "greater_than_equal":
-        return f"expected at least {context['ge']}"
-    if kind == "less_than_equal":
-        return f"expected at most {context['le']}"
-    if kind == "less_than":
-        return f"expected less than {context['lt']}"
-    if kind == "greater_than":
-        return f"expected more than {context['gt']}"
+    if error["type"] == "literal_error":
+        expected = error["ctx"]["expected"]  # as in 'a', 'b' or 'c'
+        near = suggestion(str(error["input"]), expected.split("'")[1::2])
+        return f"expected {expected}{near}"
+    if words := _ALLOWED.get(error["type"]):
+        return words.format(**error.get("ctx", {}))
     return error["msg"][0].lower() + error["msg"][1:]
 
 
-def _quoted(expected: str) -> list[str]:
-    """The words in pydantic's ``'a', 'b' or 'c'``."""
-    return expected.split("'")[1::2]
+_ALLOWED: Final = {  # by pydantic's type of error
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "finite_number": "expected a finite number",
+    "string_type": "expected text",
+    "string_too_short": "expected text",
+    "string_too_long": "expected at most {max_length} characters",
+    "string_pattern_mismatch": "expected letters, digits, '_', '-' and '.'",
+    "bool_type": "expected true or false",
+    "dict_type": "expected a table",
+    "model_type": "expected a table",
+    "list_type": "expected a list",
+    "tuple_type": "expected a list of two",
+    "missing": "expected a list of two",
+    "too_long": "expected a list of two",
+    "value_error": "{error}",
+    "greater_than_equal": "expected at least {ge}",
+    "greater_than": "expected more than {gt}",
+    "less_than_equal": "expected at most {le}",
+    "less_than": "expected less than {lt}",
+}
 
 
 def _text(value: Any) -> str:
@@ -508,16 +484,12 @@ def _foreign(trial: Trial) -> Iterator[str]:
         return
     if trial.host is not None:
         yield from (f"policy.{name}" for name in _changes(trial) if not carries(trial.host, name))
-    hops = (changes.gradients,) * 2 if isinstance(changes.gradients, str) else changes.gradients
-    codecs = {
-        "policy.weights": ((base.weights,), (changes.weights,)),
-        "policy.gradients": (base.gradients, hops or (None,)),
-    }
-    for path, (ours, asked) in codecs.items():
-        given = [parse(text) for text in asked if text is not None]
-        if not given or not _raw(ours):
-            continue
-        if trial.strategy.endswith("exact") or not _raw(given):
+    for path, ours, asked in (
+        ("policy.weights", (base.weights,), changes.weights),
+        ("policy.gradients", base.gradients, changes.gradients),
+    ):
+        given = [parse(text) for text in ((asked,) if isinstance(asked, str) else asked or ())]
+        if given and _raw(ours) and (trial.strategy.endswith("exact") or not _raw(given)):
             yield path
     if changes.secondary and not base.secondary:
         yield "policy.secondary"
@@ -568,18 +540,38 @@ def _changes(trial: Trial) -> dict[str, Any]:
     return trial.policy.model_dump(exclude_defaults=True)
 
 
-def _without_policy(trial: Trial) -> Trial:
-    """A peer's trial without policy fields, so that its cells do not differ by them; others unchanged."""
-    return trial.model_copy(update={"policy": PolicyChanges()}) if trial.strategy in PEERS else trial
-
-
 def _aligned(trials: list[Trial]) -> list[Trial]:
-    """The trials with one common alignment, that of all policies, so that bytes compare on one geometry."""
-    policies = [policy for trial in trials if (policy := trial.resolved_policy())]
-    grain = math.lcm(1, *(policy.grain for policy in policies))
+    """The trials with one common alignment, that of all policies, so that bytes compare on one geometry.
+
+    A peer's are without policy fields, so that its cells do not differ by them.
+    """
+    grain = math.lcm(1, *(policy.grain for trial in trials if (policy := trial.resolved_policy())))
     return [
-        trial
-        if trial.strategy in PEERS
-        else trial.model_copy(update={"policy": trial.policy.model_copy(update={"align": grain})})
+        trial.model_copy(
+            update={
+                "policy": PolicyChanges()
+                if trial.strategy in PEERS
+                else trial.policy.model_copy(update={"align": grain})
+            }
+        )
         for trial in trials
     ]
+
+
+def _interleaved(trials: list[Trial], repeats: int) -> Iterator[Trial]:
+    """Every trial once a repeat; compared ones adjacent, in an order that no drift can favour."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        data = trial.canonical()
+        del data["strategy"], data["policy"]
+        groups.setdefault(json.dumps(data, sort_keys=True), []).append(trial)
+    blocks = list(groups.values())
+    for repeat in range(repeats):
+        for index, block in enumerate(_rotated(blocks, repeat)):
+            turned = _rotated(block, repeat + index)
+            for trial in turned if repeat % 2 == 0 else reversed(turned):
+                yield trial.model_copy(update={"repeat": repeat})
+
+
+def _rotated(items: list[Any], by: int) -> list[Any]:
+    return items[by % len(items) :] + items[: by % len(items)]

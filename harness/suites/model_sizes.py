@@ -10,50 +10,38 @@ IMAGE_CLASSES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class GPTShape:
-    """Sizes of a GPT.
+class _Sizes:
+    """Sizes of a transformer.
 
     Attributes:
-        layers: transformer blocks.
+        layers: blocks.
         width: of the residual stream, h.
         heads: of attention; they divide ``width``.
-        vocab: tokens, V; 256 for bytes.
-        tied: whether the head shares the embedding's weights.
     """
 
     layers: int
     width: int
     heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class GPTShape(_Sizes):
+    """Sizes of a GPT; ``vocab`` tokens, V, 256 for bytes; ``tied`` if head and embedding share weights."""
+
     vocab: int = 256
     tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class BERTShape:
-    """Sizes of a BERT, an encoder trained on masked tokens.
+class BERTShape(_Sizes):
+    """Sizes of a BERT; of ``vocab`` tokens, V, any may be masked: the mask is one more."""
 
-    Attributes:
-        layers, width, heads: as of a GPT.
-        vocab: tokens that may be masked, V; the mask is one more, known to the embedding alone.
-    """
-
-    layers: int
-    width: int
-    heads: int
     vocab: int = 256
 
 
 @dataclass(frozen=True, slots=True)
-class ViTShape:
-    """Sizes of a vision transformer; how many patches an image is cut into is the sequence.
-
-    Attributes:
-        layers, width, heads: as of a GPT.
-    """
-
-    layers: int
-    width: int
-    heads: int
+class ViTShape(_Sizes):
+    """Sizes of a vision transformer; how many patches an image is cut into is the sequence."""
 
 
 Shape = GPTShape | BERTShape | ViTShape

@@ -94,7 +94,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width, bias=False)
         self.attention = Attention(width, heads, causal=causal)
@@ -117,22 +117,27 @@ class GPT(nn.Module):
         recompute: activation checkpointing: keep only the blocks' inputs, and run each again in backward.
     """
 
-    def __init__(self, shape: GPTShape, sequence: int, *, recompute: bool = False) -> None:
+    causal = True
+
+    def __init__(self, shape: GPTShape | BERTShape, sequence: int, *, recompute: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
-        self.embedding = nn.Embedding(shape.vocab, shape.width)
+        read = shape.vocab if self.causal else shape.vocab + 1  # a mask, which is never answered
+        self.embedding = nn.Embedding(read, shape.width)
         self.positions = nn.Embedding(sequence, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(shape.width, shape.heads, causal=self.causal) for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.width, bias=False)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
         _initialise(self, shape.layers)
-        if shape.tied:
+        if isinstance(shape, GPTShape) and shape.tied:
             self.head.weight = self.embedding.weight
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None, past: Sequence[KeysAndValues] | None = None
     ) -> Tensor:
-        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets.
+        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets, ``NO_TARGET`` ignored.
 
         Without targets, (B, vocab) logits of the next token.  With ``past``, a cache for each block,
         ``tokens`` are those that it does not hold yet: several only if it is empty.
@@ -151,32 +156,10 @@ class GPT(nn.Module):
         return _mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class BERT(nn.Module):
-    """A BERT: an encoder with learned positions, trained on masked tokens.
+class BERT(GPT):
+    """A BERT: a GPT whose tokens see all others, trained on masked tokens."""
 
-    Args:
-        shape: its sizes.
-        sequence: the longest sequence, T.
-    """
-
-    def __init__(self, shape: BERTShape, sequence: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocab + 1, shape.width)  # the mask is the last
-        self.positions = nn.Embedding(sequence, shape.width)
-        self.blocks = nn.ModuleList(
-            Block(shape.width, shape.heads, causal=False) for _ in range(shape.layers)
-        )
-        self.norm = nn.LayerNorm(shape.width, bias=False)
-        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        _initialise(self, shape.layers)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets, ``NO_TARGET`` ignored."""
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))  # (B, T, vocab)
-        return _mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+    causal = False
 
 
 class ViT(nn.Module):
@@ -247,10 +230,8 @@ def build(model: Model, sequence: int) -> nn.Module:
             raise WorkloadError(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
         return built
     shape = shape_of(model)
-    if isinstance(shape, GPTShape):
-        return GPT(shape, sequence)
-    if isinstance(shape, BERTShape):
-        return BERT(shape, sequence)
+    if not isinstance(shape, ViTShape):
+        return (GPT if isinstance(shape, GPTShape) else BERT)(shape, sequence)
     if sequence not in PATCHES:
         raise WorkloadError(
             f"model {model.name!r}: sequence = {sequence} patches do not make an image of {IMAGE_SIDE} x "
@@ -296,12 +277,11 @@ def _user_function(model: Model, sequence: int) -> Callable[..., object]:
     module_name, _, function_name = name.partition(":")
     see_working_folder()
     try:
-        function: Callable[..., object] | None = getattr(
-            importlib.import_module(module_name), function_name, None
-        )
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise WorkloadError(f"model {name!r}: cannot import {module_name!r}: {error}") from error
-    if function is None or not callable(function):
+    function: Callable[..., object] | None = getattr(module, function_name, None)
+    if not callable(function):
         raise WorkloadError(f"model {name!r}: {module_name} has no function {function_name!r}")
     if "sequence" in model.arguments:
         raise WorkloadError(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
