@@ -128,14 +128,14 @@ def load(path: Path) -> Suite:
 
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     """Dotted paths of the fields in which canonical trials differ, ``repeat`` left out, in field order."""
-    flat = [dict(_flatten(trial)) for trial in trials]
+    flat = [dict(flatten(trial)) for trial in trials]
     paths = dict.fromkeys(itertools.chain.from_iterable(flat))
     return [path for path in paths if path != "repeat" and len({_text(one.get(path)) for one in flat}) > 1]
 
 
 def look_up(trial: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path of a canonical trial; None if it has none."""
-    return dict(_flatten(trial)).get(path)
+    return dict(flatten(trial)).get(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -246,17 +246,17 @@ class _Expansion:
         """The axes: each a list of points, a point being its fields' values; a zip is one axis."""
         axes: list[list[_Settings]] = []
         taken: list[str] = []
-        for path, values in _flatten(self.file.matrix):
+        for path, values in flatten(self.file.matrix):
             axes.append(self._points(path, values, "[matrix]", taken))
             self._check_different(values, f"[matrix] {path}")
         for number, table in enumerate(self.file.zip, 1):
             name = f"[[zip]] #{number}"
-            columns = {path: self._points(path, values, name, taken) for path, values in _flatten(table)}
+            columns = {path: self._points(path, values, name, taken) for path, values in flatten(table)}
             lengths = {path: len(points) for path, points in columns.items()}
             if len(set(lengths.values())) > 1:
                 counts = ", ".join(f"{path} has {length}" for path, length in lengths.items())
                 self._refuse(f"{name}: {counts} values; expected equal numbers")
-            self._check_different(list(zip(*dict(_flatten(table)).values(), strict=True)), name)
+            self._check_different(list(zip(*dict(flatten(table)).values(), strict=True)), name)
             rows = zip(*columns.values(), strict=True)
             axes.append([{k: v for point in row for k, v in point.items()} for row in rows])
         return axes
@@ -285,7 +285,7 @@ class _Expansion:
     def _settings(self, table: dict[str, Any], name: str) -> _Settings:
         """A table's values by dotted path, every path checked."""
         settings = {}
-        for path, value in _flatten(table):
+        for path, value in flatten(table):
             self._check_path(path, name, value)
             settings[path] = _Setting(value, name)
         return settings
@@ -382,7 +382,7 @@ class _Expansion:
     def _matcher(self, match: dict[str, Any], name: str, cells: list[_Settings]) -> list[bool]:
         """Which cells a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
         wanted: dict[str, list[Any]] = {}
-        for path, value in _flatten(match):
+        for path, value in flatten(match):
             choices = value if isinstance(value, list) else [value]
             for choice in choices:
                 trial = self._trial(self._settings({path: choice}, name))
@@ -394,11 +394,11 @@ class _Expansion:
         return hits
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted path, value) of every value that is not a table."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -418,7 +418,7 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str
 
 def _at(trial: Trial, path: str) -> Any:
     """Value of a trial at a dotted path, also where its canonical form leaves it out."""
-    return dict(_flatten(json.loads(trial.model_dump_json()))).get(path, _ABSENT)
+    return dict(flatten(json.loads(trial.model_dump_json()))).get(path, _ABSENT)
 
 
 def _path_of(error: ErrorDetails, settings: _Settings) -> str:
