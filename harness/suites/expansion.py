@@ -47,7 +47,6 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.trial import PEERS, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
@@ -55,7 +54,6 @@ from impl.deepspeed.config_file import DeepSpeedError
 from impl.deepspeed.config_file import load as load_configuration
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
-_ABSENT: Final = object()
 _CONFIGURATION: Final = "deepspeed_config"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 
@@ -271,43 +269,39 @@ class _Expansion:
 
     def _points(self, path: str, values: Any, table: str, taken: list[str]) -> list[_Settings]:
         """The points of one axis, one per value."""
+        self._kind(path, table)
         if not isinstance(values, list) or not values:
-            self._check_path(path, table, _ABSENT)
             self._refuse(f"{table} {path} = {_text(values)}: expected a list of at least one value")
         for other in taken:
             if path == other or path.startswith(other + ".") or other.startswith(path + "."):
                 self._refuse(f"{table} {path}: {other!r} is an axis already; expected each field once")
         taken.append(path)
-        if not isinstance(values[0], dict):
-            self._check_path(path, table, values[0])
         return [self._settings({path: value}, table) for value in values]
 
     def _settings(self, table: dict[str, Any], name: str) -> _Settings:
         """A table's values by dotted path, every path checked."""
         settings = {}
         for path, value in flatten(table):
-            self._check_path(path, name, value)
+            if self._kind(path, name) != "leaf":
+                inside = ", ".join(p for p in self.fields if p.startswith(path + ".")) or "its arguments"
+                self._refuse(f"{name} {path} = {_text(value)}: expected a table ({inside})")
             settings[path] = _Setting(value, name)
         return settings
 
-    def _check_path(self, path: str, table: str, value: Any) -> None:
-        """Refuse a path that names no field."""
+    def _kind(self, path: str, table: str) -> str:
+        """The kind of the field at a path; refuses a path that names none."""
         kind = self.fields.get(path)
-        if kind == "leaf":
-            return
-        if kind in ("table", "open"):
-            if value is _ABSENT:
-                return
-            inside = ", ".join(p for p in self.fields if p.startswith(path + ".")) or "its arguments"
-            self._refuse(f"{table} {path} = {_text(value)}: expected a table ({inside})")
-        if self.fields.get(path.rpartition(".")[0]) == "open":
-            return
+        if kind is None and self.fields.get(path.rpartition(".")[0]) == "open":
+            kind = "leaf"
         if path == "repeat":
             self._refuse(f"{table} repeat: set by the key `repeats` at the top of the file")
-        near = suggestion(path, self.fields) or suggestion(path, [p.rpartition(".")[2] for p in self.fields])
-        if not near:
-            near = f"; expected one of {', '.join(p for p, k in self.fields.items() if k != 'table')}"
-        self._refuse(f"{table} {path}: no such field of a trial{near}")
+        if kind is None:
+            last_names = [known.rpartition(".")[2] for known in self.fields]
+            near = suggestion(path, self.fields) or suggestion(path, last_names)
+            if not near:
+                near = f"; expected one of {', '.join(p for p, k in self.fields.items() if k != 'table')}"
+            self._refuse(f"{table} {path}: no such field of a trial{near}")
+        return kind
 
     def _trial(self, settings: _Settings) -> Trial:
         """Validate one cell into a trial, without coercing TOML's types."""
@@ -319,25 +313,13 @@ class _Expansion:
                 place = place.setdefault(part, {})
             place[leaf] = setting.value
         try:
-            trial = Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
+            return Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
         except ValidationError as error:
             errors = error.errors()
             path = _path_of(errors[0], settings)
             same = [e for e in errors if _path_of(e, settings) == path]
             setting = settings[path]
             self._refuse(f"{setting.table} {path} = {_text(setting.value)}: {_allowed(same)}")
-        self._check_model(settings, trial.model.name)
-        return trial
-
-    def _check_model(self, settings: _Settings, name: str) -> None:
-        """Refuse a model that is neither a preset nor ``module:function``, which is not imported here."""
-        if name in MODELS or ":" in name:
-            return
-        table = settings["model.name"].table if "model.name" in settings else "[defaults]"
-        self._refuse(
-            f"{table} model.name = {_text(name)}: expected one of {', '.join(MODELS)} or "
-            f"'module:function'{suggestion(name, MODELS)}"
-        )
 
     def _fitting(self, settings: _Settings, trial: Trial, kept: dict[str, None]) -> _Settings:
         """The cell without fields that would turn its strategy into another, unless set for that strategy."""
@@ -418,7 +400,7 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str
 
 def _at(trial: Trial, path: str) -> Any:
     """Value of a trial at a dotted path, also where its canonical form leaves it out."""
-    return dict(flatten(json.loads(trial.model_dump_json()))).get(path, _ABSENT)
+    return look_up(trial.model_dump(mode="json"), path)
 
 
 def _path_of(error: ErrorDetails, settings: _Settings) -> str:
@@ -512,8 +494,7 @@ def _different(trials: Sequence[Trial]) -> list[Trial]:
     found: dict[str, Trial] = {}
     for trial in trials:
         key = _run_key(trial)
-        plainest = min((found.get(key, trial), trial), key=lambda one: len(_changes(one)))
-        found[key] = plainest
+        found[key] = min((found.get(key, trial), trial), key=lambda one: len(_changes(one)))
     return list(found.values())
 
 

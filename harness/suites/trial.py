@@ -118,6 +118,14 @@ class Model(_Frozen):
     name: str = "gpt-small"
     arguments: dict[str, int | float | str | bool] = {}
 
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in MODELS and ":" not in value:  # a function is not imported here
+            known = f"{', '.join(MODELS)} or 'module:function'"
+            raise ValueError(f"expected one of {known}{suggestion(value, MODELS)}")
+        return value
+
 
 class Cluster(_Frozen):
     """Where ranks stand and what joins their nodes.
@@ -263,11 +271,9 @@ class Trial(_Frozen):
             preset of ``impl.plan.policy``, or ``recipe``, whose policy ``deepspeed_config`` says.
         deepspeed_config: a DeepSpeed configuration as JSON text; in a suite a file or a table.
         tokens_per_rank: tokens in one micro-batch of one rank; a multiple of ``sequence``.
-        sequence: tokens in a sequence.
         accumulation: micro-batches per optimizer step.
-        steps: timed optimizer steps, after ``warmup`` untimed ones.
-        validate_every: optimizer steps between validations; 0 validates only at the end,
-            None never.
+        steps: timed ones of the optimizer, after ``warmup`` untimed ones.
+        validate_every: optimizer steps between validations; 0 validates only at the end, None never.
         memory_limit: bytes that the engine of a rank may hold, without activations and buffers of the
             wire; a trial that would hold more is recorded as a failure, and not run.
     """
@@ -308,7 +314,7 @@ class Trial(_Frozen):
 
         What came to the schema later and is not used is left out: trials from before keep their ids.
         """
-        data: dict[str, Any] = json.loads(self.model_dump_json())
+        data = self.model_dump(mode="json")
         if self.workload == "train":
             del data["workload"], data["generate"]
         policy = data["policy"]

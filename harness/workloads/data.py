@@ -15,12 +15,7 @@ Batch = tuple[Tensor, Tensor]  # what the model reads, and what it is to answer
 
 
 class Data:
-    """Batches of one rank; of strategy ``single``, those of all ranks.
-
-    Args:
-        trial: names the data and its sizes.
-        rank: in the trial's topology.
-        device: of the tensors.
+    """Batches of one rank of a trial; of strategy ``single``, those of all ranks.
 
     Attributes:
         sha256: of the whole data set.

@@ -221,7 +221,7 @@ def build(model: Model, sequence: int) -> nn.Module:
         sequence: tokens of a sequence.
 
     Raises:
-        WorkloadError: unknown name, unknown argument, sizes that do not fit, or a function that
+        WorkloadError: unknown argument, sizes that do not fit, or a function that
             does not take what it is called with, or returns something else than a module.
     """
     if ":" in model.name:
@@ -246,11 +246,6 @@ def shape_of(model: Model) -> Shape:
     Raises:
         WorkloadError: see :func:`build`.
     """
-    if model.name not in PRESETS:
-        raise WorkloadError(
-            f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'"
-            f"{suggestion(model.name, PRESETS)}"
-        )
     preset = PRESETS[model.name]
     known = {field.name: field.type for field in fields(preset)}
     for name, value in model.arguments.items():

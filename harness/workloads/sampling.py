@@ -30,27 +30,18 @@ class Samples(ABC):
         """The samples of a split by number; what else is random in one follows from its key."""
 
     def batch(self, *, seed: int, step: int, micro_batch: int, rank: int, sequences: int) -> Pair:
-        """Training samples of one micro-batch of one rank, which depend on the arguments alone.
+        """``sequences`` training samples, B, of one micro-batch of one rank, by the arguments alone.
 
-        Args:
-            seed: of the trial.
-            step: optimizer step, warm-ups included, from 0.
-            micro_batch: index within the step.
-            rank: global rank.
-            sequences: samples to draw, B.
+        ``step`` counts from 0, warm-ups included.
         """
         keys = [f"{seed}/{step}/{micro_batch}/{rank}/{index}" for index in range(sequences)]
         count = self.count(validation=False)
         return self.at([draw(key, count) for key in keys], keys, validation=False)
 
     def validation_batches(self, *, batches: int, rank: int, world: int, sequences: int) -> list[Pair]:
-        """Validation samples spread evenly over the split, dealt to the ranks; seed and step do not matter.
+        """A rank's ``batches`` of B samples, spread evenly over the split and dealt to all ranks.
 
-        Args:
-            batches: per rank.
-            rank: whose.
-            world: number of ranks.
-            sequences: samples in a batch, B.
+        They depend on neither seed nor step.
         """
         last, gaps = self.count(validation=True) - 1, max(batches * world * sequences - 1, 1)
         found = []
