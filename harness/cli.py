@@ -169,14 +169,16 @@ def list_checkpoints(
     """
     broken: list[CheckpointError] = []
     for path in named(folder) or [resolve(folder)]:
+        said, state = "", "sizes and digests checked" if digests else "sizes checked, contents not (--verify)"
         try:
             manifest = read_manifest(path)
-        except CheckpointError as error:
-            broken.append(error)
-            print(f"{path}: BROKEN: {error}")
-            continue
-        state = "sizes and digests checked" if digests else "sizes checked, contents not (--verify)"
-        try:
+            optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
+            said = (
+                f"{train_command.told_steps(manifest)}, {manifest.numel:,} elements in "
+                f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {manifest.nbytes:,} bytes "
+                f"in {len(manifest.files)} files, from {manifest.topology} ranks at stage "
+                f"{manifest.of.get('stage')}; {manifest.writer}; "
+            )
             for file in manifest.files:
                 check_size(path, file)
             if digests:
@@ -184,13 +186,7 @@ def list_checkpoints(
         except CheckpointError as error:
             broken.append(error)
             state = f"BROKEN: {error}"
-        optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
-        print(
-            f"{path}: {train_command.told_steps(manifest)}, {manifest.numel:,} elements in "
-            f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {manifest.nbytes:,} bytes in "
-            f"{len(manifest.files)} files, from {manifest.topology} ranks at stage "
-            f"{manifest.of.get('stage')}; {manifest.writer}; {state}"
-        )
+        print(f"{path}: {said}{state}")
     if broken:
         more = f" (the first of {len(broken)} that are broken)" if len(broken) > 1 else ""
         raise CheckpointError(f"{broken[0]}{more}")

@@ -151,6 +151,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
+    seconds, exposed, sent, rate, loss = _measured(one)
     lines: list[tuple[str, Any]] = [
         ("id", one.id),
         ("suite", one.suite),
@@ -163,11 +164,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
         *((f"ran {name}", value) for name, value in one.ran.items()),
         ("parameters", one.parameters),
         ("padding of its units", f"{one.padding:.1%} of them" if one.units else NONE),
-    ]
-    if one.link is not None:
-        lines += [(f"link {name}", value) for name, value in one.link.model_dump().items()]
-    seconds, exposed, sent, rate, loss = _measured(one)
-    lines += [
+        *((f"link {name}", value) for name, value in (one.link or ())),
         ("median step, s", seconds),
         ("exposed communication, s", exposed),
         ("between nodes, a step", sent),

@@ -160,7 +160,6 @@ class LinkRecord(_Part):
 
     Attributes:
         kind: namespaces, paced, none, or real (a network that exists).
-        why: why this kind, when it was chosen by ``auto``.
         calibrated_mbit: achieved before the sweep with messages of ``message_bytes``, by repetition.
         probed_mbit: achieved right after the trial.
         details: burst, queue, MTU and the like.
@@ -184,15 +183,7 @@ class InterfaceCounters(_Part):
 
 
 class ProcessorUse(_Part):
-    """CPU seconds of the machine in ``seconds`` of timed steps, evaluations between them included.
-
-    Attributes:
-        processors: that the trial may use.
-        ranks: of all ranks' processes.
-        user, system: of all programs, ranks included, and of the kernel for them.
-        interrupts: of the kernel for devices and the network.
-        steal: that the hypervisor gave to other machines.
-    """
+    """CPU seconds of the machine in ``seconds`` of timed steps, evaluations between them included."""
 
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     processors: Annotated[int, Field(ge=1)]
@@ -226,12 +217,7 @@ class Record(_Part):
     Attributes:
         trial: the trial's canonical JSON; its hash is ``id``.
         pool: hash of the facts that must agree before two records are pooled.
-        ran: algorithms, transports, kernel backends and threads that were actually used.
-        order: position in the sweep's interleaved order.
         units: name, elements, padded elements of each unit.
-        reference_loss: of a single process in fp32 on the first step's batches, before training and in
-            evaluation mode.
-        decoded_sha256: of the tokens that each rank decodes in every generation, in rank order.
         processor_use: None if ranks may run on several machines or the system does not report it, and in
             older records.
     """

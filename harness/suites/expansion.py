@@ -1,26 +1,7 @@
 """Reads a suite file in TOML and expands it into a list of trials, interleaved by repeat.
 
-A suite asks one question.  Its file::
-
-    name = "bits"                       # of its results folder
-    question = "How few bits ...?"
-    time = "6 min on 2 cores"           # stated, not enforced
-    repeats = 3
-
-    [defaults]                          # any field of Trial
-    cluster.rate = "50 Mbit/s"
-    [matrix]                            # axes, of which every combination is run
-    strategy = ["zero3", "zeropp"]
-    model.arguments.layers = [2, 4]
-    [[zip]]                             # axes that step together
-    tokens_per_rank = [512, 1024]
-    sequence = [128, 256]
-    [[exclude]]                         # partial matches; a list is any of its members
-    strategy = "zero3"
-    sequence = 256
-    [[override]]                        # applied in order, after the excludes
-    match = { strategy = "zeropp" }
-    set = { steps = 4 }
+A suite asks one question; docs/guide/suites.md says how.  Axes of ``[matrix]`` and ``[[zip]]`` multiply into
+cells over ``[defaults]``; then come ``[[exclude]]`` and, in order, ``[[override]]``.
 
 A codec, error feedback or hpZ group that [defaults] or [matrix] sets for all strategies applies only to those
 that quantise there or keep a secondary shard: ZeRO-3 stays ZeRO-3.  A [[zip]] or an [[override]] that
@@ -250,13 +231,11 @@ class _Expansion:
         for number, table in enumerate(self.file.zip, 1):
             name = f"[[zip]] #{number}"
             columns = {path: self._points(path, values, name, taken) for path, values in flatten(table)}
-            lengths = {path: len(points) for path, points in columns.items()}
-            if len(set(lengths.values())) > 1:
-                counts = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+            if len({len(points) for points in columns.values()}) > 1:
+                counts = ", ".join(f"{path} has {len(points)}" for path, points in columns.items())
                 self._refuse(f"{name}: {counts} values; expected equal numbers")
             self._check_different(list(zip(*dict(flatten(table)).values(), strict=True)), name)
-            rows = zip(*columns.values(), strict=True)
-            axes.append([{k: v for point in row for k, v in point.items()} for row in rows])
+            axes.append([functools.reduce(operator.or_, row) for row in zip(*columns.values(), strict=True)])
         return axes
 
     def _check_different(self, points: list[Any], axis: str) -> None:
@@ -363,12 +342,13 @@ class _Expansion:
 
     def _matcher(self, match: dict[str, Any], name: str, cells: list[_Settings]) -> list[bool]:
         """Which cells a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
-        wanted: dict[str, list[Any]] = {}
-        for path, value in flatten(match):
-            choices = value if isinstance(value, list) else [value]
-            for choice in choices:
-                trial = self._trial(self._settings({path: choice}, name))
-                wanted.setdefault(path, []).append(_at(trial, path))
+        wanted = {
+            path: [
+                _at(self._trial(self._settings({path: choice}, name)), path)
+                for choice in (value if isinstance(value, list) else [value])
+            ]
+            for path, value in flatten(match)
+        }
         trials = [self._trial(cell) for cell in cells]
         hits = [all(_at(trial, path) in values for path, values in wanted.items()) for trial in trials]
         if not any(hits):
@@ -406,11 +386,8 @@ def _at(trial: Trial, path: str) -> Any:
 def _path_of(error: ErrorDetails, settings: _Settings) -> str:
     """The longest prefix of an error's location that the suite set."""
     parts = [str(part) for part in error["loc"]]
-    for length in range(len(parts), 0, -1):
-        path = ".".join(parts[:length])
-        if path in settings:
-            return path
-    return next(iter(settings))
+    paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((path for path in paths if path in settings), next(iter(settings)))
 
 
 def _allowed(errors: Sequence[ErrorDetails]) -> str:
@@ -473,16 +450,15 @@ def _foreign(trial: Trial) -> Iterator[str]:
         given = [parse(text) for text in ((asked,) if isinstance(asked, str) else asked or ())]
         if given and _raw(ours) and (trial.strategy.endswith("exact") or not _raw(given)):
             yield path
-    if changes.secondary and not base.secondary:
-        yield "policy.secondary"
-    if changes.stage not in (None, base.stage):
-        yield "policy.stage"
-    if changes.group and not base.group:
-        yield "policy.group"
-    if changes.reduce_every == "micro_batch" and base.stage < 2:
-        yield "policy.reduce_every"
-    if changes.feedback not in (None, "none") and _raw(base.gradients):
-        yield "policy.feedback"
+    for name, foreign in (
+        ("secondary", changes.secondary and not base.secondary),
+        ("stage", changes.stage not in (None, base.stage)),
+        ("group", changes.group and not base.group),
+        ("reduce_every", changes.reduce_every == "micro_batch" and base.stage < 2),
+        ("feedback", changes.feedback not in (None, "none") and _raw(base.gradients)),
+    ):
+        if foreign:
+            yield f"policy.{name}"
 
 
 def _raw(codecs: Sequence[Codec]) -> bool:

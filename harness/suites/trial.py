@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
@@ -235,10 +235,9 @@ class PolicyChanges(_Frozen):
         )
 
 
-_CAME_LATER: Final = (  # fields of policies that trials from before them do not have
-    "stage", "group", "reduce_every", "compute", "loss_scale", "frozen", "max_live", "max_reuse",
-    "persist_below", "reduce_bucket", "order_every", "offload_optimizer", "offload_weights",
-    "persist_most", "largest_unit",
+_FIRST: Final = (  # fields of policies that the first trials had; what came later is left out where unused
+    "weights", "gradients", "gather", "reduce", "chunks", "secondary", "feedback", "prefetch", "max_padding",
+    "align",
 )  # fmt: skip
 
 
@@ -317,11 +316,10 @@ class Trial(_Frozen):
         data = self.model_dump(mode="json")
         if self.workload == "train":
             del data["workload"], data["generate"]
-        policy = data["policy"]
-        for table, names in ((data, ("memory_limit", "deepspeed_config")), (policy, _CAME_LATER)):
-            for name in names:
-                if table[name] is None:
-                    del table[name]
+        for name in ("memory_limit", "deepspeed_config"):
+            if data[name] is None:
+                del data[name]
+        data["policy"] = {k: v for k, v in data["policy"].items() if v is not None or k in _FIRST}
         return data
 
     @classmethod
@@ -372,11 +370,13 @@ class Trial(_Frozen):
         Raises:
             ValueError: naming the fields and their values.
         """
+        if words := next(self._beside_recipe(), None):
+            raise ValueError(words)
+
+    def _beside_recipe(self) -> Iterator[str]:
         if self.strategy != RECIPE:
             if self.deepspeed_config is not None:
-                raise ValueError(
-                    f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r}"
-                )
+                yield f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r}"
             return
         found = self.recipe()
         sequences = self.tokens_per_rank // self.sequence
@@ -385,14 +385,14 @@ class Trial(_Frozen):
             ("accumulation", "the batches of deepspeed_config make", found.accumulation),
         ):
             if (ours := getattr(self, name)) != theirs:
-                raise ValueError(f"{name} = {ours}, but {says} {theirs}: expected the same")
+                yield f"{name} = {ours}, but {says} {theirs}: expected the same"
         if found.micro_batch not in (None, sequences):
-            raise ValueError(
+            yield (
                 f"tokens_per_rank = {self.tokens_per_rank} of sequence = {self.sequence} are {sequences} "
                 f"sequences, but deepspeed_config says {found.micro_batch} of a rank: expected the same"
             )
         if any(finding.key.startswith("optimizer.") for finding in found.findings):
-            raise ValueError(
+            yield (
                 "deepspeed_config has an optimizer: a trial's is said by optimizer.name and "
                 "optimizer.arguments; leave it out"
             )
@@ -415,52 +415,52 @@ class Trial(_Frozen):
         Raises:
             ValueError: naming the fields and their values.
         """
-        if self.tokens_per_rank % self.sequence:
-            raise ValueError(
-                f"tokens_per_rank = {self.tokens_per_rank}: expected a multiple of sequence = {self.sequence}"
-            )
-        self.check_recipe()
-        cluster = self.cluster
+        if words := next(self._contradictions(), None):
+            raise ValueError(words)
+
+    def _contradictions(self) -> Iterator[str]:
+        cluster, tokens = self.cluster, self.tokens_per_rank
+        if tokens % self.sequence:
+            yield f"tokens_per_rank = {tokens}: expected a multiple of sequence = {self.sequence}"
+        yield from self._beside_recipe()
         if cluster.link == "none" and cluster.rate is not None:
-            raise ValueError(
+            yield (
                 f"cluster.rate = {cluster.rate:g} Mbit/s: with cluster.link = 'none' nothing shapes the "
                 "link; expected 'unshaped', or another link"
             )
-        self._check_workload()
+        yield from self._beyond_workload()
         if cluster.transport == "nccl" and cluster.device != "cuda":
-            raise ValueError("cluster.transport = 'nccl': expected cluster.device = 'cuda' with it")
+            yield "cluster.transport = 'nccl': expected cluster.device = 'cuda' with it"
         policy = self.resolved_policy()
         if policy is not None:
             policy.check(self.topology())
             if self.host is not None:
                 check_host(self.host, policy)
         if self.host is not None and cluster.device != "cpu":
-            raise ValueError(
+            yield (
                 f"cluster.device = {cluster.device!r}: strategy {self.strategy!r} carries messages inside "
                 f"{self.host} on the CPU; expected 'cpu'"
             )
 
-    def _check_workload(self) -> None:
-        """Refuse what only the other workload can do."""
+    def _beyond_workload(self) -> Iterator[str]:
+        """What only the other workload can do."""
         generate = self.generate
         if self.workload == "train":
             if generate != Generate():
-                raise ValueError("generate.prompt, generate.tokens: expected workload = 'generate' with them")
+                yield "generate.prompt, generate.tokens: expected workload = 'generate' with them"
             return
         if not isinstance(MODELS.get(self.model.name), GPTShape):
             able = ", ".join(name for name, shape in MODELS.items() if isinstance(shape, GPTShape))
-            raise ValueError(  # noqa: TRY004  # of what is asked, not of a value's type
-                f"workload = 'generate': model {self.model.name!r} cannot; expected one of {able}"
-            )
+            yield f"workload = 'generate': model {self.model.name!r} cannot; expected one of {able}"
         if generate.prompt + generate.tokens > self.sequence:
-            raise ValueError(
+            yield (
                 f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}: together at "
                 f"most sequence = {self.sequence}"
             )
         if self.validate_every is not None or self.measure_quantisation or self.clip is not None:
-            raise ValueError(
+            yield (
                 "workload = 'generate' trains nothing: expected no validate_every, no clip and no "
                 "measure_quantisation"
             )
         if self.accumulation > 1:
-            raise ValueError(f"accumulation = {self.accumulation}: expected 1 with workload = 'generate'")
+            yield f"accumulation = {self.accumulation}: expected 1 with workload = 'generate'"

@@ -55,21 +55,18 @@ class Text(Samples):
 
     def __init__(self, corpus: Corpus, length: int, *, masks: bool = False) -> None:
         _check_room(corpus.source, len(corpus.validation), length)
-        self.sha256 = corpus.sha256
-        self.corpus, self.length, self.masks = corpus, length, masks
+        self.sha256, self.train, self.validation = corpus.sha256, corpus.train, corpus.validation
+        self.length, self.masks = length, masks
 
-    def count(self, *, validation: bool) -> int:
+    def count(self, part: NDArray[np.uint8]) -> int:
         """Number of offsets at which a window of T + 1 bytes can start."""
-        return len(self._bytes(validation=validation)) - self.length
+        return len(part) - self.length
 
-    def at(self, numbers: list[int], keys: list[str], *, validation: bool) -> Pair:
+    def at(self, part: NDArray[np.uint8], numbers: list[int], keys: list[str]) -> Pair:
         """The windows that start at these offsets; ``keys`` decide what is masked."""
         offsets = np.asarray(numbers)[:, None] + np.arange(self.length + 1)
-        windows = self._bytes(validation=validation)[offsets].astype(np.int64)
+        windows = part[offsets].astype(np.int64)
         return masked(windows[:, :-1], keys, BYTES) if self.masks else (windows[:, :-1], windows[:, 1:])
-
-    def _bytes(self, *, validation: bool) -> NDArray[np.uint8]:
-        return self.corpus.validation if validation else self.corpus.train
 
 
 def _check_room(source: str, size: int, length: int) -> None:

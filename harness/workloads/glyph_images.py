@@ -57,13 +57,9 @@ class Glyphs(Samples):
     def __init__(self, sha256: str, train: list[Item], validation: list[Item]) -> None:
         self.sha256, self.train, self.validation = sha256, train, validation
 
-    def count(self, *, validation: bool) -> int:
-        """Number of items in a split."""
-        return len(self.validation if validation else self.train)
-
-    def at(self, numbers: list[int], keys: list[str], *, validation: bool) -> Pair:
+    def at(self, part: list[Item], numbers: list[int], keys: list[str]) -> Pair:
         """The items' pictures, each at an offset that follows from its key."""
-        items = [(self.validation if validation else self.train)[number] for number in numbers]
+        items = [part[number] for number in numbers]
         images = np.zeros((len(items), IMAGE_SIDE, IMAGE_SIDE), dtype=np.float32)
         for image, item, key in zip(images, items, keys, strict=True):
             glyph = _glyph(item.font, item.character)
