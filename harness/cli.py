@@ -321,14 +321,9 @@ _say_whole(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line with ``arguments``, or the process's own, and return the exit status.
 
-    Args:
-        arguments: without the program's name; None takes the process's.
-
-    Returns:
-        The exit status: 0, 1 if trials failed or, planned, cannot run here, 2 for what cannot be done, 130
-        after Ctrl-C.
+    That is 0, 1 if trials failed or, planned, cannot run here, 2 for what cannot be done, 130 after Ctrl-C.
     """
     if arguments is not None:
         return _main(arguments)

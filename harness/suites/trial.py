@@ -177,10 +177,7 @@ _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
 
 
 class PolicyChanges(_Frozen):
-    """Fields of ``impl.plan.policy.Policy`` that replace those of the strategy's preset; text forms.
-
-    Those of its ``MemoryLimits`` stand beside them, and those of its ``Offload`` as offload_*.
-    """
+    """What replaces fields of the preset's ``Policy``, its ``MemoryLimits`` and ``Offload``; as text."""
 
     stage: Literal[0, 1, 2, 3] | None = None
     group: int | Literal["node"] | None = None

@@ -57,8 +57,7 @@ class Generator:
     """Runs generations and times them token by token.
 
     Args:
-        prompt: (B, T) int64; every generation starts from it.
-        tokens, layers: as of :func:`decode`.
+        prompt, tokens, layers: as of :func:`decode`; every generation starts from the prompt.
         count: returns what this rank has waited and sent so far.
         device: synchronised after every token, if it is a GPU.
 

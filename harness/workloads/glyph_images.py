@@ -48,10 +48,7 @@ class Item:
 class Glyphs(Samples):
     """Rendered characters: (B, 32, 32) float32 from 0 to 1, and (B,) int64 classes.
 
-    Attributes:
-        sha256: of the fonts' files, the characters and how they are drawn.
-        train: items.
-        validation: items; no item is in both.
+    ``sha256`` is of the fonts' files, the characters and how they are drawn; no item is in both parts.
     """
 
     def __init__(self, sha256: str, train: list[Item], validation: list[Item]) -> None:

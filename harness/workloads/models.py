@@ -8,16 +8,18 @@ almost no padding.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.errors import Refusal
@@ -36,6 +38,7 @@ from harness.workloads.input_digests import see_working_folder
 from harness.workloads.masked_text import NO_TARGET
 
 _INIT_STD: Final = 0.02
+_FILLS: Final = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
 class WorkloadError(Refusal):
@@ -44,12 +47,8 @@ class WorkloadError(Refusal):
 
 @dataclass(slots=True)
 class KeysAndValues:
-    """Key-value cache of one attention layer.
-
-    Attributes:
-        capacity: tokens that it can hold.
-        length: tokens that it holds.
-        keys, values: (B, heads, capacity, width / heads), allocated with the first tokens.
+    """Key-value cache of one attention layer: (B, heads, capacity, width / heads) each, made with the first
+    tokens, of which it holds ``length``.
     """
 
     capacity: int
@@ -112,7 +111,6 @@ class GPT(nn.Module):
     """A GPT: a decoder-only transformer with learned positions.
 
     Args:
-        shape: its sizes.
         sequence: the longest sequence, T.
         recompute: activation checkpointing: keep only the blocks' inputs, and run each again in backward.
     """
@@ -166,7 +164,6 @@ class ViT(nn.Module):
     """A vision transformer: an encoder of image patches with learned positions, mean pooling, a classifier.
 
     Args:
-        shape: its sizes.
         patch: pixels of a patch in each direction.
     """
 
@@ -241,11 +238,7 @@ def build(model: Model, sequence: int) -> nn.Module:
 
 
 def shape_of(model: Model) -> Shape:
-    """Sizes of a preset with the model's changes.
-
-    Raises:
-        WorkloadError: see :func:`build`.
-    """
+    """Sizes of a preset with the model's changes; raises as :func:`build`."""
     preset = PRESETS[model.name]
     known = {field.name: field.type for field in fields(preset)}
     for name, value in model.arguments.items():
@@ -257,8 +250,8 @@ def shape_of(model: Model) -> Shape:
         if type(value).__name__ != known[name] or (type(value) is int and value < 1):
             wanted = "true or false" if known[name] == "bool" else "a whole number of at least 1"
             raise WorkloadError(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
-    changed: dict[str, Any] = asdict(preset) | dict(model.arguments)
-    shape = type(preset)(**changed)
+    changed: dict[str, Any] = dict(model.arguments)
+    shape = replace(preset, **changed)
     if shape.width % shape.heads:
         raise WorkloadError(
             f"model {model.name!r}: {shape.heads} heads do not divide a width of {shape.width}"
@@ -294,3 +287,28 @@ def _user_function(model: Model, sequence: int) -> Callable[..., object]:
             f"sequence, but it is {function_name}{signature}: {error}"
         ) from None
     return function
+
+
+class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that skips in-place initialisers of meta tensors.
+
+    There torch runs them as Python operations that import its compiler: 4 s, for values that do not exist.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what torch wraps for its compiler imports it
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _FILLS and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def unfilled() -> Iterator[None]:
+    """Inside, tensors and modules are created on the meta device, without initialisation."""
+    with torch.device("meta"), _Unfilled():  # type: ignore[no-untyped-call]
+        yield
