@@ -26,7 +26,6 @@ from harness.runs.strategies import peer
 from harness.suites.trial import Model
 from harness.workloads import corpus
 from harness.workloads.models import build
-from harness.workloads.samples import NextByte
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
 from impl.plan.policy import preset
@@ -139,12 +138,11 @@ def unequal(samples: Sequence[Sample]) -> str | None:
 
 def batches_of(rank: Rank, sequences: int) -> Callable[[int], Batch]:
     """Batches of text by step, for this rank, of ``sequences`` sequences."""
-    text = NextByte(corpus.load(corpus.STDLIB), SEQUENCE)
+    text = corpus.Text(corpus.load(corpus.STDLIB), SEQUENCE)
 
     def batch(step: int) -> Batch:
-        drawn = text.batch(seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences)
-        tokens, targets = (torch.from_numpy(part).contiguous() for part in drawn)
-        return tokens, targets
+        read, answer = text.batch(seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences)
+        return torch.tensor(read), torch.tensor(answer)
 
     return batch
 

@@ -324,11 +324,10 @@ def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]
     key = f"{model.model_dump_json()}/{sequence}"
     if key not in models:
         from harness.workloads import models as workload
-        from harness.workloads.meta_init import unfilled
 
         try:
             # A user's own function may begin what it cleans up.
-            with cleaning_up() if ":" in model.name else nullcontext(), unfilled():
+            with cleaning_up() if ":" in model.name else nullcontext(), workload.unfilled():
                 models[key] = workload.build(model, sequence)
         except workload.WorkloadError as error:
             models[key] = PlanError(str(error))

@@ -249,13 +249,12 @@ def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | N
     """
     from harness.train.memory_table import GB, activation_bytes, needs, table, too_large
     from harness.workloads import models
-    from harness.workloads.meta_init import unfilled
     from impl.engine.unit_planning import plan_units
     from impl.errors import ZeroError
     from impl.plan.geometry import PaddingError
 
     trial, policy = job.trial, recipe.policy
-    with unfilled():
+    with models.unfilled():
         model = models.GPT(job.shape, trial.sequence)
     held = activation_bytes(
         job.shape, policy, sequences=trial.tokens_per_rank // trial.sequence, length=trial.sequence,

@@ -124,7 +124,6 @@ def test_hundred_billion() -> None:
         ({"cluster": Cluster(nodes=64, ranks_per_node=2)}, "128 ranks are more than this machine can hold"),
         ({"corpus": "/no/such/corpus"}, "no such file or folder"),
         ({"policy": PolicyChanges(align=100_000)}, "would be padding"),
-        ({"model": Model(name="gpt-smal")}, "did you mean 'gpt-small'?"),
         ({"model": Model(name="gpt-tiny", arguments={"layer": 1})}, "did you mean 'layers'?"),
         ({"model": Model(name="no_such_module_at_all:model")}, "cannot import 'no_such_module_at_all'"),
         ({"model": Model(name="tests.harness.runs.test_forecast:broken")}, "RuntimeError: two lines"),
