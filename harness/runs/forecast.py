@@ -202,7 +202,7 @@ def _hosted(
     trial: Trial, host: Host, policy: Policy, model: nn.Module, *, state: int, problems: tuple[str, ...]
 ) -> Forecast:
     """The prediction of a policy inside FSDP2 or DDP, whose memory is that of the peer."""
-    from impl.adapters.fsdp2_ddp import HostError, hosted_units
+    from impl.adapters.joined import HostError, hosted_units
 
     assert trial.host is not None  # noqa: S101  # the caller asked
     topology, parameters = trial.topology(), sum(parameter.numel() for parameter in model.parameters())

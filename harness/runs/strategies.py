@@ -21,7 +21,8 @@ from harness.cluster.rank import Rank
 from harness.errors import Refusal
 from harness.runs.optimizers import built, local_part, predicted_memory, state_bytes
 from harness.suites.trial import Optimizer, Trial
-from impl.adapters.fsdp2_ddp import InDDP, InFSDP2, join_ddp, join_fsdp2
+from impl.adapters.ddp import InDDP
+from impl.adapters.fsdp2 import InFSDP2
 from impl.adapters.traffic import GroupGeometry, Host, check_host
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
@@ -410,10 +411,10 @@ def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
     check_host(host, policy)
     if host == "fsdp2":
         peer = _peer(host, model, wire.mesh.device)
-        return Hosted(peer.model, {}, join_fsdp2(peer.model, wire, policy))
+        return Hosted(peer.model, {}, InFSDP2(peer.model, wire, policy))
     # Buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire.
     wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-    return Hosted(wrapped, {}, join_ddp(wrapped, wire, policy))
+    return Hosted(wrapped, {}, InDDP(wrapped, wire, policy))
 
 
 def build_optimizer(optimizer: Optimizer, strategy: Strategy) -> torch.optim.Optimizer:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import ITEM_BYTES
 from impl.plan.geometry import UnitGeometry, chunked
-from impl.plan.offload_plan import Copied, CopyKey, Direction, Placement, placements_of
+from impl.plan.offload_plan import CopyKey, Direction, Placement, placements_of
 from impl.plan.policy import Policy
 from impl.plan.topology import Axis, Topology
 
@@ -104,24 +104,50 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Ma
 
 
 @dataclass(slots=True)
-class _Book:
-    """Adds up one rank's messages, and its copies between host and device."""
+class Book:
+    """Adds up one rank's messages, and its copies between host and device; sizes are in bytes."""
 
     topology: Topology
     rank: int
-    rows: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-    copied: dict[CopyKey, int] = field(default_factory=lambda: defaultdict(int))
+    sent: dict[LedgerKey, Sent] = field(default_factory=dict)
+    copied: Counter[CopyKey] = field(default_factory=Counter)
 
     def exchange(
         self, phase: Phase, purpose: Purpose, unit: str, axis: Axis, size: int, *, ring: bool = False
     ) -> None:
+        """One message of ``size`` to every other rank along ``axis``."""
         for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
-            row = self.rows[LedgerKey(phase, purpose, unit, axis.name, link)]
-            row[0] += count * size
-            row[1] += count
+            key = LedgerKey(phase, purpose, unit, axis.name, link)
+            nbytes, messages = self.sent.get(key, (0, 0))
+            self.sent[key] = Sent(nbytes + count * size, messages + count)
 
-    def copy(self, direction: Direction, purpose: Copied, unit: str, size: int) -> None:
-        self.copied[CopyKey(direction, purpose, unit)] += size
+    def control(self, size: int, purpose: Purpose = "control") -> None:
+        """What every rank tells all others."""
+        self.exchange("step", purpose, "", self.topology.world_axis, size)
+
+    def gather(
+        self,
+        phase: Phase,
+        purpose: Purpose,
+        unit: str,
+        axes: Iterable[Axis],
+        size: int,
+        *,
+        ring: bool = False,
+    ) -> None:
+        """Hops along ``axes``, each of which forwards all that those before it have made of ``size``."""
+        for axis in axes:
+            self.exchange(phase, purpose, unit, axis, size, ring=ring)
+            size *= axis.size
+
+    def reduction(self, policy: Policy, unit: str, piece: int, grain: int) -> None:
+        """Hops of a reduction of which every rank ends with ``piece`` elements; chunks start on ``grain``."""
+        slices = self.topology.world
+        for axis, codec in policy.reduce_axes(self.topology):
+            slices //= axis.size
+            for start, end in chunked(piece, policy.chunks, grain):
+                size = slices * codec.frame_bytes(end - start)
+                self.exchange("backward", "gradients", unit, axis, size, ring=policy.reduce == "ring")
 
 
 def predict(
@@ -147,8 +173,7 @@ def predict(
     Raises:
         PolicyError: if the policy does not fit the topology.
     """
-    book = _booked(policy, topology, units, rank, load, buffer_bytes)
-    return {key: Sent(*row) for key, row in book.rows.items()}
+    return _booked(policy, topology, units, rank, load, buffer_bytes).sent
 
 
 def predict_copies(
@@ -179,10 +204,10 @@ def _booked(  # noqa: PLR0917  # the arguments of the two functions above
     rank: int,
     load: Load | Iterable[Event],
     buffer_bytes: int,
-) -> _Book:
+) -> Book:
     """Walk through ``load``."""
     policy.check(topology)
-    book = _Book(topology, rank)
+    book = Book(topology, rank)
     senders = [
         _Sender(book, policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit, placement)
         for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
@@ -191,11 +216,11 @@ def _booked(  # noqa: PLR0917  # the arguments of the two functions above
     buffers_differ, passes = bool(buffer_bytes), 0
     for event in load.events(policy) if isinstance(load, Load) else load:
         if event in ("forward", "evaluate") and buffers_differ:
-            book.exchange("step", "buffers", "", topology.world_axis, buffer_bytes)
+            book.control(buffer_bytes, "buffers")
             buffers_differ = False
         match event:
             case "norm":
-                book.exchange("step", "control", "", topology.world_axis, NORM_BYTES)
+                book.control(NORM_BYTES)
             case "step" | "changed":
                 for sender in senders:
                     if event == "changed" or sender.unit.trainable:
@@ -211,7 +236,7 @@ def _booked(  # noqa: PLR0917  # the arguments of the two functions above
                         sender.reduce()
                 passes += 1
                 if policy.order_every and passes % policy.order_every == 0:
-                    book.exchange("step", "control", "", topology.world_axis, ORDER_BYTES)
+                    book.control(ORDER_BYTES)
     return book
 
 
@@ -219,7 +244,7 @@ def _booked(  # noqa: PLR0917  # the arguments of the two functions above
 class _Sender:
     """One unit on one rank: what it sends next depends on what is still true there."""
 
-    book: _Book
+    book: Book
     policy: Policy
     unit: UnitGeometry
     placement: Placement
@@ -233,49 +258,34 @@ class _Sender:
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
         """The weights are needed; afterwards they stay, or go."""
+        policy, book, placement, name = self.policy, self.book, self.placement, self.unit.name
         if not self.gathered:
-            axes, spared = self.policy.gather_axes(self.book.topology)
+            axes, spared = policy.gather_axes(book.topology)
+            size = policy.weights.frame_bytes(self.unit.shard)
+            secondary = _secondary_bytes(policy, book.topology, self.unit)
+            if self.current:
+                axes, size = axes[spared:], secondary
+            elif placement.shard and (placement.frames or not self.uploaded):
+                book.copied[CopyKey("to_device", "weights", name)] += size
+                self.uploaded = True
+            if placement.frames and secondary:
+                direction: Direction = "to_device" if self.current else "to_host"
+                book.copied[CopyKey(direction, "secondary", name)] += secondary
             purpose: Purpose = "persistent" if self.unit.persistent else "weights"
-            held = self.policy.weights.frame_bytes(self.unit.shard)
-            self._copy(held, _secondary_bytes(self.policy, self.book.topology, self.unit))
-            for number, axis in enumerate(axes):
-                if number >= spared or not self.current:
-                    ring = axis == self.book.topology.world_axis and self.policy.gather == "flat"
-                    self.book.exchange(phase, purpose, self.unit.name, axis, held, ring=ring)
-                held *= axis.size
+            book.gather(phase, purpose, name, axes, size, ring=policy.gather == "flat")
             self.current = spared > 0
-        self.gathered = keep or self.policy.stage < 3
-
-    def _copy(self, frame: int, secondary: int) -> None:
-        """What a gather copies between host and device: ``frame`` bytes sent, ``secondary`` bytes kept."""
-        name, reused = self.unit.name, bool(secondary) and self.current
-        if reused and self.placement.frames:
-            self.book.copy("to_device", "secondary", name, secondary)
-        if not reused and self.placement.shard and (self.placement.frames or not self.uploaded):
-            self.book.copy("to_device", "weights", name, frame)
-            self.uploaded = True
-        if not reused and self.placement.frames and secondary:
-            self.book.copy("to_host", "secondary", name, secondary)
+        self.gathered = keep or policy.stage < 3
 
     def reduce(self) -> None:
         """The gradient is there."""
-        policy, unit, topology = self.policy, self.unit, self.book.topology
+        policy, unit, book = self.policy, self.unit, self.book
         if not unit.trainable:
             return
         if self.placement.shard:
-            self.book.copy("to_host", "gradients", unit.name, MASTER_BYTES * unit.shard)
-        slices = topology.world
-        for axis, codec in policy.reduce_axes(topology):
-            slices //= axis.size
-            for start, end in chunked(unit.piece, policy.chunks, policy.grain):
-                size = slices * codec.frame_bytes(end - start)
-                ring = policy.reduce == "ring"
-                self.book.exchange("backward", "gradients", unit.name, axis, size, ring=ring)
-        axes, codec = policy.replica_axes(topology)
-        held = codec.frame_bytes(unit.piece)
-        for axis in axes:
-            self.book.exchange("backward", "gradients", unit.name, axis, held)
-            held *= axis.size
+            book.copied[CopyKey("to_host", "gradients", unit.name)] += MASTER_BYTES * unit.shard
+        book.reduction(policy, unit.name, unit.piece, policy.grain)
+        axes, codec = policy.replica_axes(book.topology)
+        book.gather("backward", "gradients", unit.name, axes, codec.frame_bytes(unit.piece))
 
 
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
