@@ -224,7 +224,7 @@ def _wire(mesh: Mesh) -> Wire:
 def _sent(zero: Zero) -> tuple[int, int]:
     """Predicted bytes that this rank sends to other nodes in forward and in backward of a step."""
     mesh = zero.wire.mesh
-    sent = predict(zero.policy, mesh.topology, [unit.geometry for unit in zero.units], mesh.rank, Load())
+    sent = predict(zero.policy, mesh.topology, [unit.geometry for unit in zero.units], mesh.rank, Load()).sent
     forward, backward = (
         sum(of.bytes for key, of in sent.items() if key.phase == phase and key.link == "inter")
         for phase in ("forward", "backward")

@@ -302,7 +302,7 @@ def _loads(trial: Trial) -> tuple[tuple[traffic.Load, traffic.Load], int]:
 def _copied(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
     """Bytes that one rank copies between host and device in one step, both ways."""
     loads, later = _loads(trial)
-    one, two = (sum(traffic.predict_copies(policy, topology, units, load).values()) for load in loads)
+    one, two = (sum(traffic.predict(policy, topology, units, 0, load).copied.values()) for load in loads)
     return one + later * (two - one)
 
 
@@ -311,7 +311,7 @@ def _node_bytes(
 ) -> tuple[int, int]:
     inter = intra = 0
     for rank in range(topology.ranks_per_node):
-        for key, sent in traffic.predict(policy, topology, units, rank, load).items():
+        for key, sent in traffic.predict(policy, topology, units, rank, load).sent.items():
             if key.link == "inter":
                 inter += sent.bytes
             else:

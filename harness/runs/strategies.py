@@ -31,7 +31,7 @@ from impl.engine.loss_scaler import Stepped
 from impl.plan.geometry import UnitGeometry
 from impl.plan.offload_plan import CopyKey
 from impl.plan.policy import Policy
-from impl.plan.traffic import Event, LedgerKey, Sent, predict, predict_copies
+from impl.plan.traffic import Event, LedgerKey, Sent, predict
 from impl.zero import Zero, find_blocks, shard
 
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "nccl": "backend"}
@@ -294,7 +294,7 @@ class Sharded:
         engine = self.engine
         return predict(
             self.policy, mesh.topology, self.units(), mesh.rank, events, buffer_bytes=engine.buffers.nbytes
-        )
+        ).sent
 
     def exposed_seconds(self) -> float | None:
         """Time spent in the wire's waits; None on a GPU, where the stream waits and not this process."""
@@ -321,7 +321,7 @@ class Sharded:
 
     def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
         """What ``impl.plan.traffic`` says."""
-        return predict_copies(self.policy, self.engine.wire.mesh.topology, self.units(), events)
+        return predict(self.policy, self.engine.wire.mesh.topology, self.units(), 0, events).copied
 
     def formula(self) -> dict[str, int]:
         """See :meth:`Strategy.formula`."""

@@ -160,7 +160,7 @@ def predict_hosted(
     if host == "ddp":
         own = [unit for unit in units if isinstance(unit, UnitGeometry)]
         alone = replace(policy, align=1, order_every=0)  # chunks as :func:`chunks_of` has them, and no checks
-        return predict(alone, topology, own, rank, ["backward"] * _reduced_steps(events))
+        return predict(alone, topology, own, rank, ["backward"] * _reduced_steps(events)).sent
     book = Book(topology, rank)
     axes, _ = policy.gather_axes(topology)
     for event in events:

@@ -42,8 +42,6 @@ class Cut:
 
     Attributes:
         geometry: the layout.
-        mesh: the ranks.
-        wire: gives what gathers.
         piece: (S,) fp32, this rank's slice, on the device where the values were made.
         pinned: slots that a context shows whole.
         drawn: for each slot a number of all values that this rank has cut it from; equal on equal ranks.
@@ -123,17 +121,18 @@ class Cut:
         """Bring the values back, on all ranks of a copy; all of them must call it."""
         if self.whole:
             return
-        low, _ = self.geometry.bounds(self.mesh.rank)
         for number, parameter in enumerate(self.parameters):
-            if parameter is None:
-                continue
-            first, end = self.geometry.overlap(self.geometry.slots[number], self.mesh.rank)
-            values = self.values(number, self.piece[first - low : end - low], self.wire())
-            restore(parameter, values.to(parameter.dtype))
-            _whole[parameter] = weakref.ref(self)
+            if parameter is not None:
+                restore(parameter, self.kept(number, self.wire()).to(parameter.dtype))
+                _whole[parameter] = weakref.ref(self)
         self.piece = torch.empty(0)
         self._uses = self._counts()
         self.whole = True
+
+    def kept(self, number: int, wire: Wire) -> Tensor:
+        """(shape) fp32: parameter ``number`` as ranks keep it while it is cut; all of a copy must call it."""
+        start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
+        return self.values(number, self.piece[start:end], wire)
 
     def values(self, number: int, part: Tensor, wire: Wire) -> Tensor:
         """(shape) fp32: parameter ``number``, of which this rank has ``part`` (elements here,)."""
@@ -200,39 +199,25 @@ def taken_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire:
     cuts = [cut_of(parameter) for parameter in parameters]
     if all(cut is None for cut in cuts):
         return None
-    rank, device = wire.mesh.rank, wire.mesh.device
-    first = cuts[0]
+    rank, first = wire.mesh.rank, cuts[0]
     if first is not None and _same(first, geometry, parameters):
-        return _rounded(first.piece, first.geometry, parameters, rank)
-    shard = torch.zeros(geometry.shard, device=device)
-    low, _ = geometry.bounds(rank)
-    for slot, parameter, cut in zip(geometry.slots, parameters, cuts, strict=True):
-        values: Tensor = parameter
-        if cut is not None:  # one parameter at a time is whole
-            number = cut.number(parameter)
-            start, _ = cut.geometry.bounds(rank)
-            begin, end = cut.geometry.overlap(cut.geometry.slots[number], rank)
-            values = cut.values(number, cut.piece[begin - start : end - start], wire).to(parameter.dtype)
-        begin, end = geometry.overlap(slot, rank)
-        part = values.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
-        shard[begin - low : end - low] = part
-    return shard
+        for slot, parameter in zip(geometry.slots, parameters, strict=True):
+            start, end = geometry.part(slot, rank)
+            part = first.piece[start:end]
+            part.copy_(part.to(parameter.dtype))  # a model may be cast after it was cut
+        return first.piece
+    values = (  # one parameter at a time is whole
+        parameter if cut is None else cut.kept(cut.number(parameter), wire).to(parameter.dtype)
+        for parameter, cut in zip(parameters, cuts, strict=True)
+    )
+    return sliced(geometry, rank, values, wire.mesh.device)
 
 
 def _same(cut: Cut, geometry: UnitGeometry, parameters: Sequence[nn.Parameter]) -> bool:
     """Whether ``cut`` holds just these parameters, at the same places."""
-    places = [(slot.offset, slot.spec.shape) for slot in geometry.slots]
-    own = [(slot.offset, slot.spec.shape) for slot in cut.geometry.slots]
-    sizes = (geometry.padded, geometry.shards) == (cut.geometry.padded, cut.geometry.shards)
+    layout, own = (
+        (one.padded, one.shards, [(slot.offset, slot.spec.shape) for slot in one.slots])
+        for one in (geometry, cut.geometry)
+    )
     one_by_one = zip(cut.parameters, parameters, strict=False)
-    return sizes and places == own and all(mine is given for mine, given in one_by_one)
-
-
-def _rounded(piece: Tensor, geometry: UnitGeometry, parameters: Sequence[nn.Parameter], rank: int) -> Tensor:
-    """``piece`` with the values that the parameters' types have: a model may be cast after it was cut."""
-    low, _ = geometry.bounds(rank)
-    for slot, parameter in zip(geometry.slots, parameters, strict=True):
-        begin, end = geometry.overlap(slot, rank)
-        part = piece[begin - low : end - low]
-        part.copy_(part.to(parameter.dtype))
-    return piece
+    return layout == own and all(mine is given for mine, given in one_by_one)

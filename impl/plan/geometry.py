@@ -141,9 +141,18 @@ class UnitGeometry:
 
     def overlap(self, slot: Slot, rank: int) -> tuple[int, int]:
         """(first, end) elements of the unit that are both ``slot``'s and in ``rank``'s shard; maybe empty."""
+        low, _ = self.bounds(rank)
+        start, end = self.part(slot, rank)
+        return low + start, low + end
+
+    def part(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """(start, end) of the elements of ``slot`` inside ``rank``'s shard, shard-relative; maybe empty."""
+        return self._clipped(slot.offset, slot.end, rank)
+
+    def _clipped(self, start: int, end: int, rank: int) -> tuple[int, int]:
+        """What of elements [start, end) of the unit is in ``rank``'s shard, shard-relative; maybe empty."""
         low, high = self.bounds(rank)
-        first = min(max(slot.offset, low), high)
-        return first, max(first, min(slot.end, high))
+        return min(max(start, low), high) - low, min(max(end, low), high) - low
 
     def own_piece(self, rank: int) -> tuple[int, int]:
         """(first, end) elements of the shard that ``rank`` alone reduces: they number every element once."""
@@ -160,10 +169,9 @@ class UnitGeometry:
         for slot in self.slots:
             if not bounds or bounds[-1][0] != slot.spec.group:
                 bounds.append((slot.spec.group, slot.offset if bounds else 0))
-        low, high = self.bounds(rank)
         ends = [start for _, start in bounds[1:]] + [self.padded]
         return tuple(
-            (group, min(max(start, low), high) - low, min(max(end, low), high) - low)
+            (group, *self._clipped(start, end, rank))
             for (group, start), end in zip(bounds, ends, strict=True)
         )
 
@@ -176,10 +184,7 @@ class UnitGeometry:
 
     def pads(self, rank: int) -> tuple[tuple[int, int], ...]:
         """(start, end) of the padding inside ``rank``'s shard, shard-relative, none empty."""
-        low, high = self.bounds(rank)
-        clipped = (
-            (min(max(start, low), high) - low, min(max(end, low), high) - low) for start, end in self.gaps
-        )
+        clipped = (self._clipped(start, end, rank) for start, end in self.gaps)
         return tuple((start, end) for start, end in clipped if start < end)
 
 

@@ -158,11 +158,15 @@ def predict(
     load: Load | Iterable[Event],
     *,
     buffer_bytes: int = 0,
-) -> dict[LedgerKey, Sent]:
-    """Everything that ``rank`` sends, by phase, purpose, unit, hop and link.
+) -> Book:
+    """Everything that ``rank`` sends, and copies between host and device for what is offloaded.
+
+    Copies are the same on every rank: of offloaded masters 4 S to the host per reduction, and the frame to
+    the device once after a step, or, where frames are offloaded, whenever it is sent; of offloaded secondary
+    frames what the spared hops brought, to the host when it is kept and to the device when it is used again.
 
     Args:
-        policy: what is sent.
+        policy: what is sent and offloaded.
         topology: where ranks stand.
         units: the model's units, in model order, laid out for ``topology.world`` ranks.
         rank: the sender.
@@ -173,39 +177,6 @@ def predict(
     Raises:
         PolicyError: if the policy does not fit the topology.
     """
-    return _booked(policy, topology, units, rank, load, buffer_bytes).sent
-
-
-def predict_copies(
-    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], load: Load | Iterable[Event]
-) -> dict[CopyKey, int]:
-    """Bytes that one rank, any rank, copies between host and device for what is offloaded.
-
-    Of offloaded masters 4 S to the host per reduction, and the frame to the device once after a step, or,
-    where frames are offloaded, whenever it is sent; of offloaded secondary frames what the spared hops
-    brought, to the host when it is kept and to the device when it is used again.
-
-    Args:
-        policy: what is offloaded.
-        topology: where ranks stand.
-        units: as :func:`predict` takes them.
-        load: as :func:`predict` takes it.
-
-    Raises:
-        PolicyError: if the policy does not fit the topology.
-    """
-    return dict(_booked(policy, topology, units, 0, load, 0).copied)
-
-
-def _booked(  # noqa: PLR0917  # the arguments of the two functions above
-    policy: Policy,
-    topology: Topology,
-    units: Sequence[UnitGeometry],
-    rank: int,
-    load: Load | Iterable[Event],
-    buffer_bytes: int,
-) -> Book:
-    """Walk through ``load``."""
     policy.check(topology)
     book = Book(topology, rank)
     senders = [
@@ -215,9 +186,6 @@ def _booked(  # noqa: PLR0917  # the arguments of the two functions above
     kept = kept_units(policy, units)
     buffers_differ, passes = bool(buffer_bytes), 0
     for event in load.events(policy) if isinstance(load, Load) else load:
-        if event in ("forward", "evaluate") and buffers_differ:
-            book.control(buffer_bytes, "buffers")
-            buffers_differ = False
         match event:
             case "norm":
                 book.control(NORM_BYTES)
@@ -226,7 +194,9 @@ def _booked(  # noqa: PLR0917  # the arguments of the two functions above
                     if event == "changed" or sender.unit.trainable:
                         sender.weights_changed()
             case "forward" | "evaluate":
-                buffers_differ = bool(buffer_bytes) and (event == "forward" or buffers_differ)
+                if buffers_differ:
+                    book.control(buffer_bytes, "buffers")
+                buffers_differ = bool(buffer_bytes) and event == "forward"
                 for index, sender in enumerate(senders):
                     sender.gather(event, keep=event == "forward" and index in kept)
             case "backward" | "accumulate":
@@ -296,9 +266,7 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     elements run between their forward and their backward, and all that is gathered at once stays within
     ``max_live``.
 
-    Args:
-        policy: with the limits.
-        units: in model order; blocks are kept as a whole, all their units or none.
+    ``units`` are in model order; blocks are kept as a whole, all their units or none.
     """
     limits = policy.memory
     blocks: dict[str, list[int]] = {}
@@ -334,19 +302,12 @@ def memory(
     on top: at most ``prefetch`` elements.
 
     What lies in host memory has ``host_`` before its name (:mod:`impl.plan.offload_plan`).  For it the
-    device holds
-    ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two of the
-    largest mean gradients on their way; the host holds ``host_frames``, those of all fp32 shards there, and
-    its gradients twice where several micro-batches are added up in shards.
+    device holds ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two
+    of the largest mean gradients on their way; the host holds ``host_frames``, those of all fp32 shards
+    there, and its gradients twice where several micro-batches are added up in shards.
 
     Reduces to facts A10 (16 bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit
     shard, which is encoded from the master on the way out.
-
-    Args:
-        policy: what is held.
-        topology: where ranks stand.
-        units: in model order, laid out for ``topology.world`` ranks.
-        micro_batches: of a step.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)
@@ -371,10 +332,13 @@ def memory(
             if placement.shard:
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
     parts["gathered"] = item * _gathered(policy, units)
-    added_up = micro_batches > 1 and not policy.reduces_each_micro_batch
-    parts["local_gradients"] = _local_gradients(units, added_up) * (
-        max(item, MASTER_BYTES) if added_up else item
-    )
+    trained = [unit for unit in units if unit.trainable]
+    if micro_batches > 1 and not policy.reduces_each_micro_batch:
+        parts["local_gradients"] = max(item, MASTER_BYTES) * sum(unit.padded for unit in trained)
+    else:
+        around = sum(unit.padded for unit in trained if unit.outer)
+        largest = max((unit.padded for unit in trained if not unit.outer), default=0)
+        parts["local_gradients"] = item * (around + largest)
     return parts
 
 
@@ -385,15 +349,6 @@ def _gathered(policy: Policy, units: Sequence[UnitGeometry]) -> int:
     around = sum(unit.padded for unit in units if unit.outer)
     kept = sum(units[index].padded for index in kept_units(policy, units) if not units[index].outer)
     return around + max(kept, _largest_block([unit for unit in units if not unit.outer]))
-
-
-def _local_gradients(units: Sequence[UnitGeometry], added_up: bool) -> int:
-    """Most elements of local gradients at once, where those of several micro-batches are added up or not."""
-    sizes = [unit.padded for unit in units if unit.trainable]
-    if added_up:
-        return sum(sizes)
-    inner = [unit.padded for unit in units if unit.trainable and not unit.outer]
-    return sum(sizes) - sum(inner) + max(inner, default=0)
 
 
 def _largest_block(units: Sequence[UnitGeometry]) -> int:
