@@ -40,11 +40,8 @@ class InDDP(Joined):
     reduction starts at once and moves on whenever the next one starts; the last bucket waits for all.
     Buckets come in one order on all ranks, so units do too.
 
-    Args:
-        model: in DDP over all ranks of ``wire.mesh``.
-        wire: what sends.
-        policy: of stage 0: codecs of gradients, reduce and chunks; all else as in
-            :data:`~impl.adapters.traffic.BASES`.
+    ``model`` is in DDP over all ranks of ``wire.mesh``.  ``policy``, of stage 0, says codecs of gradients,
+    reduce and chunks; all else is as in :data:`~impl.adapters.traffic.BASES`.
 
     Raises:
         HostError: for a mesh that is not on the CPU.
@@ -71,8 +68,7 @@ class InDDP(Joined):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their 2-norm is at most ``max_norm``; every rank has all of them.
 
-        Returns:
-            () norm before scaling.
+        Returns the () norm before.
         """
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
@@ -98,19 +94,15 @@ class InDDP(Joined):
             unit.flat[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)
             unit.back.append((gradient, slot))
             if len(unit.back) == len(unit.geometry.slots):
-                self._start(unit)
+                for transfer in self._transfers:  # the units under way go on by one
+                    transfer.proceed()
+                self._transfers = [transfer for transfer in self._transfers if not transfer.complete]
+                self._transfers.append(Transfer(self._averaging(unit)))
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._futures.append((future, bucket.buffer()))
         if bucket.is_last():
             self._finish()
         return future
-
-    def _start(self, unit: _Unit) -> None:
-        """Post the first message of a unit; the units under way go on by one."""
-        for transfer in self._transfers:
-            transfer.proceed()
-        self._transfers = [transfer for transfer in self._transfers if not transfer.complete]
-        self._transfers.append(Transfer(self._averaging(unit)))
 
     def _averaging(self, unit: _Unit) -> Steps[None]:
         axes, codec = self._replicas

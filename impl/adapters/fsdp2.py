@@ -38,13 +38,11 @@ _TINY: Final = 1e-6  # added to a norm before dividing by it, as torch.nn.utils.
 class InFSDP2(Joined):
     """A model that ``fully_shard`` sharded, with its gathers and scatters carried; all ranks must make it.
 
-    Make it of the root, before the first forward pass.  Gathered weights and mean gradients are what FSDP2's
+    Make it before the first forward pass.  Gathered weights and mean gradients are what FSDP2's
     own collectives bring, but for the codecs, and for the order of sums from three ranks on.
 
-    Args:
-        model: the root, itself an ``FSDPModule`` over all ranks of ``wire.mesh``.
-        wire: what sends.
-        policy: codecs of weights and gradients, gather, reduce and chunks; all else as it is by default.
+    ``model`` is the root, itself an ``FSDPModule`` over all ranks of ``wire.mesh``.  ``policy`` says codecs
+    of weights and gradients, gather, reduce and chunks; all else is as it is by default.
 
     Raises:
         HostError: for a model that is not sharded as a whole, a device mesh that is not all ranks in one
@@ -77,10 +75,8 @@ class InFSDP2(Joined):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; all ranks must call it.
 
-        ``torch.nn.utils.clip_grad_norm_`` would send its sums past the wire.
-
-        Returns:
-            () fp64 norm before scaling.
+        ``torch.nn.utils.clip_grad_norm_`` would send its sums past the wire.  Returns the () fp64 norm before
+        scaling.
         """
         found = [parameter.grad for parameter in self._model.parameters()]
         gradients = [grad.to_local() for grad in found if isinstance(grad, DTensor)]
@@ -118,11 +114,7 @@ class InFSDP2(Joined):
         exchange.close()
 
     def check(self, group: GroupGeometry, what: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
-        """Refuse a message that is not the group's.
-
-        Raises:
-            HostError: naming the group and what does not fit.
-        """
+        """Refuse a message that is not the group's, naming the group and what does not fit."""
         world = self.wire.mesh.topology.world
         if ranks != world:
             raise HostError(

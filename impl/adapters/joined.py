@@ -28,15 +28,9 @@ class HostError(RuntimeError):
 
 
 class Joined:
-    """A host with our collectives on one rank.
+    """A host with our collectives on one rank; the ledger is its wire's."""
 
-    Attributes:
-        units: what travels together.
-        wire: with the ledger.
-        policy: what is sent.
-    """
-
-    units: Sequence[GroupGeometry | UnitGeometry]
+    units: Sequence[GroupGeometry | UnitGeometry]  # what travels together
 
     def __init__(self, host: Host, wire: Wire, policy: Policy) -> None:
         check_host(host, policy)
@@ -72,11 +66,8 @@ class Joined:
     def _reserve(self, axes: Iterable[Axis], codec: Codec, shard: int, piece: int) -> None:
         """Make room in shared memory for the largest messages, so that each arena is made once.
 
-        Args:
-            axes: of gathers.
-            codec: of what is gathered.
-            shard: elements of one rank's message in the largest gather.
-            piece: elements with which one rank ends the largest reduction.
+        The largest gather, along ``axes`` in ``codec``, has messages of ``shard`` elements, and the largest
+        reduction ends with ``piece`` elements of a rank.
         """
         held = codec.frame_bytes(shard)
         for axis in axes:
@@ -102,12 +93,8 @@ class Joined:
 def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topology) -> list[GroupGeometry]:
     """What FSDP2 gathers together: each of ``blocks``, and the rest with ``model``, the root, first.
 
-    ``model`` may be sharded, or not yet, or on the meta device.
-
-    Args:
-        model: the root.
-        blocks: modules on which ``fully_shard`` is called by themselves; they may lie in one another.
-        topology: its ranks share each parameter.
+    ``model`` may be sharded, or not yet, or on the meta device.  On ``blocks`` ``fully_shard`` is called by
+    themselves; they may lie in one another.
 
     Raises:
         HostError: for a parameter without dimensions, which FSDP2 cannot cut.
@@ -116,7 +103,10 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
     owners = [model, *blocks]
     groups = []
     for owner in owners:
-        inside = {module for other in owners if other is not owner for module in _below(other, owner)}
+        own = set(owner.modules())
+        inside = {
+            below for other in owners if other is not owner and other in own for below in other.modules()
+        }
         found: dict[nn.Parameter, str] = {}
         for module in owner.modules():
             if module in inside:
@@ -145,8 +135,3 @@ def hosted_units(
     if host == "fsdp2":
         return fsdp2_groups(model, find_blocks(model), topology)
     return plan_units(model, topology, policy)
-
-
-def _below(other: nn.Module, owner: nn.Module) -> set[nn.Module]:
-    """Modules of ``other`` if it lies inside ``owner``, so that they are not the owner's."""
-    return set(other.modules()) if other in set(owner.modules()) else set()

@@ -145,13 +145,7 @@ def predict_hosted(
     backward pass, whatever the micro-batch.  DDP reduces in the last micro-batch of a step alone, and norms
     cost nothing, since every rank has all gradients.
 
-    Args:
-        host: inside which.
-        policy: what is sent.
-        topology: where ranks stand.
-        units: FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
-        rank: the sender.
-        events: passes, norms and steps.
+    ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
 
     Raises:
         PolicyError: if the host cannot carry the policy out.

@@ -124,17 +124,11 @@ class GatheredParameters:
 
 
 class _Place(abc.ABC):
-    """Where one parameter's values are kept while nobody sees them whole.
+    """Where one parameter's values are kept while nobody sees them whole."""
 
-    Attributes:
-        shown: what modules hold while they are seen.
-        mark: of the values as they were shown.
-        replaced: whether a module holds another object in place of the parameter.
-    """
-
-    shown: Tensor
-    mark = b""
-    replaced = False
+    shown: Tensor  # what modules hold while they are seen
+    mark = b""  # of the values as they were shown
+    replaced = False  # whether a module holds another object in place of the parameter
 
     def __init__(self, wire: Wire, geometry: UnitGeometry, number: int) -> None:
         self.wire, self._geometry, self._number = wire, geometry, number

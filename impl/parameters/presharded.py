@@ -34,18 +34,11 @@ class Cut:
     Args:
         name: whose they are.
         parameters: with their values, by name; all trainable, or none.
-        policy: what lays them out.
+        policy: lays them out.
         mesh: the ranks.
         wire: gives what gathers them; called when that is needed.
         on_use: called with the cut and all cuts of an operation when a parameter is used without its
             values; brings them, or refuses.
-
-    Attributes:
-        geometry: the layout.
-        piece: (S,) fp32, this rank's slice, on the device where the values were made.
-        pinned: slots that a context shows whole.
-        drawn: for each slot a number of all values that this rank has cut it from; equal on equal ranks.
-        whole: whether the parameters have their values.
     """
 
     def __init__(
@@ -59,25 +52,26 @@ class Cut:
         on_use: Callable[[Cut, Sequence[Cut], str], None],
     ) -> None:
         topology = mesh.topology
-        self.name, self.mesh, self.wire, self._on_use = name, mesh, wire, on_use
+        self.name, self.mesh, self.wire, self.on_use = name, mesh, wire, on_use
+        group, first = policy.group_ranks(topology), next(iter(parameters.values()))
         self.geometry = lay_out(
             name,
             [ParameterSpec(f"{name}.{own}", tuple(one.shape)) for own, one in parameters.items()],
             grain=policy.grain,
             world=topology.world,
             max_padding=math.inf,  # judged when the model is sharded
-            trainable=next(iter(parameters.values())).requires_grad,
-            group=policy.group_ranks(topology),
+            trainable=first.requires_grad,
+            group=group,
         )
-        axes, outside = topology.gather_axes(policy.group_ranks(topology))
-        self._axes = axes[outside:]
-        self._device = next(iter(parameters.values())).device
+        axes, outside = topology.gather_axes(group)
+        self._axes, self._device = axes[outside:], first.device
         self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self._keepers = [_InCut(self, slot.spec.name) for slot in self.geometry.slots]
-        self.piece = torch.empty(0)
-        self.pinned: set[int] = set()
+        self.piece = torch.empty(0)  # (S,) fp32, this rank's slice, on the device where values were made
+        self.pinned: set[int] = set()  # slots that a context shows whole
+        # For each slot a number of all values that this rank has cut it from; equal on equal ranks.
         self.drawn = [0] * len(self.geometry.slots)
-        self.whole = True
+        self.whole = True  # whether the parameters have their values
         self._uses: list[int] = []
         self.cut()
 
@@ -152,10 +146,6 @@ class Cut:
             for one in self.parameters
         ]
 
-    def use(self, together: Sequence[Cut], name: str) -> None:
-        """A parameter is used without its values."""
-        self._on_use(self, together, name)
-
 
 class _InCut:
     """Keeper of one parameter of a cut."""
@@ -165,7 +155,8 @@ class _InCut:
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         if not self.cut.whole:  # else brought with another one of this operation
-            self.cut.use([cut for one in together if (cut := cut_of(one)) is not None], self.name)
+            cuts = [cut for one in together if (cut := cut_of(one)) is not None]
+            self.cut.on_use(self.cut, cuts, self.name)
         return parameter
 
 

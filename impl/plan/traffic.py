@@ -57,19 +57,12 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A regular run: ``steps`` optimizer steps, then evaluation passes on the last weights.
+    """A regular run: ``steps`` optimizer steps, then evaluation passes on the last weights."""
 
-    Attributes:
-        micro_batches: forward and backward passes per step (accumulation).
-        steps: optimizer steps.
-        evaluations: forward passes without gradient after the last step.
-        norms: global norms computed, in total; taken evenly from the steps.
-    """
-
-    micro_batches: int = 1
+    micro_batches: int = 1  # forward and backward passes per step (accumulation)
     steps: int = 1
-    evaluations: int = 0
-    norms: int = 0
+    evaluations: int = 0  # forward passes without gradient after the last step
+    norms: int = 0  # global norms computed, in total; taken evenly from the steps
 
     def events(self, policy: Policy) -> list[Event]:
         """The run as a sequence of passes; ``accumulate`` is a backward pass that reduces nothing."""
@@ -88,18 +81,12 @@ class Load:
 def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
     """How many messages ``rank`` sends over each kind of link in one exchange along ``axis``.
 
-    Args:
-        topology: who shares a node with whom.
-        axis: the group.
-        rank: the sender.
-        ring: all size-1 messages go to the next rank of the group, instead of one to each.
+    In a ``ring`` all size-1 messages go to the next rank of the group, instead of one to each.
     """
-    group = axis.group(rank)
-    me = axis.digit(rank)
+    group, me = axis.group(rank), axis.digit(rank)
     targets = [group[(me + 1) % axis.size]] * (axis.size - 1) if ring else [r for r in group if r != rank]
-    counts: dict[Link, int] = {"inter": 0, "intra": 0}
-    for target in targets:
-        counts["intra" if topology.node_of(target) == topology.node_of(rank) else "inter"] += 1
+    inside = sum(topology.node_of(target) == topology.node_of(rank) for target in targets)
+    counts: dict[Link, int] = {"inter": len(targets) - inside, "intra": inside}
     return {link: count for link, count in counts.items() if count}
 
 
@@ -165,14 +152,10 @@ def predict(
     the device once after a step, or, where frames are offloaded, whenever it is sent; of offloaded secondary
     frames what the spared hops brought, to the host when it is kept and to the device when it is used again.
 
-    Args:
-        policy: what is sent and offloaded.
-        topology: where ranks stand.
-        units: the model's units, in model order, laid out for ``topology.world`` ranks.
-        rank: the sender.
-        load: a regular run, or the sequence of passes; a ``step`` changes the trained weights, ``changed``
-            (:meth:`impl.zero.Zero.weights_changed`) all.
-        buffer_bytes: of the model's persistent buffers, which all ranks keep equal.
+    ``units`` are in model order, laid out for ``topology.world`` ranks.  ``load`` is a regular run, or the
+    sequence of passes; a ``step`` changes the trained weights, ``changed``
+    (:meth:`impl.zero.Zero.weights_changed`) all.  ``buffer_bytes`` are of the model's persistent buffers,
+    which all ranks keep equal.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
