@@ -147,7 +147,7 @@ def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
 def _sent(zero: Zero) -> list[int]:
     """Predicted bytes that this rank sends to other nodes in forward and in backward of a step."""
     mesh, units = zero.wire.mesh, [unit.geometry for unit in zero.units]
-    found = predict(zero.policy, mesh.topology, units, mesh.rank, Load()).items()
+    found = predict(zero.policy, mesh.topology, units, mesh.rank, Load()).sent.items()
     sent = [(key.phase, of.bytes) for key, of in found if key.link == "inter"]
     return [sum(nbytes for phase, nbytes in sent if phase == name) for name in ("forward", "backward")]
 

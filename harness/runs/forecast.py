@@ -202,7 +202,7 @@ def _hosted(
     trial: Trial, host: Host, policy: Policy, model: nn.Module, *, state: int, problems: tuple[str, ...]
 ) -> Forecast:
     """The prediction of a policy inside FSDP2 or DDP, whose memory is that of the peer."""
-    from impl.adapters.fsdp2_ddp import HostError, hosted_units
+    from impl.adapters.joined import HostError, hosted_units
 
     assert trial.host is not None  # noqa: S101  # the caller asked
     topology, parameters = trial.topology(), sum(parameter.numel() for parameter in model.parameters())
@@ -302,7 +302,7 @@ def _loads(trial: Trial) -> tuple[tuple[traffic.Load, traffic.Load], int]:
 def _copied(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
     """Bytes that one rank copies between host and device in one step, both ways."""
     loads, later = _loads(trial)
-    one, two = (sum(traffic.predict_copies(policy, topology, units, load).values()) for load in loads)
+    one, two = (sum(traffic.predict(policy, topology, units, 0, load).copied.values()) for load in loads)
     return one + later * (two - one)
 
 
@@ -311,7 +311,7 @@ def _node_bytes(
 ) -> tuple[int, int]:
     inter = intra = 0
     for rank in range(topology.ranks_per_node):
-        for key, sent in traffic.predict(policy, topology, units, rank, load).items():
+        for key, sent in traffic.predict(policy, topology, units, rank, load).sent.items():
             if key.link == "inter":
                 inter += sent.bytes
             else:

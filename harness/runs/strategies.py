@@ -21,7 +21,8 @@ from harness.cluster.rank import Rank
 from harness.errors import Refusal
 from harness.runs.optimizers import built, local_part, predicted_memory, state_bytes
 from harness.suites.trial import Optimizer, Trial
-from impl.adapters.fsdp2_ddp import InDDP, InFSDP2, join_ddp, join_fsdp2
+from impl.adapters.ddp import InDDP
+from impl.adapters.fsdp2 import InFSDP2
 from impl.adapters.traffic import GroupGeometry, Host, check_host
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
@@ -30,7 +31,7 @@ from impl.engine.loss_scaler import Stepped
 from impl.plan.geometry import UnitGeometry
 from impl.plan.offload_plan import CopyKey
 from impl.plan.policy import Policy
-from impl.plan.traffic import Event, LedgerKey, Sent, predict, predict_copies
+from impl.plan.traffic import Event, LedgerKey, Sent, predict
 from impl.zero import Zero, find_blocks, shard
 
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "nccl": "backend"}
@@ -293,7 +294,7 @@ class Sharded:
         engine = self.engine
         return predict(
             self.policy, mesh.topology, self.units(), mesh.rank, events, buffer_bytes=engine.buffers.nbytes
-        )
+        ).sent
 
     def exposed_seconds(self) -> float | None:
         """Time spent in the wire's waits; None on a GPU, where the stream waits and not this process."""
@@ -320,7 +321,7 @@ class Sharded:
 
     def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
         """What ``impl.plan.traffic`` says."""
-        return predict_copies(self.policy, self.engine.wire.mesh.topology, self.units(), events)
+        return predict(self.policy, self.engine.wire.mesh.topology, self.units(), 0, events).copied
 
     def formula(self) -> dict[str, int]:
         """See :meth:`Strategy.formula`."""
@@ -411,10 +412,10 @@ def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
     check_host(host, policy)
     if host == "fsdp2":
         wrapped = peer(host, model, wire.mesh.device).model
-        return Hosted(wrapped, {}, join_fsdp2(wrapped, wire, policy))
+        return Hosted(wrapped, {}, InFSDP2(wrapped, wire, policy))
     # Buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire.
     wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-    return Hosted(wrapped, {}, join_ddp(wrapped, wire, policy))
+    return Hosted(wrapped, {}, InDDP(wrapped, wire, policy))
 
 
 def build_optimizer(optimizer: Optimizer, strategy: Strategy) -> torch.optim.Optimizer:

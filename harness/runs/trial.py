@@ -47,7 +47,7 @@ from harness.workloads import models
 from harness.workloads.data import Batch, Data
 from harness.workloads.generation import Counted, Generator
 from impl import ops
-from impl.adapters.fsdp2_ddp import fsdp2_groups
+from impl.adapters.joined import fsdp2_groups
 from impl.plan.offload_plan import CopyKey
 from impl.plan.traffic import Event, LedgerKey, Sent
 from impl.zero import find_blocks, plan_units

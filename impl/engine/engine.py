@@ -295,7 +295,7 @@ class Zero:
         return dict(self._meter.peak)
 
     def copied(self) -> dict[CopyKey, int]:
-        """Bytes copied between host and device so far (as ``traffic.predict_copies`` foresees)."""
+        """Bytes copied between host and device so far (as ``traffic.predict`` foresees)."""
         return dict(self._host.copied)
 
     # Refusals, also of what watches the model's parameters and optimizers

@@ -6,29 +6,33 @@ host memory with its gradient, from where its encoded frame comes to the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from impl import ops
 from impl.errors import ZeroError
-from impl.plan.geometry import UnitGeometry
+from impl.plan.geometry import Slot, UnitGeometry
 from impl.plan.offload_plan import Placement
 from impl.unit.context import UnitContext
 from impl.unit.host_memory import MEMORY, Arrival
 
 
-def sliced(geometry: UnitGeometry, rank: int, values: Sequence[Tensor], device: torch.device) -> Tensor:
+def sliced(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:
     """(S,) fp32 of ``rank``: its slice of the laid-out ``values``, one tensor per slot."""
-    low, _ = geometry.bounds(rank)
     shard = torch.zeros(geometry.shard, dtype=torch.float32, device=device)
     for slot, value in zip(geometry.slots, values, strict=True):
-        begin, end = geometry.overlap(slot, rank)
-        if begin < end:
-            part = value.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
-            shard[begin - low : end - low] = part
+        start, end = geometry.part(slot, rank)
+        if start < end:
+            shard[start:end] = part_of(value, geometry, slot, rank)
     return shard
+
+
+def part_of(value: Tensor, geometry: UnitGeometry, slot: Slot, rank: int) -> Tensor:
+    """(elements here,) what of the whole ``value`` of ``slot`` lies in ``rank``'s shard."""
+    first, end = geometry.overlap(slot, rank)
+    return value.detach().reshape(-1)[first - slot.offset : end - slot.offset]
 
 
 def counted_as(part: str, *, host: bool) -> str:

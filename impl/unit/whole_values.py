@@ -54,10 +54,7 @@ class WholeValues:
 
     def part(self, number: int) -> tuple[int, int]:
         """(start, end) of member ``number`` in this rank's shard; maybe empty."""
-        rank = self._wire.mesh.rank
-        low, _ = self._geometry.bounds(rank)
-        first, end = self._geometry.overlap(self._geometry.slots[number], rank)
-        return first - low, end - low
+        return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
 
     # Showing
 

@@ -96,7 +96,7 @@ def _sent_between(policy: Policy, topology: Topology, units: list[UnitGeometry],
     return sum(
         sent.bytes
         for rank in range(topology.world)
-        for key, sent in predict(policy, topology, units, rank, load).items()
+        for key, sent in predict(policy, topology, units, rank, load).sent.items()
         if key.link == "inter"
     )
 

@@ -55,7 +55,7 @@ def test_nodes_send_alike(
     load = traffic.Load(micro_batches=accumulation, steps=1, norms=int(clip))
     total = {"inter": 0, "intra": 0}
     for rank in range(topology.world):
-        for key, sent in traffic.predict(policy, topology, units, rank, load).items():
+        for key, sent in traffic.predict(policy, topology, units, rank, load).sent.items():
             total[key.link] += sent.bytes
     inter, intra = per_node_bytes(
         policy, topology, units, Trial(accumulation=accumulation, clip=1.0 if clip else None)
