@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +24,7 @@ from harness.cluster.rank import Progress, Rank
 from harness.records.bench_record import ElementType, Sample
 from impl import ops
 from impl.codecs.codec import Codec, Raw, parse
-from impl.codecs.reference import DTYPES, NAMES, Carried
+from impl.codecs.reference import DTYPES, NAMES, Carried, Operations
 from impl.codecs.rounding_noise import Key, Noise
 
 CODECS: Final = (
@@ -225,7 +225,7 @@ def _works(setting: Setting, device: str) -> Iterator[Work]:
         for text in setting.codecs:
             codec = parse(text)
             for name in backends:
-                if _serves(name, codec, backends):
+                if not isinstance(codec, Raw) or name == backends[0]:  # casts are torch's: timed once
                     part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
                     yield from _of_codec(codec, x[:part] if name == "reference" else x, name)
         peers = [name for name in setting.backends if name in bench_peers.NAMES and device == "cpu"]
@@ -233,13 +233,6 @@ def _works(setting: Setting, device: str) -> Iterator[Work]:
             nbytes = x.nbytes + peer.nbytes
             yield Work("encode", peer.codec, peer.backend, x, nbytes, peer.encode, peer.arithmetic)
             yield Work("decode", peer.codec, peer.backend, x, nbytes, peer.decode, peer.arithmetic)
-
-
-def _serves(name: str, codec: Codec, backends: Sequence[str]) -> bool:
-    """Whether backend ``name`` has kernels for the codec; raw codecs are torch's casts, timed once."""
-    if isinstance(codec, Raw):
-        return name == backends[0]
-    return ops.operations_of(name).supports(codec)
 
 
 def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
@@ -276,7 +269,7 @@ def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
 class _Calls:
     """The operations of one backend and codec on existing buffers."""
 
-    operations: ops.Operations
+    operations: Operations
     codec: Codec
     x: Tensor  # (S,)
     frames: Tensor  # (sources, F)

@@ -1,4 +1,4 @@
-"""Tables of ``docs/reference/codecs.md``: sizes, laws and backends of codecs."""
+"""Tables of ``docs/reference/codecs.md``: sizes and laws of codecs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Final
 
 from harness.laws.laws import title
 from impl.codecs.codec import HALF_ULP, Codec, FloatCodec, Law, Raw, parse
-from impl.cpu import kernels as cpu
-from impl.cuda import kernels as cuda
 
 SHOWN: Final = (
     "fp32", "bf16", "fp16",
@@ -26,8 +24,8 @@ def render() -> str:
     texts = {text: parse(text) for text in SHOWN}
     names = [title(law) for law in Law]
     lines = [
-        f"| codec | bits an element | grain | error of fp32 at most | {' | '.join(names)} | C++ | CUDA |",
-        f"| --- | --- | --- | --- |{' --- |' * (len(names) + 2)}",
+        f"| codec | bits an element | grain | error of fp32 at most | {' | '.join(names)} |",
+        f"| --- | --- | --- | --- |{' --- |' * len(names)}",
         *(_row(text, codec) for text, codec in texts.items()),
         "",
         "| law | what it says |",
@@ -66,9 +64,5 @@ def _exponent(value: float) -> int:
 def _row(text: str, codec: Codec) -> str:
     bits = codec.frame_bytes(_SHARD) * 8 / _SHARD
     laws = ["yes" if law in codec.laws else "" for law in Law]
-    own = [
-        "torch's cast" if isinstance(codec, Raw) else "yes" if backend.supports(codec) else "reference"
-        for backend in (cpu, cuda)
-    ]
     size = f"{bits:.4f}".rstrip("0").rstrip(".")
-    return "| " + " | ".join([f"`{text}`", size, str(codec.grain), f"`{formula(codec)}`", *laws, *own]) + " |"
+    return "| " + " | ".join([f"`{text}`", size, str(codec.grain), f"`{formula(codec)}`", *laws]) + " |"

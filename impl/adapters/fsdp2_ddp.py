@@ -234,8 +234,7 @@ class InFSDP2:
 
     def describe(self) -> dict[str, Any]:
         """Algorithms, transports and kernels that ran, for the record."""
-        codecs = [self.policy.weights, *self.policy.gradients]
-        return {"gather": self.policy.gather, **_described("fsdp2", self.wire, self.policy, codecs)}
+        return {"gather": self.policy.gather, **_described("fsdp2", self.wire, self.policy)}
 
     def _enter(self, *_: Any) -> None:
         self._phase = "forward" if torch.is_grad_enabled() else "evaluate"
@@ -414,7 +413,7 @@ class InDDP:
 
     def describe(self) -> dict[str, Any]:
         """Algorithms, transports and kernels that ran, for the record."""
-        return {"gather": "none", **_described("ddp", self.wire, self.policy, self.policy.gradients)}
+        return {"gather": "none", **_described("ddp", self.wire, self.policy)}
 
     def _taker(self) -> Callable[[Any, Any], Any]:
         """The hook: DDP keeps it where Python's garbage collector cannot look, so it holds us weakly.
@@ -521,12 +520,12 @@ def _reserve_reduction(wire: Wire, policy: Policy, piece: int) -> None:
         slices //= axis.size
 
 
-def _described(host: Host, wire: Wire, policy: Policy, codecs: Iterable[Any]) -> dict[str, Any]:
+def _described(host: Host, wire: Wire, policy: Policy) -> dict[str, Any]:
     warning = ops.warning_of(wire.mesh.device)
     return {
         "host": host,
         "reduce": policy.reduce,
         "transports": wire.describe(),
-        "kernels": ops.kernels_of(wire.mesh.device, codecs),
+        "kernels": ops.backend_of(wire.mesh.device),
         **({} if warning is None else {"kernels_warning": warning}),
     }
