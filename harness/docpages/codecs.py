@@ -44,21 +44,15 @@ def formula(codec: Codec) -> str:
     if isinstance(codec, Raw):
         return "0" if codec.dtype == "fp32" else f"max / {1 / HALF_ULP[codec.dtype][0]:.0f}"
     if not isinstance(codec, FloatCodec):
-        steps = (1 << codec.bits) - 1 if codec.asymmetric else (1 << (codec.bits - 1)) - 1
-        measure = "range" if codec.asymmetric else "max"
+        steps = codec.largest
+    elif codec.scale == "e8m0":  # the largest element may be the smallest of its binade
+        steps = 1 << codec.mantissa
     else:
-        measure = "max"
-        if codec.scale == "e8m0":  # the largest element may be the smallest of its binade
-            steps = 1 << codec.mantissa
-        else:
-            steps = int(codec.largest / 2.0 ** (_exponent(codec.largest) - codec.mantissa))
+        steps = int(codec.largest / 2.0 ** (int(codec.largest).bit_length() - 1 - codec.mantissa))
+    measure = "range" if codec.asymmetric else "max"
     divisor = steps if codec.stochastic else 2 * steps
     rotation = f"{codec.hadamard} * " if codec.hadamard else ""
     return f"{rotation}{measure} / {divisor}"
-
-
-def _exponent(value: float) -> int:
-    return int(value).bit_length() - 1
 
 
 def _row(text: str, codec: Codec) -> str:

@@ -99,10 +99,8 @@ def told(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
 
     x, size = violation.x, violation.x.element_size()
     values = [f"{value:.9g}" for value in x[:_MOST_SHOWN].tolist()]
-    patterns = [
-        pattern[::-1].hex()
-        for pattern in (_bytes(x)[i : i + size] for i in range(0, len(values) * size, size))
-    ]
+    raw = _bytes(x[:_MOST_SHOWN])
+    patterns = [raw[i : i + size][::-1].hex() for i in range(0, len(raw), size)]
     more, kind = _more(x.numel()), str(x.dtype).removeprefix("torch.")
     lines = [
         f"{subject.name} breaks {title(claim)}: {claim.value}",
@@ -150,6 +148,9 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
         reason = subject.missing(name)
         if reason is not None:
             raise CheckError(reason)
-    here, reasons = (backends, []) if backends or not ours else subject.found()
-    subjects = [subject.of_codec(each, name) for name in here for each in ours]
-    return [*subjects, *own], [f"not here: {reason}" for reason in reasons]
+    here, left_out = backends, []
+    if ours and not backends:
+        reasons = {name: subject.missing(name) for name in subject.BACKENDS}
+        here = [name for name, reason in reasons.items() if reason is None]
+        left_out = [f"not here: {reason}" for reason in reasons.values() if reason is not None]
+    return [*(subject.of_codec(each, name) for name in here for each in ours), *own], left_out

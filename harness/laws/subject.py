@@ -24,7 +24,7 @@ import importlib
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, get_args
 
 import torch
@@ -69,15 +69,6 @@ def missing(backend: str) -> str | None:
     if backend == "cuda" and not torch.cuda.is_available():
         return "backend 'cuda': torch finds no CUDA device"
     return None
-
-
-def found() -> tuple[list[str], list[str]]:
-    """The available backends, and the reason for each of the others."""
-    reasons = {backend: missing(backend) for backend in BACKENDS}
-    return (
-        [backend for backend, reason in reasons.items() if reason is None],
-        [reason for reason in reasons.values() if reason is not None],
-    )
 
 
 def of_codec(codec: Codec, backend: str) -> Subject:
@@ -148,7 +139,7 @@ def _of_object(name: str, thing: Any) -> Subject:
         promises=promises,
         block=_block(name, thing, codec),
         encode=_by_rows(thing.encode, stochastic=promises.stochastic),
-        decode=lambda frames, out: _each_row(thing.decode, frames, out),
+        decode=_by_rows(thing.decode),
         kinds=kinds,
         device=device,
         codec=codec,
@@ -202,29 +193,18 @@ def _block(name: str, thing: Any, codec: Codec | None) -> Block:
     raise SubjectError(f"{name}: block {block!r}: expected a number of elements from 1, or 'shard'")
 
 
-def _by_rows(
-    encode: Callable[..., None], *, stochastic: bool
-) -> Callable[[Tensor, Tensor, Noise | None], None]:
-    """Lift ``encode`` of one row to rows (..., S)."""
+def _by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Callable[..., None]:
+    """Lift a function of one row, which may take its random bits, to rows (..., S)."""
 
-    def all_rows(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
-        for row in _rows(x):
+    def all_rows(source: Tensor, target: Tensor, noise: Noise | None = None) -> None:
+        for row in itertools.product(*map(range, source.shape[:-1])):
             random: tuple[Noise, ...] = ()
             if noise is not None and stochastic:
                 start = noise.start + sum(i * stride for i, stride in zip(row, noise.strides, strict=True))
                 random = (Noise(noise.words, start),)
-            encode(x[row], frames[row], *random)
+            function(source[row], target[row], *random)
 
     return all_rows
-
-
-def _each_row(function: Callable[..., None], source: Tensor, target: Tensor) -> None:
-    for row in _rows(source):
-        function(source[row], target[row])
-
-
-def _rows(x: Tensor) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*map(range, x.shape[:-1]))
 
 
 def _import(text: str) -> Any:

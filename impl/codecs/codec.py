@@ -68,13 +68,7 @@ def padded_bytes(n: int) -> int:
 
 
 class _Framed:
-    """Sizes of frames; what has no scales.
-
-    Attributes:
-        bits: of an element on the wire, without scales.
-        hadamard: elements that are rotated together; 0 for none.
-        stochastic: whether it draws random bits.
-    """
+    """Sizes of frames without scales, of elements that are neither rotated nor rounded at random."""
 
     __slots__ = ()
 
@@ -105,11 +99,7 @@ class _Framed:
 
 @dataclass(frozen=True, slots=True)
 class Raw(_Framed):
-    """Elements cast to a floating-point type, no scales.
-
-    Attributes:
-        dtype: the type on the wire.
-    """
+    """Elements cast to a floating-point type, ``dtype``, no scales."""
 
     dtype: Dtype
 
@@ -141,13 +131,7 @@ class Raw(_Framed):
 
 
 class _Scaled(_Framed):
-    """What codecs with a scale per block share.
-
-    Attributes:
-        block: elements that share a scale, or ``"shard"``.
-        asymmetric: whether an offset stands beside each scale.
-        scale: type of the scales.
-    """
+    """What codecs with a scale per block share; attributes are those of :class:`IntCodec`."""
 
     __slots__ = ()
 
@@ -279,6 +263,7 @@ class IntCodec(_Scaled):
 class FloatCodec(_Scaled):
     """Block-quantised floats of 8 or 4 bits with a scale per block, saturating, without infinities.
 
+    Blocks, rotation and random rounding are those of :class:`IntCodec`.
     ``s = max(absmax / largest, 2^-126)``; an E8M0 scale is that rounded up to a power of two, so that
     no value saturates.  With ``v = x / s`` and ``u`` its quantum, ``2^(max(exponent of v, e) - m)`` for
     ``m`` bits of mantissa and a smallest exponent ``e``: ``clamp(rne(v / u) * u)``; stochastic
@@ -288,11 +273,8 @@ class FloatCodec(_Scaled):
 
     Attributes:
         element: ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6).
-        block: elements that share a scale, or ``"shard"``.
         scale: ``fp32``, or ``e8m0``: a power of two in a byte, as in OCP's MX formats, whose blocks
             have 32 elements.
-        hadamard: as in :class:`IntCodec`.
-        stochastic: as in :class:`IntCodec`.
 
     Raises:
         CodecError: for a block below 1 or above 2^31 - 1, an MX block other than 32 or an impossible

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,11 +50,18 @@ class Carried:
     decay: float = 0.0
 
 
+class Beside(NamedTuple):
+    """What an encoding has beside its elements: noise only where it is used."""
+
+    noise: Noise | None = None
+    carried: Carried | None = None
+
+
 class Operations:
     """What a backend does, and here the reference.
 
     Others override ``_encode``, ``_decode``, ``_decode_sum``, and ``_decode_sum_encode`` for what it
-    ``_fuses``.  These get tensors that were checked here and hold elements, and noise only where it is used.
+    ``_fuses``.  These get tensors that were checked here and hold elements.
 
     Attributes:
         name: of the backend, for the record.
@@ -91,7 +98,7 @@ class Operations:
         _check_state(codec, x.shape, noise, carried)
         _check_devices(codec, x, frames, carried)
         if x.numel() > 0:
-            self._encode(codec, x, frames, noise if codec.stochastic else None, carried)
+            self._encode(codec, x, frames, Beside(noise if codec.stochastic else None, carried))
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16.
@@ -163,8 +170,8 @@ class Operations:
         _check_state(second, shape, noise, carried)
         _check_devices(second, out, frames, carried)
         if out.numel() > 0:
-            noise = noise if second.stochastic else None
-            self._decode_sum_encode((first, second), frames, out, numel, noise=noise, carried=carried)
+            beside = Beside(noise if second.stochastic else None, carried)
+            self._decode_sum_encode((first, second), frames, out, numel, beside)
 
     def _repeats(self, what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> bool:
         """Do again, unchecked, what was done to tensors like these; False if nothing was."""
@@ -174,12 +181,11 @@ class Operations:
         """Whether ``_decode_sum_encode`` can, instead of its two steps."""
         return False
 
-    def _encode(
-        self, codec: Codec, x: Tensor, frames: Tensor, noise: Noise | None, carried: Carried | None
-    ) -> None:
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+        noise, carried = beside
         if carried is not None:
             with_error = x.float() + carried.error.float()
-            self._encode(codec, with_error, frames, noise, None)
+            self._encode(codec, with_error, frames, Beside(noise))
             decoded = torch.empty_like(with_error)
             self._decode(codec, frames, decoded)
             left = with_error.sub_(decoded).mul_(1.0 - carried.decay)
@@ -201,14 +207,7 @@ class Operations:
             out.add_(_decoded(codec, source, out.shape[-1], LARGEST["fp32"]))
 
     def _decode_sum_encode(
-        self,
-        hops: tuple[Blocked, Blocked],
-        frames: Tensor,
-        out: Tensor,
-        numel: int,
-        *,
-        noise: Noise | None,
-        carried: Carried | None,
+        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
     ) -> None:
         raise NotImplementedError
 
@@ -344,8 +343,10 @@ def _write_raw(codec: Raw, x: Tensor, frames: Tensor) -> None:
         codes.copy_(x.to(DTYPES[codec.dtype]).contiguous().view(torch.uint8))
 
 
-def _raw_elements(codec: Raw, frames: Tensor, numel: int) -> Tensor:
-    """(..., S) elements of frames in their own type: a view, or a copy where a view is not possible."""
+def _decoded(codec: Codec, frames: Tensor, numel: int, largest: float) -> Tensor:
+    """(..., S) elements of frames: fp32, saturated at +-``largest``, but raw ones as they are."""
+    if not isinstance(codec, Raw):
+        return _decode_blocks(codec, frames, numel, largest)
     codes = frames[..., : codec.code_bytes(numel)]
     if not _is_aligned(codes, ITEM_BYTES[codec.dtype]):
         codes = codes.clone(memory_format=torch.contiguous_format)
@@ -355,13 +356,6 @@ def _raw_elements(codec: Raw, frames: Tensor, numel: int) -> Tensor:
 def _is_aligned(codes: Tensor, item: int) -> bool:
     """Whether (..., bytes) can be viewed as elements of ``item`` bytes."""
     return all(offset % item == 0 for offset in (codes.storage_offset(), *codes.stride()[:-1]))
-
-
-def _decoded(codec: Codec, frames: Tensor, numel: int, largest: float) -> Tensor:
-    """(..., S) elements of frames: raw ones as they are, else fp32, saturated at +-``largest``."""
-    if isinstance(codec, Raw):
-        return _raw_elements(codec, frames, numel)
-    return _decode_blocks(codec, frames, numel, largest)
 
 
 def _zero_padding(frames: Tensor, start: int, end: int) -> None:
@@ -417,8 +411,9 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
     broken = ~(torch.isfinite(low) & torch.isfinite(high))
     if codec.asymmetric:
         low = (low + 0.0).masked_fill(broken, 0.0)  # which zero is least depends on the order: both are 0
-        scale = _offset_scale(codec, low, high)
-        values = _offset(values, low, scale)
+        top = torch.full_like(low, codec.largest)
+        scale = torch.clamp(high / top - low / top, min=SMALLEST_NORMAL)  # their difference may overflow
+        values = values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)  # so may this one: halves are exact
     else:
         scale = _scale(codec, torch.maximum(-low, high))
         values = values.div_(scale)
@@ -446,17 +441,6 @@ def _scale(codec: Blocked, absmax: Tensor) -> Tensor:
     if codec.scale == "e8m0":  # up to a power of two: nothing saturates
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return scale
-
-
-def _offset_scale(codec: Blocked, low: Tensor, high: Tensor) -> Tensor:
-    # high / n - low / n, not (high - low) / n: the difference may overflow.
-    steps = torch.full_like(low, codec.largest)
-    return torch.clamp(high / steps - low / steps, min=SMALLEST_NORMAL)
-
-
-def _offset(values: Tensor, low: Tensor, scale: Tensor) -> Tensor:
-    """``(values - low) / scale`` in place, without overflow of the difference: halves are exact."""
-    return values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)
 
 
 def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from impl.codecs.codec import Blocked, Codec, FloatCodec, Raw
-from impl.codecs.reference import DTYPES, Carried, Operations, merged_rows
-from impl.codecs.rounding_noise import Noise
+from impl.codecs.reference import DTYPES, Beside, Carried, Operations, merged_rows
 
 MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of job.hpp
 _MOST_SEEN: Final = 4096  # jobs that are remembered; a unit has about six
@@ -46,15 +45,10 @@ class _Job(ctypes.Structure):
     """One call: ``Job`` of job.hpp, field by field."""
 
     _fields_ = (
-        ("numel", ctypes.c_int64),
-        ("kind", ctypes.c_int64),
-        ("dims", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("numel", "kind", "dims")),
         ("sizes", _Dims),
-        ("sources", ctypes.c_int64),
-        ("source_stride", ctypes.c_int64),
-        ("values", _Plane),
-        ("frames", _Plane),
-        ("output", _Plane),
+        *((name, ctypes.c_int64) for name in ("sources", "source_stride")),
+        *((name, _Plane) for name in ("values", "frames", "output")),
         ("random", _Plane),  # numbers of elements, not bytes
         ("errors", _Plane),
         ("coding", _Coding),
@@ -128,25 +122,21 @@ class Kernels(Operations):
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         return True
 
-    def _encode(
-        self, codec: Codec, x: Tensor, frames: Tensor, noise: Noise | None, carried: Carried | None
-    ) -> None:
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
         call, numel = ("encode", (codec,), x, frames), x.shape[-1]
         if not isinstance(codec, Raw):
             values = x if _has_whole_rows(x) else x.contiguous()
             planes, coding = {"values": values, "frames": frames}, _coding(codec, numel)
             again = call if values is x else None
-            self._run(
-                "encode", planes, again, noise, carried, numel=numel, kind=KINDS[x.dtype], coding=coding
-            )
-        elif carried is None and _is_copy(codec, x):
+            self._run("encode", planes, again, beside, numel=numel, kind=KINDS[x.dtype], coding=coding)
+        elif beside.carried is None and _is_copy(codec, x):
             nbytes = codec.code_bytes(numel)
             whole = nbytes == frames.shape[-1]
             self._run("copy", {"values": x, "output": frames}, call if whole else None, numel=nbytes)
             if not whole:
                 frames[..., nbytes:] = 0
         else:
-            super()._encode(codec, x, frames, noise, carried)
+            super()._encode(codec, x, frames, beside)
 
     def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         call = ("decode", (codec,), frames, out)
@@ -169,21 +159,13 @@ class Kernels(Operations):
             self._run_into(out, "decode_sum", frames[0], call, coding=coding, **sources)
 
     def _decode_sum_encode(
-        self,
-        hops: tuple[Blocked, Blocked],
-        frames: Tensor,
-        out: Tensor,
-        numel: int,
-        *,
-        noise: Noise | None,
-        carried: Carried | None,
+        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
     ) -> None:
         self._run(
             "decode_sum_encode",
             {"frames": frames[0], "output": out},
             (numel, hops, frames, out),
-            noise,
-            carried,
+            beside,
             numel=numel,
             coding=_coding(hops[0], numel),
             second=_coding(hops[1], numel),
@@ -203,8 +185,7 @@ class Kernels(Operations):
         name: str,
         tensors: Mapping[str, Tensor],
         call: _Call | None,
-        noise: Noise | None = None,
-        carried: Carried | None = None,
+        beside: Beside = Beside(),  # noqa: B008  # immutable
         **fields: Any,
     ) -> None:
         """Call a function of the library.
@@ -213,20 +194,20 @@ class Kernels(Operations):
             name: of the function.
             tensors: with equal leading dimensions, by the plane that they are.
             call: which :meth:`_repeats` is to repeat; its tensors are the planes, in this order.
-            noise: of the rows.
-            carried: error feedback of the rows.
+            beside: noise and error feedback of the rows.
             fields: of the job.
 
         Raises:
             ValueError: for tensors that are not on the CPU, or whose rows do not merge to MOST_DIMS.
         """
-        job, planes = _Job(error_kind=-1, **fields), dict(tensors)
+        job, planes, (noise, carried) = _Job(error_kind=-1, **fields), dict(tensors), beside
         if carried is not None:
             errors = carried.error
             planes["errors"] = errors if _has_whole_rows(errors) else errors.contiguous()
             job.error_kind, job.decay[:] = KINDS[errors.dtype], (carried.decay, 1.0 - carried.decay)
         if not all(each.is_cpu for each in planes.values()):
-            raise ValueError("the C++ kernels are the CPU's, got tensors elsewhere")
+            devices = sorted({str(each.device) for each in planes.values()})
+            raise ValueError(f"the C++ kernels are the CPU's, got tensors on {devices}")
         rows = merged_rows([*planes.values()], noise, MOST_DIMS, "C++")
         job.dims, job.sizes = len(rows), _Dims(*(size for size, _ in rows))
         starts = {plane: tensor.data_ptr() for plane, tensor in planes.items()}

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from impl.codecs.codec import FRAME_ALIGNMENT, Blocked, Codec, IntCodec, Raw
-from impl.codecs.reference import Carried, Operations, merged_rows
-from impl.codecs.rounding_noise import OCTET, Noise
+from impl.codecs.reference import Beside, Carried, Operations, merged_rows
+from impl.codecs.rounding_noise import OCTET
 from impl.cuda.launch import ARGUMENTS, Launch
 
 THREADS: Final = 256
@@ -84,8 +84,7 @@ class _Call:
         numel: elements of a row.
         tensors: with equal leading dimensions, by the place that they are.
         codecs: by the coding that they are.
-        noise: of the rows.
-        carried: error feedback of the rows.
+        beside: noise and error feedback of the rows.
         frames: of several sources, whose first stands in ``tensors``.
 
     Raises:
@@ -99,12 +98,12 @@ class _Call:
         tensors: Mapping[str, Tensor],
         codecs: Mapping[str, Blocked],
         *,
-        noise: Noise | None = None,
-        carried: Carried | None = None,
+        beside: Beside = Beside(),  # noqa: B008  # immutable
         frames: Tensor | None = None,
     ) -> None:
         if numel > LONGEST:
             raise ValueError(f"{numel} elements a row: the CUDA kernels take {LONGEST}")
+        noise, carried = beside
         placed = {**tensors, "error": carried.error} if carried is not None else dict(tensors)
         merged = merged_rows([*placed.values()], noise, 3, "CUDA")
         merged = [(1, [0] * (len(placed) + 1))] * (3 - len(merged)) + merged
@@ -187,16 +186,14 @@ class Kernels(Operations):
         self._run = run
         self._spread = spread
 
-    def _encode(
-        self, codec: Codec, x: Tensor, frames: Tensor, noise: Noise | None, carried: Carried | None
-    ) -> None:
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
         if isinstance(codec, Raw):
-            super()._encode(codec, x, frames, noise, carried)
+            super()._encode(codec, x, frames, beside)
             return
         tensors = {"values": x, "frames": frames}
         coding = {"coding": codec}
-        call = _Call(self._spread, x.shape[-1], tensors, coding, noise=noise, carried=carried)
-        for launch in _encoding(call, codec, x, plain=_is_plain(codec) and carried is None):
+        call = _Call(self._spread, x.shape[-1], tensors, coding, beside=beside)
+        for launch in _encoding(call, codec, x, plain=_is_plain(codec) and beside.carried is None):
             self._run(launch, x.device)
 
     def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
@@ -233,21 +230,14 @@ class Kernels(Operations):
         return first.hadamard <= OCTET or block % first.hadamard == 0 or block == numel or powers
 
     def _decode_sum_encode(
-        self,
-        hops: tuple[Blocked, Blocked],
-        frames: Tensor,
-        out: Tensor,
-        numel: int,
-        *,
-        noise: Noise | None,
-        carried: Carried | None,
+        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
     ) -> None:
         (first, second), tensors = hops, {"frames": frames[0], "output": out}
         codings = {"coding": first, "second": second}
-        call = _Call(self._spread, numel, tensors, codings, noise=noise, carried=carried, frames=frames)
-        plain = _is_plain(first) and _is_plain(second) and carried is None
+        call = _Call(self._spread, numel, tensors, codings, beside=beside, frames=frames)
+        plain = _is_plain(first) and _is_plain(second) and beside.carried is None
         if plain:
-            kernel = f"decode_sum_encode<{_ahead(first)}, {second.bits}, {_rounding(second)}>"
+            kernel = f"decode_sum_encode<{_ahead(first)}, {second.bits}, {_ROUNDINGS[second.stochastic]}>"
         else:
             kernel = f"decode_sum_encode_general<{_any(first)}, {_any(second)}>"
         self._run(call.held("reduce.cu", kernel, second, 1, loops=plain), out.device)
@@ -278,7 +268,7 @@ def _encoding(call: _Call, codec: Blocked, x: Tensor, *, plain: bool) -> Iterato
     block, blocks, file = codec.block_size(call.numel), codec.blocks(call.numel), "quantize.cu"
     whole = math.lcm(block, OCTET)  # whole blocks and whole octets
     if plain and _holds(codec, call.numel, HELD):
-        kernel = f"encode_held<{TYPES[x.dtype]}, {codec.bits}, {_rounding(codec)}>"
+        kernel = f"encode_held<{TYPES[x.dtype]}, {codec.bits}, {_ROUNDINGS[codec.stochastic]}>"
         yield call.held(file, kernel, codec, 2 if x.dtype == torch.float32 else 4)
     elif _holds(codec, call.numel, HELD):
         octets = 1 if block <= HELD_ALONE else 2
@@ -307,10 +297,6 @@ def _ahead(codec: Blocked) -> str:
 
 def _any(codec: Blocked) -> str:
     return "Scheme<0>" if isinstance(codec, IntCodec) else "Floats<0>"
-
-
-def _rounding(codec: Blocked) -> str:
-    return _ROUNDINGS[codec.stochastic]
 
 
 def _holds(codec: Blocked, numel: int, most: int) -> bool:
