@@ -52,14 +52,13 @@ class Joined:
     def describe(self) -> dict[str, Any]:
         """Algorithms, transports and kernels that ran, for the record."""
         gathers, device = self._host == "fsdp2", self.wire.mesh.device
-        codecs = (*((self.policy.weights,) if gathers else ()), *self.policy.gradients)
         warning = ops.warning_of(device)
         return {
             "gather": self.policy.gather if gathers else "none",
             "host": self._host,
             "reduce": self.policy.reduce,
             "transports": self.wire.describe(),
-            "kernels": ops.kernels_of(device, codecs),
+            "kernels": ops.backend_of(device),
             **({} if warning is None else {"kernels_warning": warning}),
         }
 

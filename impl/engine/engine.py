@@ -327,7 +327,7 @@ def describe(zero: Zero) -> dict[str, Any]:
         "gather": policy.gather,
         "reduce": policy.reduce,
         "transports": zero.wire.describe(),
-        "kernels": ops.kernels_of(device, [policy.weights, *policy.gradients]),
+        "kernels": ops.backend_of(device),
     }
     if (warning := ops.warning_of(device)) is not None:
         said["kernels_warning"] = warning

@@ -23,7 +23,6 @@ from harness.cluster.rank import Progress, Rank
 from harness.records import bench_record
 from harness.records.bench_record import Bench, Sample, together
 from harness.records.record import RecordError
-from impl import ops
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Axis, Topology
@@ -123,15 +122,16 @@ def test_moved_bytes() -> None:
 
 
 def test_every_backend_serves_what_it_is_timed_for() -> None:
-    """A codec is timed only on backends that have kernels for it, and on the reference."""
+    """A codec is timed on every backend that is here."""
     names = tuple(name for name in ("cpu", "reference") if bench_codecs.why_missing(name) is None)
     said: list[Progress] = []
     rank = Rank(0, None, None, None, said.append, 1)  # type: ignore[arg-type]
     texts = ("int8:64", "mxfp4")
-    for sample in bench_codecs.measure(
+    samples = bench_codecs.measure(
         rank, codecs=texts, backends=names, kinds=["fp32"], mebibytes=1, seconds=0.0
-    ):
-        assert ops.operations_of(str(sample.names["backend"])).supports(parse(str(sample.names["codec"])))
+    )
+    timed = {(sample.names["backend"], sample.names["codec"]) for sample in samples}
+    assert timed == {(name, text) for name in names for text in texts}
     assert said[-1].step < said[-1].steps
 
 
