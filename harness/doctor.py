@@ -73,7 +73,7 @@ def _cupy() -> Finding:
 
 
 def _nvml() -> Finding:
-    adds = "GPU facts and power: pip install 'zeropp-bench[cuda12]' or '[cuda13]', on an NVIDIA driver"
+    adds = "GPU facts: pip install 'zeropp-bench[cuda12]' or '[cuda13]', on an NVIDIA driver"
     try:
         import pynvml
     except ImportError:

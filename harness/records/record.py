@@ -252,6 +252,7 @@ class Record(_Part):
         reference_loss: of a single process in fp32 on the first step's batches, before training and in
             evaluation mode.
         decoded_sha256: of the tokens that each rank decodes in every generation, in rank order.
+        power: of the first rank's GPU; None but in older records.
         processor_use: of the machine on which all ranks ran; None if they may run on several, if the
             system does not report it, and in older records.
     """
