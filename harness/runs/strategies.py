@@ -270,7 +270,7 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     """
     policy = trial.resolved_policy()
     if policy is None:
-        return _peer(trial.strategy, model, device)
+        return peer(trial.strategy, model, device)
     wire = wire_of(trial, rank, device)
     if trial.host is not None:
         return _hosted(trial.host, model, wire, policy)
@@ -294,7 +294,8 @@ def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Shard
     return Sharded(model, {}, wire, zero, policy, trial.optimizer, trial.accumulation)
 
 
-def _peer(name: str, model: nn.Module, device: torch.device) -> Strategy:
+def peer(name: str, model: nn.Module, device: torch.device, *, kept: bool = False) -> Strategy:
+    """Wrap ``model`` as torch does; ``kept`` has FSDP2 keep weights gathered between forward and backward."""
     if name == "single":
         return Strategy(model, {"gather": "none", "reduce": "none"}, None)
     backend = dist.get_backend()
@@ -311,8 +312,8 @@ def _peer(name: str, model: nn.Module, device: torch.device) -> Strategy:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for block in find_blocks(model):
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+            fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
+        fully_shard(model, mesh=mesh, reshard_after_forward=not kept)
         names = {"gather": f"all_gather of {backend}, fp32", "reduce": f"reduce_scatter of {backend}, fp32"}
         return Strategy(model, names, None)
     raise Refusal(f"unknown strategy {name!r}")
@@ -322,8 +323,8 @@ def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
     """The named peer with our collectives inside."""
     check_host(host, policy)
     if host == "fsdp2":
-        peer = _peer(host, model, wire.mesh.device)
-        return Hosted(peer.model, {}, wire, join_fsdp2(peer.model, wire, policy))
+        wrapped = peer(host, model, wire.mesh.device).model
+        return Hosted(wrapped, {}, wire, join_fsdp2(wrapped, wire, policy))
     # Buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire.
     wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     return Hosted(wrapped, {}, wire, join_ddp(wrapped, wire, policy))
