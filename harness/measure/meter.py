@@ -1,22 +1,20 @@
-"""Measures the parts of a step, peak memory, and GPU power; keeps raw values."""
+"""Measures the parts of a step, and peak memory; keeps raw values."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import resource
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Literal
 
 import torch
 
 from harness.records.record import Step
 
 Part = Literal["forward", "backward", "optimizer"]
-_POWER_SECONDS: Final = 0.1  # NVML refreshes its reading about as often
 
 
 class StepClock:
@@ -94,52 +92,3 @@ def peak_rss() -> int:
 def peak_device(device: torch.device) -> int | None:
     """Peak memory that torch has allocated on the GPU, in bytes; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-class PowerSampler:
-    """Reads a GPU's power in a thread; does nothing on a CPU or without NVML.
-
-    Attributes:
-        samples: ``{"seconds": since start, "watts": drawn}`` each; None if nothing can be read.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.samples: list[dict[str, float]] | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        handle = _nvml_handle(device)
-        if handle is not None:
-            self.samples = []
-            self._thread = threading.Thread(target=self._sample, args=handle, daemon=True)
-
-    def __enter__(self) -> Self:
-        if self._thread is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _sample(self, nvml: Any, handle: Any) -> None:
-        start = time.monotonic()
-        while not self._stop.wait(_POWER_SECONDS):
-            watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
-            if self.samples is not None:
-                self.samples.append({"seconds": time.monotonic() - start, "watts": watts})
-
-
-def _nvml_handle(device: torch.device) -> tuple[Any, Any] | None:
-    if device.type != "cuda":
-        return None
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except pynvml.NVMLError:
-        return None

@@ -218,8 +218,9 @@ class Record(_Part):
         trial: the trial's canonical JSON; its hash is ``id``.
         pool: hash of the facts that must agree before two records are pooled.
         units: name, elements, padded elements of each unit.
-        processor_use: None if ranks may run on several machines or the system does not report it, and in
-            older records.
+        power: of the first rank's GPU; None but in older records.
+        processor_use: of the machine on which all ranks ran; None if they may run on several, if the
+            system does not report it, and in older records.
     """
 
     schema_version: int = SCHEMA_VERSION
