@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Final
@@ -26,6 +27,7 @@ import typer
 from harness import terminal
 from harness.bench import command as bench
 from harness.cluster.interrupts import INTERRUPTED
+from harness.cluster.print_once import saying
 from harness.cluster.processes import end_if_in_group
 from harness.errors import Refusal, one_line
 from harness.laws import command as check
@@ -365,7 +367,10 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _complain(words: str, status: int) -> int:
-    print(f"zeropp: {one_line(words)}", file=sys.stderr, flush=True)
+    line = f"zeropp: {one_line(words)}"
+    with saying(line) if status == REFUSED else nullcontext(enter_result=True) as alone:
+        if alone:
+            print(line, file=sys.stderr, flush=True)
     return status
 
 
