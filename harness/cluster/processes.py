@@ -67,7 +67,12 @@ _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connecti
 
 
 class LaunchError(Exception):
-    """A rank failed, or all timed out: a ``Failure``'s kind, and the log of all ranks, if there is one."""
+    """A rank failed, or all timed out.
+
+    Attributes:
+        kind: of :class:`harness.records.record.Failure`.
+        log: file with the output of all ranks; None if there is none.
+    """
 
     def __init__(self, kind: Kind, message: str, log: Path | None) -> None:
         super().__init__(message)

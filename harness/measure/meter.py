@@ -1,20 +1,22 @@
-"""Measures the parts of a step, and peak memory; keeps raw values."""
+"""Measures the parts of a step, peak memory, and GPU power; keeps raw values."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal
 
 import torch
 
 from harness.records.record import Step
 
 Part = Literal["forward", "backward", "optimizer"]
+_POWER_SECONDS: Final = 0.1  # NVML refreshes its reading about as often
 
 
 class StepClock:
@@ -92,3 +94,46 @@ def peak_rss() -> int:
 def peak_device(device: torch.device) -> int | None:
     """Peak memory that torch has allocated on the GPU, in bytes; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def sampling_power(device: torch.device) -> Iterator[list[dict[str, float]] | None]:
+    """Read a GPU's power in a thread while the body runs; yields the list that it fills.
+
+    A sample is ``{"seconds": since start, "watts": drawn}``.  None on a CPU or without NVML.
+    """
+    found = _nvml_handle(device)
+    if found is None:
+        yield None
+        return
+    nvml, handle = found
+    samples: list[dict[str, float]] = []
+    start, stop = time.monotonic(), threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(_POWER_SECONDS):
+            watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+            samples.append({"seconds": time.monotonic() - start, "watts": watts})
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _nvml_handle(device: torch.device) -> tuple[Any, Any] | None:
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except pynvml.NVMLError:
+        return None

@@ -218,7 +218,6 @@ class Record(_Part):
         trial: the trial's canonical JSON; its hash is ``id``.
         pool: hash of the facts that must agree before two records are pooled.
         units: name, elements, padded elements of each unit.
-        power: of the first rank's GPU; None but in older records.
         processor_use: of the machine on which all ranks ran; None if they may run on several, if the
             system does not report it, and in older records.
     """

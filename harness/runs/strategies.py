@@ -262,7 +262,11 @@ class Sharded(Strategy):
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
     """Wrap ``model`` in the trial's strategy; all ranks must call it.
 
-    The model is unsharded, on ``device`` and the same on every rank; it is changed.
+    Args:
+        trial: names strategy and policy.
+        model: unsharded, on ``device``, the same on every rank; it is changed.
+        rank: of this process.
+        device: of the model.
 
     Raises:
         Refusal: for a combination that is not possible.

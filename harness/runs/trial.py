@@ -21,7 +21,7 @@ from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
 from harness.measure.cpu_usage import ProcessorMeter, Spent
 from harness.measure.memory_parts import without_training
-from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss
+from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss, sampling_power
 from harness.measure.quantisation_error import Squares, errors_of, measure
 from harness.measure.reference_loss import (
     TOLERANCE,
@@ -97,6 +97,7 @@ class Outcome:
     ran: dict[str, Any]
     units: list[tuple[str, int, int]]
     parameters: int
+    power: list[dict[str, float]] | None
     decoded: list[str]
     spent: Spent
 
@@ -152,9 +153,10 @@ class _Run:
         counted_before = self._trained()
         alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
         processors = ProcessorMeter(machine=alone and self.rank.rank == 0)
-        for index in range(trial.warmup, total):
-            self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
-            self._one(index)
+        with sampling_power(self.device) as power:
+            for index in range(trial.warmup, total):
+                self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
+                self._one(index)
         dist.barrier()
         spent = processors.spent()
         counted = self._trained()
@@ -203,6 +205,7 @@ class _Run:
             ran=ran,
             units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
             parameters=self.parameters,
+            power=power if self.rank.speaks else None,
             decoded=[] if self.generator is None else self.generator.sha256,
             spent=spent,
         )
@@ -428,6 +431,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "ran": first.ran,
             "units": first.units,
             "parameters": first.parameters,
+            "power": first.power,
             "decoded_sha256": [outcome.decoded[0] for outcome in outcomes if outcome.decoded],
             "processor_use": _processor_use([outcome.spent for outcome in outcomes]),
         }
