@@ -26,11 +26,11 @@ from impl.codecs.rounding_noise import Clock
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.engine.engine import Zero
-from impl.engine.initial_weights import check_same_start
 from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometries_of, plan_units
 from impl.errors import ZeroError
 from impl.parameters.external import external_to
 from impl.parameters.init import give_values
+from impl.parameters.initial_weights import check_same_start
 from impl.parameters.presharded import drawn, taken_over
 from impl.plan.offload_plan import placements_of
 from impl.plan.policy import Offload, Policy
@@ -61,7 +61,7 @@ def shard(
 
     Args:
         model: with the same architecture and values on every rank, which are compared
-            (:mod:`impl.engine.initial_weights`); each rank keeps its own slice of them.  What
+            (:mod:`impl.parameters.initial_weights`); each rank keeps its own slice of them.  What
             :class:`~impl.parameters.init.Init` cut is taken over as it is; a model on the meta device is
             given its values block by block.
         mesh: the ranks.

@@ -17,8 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Tag, Wire
-from impl.engine.initial_weights import sums
 from impl.errors import ZeroError
+from impl.parameters.initial_weights import sums
 from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import Policy
 from impl.unit.master_shard import sliced
