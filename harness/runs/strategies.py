@@ -92,7 +92,15 @@ class Strategy:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def weights_changed(self) -> None:
-        """Invalidate cached copies of the weights: the next pass all-gathers them again."""
+        """Let go of gathered weights that the last pass left: the next one all-gathers them again.
+
+        FSDP2 keeps its root after a forward pass without a backward pass, and shows whole parameters
+        meanwhile, with which an optimizer must not be made.
+        """
+        for module in self.model.modules():
+            reshard: Any = getattr(module, "reshard", None)
+            if reshard is not None:
+                reshard()
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
         """Everything this rank has sent so far; None if it was sent outside our wire."""
@@ -300,7 +308,10 @@ def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Shard
 
 
 def peer(name: str, model: nn.Module, device: torch.device, *, kept: bool = False) -> Strategy:
-    """Wrap ``model`` as torch does; ``kept`` has FSDP2 keep weights gathered between forward and backward."""
+    """Wrap ``model`` as torch does.
+
+    FSDP2 keeps the root gathered between forward and backward, as by default; ``kept`` has it keep all.
+    """
     if name == "single":
         return Strategy(model, {"gather": "none", "reduce": "none"}, None)
     backend = dist.get_backend()
@@ -318,7 +329,7 @@ def peer(name: str, model: nn.Module, device: torch.device, *, kept: bool = Fals
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for block in find_blocks(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
-        fully_shard(model, mesh=mesh, reshard_after_forward=not kept)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False if kept else None)
         names = {"gather": f"all_gather of {backend}, fp32", "reduce": f"reduce_scatter of {backend}, fp32"}
         return Strategy(model, names, None)
     raise Refusal(f"unknown strategy {name!r}")

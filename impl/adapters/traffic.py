@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
 from impl.codecs.codec import FP32, common_grain
-from impl.plan.geometry import ParameterSpec, UnitGeometry, chunked
+from impl.plan.geometry import ROOT, ParameterSpec, UnitGeometry, chunked
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 from impl.plan.topology import Topology
 from impl.plan.traffic import NORM_BYTES, Book, Event, LedgerKey, Phase, Sent, predict
@@ -141,7 +141,8 @@ def predict_hosted(
 ) -> dict[LedgerKey, Sent]:
     """Everything that ``rank`` sends inside ``host``.
 
-    FSDP2, which reshards each group after forward, gathers every group in each pass and reduces it in each
+    FSDP2, as it is by default, gathers every group in each pass, but the root, which it keeps after forward,
+    until the backward pass is done or the weights are said to have changed.  It reduces every group in each
     backward pass, whatever the micro-batch.  DDP reduces in the last micro-batch of a step alone, and norms
     cost nothing, since every rank has all gradients.
 
@@ -157,18 +158,22 @@ def predict_hosted(
         return predict(alone, topology, own, rank, ["backward"] * _reduced_steps(events)).sent
     book = Book(topology, rank)
     axes, _ = policy.gather_axes(topology)
+    kept = False  # whether the root is gathered from the pass before
     for event in events:
         if event == "norm":
             book.control(NORM_BYTES)
+        if event == "changed":
+            kept = False
         if event not in ("forward", "evaluate", "backward", "accumulate"):
             continue
         phase: Phase = "backward" if event == "accumulate" else event
         for group in units:
-            if group.shard:
+            if group.shard and not (kept and group.name == ROOT):
                 frame = policy.weights.frame_bytes(group.shard)
                 book.gather(phase, "weights", group.name, axes, frame, ring=policy.gather == "flat")
             if phase == "backward" and group.piece:
                 book.reduction(policy, group.name, group.piece, common_grain(*policy.gradients))
+        kept = phase != "backward"
     return book.sent
 
 

@@ -89,8 +89,8 @@ def wrapped(host: Host, model: nn.Module, shape: tuple[int, ...]) -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     for block in find_blocks(model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def joined_with(host: Host, model: Any, wire: Wire, policy: Policy) -> InFSDP2 | InDDP:
