@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import psutil
 
+from impl.cpu import build
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = (
     "torch", "numpy", "scipy", "pydantic", "pyroute2", "psutil",
@@ -25,7 +27,7 @@ PACKAGES: Final = (
 )  # fmt: skip
 MUST_AGREE: Final = ("cpu", "cores", "memory_gib", "kernel", "python", "gpus", "driver")
 SOURCES: Final = ("impl", "harness")  # what decides a measurement; a report may change freely
-SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".h"})
+SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".hpp", ".h"})
 
 
 def facts() -> dict[str, Any]:
@@ -47,9 +49,10 @@ def facts() -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """Identity of the code: version, commit, whether the checkout is dirty, digest of the sources.
+    """Identity of the code: version, commit, whether the checkout is dirty, digest of the sources, and the
+    C++ kernels that they, compiler and flags make here (:func:`impl.cpu.build.identity`).
 
-    ``commit`` and ``dirty`` are None outside a git checkout; ``source`` is always there.
+    ``commit`` and ``dirty`` are None outside a git checkout; ``source`` and ``kernels`` are always there.
     """
     commit = _git("rev-parse", "HEAD")
     status = _git("status", "--porcelain", "--untracked-files=no")
@@ -58,6 +61,7 @@ def code() -> dict[str, Any]:
         "commit": commit,
         "dirty": None if status is None else bool(status),
         "source": source_digest(),
+        "kernels": build.identity(),
     }
 
 
@@ -73,10 +77,10 @@ def source_digest(root: Path = ROOT) -> str:
 
 
 def pool_key(machine: dict[str, Any], code: dict[str, Any]) -> str:
-    """Hash of what must agree before two records are pooled: hardware, kernel, torch, sources."""
+    """Hash of what must agree before two records are pooled: hardware, Linux, torch, sources, C++ kernels."""
     agree = {name: machine.get(name) for name in MUST_AGREE}
     agree["torch"] = machine.get("packages", {}).get("torch")
-    agree["source"] = code.get("source")
+    agree |= {name: code.get(name) for name in ("source", "kernels")}
     text = json.dumps(agree, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -68,9 +68,7 @@ def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = 
     Raises:
         BuildError: without a compiler, if it fails, or if the folder cannot be written.
     """
-    command = compiler or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if command is None:
-        raise BuildError(f"no C++ compiler installed: looked for {', '.join(COMPILERS)}")
+    command = compiler or _compiler()
     path = folder / f"kernels-{_key(command, flags)}.so"
     if _is_whole(path):
         return path
@@ -86,6 +84,23 @@ def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = 
     except OSError as problem:
         raise BuildError(f"{folder} cannot keep compiled kernels: {problem.strerror or problem}") from problem
     return path
+
+
+def identity() -> str:
+    """Name of the library that this machine would use, without building it: 16 hexadecimal digits that change
+    with sources, headers, flags, compiler and processor; or in words why there would be none.
+    """
+    try:
+        return _key(_compiler(), FLAGS)
+    except BuildError as problem:
+        return str(problem)
+
+
+def _compiler() -> str:
+    command = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if command is None:
+        raise BuildError(f"no C++ compiler installed: looked for {', '.join(COMPILERS)}")
+    return command
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:

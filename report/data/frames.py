@@ -402,13 +402,15 @@ def _without_old_failures(records: list[Record]) -> list[Record]:
 
 
 def _check_one_pool(records: list[Record]) -> None:
-    """Refuse records of different machines or code, naming the differences.
+    """Refuse records of different machines, code or kernels, naming the differences.
 
     Raises:
-        ReportError: naming each pool, its records and the facts that differ.
+        ReportError: naming each pool, its records and the facts that differ; or the kernels that trials on
+            one kind of device ran, and how many did.
     """
     pools = {record.pool: record for record in reversed(records)}
     if len(pools) == 1:
+        _check_kernels(records)
         return
     sizes = Counter(record.pool for record in records)
     told = "; ".join(
@@ -424,3 +426,21 @@ def _check_one_pool(records: list[Record]) -> None:
         f"records of {len(pools)} pools (other machine or code) are not drawn together: {told}. "
         f"They differ in {values or 'facts that are not recorded'}. Move one pool to a folder of its own"
     )
+
+
+def _check_kernels(records: list[Record]) -> None:
+    """Refuse trials of one pool of which some ran other kernels: where a build failed, the reference did."""
+    ran: dict[str, dict[str, list[str]]] = {}
+    for record in records:
+        if record.measured and "kernels" in record.ran:
+            of_device = ran.setdefault(str(record.ran.get("device")), {})
+            of_device.setdefault(str(record.ran["kernels"]), []).append(record.id)
+    for device, ids in ran.items():
+        if len(ids) > 1:
+            told = "; ".join(
+                f"{name}: {len(those)} records, such as {those[0]}" for name, those in ids.items()
+            )
+            raise ReportError(
+                f"records of trials on {device} that ran different kernels are not drawn together: {told}. Move "
+                "those of one kind to a folder of their own, or run them again"
+            )

@@ -6,6 +6,7 @@ import getpass
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,18 @@ def test_source_digest(tmp_path: Path) -> None:
     (tmp_path / "impl" / "notes.txt").write_text("x")
     (tmp_path / "report.py").write_text("x")
     assert machine.source_digest(tmp_path) == first
-    (tmp_path / "impl" / "a.py").write_text("2")
-    assert machine.source_digest(tmp_path) != first
+    digests = {first}
+    for name in ("a.py", "cpu/kernels.cpp", "cpu/rounding.hpp", "cuda/codec.cu", "cuda/codec.cuh"):
+        (tmp_path / "impl" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "impl" / name).write_text("2")
+        digests.add(machine.source_digest(tmp_path))
+    assert len(digests) == 6
+
+
+def test_every_file_of_code_counts() -> None:
+    """No kind of file that holds code is left out of the digest."""
+    kinds = {path.suffix for folder in machine.SOURCES for path in (machine.ROOT / folder).rglob("*.*")}
+    assert kinds - {".pyc", ".toml", ".md", ".txt"} <= machine.SOURCE_SUFFIXES
 
 
 @pytest.mark.parametrize(
@@ -59,6 +70,17 @@ def test_pool_key_follows_the_machine(change: dict[str, object], same: bool) -> 
     facts = {"cpu": "one", "cores": 2, "packages": {"torch": "2"}}
     code = {"source": "s"}
     assert (machine.pool_key(facts, code) == machine.pool_key(facts | change, code)) == same
+
+
+@pytest.mark.parametrize("change", [{"FLAGS": ("-O1",)}, {"COMPILERS": ("no-such-compiler",)}])
+def test_pool_key_follows_the_kernels(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records made with other flags of the compiler, or without a compiler, join no others."""
+    code = machine.code()
+    for name, value in change.items():
+        monkeypatch.setattr(machine.build, name, value)
+    changed = machine.code()
+    assert changed["source"] == code["source"]
+    assert machine.pool_key({}, changed) != machine.pool_key({}, code)
 
 
 def test_pool_key_follows_the_sources() -> None:

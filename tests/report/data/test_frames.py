@@ -108,6 +108,22 @@ def test_two_pools_are_refused_naming_what_differs() -> None:
     assert len(frames_of(records, across_pools=True).pools) == 2
 
 
+def test_trials_that_ran_different_kernels_are_refused() -> None:
+    """Where some trials ran the reference, for a build that failed, they join none that ran C++; a peer, which
+    has no kernels, joins both.
+    """
+    records = records_of("quickstart", repeats=1)
+    ran = [{**records[0].ran, "device": "cpu", "kernels": name} for name in ("cpu", "reference")]
+    mixed = [r.model_copy(update={"ran": of}) for r, of in zip(records[:2], ran, strict=True)]
+    peer = records[2].model_copy(update={"ran": {"device": "cpu"}})
+    with pytest.raises(ReportError, match="different kernels") as refused:
+        frames_of([*mixed, peer])
+    for named in (f"cpu: 1 records, such as {mixed[0].id}", f"reference: 1 records, such as {mixed[1].id}"):
+        assert named in str(refused.value)
+    assert frames_of([mixed[0], peer]).pools
+    assert frames_of([mixed[1], peer]).pools
+
+
 def test_failures_of_another_pool_are_left_out() -> None:
     """Nothing of them was measured: they hinder no report of what was, and none of later failures."""
     records = records_of("quickstart", repeats=1)
