@@ -441,6 +441,6 @@ def _check_kernels(records: list[Record]) -> None:
                 f"{name}: {len(those)} records, such as {those[0]}" for name, those in ids.items()
             )
             raise ReportError(
-                f"records of trials on {device} that ran different kernels are not drawn together: {told}. Move "
-                "those of one kind to a folder of their own, or run them again"
+                f"records of trials on {device} that ran different kernels are not drawn together: {told}. "
+                "Move those of one kind to a folder of their own, or run them again"
             )

@@ -109,8 +109,8 @@ def test_two_pools_are_refused_naming_what_differs() -> None:
 
 
 def test_trials_that_ran_different_kernels_are_refused() -> None:
-    """Where some trials ran the reference, for a build that failed, they join none that ran C++; a peer, which
-    has no kernels, joins both.
+    """Where some trials ran the reference, for a build that failed, they join none that ran C++; a peer,
+    which has no kernels, joins both.
     """
     records = records_of("quickstart", repeats=1)
     ran = [{**records[0].ran, "device": "cpu", "kernels": name} for name in ("cpu", "reference")]
