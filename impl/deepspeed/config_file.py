@@ -6,9 +6,11 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from impl.deepspeed.keys import KEYS, SECTIONS
+
+AUTO: Final = "auto"  # HuggingFace's word, which counts as not given
 
 
 class DeepSpeedError(ValueError):
@@ -67,11 +69,6 @@ def as_json(value: Any) -> str:
         return json.dumps(value, default=repr)
     except (TypeError, ValueError, RecursionError):  # keys that are no text, tables inside themselves
         return " ".join(repr(value).split())
-
-
-def is_auto(value: Any) -> bool:
-    """Whether it is HuggingFace's "auto", which counts as not given."""
-    return isinstance(value, str) and value == "auto"
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
