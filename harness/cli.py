@@ -188,10 +188,11 @@ def list_checkpoints(
         except CheckpointError as error:
             broken.append(error)
             state = f"BROKEN: {error}"
+        nbytes = sum(file.nbytes for file in manifest.files)
         optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
         print(
             f"{path}: {train_command.told_steps(manifest)}, {manifest.numel:,} elements in "
-            f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {manifest.nbytes:,} bytes in "
+            f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {nbytes:,} bytes in "
             f"{len(manifest.files)} files, from {manifest.topology} ranks at stage "
             f"{manifest.of.get('stage')}; {manifest.writer}; {state}"
         )

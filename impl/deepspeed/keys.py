@@ -25,7 +25,7 @@ class Key:
         path: dotted, from the top of the configuration.
         default: DeepSpeed's, also used here; None where there is none.
         text: what its fate means.
-        takes: what its value is: a switch is true or false, a count a whole number, also as ``5e8``.
+        takes: a switch is true or false, a count a whole number, also as ``5e8``.
         means: of a renamed key, the path of the one that it is read as.
     """
 
@@ -92,9 +92,7 @@ _TRAINING = (
         _only("params.bias_correction", True, "torch's optimizers always correct"),
         _only("params.amsgrad", False, "no policy has the third state"),
         _idle(
-            "params.torch_adam",
-            False,
-            "optimizers are always torch's; true makes AdamW's weight_decay torch's 0.01 if it is not given",
+            "params.torch_adam", False, "always torch's; if true AdamW's decay is torch's 0.01 unless given"
         ),
         _idle("params.fused", None, "the optimizer is made by the caller", "switch"),
         _only("legacy_fusion", False, "masters are stepped as torch does"),
@@ -128,18 +126,11 @@ _TRAINING = (
     _only("torch_autocast.enabled", False, "autocast: use fp16 or bf16"),
     _only("data_types.grad_accum_dtype", "fp32", "mean gradients are accumulated in fp32"),
     _honoured(
-        "communication_data_type",
-        None,
-        "fp32, fp16 or bf16 (also bfp16): type of gradients on the wire; by default the type computed in",
-        "text",
+        "communication_data_type", None, "gradients on the wire: fp32, fp16, bf16; else as computed", "text"
     ),
     _idle("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
     _idle("prescale_gradients", False, "sums are of fp32 and divided last: the result is the mean"),
-    _honoured(
-        "gradient_predivide_factor",
-        1.0,
-        "changes nothing, the result is the mean; refused beside zero_quantized_gradients unless 1",
-    ),
+    _honoured("gradient_predivide_factor", 1.0, "changes nothing; beside zero_quantized_gradients only 1"),
     _only("sparse_gradients", False, "gradients are dense"),
     _idle("disable_allgather", False, "weights are gathered"),
     _idle("fp32_allreduce", False, "sums are of fp32"),
@@ -156,26 +147,20 @@ _ZERO = _within(
     _idle("allgather_bucket_size", 500_000_000, "a unit's weights travel in one message"),
     _idle("load_from_fp32_weights", True, "checkpoints hold the fp32 masters"),
     _idle("elastic_checkpoint", False, "any world loads any checkpoint"),
-    _idle("sub_group_size", 1_000_000_000, "the optimizer is torch's and steps all masters"),
+    _idle("sub_group_size", 10**9, "the optimizer is torch's and steps all masters"),
     _idle("ignore_unused_parameters", True, "what no loss reached has a gradient of zero"),
     _idle("round_robin_gradients", False, "a unit's gradient is shared by all ranks"),
     _only("legacy_stage1", False, "there is one stage 1"),
     _honoured("stage3_prefetch_bucket_size", 50_000_000, "elements gathered ahead of their use"),
-    _honoured(
-        "stage3_param_persistence_threshold", 100_000, "parameters of at most as many elements stay gathered"
-    ),
+    _honoured("stage3_param_persistence_threshold", 10**5, "parameters of at most so many elements persist"),
     _honoured("stage3_model_persistence_threshold", NO_LIMIT, "elements that stay gathered in all"),
     _honoured(
         "stage3_max_live_parameters",
-        1_000_000_000,
+        10**9,
         "elements of a unit at most, larger ones are cut; nothing is gathered ahead or kept beyond it; a "
         "unit in use, what lies outside all blocks and what persists may together be more",
     ),
-    _honoured(
-        "stage3_max_reuse_distance",
-        1_000_000_000,
-        "blocks stay gathered until backward if fewer elements run in between",
-    ),
+    _honoured("stage3_max_reuse_distance", 10**9, "blocks stay gathered if fewer elements run in between"),
     _honoured("stage3_allgather_sequential", False, "nothing is gathered ahead"),
     _idle("stage3_gather_16bit_weights_on_model_save", False, "saving is asked for where it is done"),
     _renamed(
@@ -191,27 +176,11 @@ _ZERO = _within(
     ),
     _idle("stage3_module_granularity_threshold", 0, "units are the blocks of the model"),
     _only("stage3_use_all_reduce_for_fetch_params", False, "weights are gathered"),
-    _honoured(
-        "zero_hpz_partition_size", 1, "hpZ: ranks that share a secondary copy, at most all; 0 and 1: none"
-    ),
-    _honoured(
-        "zero_quantized_weights",
-        False,
-        "qwZ: int8 in blocks of 2048 (there: up to 8000 elements, and a block may straddle parameters)",
-    ),
-    _honoured(
-        "zero_quantized_nontrainable_weights",
-        False,
-        "weights that are not trained are held and sent as int8 in blocks of 2048",
-    ),
-    _honoured(
-        "zero_quantized_gradients",
-        False,
-        "qgZ: int4 in blocks of 256, two hops, also on one node (there: not quantised on one node)",
-    ),
-    _honoured(
-        "zeropp_loco_param.err_beta", 0.8, "LoCo: share of the old error that stays; kept in fp32, not INT8"
-    ),
+    _honoured("zero_hpz_partition_size", 1, "hpZ: ranks that share a secondary copy; 0 and 1: none"),
+    _honoured("zero_quantized_weights", False, "qwZ: int8 in blocks of 2048, inside parameters (there not)"),
+    _honoured("zero_quantized_nontrainable_weights", False, "held and sent as int8 in blocks of 2048"),
+    _honoured("zero_quantized_gradients", False, "qgZ: int4 in blocks of 256, also on one node (there not)"),
+    _honoured("zeropp_loco_param.err_beta", 0.8, "LoCo: share of the error that stays; fp32, not INT8"),
     _honoured("zeropp_loco_param.reset_T", 1024, "LoCo: steps after which the error is forgotten"),
     _honoured("mics_shard_size", -1, "MiCS: ranks that share one copy of all states; -1: all", "number"),
     _idle("mics_hierarchical_params_gather", False, "weights are always gathered by hops"),
@@ -227,7 +196,7 @@ _ZERO = _within(
     _only("offload_param.nvme_path", None, "nothing is offloaded to NVMe", "text"),
     _idle("offload_param.buffer_count", 5, "of NVMe"),
     _idle("offload_param.buffer_size", 100_000_000, "of NVMe"),
-    _idle("offload_param.max_in_cpu", 1_000_000_000, "of NVMe"),
+    _idle("offload_param.max_in_cpu", 10**9, "of NVMe"),
     _idle("offload_param.pin_memory", True, "pinned on CUDA, and not where the device is the host"),
     _honoured("offload_optimizer.device", "none", "cpu: masters and states in host memory; nvme is refused"),
     _honoured("offload_optimizer.ratio", 1.0, "share that is offloaded; below 1 of stage 3 only"),

@@ -54,7 +54,6 @@ class Finding:
 
     Attributes:
         key: its dotted path, as it is spelt there.
-        value: as given.
         kind: ``changed`` where something else is done than the key says.
         text: what that means.
     """
@@ -114,12 +113,7 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology) -> Rec
 
 
 def laid_out(found: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """The recipe with the findings that its units tell: switches of shards do nothing for what persists.
-
-    Args:
-        found: of a configuration.
-        units: of the model, as its policy cuts it.
-    """
+    """The recipe with the findings that its units tell: switches of shards do nothing for what persists."""
     if found.policy.stage < 3 or not all(unit.persistent for unit in units):
         return found
     text = (
@@ -262,28 +256,19 @@ class _Reading:
                     self.note(path, "without effect", f"{section} is not enabled")
         if not fp16:
             return ("bf16" if bf16 else "fp32"), None
-        self.note(
-            "fp16.hysteresis",
-            "without effect" if self.get("fp16.hysteresis") == 1 else "changed",
-            KEYS["fp16.hysteresis"].text,
-        )
-        return "fp16", self._loss_scale()
-
-    def _loss_scale(self) -> LossScale:
+        became: Kind = "without effect" if self.get("fp16.hysteresis") == 1 else "changed"
+        self.note("fp16.hysteresis", became, KEYS["fp16.hysteresis"].text)
         fixed, power = float(self.get("fp16.loss_scale")), self.get("fp16.initial_scale_power")
         least, window = float(self.get("fp16.min_loss_scale")), self.get("fp16.loss_scale_window")
-        try:
-            if fixed:
-                for name in ("initial_scale_power", "min_loss_scale", "loss_scale_window"):
-                    self.note(f"fp16.{name}", "without effect", f"{self.says('fp16.loss_scale')} is fixed")
-                return LossScale(initial=fixed, window=0, least=min(1.0, fixed))
-            if power > MOST_SCALE_POWER:
-                self.refuse("fp16.initial_scale_power", f"expected at most {MOST_SCALE_POWER}")
-            if not window:
-                self.refuse("fp16.loss_scale_window", "a dynamic scale needs a window of 1 step or more")
-            return LossScale(initial=2.0**power, window=window, least=least)
-        except PolicyError as error:
-            raise DeepSpeedError(f"fp16: {error}") from None
+        if fixed:
+            for name in ("initial_scale_power", "min_loss_scale", "loss_scale_window"):
+                self.note(f"fp16.{name}", "without effect", f"{self.says('fp16.loss_scale')} is fixed")
+            return "fp16", LossScale(initial=fixed, window=0, least=min(1.0, fixed))
+        if power > MOST_SCALE_POWER:
+            self.refuse("fp16.initial_scale_power", f"expected at most {MOST_SCALE_POWER}")
+        if not window:
+            self.refuse("fp16.loss_scale_window", "a dynamic scale needs a window of 1 step or more")
+        return "fp16", LossScale(initial=2.0**power, window=window, least=least)
 
     def _codecs(self, compute: Dtype) -> tuple[Codec, Codec]:
         """Of weights and of gradients: quantised, or the 16-bit type that DeepSpeed would send."""
@@ -342,20 +327,14 @@ class _Reading:
         bucket = self.get(f"{ZERO}.reduce_bucket_size")
         if stage < 3:
             return MemoryLimits(reduce_bucket=bucket)
-        sequential = f"{ZERO}.stage3_allgather_sequential"
-        prefetch = self.get(f"{ZERO}.stage3_prefetch_bucket_size")
+        sequential, ahead = f"{ZERO}.stage3_allgather_sequential", f"{ZERO}.stage3_prefetch_bucket_size"
         if self.get(sequential):
-            self.note(
-                f"{ZERO}.stage3_prefetch_bucket_size",
-                "without effect",
-                f"with {self.says(sequential)} nothing is gathered ahead",
-            )
-            prefetch = 0
+            self.note(ahead, "without effect", f"with {self.says(sequential)} nothing is gathered ahead")
         live = self.get(f"{ZERO}.stage3_max_live_parameters")
         if not live:
             self.refuse(f"{ZERO}.stage3_max_live_parameters", "expected 1 or more")
         return MemoryLimits(
-            prefetch=prefetch,
+            prefetch=0 if self.get(sequential) else self.get(ahead),
             max_live=live,
             max_reuse=self.get(f"{ZERO}.stage3_max_reuse_distance"),
             persist_below=self.get(f"{ZERO}.stage3_param_persistence_threshold") + 1,
@@ -465,11 +444,7 @@ class _Reading:
 
 
 def _typed(key: Key, value: Any) -> Any:
-    """The value as its key takes it.
-
-    Raises:
-        DeepSpeedError: naming key, value and what it takes.
-    """
+    """The value as its key takes it; another is refused."""
     match key.takes, value:
         case ("anything", _) | ("switch", bool()) | ("text", str()) | ("list", list() | tuple()):
             return value
