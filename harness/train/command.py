@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from typer import Option
 
 from harness.cluster import interrupts
-from harness.cluster.rank import Progress
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.runs.forecast import this_host
@@ -35,7 +35,6 @@ MOST: Final = 1_000_000_000  # steps, sequences of a rank, tokens of a sequence
 LR: Final = 3e-4  # where neither flags nor the configuration say one, or that says "auto"
 MOST_PARAMETERS: Final = 1e15
 _LENGTHS: Final = {"1.5b": 1024, "10b": 1024, "18b": 512}
-_ONE: Final = "only 1: there is no tensor, model or pipeline parallelism here"
 
 
 class TrainError(Exception):
@@ -85,8 +84,7 @@ def train(
     ] = None,
     save: Annotated[Path | None, Option(help="Folder of checkpoints: one after the last step.")] = None,
     save_every: Annotated[
-        int | None,
-        Option("--save-every", "--save-interval", min=1, help="And one every so many steps."),
+        int | None, Option("--save-every", "--save-interval", min=1, help="And one every so many steps.")
     ] = None,
     keep: Annotated[int | None, Option(min=1, help="Checkpoints to keep, the newest.")] = None,
     resume: Annotated[
@@ -103,7 +101,7 @@ def train(
         ("--pipeline-model-parallel-size", pipeline_model_parallel_size),
     ):
         if size != 1:
-            raise TrainError(f"{flag} {size}: {_ONE}")
+            raise TrainError(f"{flag} {size}: only 1: there is no tensor, model or pipeline parallelism here")
     if save is None and (save_every or keep):
         raise TrainError(f"{'--save-every' if save_every else '--keep'}: where to? give --save FOLDER")
     if fp16 and bf16:
@@ -154,15 +152,7 @@ def train(
         )
     except (Refusal, ValueError) as error:
         raise TrainError(f"{deepspeed_config or 'flags'}: {error}") from None
-    job = Job(
-        trial=trial,
-        shape=shape,
-        recompute=checkpoint_activations,
-        load=resume,
-        save=save,
-        every=save_every,
-        keep=keep,
-    )
+    job = Job(trial, shape, checkpoint_activations, load=resume, save=save, every=save_every, keep=keep)
     speaks = not torchrun or os.environ.get("RANK", "0") == "0"
     problem = _refused(job, found, speaks=speaks)
     if problem and not plan:
@@ -187,40 +177,29 @@ def told_steps(manifest: Manifest) -> str:
 
 
 def _configured(
-    config: Mapping[str, Any],
-    *,
-    batch: int | None,
-    precision: str | None,
-    stage: int | None,
-    lr: float | None,
+    config: Mapping[str, Any], batch: int | None, precision: str | None, stage: int | None, lr: float | None
 ) -> dict[str, Any]:
-    """The configuration, completed by the flags.
-
-    Raises:
-        Refusal: if a flag contradicts it.
-    """
-    table = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
-    adam = table.get("optimizer")
-    params = adam.get("params") if isinstance(adam, dict) else None
-    if isinstance(adam, dict) and isinstance(params, Mapping | None):
-        adam["params"] = params = dict(params or {})
-        said = params.get("lr")
-        if lr is not None and said not in (None, "auto", lr):
-            raise Refusal(f"--lr {lr}, but the configuration's optimizer.params.lr = {json.dumps(said)}")
-        if lr is not None or said == "auto":
-            params["lr"] = LR if lr is None else lr
-        if not params:
-            del adam["params"]
-    for flag, section, key, value in (
-        ("--zero-stage", ZERO, "stage", stage),
-        (f"--{precision}", precision, "enabled", None if precision is None else True),
-        ("--batch-size", None, "train_micro_batch_size_per_gpu", batch),
-    ):
+    """The configuration, completed by the flags; refused if one contradicts it."""
+    table = copy.deepcopy(dict(config))
+    flags: list[tuple[str, tuple[str, ...], Any]] = [
+        ("--zero-stage", (ZERO, "stage"), stage),
+        (f"--{precision}", (str(precision), "enabled"), precision and True),
+        ("--batch-size", ("train_micro_batch_size_per_gpu",), batch),
+    ]
+    if isinstance(adam := table.get("optimizer"), dict):
+        params = adam.get("params")
+        auto = isinstance(params, dict) and params.get("lr") == "auto"
+        flags.append(("--lr", ("optimizer", "params", "lr"), LR if auto and lr is None else lr))
+    for flag, (*sections, key), value in flags:
         if value is None:
             continue
-        place = table if section is None else table.setdefault(section, {})
-        if not isinstance(place, dict):
-            raise Refusal(f"{flag}, but the configuration's {section} = {json.dumps(place)}")
+        place = table
+        for section in sections:
+            if place.get(section) is None:
+                place[section] = {}
+            place = place[section]
+            if not isinstance(place, dict):
+                raise Refusal(f"{flag}, but the configuration's {section} = {json.dumps(place)}")
         said = place.get(key)
         if said not in (None, "auto", value):
             raise Refusal(f"{flag} {json.dumps(value)}, but the configuration's {key} = {json.dumps(said)}")
@@ -229,11 +208,7 @@ def _configured(
 
 
 def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, bool]:
-    """Where ranks stand, and whether torchrun has started them.
-
-    Raises:
-        TrainError: for other numbers than torchrun's.
-    """
+    """Where ranks stand, and whether torchrun has started them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # as torch.distributed.is_torchelastic_launched()
         return Topology(nodes or 1, ranks_per_node or 2), False
     world = _torchrun("WORLD_SIZE")
@@ -245,11 +220,7 @@ def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, 
 
 
 def _torchrun(name: str) -> int:
-    """A count that torchrun leaves in the environment.
-
-    Raises:
-        TrainError: if it is not there, or none.
-    """
+    """A count that torchrun leaves in the environment."""
     said = os.environ.get(name, "")
     if not said.isdecimal() or not int(said):
         raise TrainError(f"{name} = {said!r}: under torchrun (TORCHELASTIC_RUN_ID is set) expected a count")
@@ -257,11 +228,7 @@ def _torchrun(name: str) -> int:
 
 
 def _check_writable(folder: Path) -> None:
-    """Refuse a folder that checkpoints cannot be written into, before any time is spent on training.
-
-    Raises:
-        TrainError: naming what is in the way.
-    """
+    """Refuse a folder that checkpoints cannot be written into, before any time is spent on training."""
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -273,20 +240,11 @@ def _check_writable(folder: Path) -> None:
 def _shape(
     preset: str | None, layers: int | None, width: int | None, heads: int | None, vocab: int | None
 ) -> GPTShape:
-    """The preset's shape, or a small one, with what the flags change.
-
-    Raises:
-        TrainError: if heads do not divide the width, or for more parameters than any machine lays out.
-    """
+    """The preset's shape, or a small one, with what the flags change."""
     base = DEFAULT if preset is None else PRESETS[f"gpt-{preset}"]
     assert isinstance(base, GPTShape)  # noqa: S101  # all of these names are
-    shape = replace(
-        base,
-        layers=layers or base.layers,
-        width=width or base.width,
-        heads=heads or base.heads,
-        vocab=vocab or base.vocab,
-    )
+    given: dict[str, Any] = {"layers": layers, "width": width, "heads": heads, "vocab": vocab}
+    shape = replace(base, **{name: size for name, size in given.items() if size is not None})
     if shape.width % shape.heads:
         raise TrainError(f"--hidden-size {shape.width}: {shape.heads} heads do not divide it")
     if (numel := 12 * shape.layers * shape.width**2 + shape.vocab * shape.width) > MOST_PARAMETERS:
@@ -295,11 +253,7 @@ def _shape(
 
 
 def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
-    """Print what became of each key and what each stage needs; why it does not fit, if it does not.
-
-    Raises:
-        TrainError: if the model cannot be laid out.
-    """
+    """Print what became of each key and what each stage needs; why it does not fit, if it does not."""
     from harness.train.memory_table import GB, activation_bytes, needs, table, too_large
     from harness.workloads import models
     from harness.workloads.meta_init import unfilled
@@ -337,20 +291,13 @@ def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
 
 
 def _run(job: Job) -> None:
-    """Start the ranks, or be one, and print what rank 0 says.
-
-    Raises:
-        TrainError: if a rank could not do what it was asked.
-    """
+    """Start the ranks, or be one, and print what rank 0 says."""
     from harness.cluster.link import Setting, open_link
     from harness.cluster.processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
     from harness.train.loop import train as train_rank
     from impl.checkpoint.save_load import CheckpointError
     from impl.engine.loss_scaler import LossScaleError
     from impl.errors import ZeroError
-
-    def say(progress: Progress) -> None:
-        print(progress.text, flush=True)
 
     interrupts.take_over()
     trial, cluster = job.trial, job.trial.cluster
@@ -368,7 +315,7 @@ def _run(job: Job) -> None:
         )
         start: Any = run_in_place if torchrun else run_ranks
         try:
-            start(train_rank, job, launch, say)
+            start(train_rank, job, launch, lambda progress: print(progress.text, flush=True))
         except LaunchError as error:
             raise TrainError(f"{error} (log: {error.log})") from None
         except (*REFUSALS, CheckpointError, LossScaleError, ZeroError) as error:

@@ -34,13 +34,12 @@ from impl.zero import Zero
 MB: Final = 1e6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """Argument of every rank of a training run.
 
     Attributes:
         trial: model, data, optimizer and policy.
-        shape: of the model.
         recompute: whether blocks are run again in the backward pass.
         load: a checkpoint to go on from, or a folder of them, whose newest is taken; None for none.
         save: folder to save checkpoints in; None saves none.
@@ -59,9 +58,6 @@ class Job:
 
 def train(rank: Rank, job: Job) -> list[Step]:
     """Train on this rank; rank 0 reports one line per step.
-
-    Returns:
-        Times of its steps.
 
     Raises:
         Refusal, PolicyError, GeometryError, ZeroError, CorpusError: it cannot be run as asked.
@@ -111,11 +107,7 @@ class _Training:
         return self.clock.steps
 
     def _resumed(self) -> int:
-        """Load the checkpoint, if any; returns the number of steps already done.
-
-        Raises:
-            Refusal: for a checkpoint that cannot be loaded, of other data, or with no step left.
-        """
+        """Load the checkpoint, if any; returns the number of steps already done."""
         folder = self.job.load
         if folder is None:
             return 0
@@ -149,11 +141,7 @@ class _Training:
         return done
 
     def _save(self, done: int) -> None:
-        """Save a checkpoint after ``done`` steps, if one is due.
-
-        Raises:
-            Refusal: if it cannot be written; earlier ones stay.
-        """
+        """Save a checkpoint after ``done`` steps, if one is due."""
         job = self.job
         last = done == self.trial.steps
         if job.save is None or not (last or (job.every and done % job.every == 0)):
@@ -201,12 +189,8 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def line(job: Job, step: Step, loss: float, scale: float | None, peak: int) -> str:
     """Log line of one step, in the form of the ZeRO++ tutorial's log.
 
-    Args:
-        job: for batch and model sizes.
-        step: its times.
-        loss: mean over all ranks.
-        scale: of the loss, if there is one.
-        peak: largest bytes of a rank so far: allocated on its GPU, or resident.
+    ``loss`` is the mean over all ranks, ``peak`` the largest bytes of a rank so far: allocated on its GPU, or
+    resident.
     """
     trial = job.trial
     ranks = trial.topology().world

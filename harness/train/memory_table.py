@@ -39,7 +39,6 @@ class Need:
     """Memory need of one rank at one stage, in bytes.
 
     Attributes:
-        stage: of ZeRO.
         device: states on the device, by the table's columns.
         host: states offloaded to host memory, not in ``device``.
         activations: an estimate; on the device.
@@ -71,7 +70,7 @@ def needs(
         policy: at the stage that is asked for.
         topology: nodes x ranks per node.
         micro_batches: of a step.
-        activations: bytes, see :func:`activation_bytes`.
+        activations: bytes, of :func:`activation_bytes`.
 
     Raises:
         PolicyError, GeometryError, ZeroError: if the model's units cannot be planned.
@@ -100,18 +99,11 @@ def _at(policy: Policy, stage: Stage) -> Policy:
 
 
 def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length: int, recompute: bool) -> int:
-    """Estimate the activation bytes that a micro-batch keeps for backward, at most.
+    """Estimate the activation bytes that a micro-batch of ``sequences`` of ``length`` tokens keeps, at most.
 
     A block keeps about 34 bytes a token and channel in 16 bits (2205.05198 without the attention's scores,
     which the fused kernel does not keep); recomputed ones keep their input, and one at a time all of it.  The
     logits and their gradient come on top, in the compute type and in fp32.
-
-    Args:
-        shape: of the model.
-        policy: for the compute type.
-        sequences: of a micro-batch.
-        length: tokens of a sequence.
-        recompute: whether blocks are run again in the backward pass.
     """
     item = ITEM_BYTES[policy.compute]
     place = sequences * length * shape.width
@@ -121,14 +113,9 @@ def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length:
 
 
 def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
-    """Format the needs as lines of text, in GB of 1e9 bytes, or MB for small models.
+    """Format the needs of all stages as lines of text, in GB of 1e9 bytes, or MB for small models.
 
-    With offload each stage has two rows, of the device and of the host.
-
-    Args:
-        found: of all stages.
-        chosen: the stage to mark.
-        cuda: whether the device is a GPU, with memory apart from the host's.
+    With offload each stage has two rows, of the device and of the host; without ``cuda`` both are one memory.
     """
     unit, name = (GB, "GB of 1e9") if max(need.training for need in found) >= GB / 10 else (MB, "MB of 1e6")
     offloads = any(sum(need.host.values()) for need in found)
@@ -160,15 +147,7 @@ def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
 
 
 def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: int) -> str | None:
-    """Why ranks with this need do not fit this machine; None if they do.
-
-    Args:
-        need: of one rank.
-        topology: of all ranks.
-        host: this machine.
-        cuda: whether device states are on GPUs.
-        here: number of ranks on this machine.
-    """
+    """Why ranks with this need, ``here`` of them on this machine, do not fit it; None if they do."""
     offloaded = sum(need.host.values())
     have = min(host.gpus, default=0)
     if cuda and need.training > have:
