@@ -29,7 +29,7 @@ from harness.bench import command as bench
 from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.print_once import saying
 from harness.cluster.processes import end_if_in_group
-from harness.errors import one_line
+from harness.errors import Refusal, one_line
 from harness.laws import command as check
 from harness.measure import machine
 from harness.records import bench_record
@@ -66,10 +66,6 @@ Question = Annotated[
 ]
 Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
 RESULTS: Final = Path("results")
-
-
-class RefusalError(Exception):
-    """The command cannot do what it is asked; one line."""
 
 
 @app.callback(invoke_without_command=True)
@@ -131,7 +127,7 @@ def show(what: Question, results: ResultsFolder = RESULTS) -> None:
     elif folder is not None:
         found = read_all(folder)
         if not found:
-            raise RefusalError(f"{folder}: no records in it; `zeropp run` writes them")
+            raise Refusal(f"{folder}: no records in it; `zeropp run` writes them")
         terminal.records(found, out, folder)
     else:
         path = _record(what, results)
@@ -143,7 +139,7 @@ def report(what: Answer, results: ResultsFolder = RESULTS) -> None:
     """Build a suite's report from its records and print its path."""
     folder = _folder(what, results)
     if folder is None:
-        raise RefusalError(
+        raise Refusal(
             f"unknown suite {what!r}: {results} holds {_there(results)}; a report is of a suite, "
             "`zeropp show` also prints single trials"
         )
@@ -173,14 +169,17 @@ def list_checkpoints(
     """
     broken: list[CheckpointError] = []
     for path in named(folder) or [resolve(folder)]:
+        said, state = "", "sizes and digests checked" if digests else "sizes checked, contents not (--verify)"
         try:
             manifest = read_manifest(path)
-        except CheckpointError as error:
-            broken.append(error)
-            print(f"{path}: BROKEN: {error}")
-            continue
-        state = "sizes and digests checked" if digests else "sizes checked, contents not (--verify)"
-        try:
+            optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
+            nbytes = sum(file.nbytes for file in manifest.files)
+            said = (
+                f"{train_command.told_steps(manifest)}, {manifest.numel:,} elements in "
+                f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {nbytes:,} bytes "
+                f"in {len(manifest.files)} files, from {manifest.topology} ranks at stage "
+                f"{manifest.of.get('stage')}; {manifest.writer}; "
+            )
             for file in manifest.files:
                 check_size(path, file)
             if digests:
@@ -188,14 +187,7 @@ def list_checkpoints(
         except CheckpointError as error:
             broken.append(error)
             state = f"BROKEN: {error}"
-        nbytes = sum(file.nbytes for file in manifest.files)
-        optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
-        print(
-            f"{path}: {train_command.told_steps(manifest)}, {manifest.numel:,} elements in "
-            f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {nbytes:,} bytes in "
-            f"{len(manifest.files)} files, from {manifest.topology} ranks at stage "
-            f"{manifest.of.get('stage')}; {manifest.writer}; {state}"
-        )
+        print(f"{path}: {said}{state}")
     if broken:
         more = f" (the first of {len(broken)} that are broken)" if len(broken) > 1 else ""
         raise CheckpointError(f"{broken[0]}{more}")
@@ -213,7 +205,7 @@ def export_checkpoint(
 
     named = {str(name): one for name, one in DTYPES.items()}
     if dtype not in named:
-        raise RefusalError(f"--dtype {dtype}: expected one of {', '.join(named)}")
+        raise Refusal(f"--dtype {dtype}: expected one of {', '.join(named)}")
     interrupts.take_over()
     export(checkpoint, out, dtype=named[dtype])
     print(out)
@@ -235,7 +227,7 @@ def _check_folder(folder: Path) -> None:
     there = read_all(folder) if folder.is_dir() else []
     strange = [record for record in there if record.measured and record.pool != pool]
     if strange:
-        raise RefusalError(
+        raise Refusal(
             f"{folder}: holds {len(strange)} records of another machine or code (pool {strange[0].pool}, "
             f"here {pool}), which are not put together; {_aside(folder)}"
         )
@@ -244,7 +236,7 @@ def _check_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        raise RefusalError(f"{folder}: results folder not writable: {place}: {error.strerror}") from None
+        raise Refusal(f"{folder}: results folder not writable: {place}: {error.strerror}") from None
 
 
 def _check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
@@ -259,7 +251,7 @@ def _check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
             before, after = then.get(name, "none")[:12], now.get(name, "none")[:12]
             if then.get(name) != now.get(name):
                 source = trial.corpus if name == "corpus" else trial.model.name
-                raise RefusalError(
+                raise Refusal(
                     f"{path}: was made of another {name} {source!r} (SHA-256 {before}, now {after}), "
                     f"and results of both are not put together; {_aside(folder)}"
                 )
@@ -279,7 +271,7 @@ def _check_feasible(file: Path, found: Sequence[Forecast]) -> None:
         return
     first = impossible[0].trial.canonical()
     cell = ", ".join(f"{path} = {at(first, path)}" for path in told([one.trial.canonical() for one in found]))
-    raise RefusalError(
+    raise Refusal(
         f"{file}: {len(impossible)} of {len(found)} trials cannot run here; the first"
         f"{f' ({cell})' if cell else ''}: {impossible[0].problems[0]}"
     )
@@ -288,34 +280,26 @@ def _check_feasible(file: Path, found: Sequence[Forecast]) -> None:
 def _folder(what: str, results: Path) -> Path | None:
     """The results folder of a suite's name or file, or the folder itself; None if it is neither."""
     if what.endswith(".toml"):
-        return _existing(results / load(Path(what)).name)
+        folder = results / load(Path(what)).name
+        if not folder.is_dir():
+            raise Refusal(f"{folder}: no such results folder; `zeropp run` makes it")
+        return folder
     places = (Path(what), results / what) if what else ()
     return next((place for place in places if place.is_dir()), None)
 
 
-def _existing(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise RefusalError(f"{folder}: no such results folder; `zeropp run` makes it")
-    return folder
-
-
 def _record(trial_id: str, results: Path) -> Path:
     """Where the record lies whose id starts with ``trial_id``."""
-    if not re.fullmatch(r"[0-9a-f]{4,12}", trial_id):
-        raise RefusalError(_unknown(trial_id, results))
-    found = sorted(results.glob(f"*/{trial_id}*.json"))
+    is_id = re.fullmatch(r"[0-9a-f]{4,12}", trial_id)
+    found = sorted(results.glob(f"*/{trial_id}*.json")) if is_id else []
     if not found:
-        raise RefusalError(_unknown(trial_id, results))
+        raise Refusal(
+            f"unknown suite or id {trial_id!r}: {results} holds {_there(results)}; "
+            "an id is at least 4 of its 12 hex digits"
+        )
     if len({path.stem for path in found}) > 1:
-        raise RefusalError(f"id {trial_id!r} is not unique: {', '.join(path.stem for path in found)}")
+        raise Refusal(f"id {trial_id!r} is not unique: {', '.join(path.stem for path in found)}")
     return found[0]
-
-
-def _unknown(what: str, results: Path) -> str:
-    return (
-        f"unknown suite or id {what!r}: {results} holds {_there(results)}; "
-        "an id is at least 4 of its 12 hex digits"
-    )
 
 
 def _there(results: Path) -> str:
@@ -338,14 +322,9 @@ _say_whole(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line with ``arguments``, or the process's own, and return the exit status.
 
-    Args:
-        arguments: without the program's name; None takes the process's.
-
-    Returns:
-        The exit status: 0, 1 if trials failed or, planned, cannot run here, 2 for what cannot be done, 130
-        after Ctrl-C.
+    That is 0, 1 if trials failed or, planned, cannot run here, 2 for what cannot be done, 130 after Ctrl-C.
     """
     if arguments is not None:
         return _main(arguments)
@@ -370,7 +349,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         SuiteError,
         PlanError,
         RecordError,
-        RefusalError,
+        Refusal,
         bench_record.BenchError,
         check.CheckError,
         train_command.TrainError,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -22,142 +20,90 @@ ENOUGH_SHARED_MEMORY: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked for.
-
-    Attributes:
-        what: it is.
-        there: whether it is there, and enough.
-        found: what was found.
-        adds: what it is for; if it is missing, what to do.
-    """
+    """One thing looked for."""
 
     what: str
-    there: bool
+    there: bool  # and enough
     found: str
-    adds: str
+    adds: str  # what it is for; if it is missing, what to do
 
 
 def examine() -> list[Finding]:
     """Look at everything that a trial may use."""
-    return [look() for look in _LOOKS]
+    cores, memory, shared = machine.cores(), machine.memory_bytes(), machine.shared_memory_bytes()
+    python, facts = sys.version_info[:2] in ((3, 11), (3, 12)), machine.facts()
+    packages, driver = facts["packages"], facts["driver"]
+    cupy = [f"{name} {packages[name]}" for name in ("cupy-cuda12x", "cupy-cuda13x") if packages[name]]
+    nvml = "no NVIDIA driver answers" if packages["nvidia-ml-py"] else "nvidia-ml-py is not installed"
+    compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    return [
+        Finding("Python", python, sys.version.split()[0], "3.11 or 3.12 runs the harness"),
+        Finding(
+            "cores", cores >= ENOUGH_CORES, str(cores), f"{ENOUGH_CORES} or more: suites' times are for 2"
+        ),
+        Finding(
+            "memory", memory >= ENOUGH_MEMORY, gib(memory), f"holds at most {memory // PROCESS_BYTES} ranks"
+        ),
+        Finding(
+            "/dev/shm",  # noqa: S108 - a name to print
+            shared >= ENOUGH_SHARED_MEMORY,
+            gib(shared) if shared else "none",
+            "ranks of a node exchange through it; in a container, --shm-size=1g; else transport = 'gloo'",
+        ),
+        Finding(
+            "torch",
+            bool(packages["torch"]),
+            packages["torch"] or "none",
+            "runs every trial: pip install torch",
+        ),
+        _link(
+            "network namespaces",
+            None,
+            "nodes behind a link that also holds peers (ddp, fsdp2) to its rate; else our wire is paced",
+        ),
+        _link("tbf", 100.0, "the kernel's shaper of the link between namespaces"),
+        Finding(
+            "C++ compiler",
+            compiler is not None,
+            Path(compiler).name if compiler else "none",
+            "CPU kernels and the CUDA sources' tests on a CPU; without it the PyTorch ones run",
+        ),
+        Finding(
+            "CUDA device",
+            *_cuda(),
+            "trials with cluster.device = 'cuda'; without one everything runs on the CPU",
+        ),
+        Finding(
+            "CuPy",
+            len(cupy) == 1,
+            ", ".join(cupy) or "none",
+            "our CUDA kernels: pip install 'zeropp-bench[cuda12]' or '[cuda13]', never both",
+        ),
+        Finding(
+            "NVML",
+            driver is not None,
+            f"driver {driver}" if driver else nvml,
+            "GPU facts: pip install 'zeropp-bench[cuda12]' or '[cuda13]', on an NVIDIA driver",
+        ),
+    ]
 
 
-def _python() -> Finding:
-    there = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    return Finding("Python", there, sys.version.split()[0], "3.11 or 3.12 runs the harness")
-
-
-def _torch() -> Finding:
-    found = _version("torch")
-    return Finding("torch", found is not None, found or "none", "runs every trial: pip install torch")
-
-
-def _cuda() -> Finding:
-    adds = "trials with cluster.device = 'cuda'; without one everything runs on the CPU"
+def _cuda() -> tuple[bool, str]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Finding("CUDA device", False, f"torch does not import: {error}", adds)
+        return False, f"torch does not import: {error}"
     if not torch.cuda.is_available():
-        build = torch.version.cuda
-        return Finding("CUDA device", False, f"none (torch is built for {build or 'the CPU'})", adds)
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding("CUDA device", True, ", ".join(names), adds)
+        return False, f"none (torch is built for {torch.version.cuda or 'the CPU'})"
+    return True, ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
 
 
-def _cupy() -> Finding:
-    found = [name for name in ("cupy-cuda12x", "cupy-cuda13x") if _version(name)]
-    adds = "our CUDA kernels: pip install 'zeropp-bench[cuda12]' or '[cuda13]', never both"
-    text = ", ".join(f"{name} {_version(name)}" for name in found) or "none"
-    return Finding("CuPy", len(found) == 1, text, adds)
-
-
-def _nvml() -> Finding:
-    adds = "GPU facts and power: pip install 'zeropp-bench[cuda12]' or '[cuda13]', on an NVIDIA driver"
-    try:
-        import pynvml
-    except ImportError:
-        return Finding("NVML", False, "nvidia-ml-py is not installed", adds)
-    try:
-        pynvml.nvmlInit()
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        return Finding("NVML", False, str(error), adds)
-    return Finding("NVML", True, f"driver {driver}", adds)
-
-
-def _namespaces() -> Finding:
-    adds = "nodes behind a link that also holds peers (ddp, fsdp2) to its rate; else our wire is paced"
-    return _tried_link("network namespaces", None, adds)
-
-
-def _tbf() -> Finding:
-    return _tried_link("tbf", 100.0, "the kernel's shaper of the link between namespaces")
-
-
-def _tried_link(what: str, rate_mbit: float | None, adds: str) -> Finding:
+def _link(what: str, rate_mbit: float | None, adds: str) -> Finding:
     """Join two nodes, ask how, and take them apart."""
     from harness.cluster.link import LinkError, Setting, open_link
 
     try:
         with cleaning_up(), open_link(Setting("namespaces", 2, rate_mbit), f"{os.getpid():x}"[-6:]) as link:
-            how = f"works, as {link.details.get('mode', 'asked for')}"
+            return Finding(what, True, f"works, as {link.details.get('mode', 'asked for')}", adds)
     except LinkError as error:
         return Finding(what, False, str(error), adds)
-    return Finding(what, True, how, adds)
-
-
-def _shared_memory() -> Finding:
-    size = machine.shared_memory_bytes()
-    return Finding(
-        "/dev/shm",  # noqa: S108 - a name to print
-        size >= ENOUGH_SHARED_MEMORY,
-        gib(size) if size else "none",
-        "ranks of a node exchange through it; in a container, --shm-size=1g; else transport = 'gloo'",
-    )
-
-
-def _compiler() -> Finding:
-    found = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    return Finding(
-        "C++ compiler",
-        found is not None,
-        Path(found).name if found else "none",
-        "CPU kernels and the CUDA sources' tests on a CPU; without it the PyTorch ones run",
-    )
-
-
-def _cores() -> Finding:
-    cores = machine.cores()
-    return Finding(
-        "cores", cores >= ENOUGH_CORES, str(cores), f"{ENOUGH_CORES} or more; the suites' times are for 2"
-    )
-
-
-def _memory() -> Finding:
-    size = machine.memory_bytes()
-    most = size // PROCESS_BYTES
-    return Finding("memory", size >= ENOUGH_MEMORY, gib(size), f"holds at most {most} ranks")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-_LOOKS: Final[tuple[Callable[[], Finding], ...]] = (
-    _python,
-    _cores,
-    _memory,
-    _shared_memory,
-    _torch,
-    _namespaces,
-    _tbf,
-    _compiler,
-    _cuda,
-    _cupy,
-    _nvml,
-)

@@ -9,7 +9,7 @@ _LONGEST_WORD: Final = 300  # characters of a message's word that are printed: e
 
 
 class Refusal(Exception):  # noqa: N818 - bad input, not an error of the program
-    """A trial cannot be run as asked; the message names the numbers."""
+    """What is asked, mostly of a trial, cannot be done; the message names the numbers."""
 
 
 class CorpusError(ValueError):

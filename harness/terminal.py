@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,9 +18,10 @@ from harness.errors import one_line
 from harness.measure.memory_parts import on_device, on_host
 from harness.records.record import Record, slowest_seconds
 from harness.runs.forecast import Forecast, gib
-from harness.suites.expansion import Suite
+from harness.suites.expansion import Suite, flatten
 from harness.suites.labels import NONE, at, in_words, padded, padded_in_words, told
 
+_TRAINING: Final = ("forward", "backward", "step")  # phases
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
 
 
@@ -33,8 +34,15 @@ def console(*, stderr: bool = False) -> Console:
 def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     """Print a suite's plan: one row for all repeats of a trial, then why some cannot run."""
     once = {one.trial.model_copy(update={"repeat": 0}).id: one for one in found}
-    rows = sorted(once.values(), key=lambda one: _cell(one, [r.trial.canonical() for r in once.values()]))
-    varying = told([one.trial.canonical() for one in rows])
+    trials = [one.trial.canonical() for one in once.values()]
+    varying = told(trials)
+    come = {path: list(dict.fromkeys(at(trial, path) for trial in trials)) for path in varying}
+
+    def place(trial: dict[str, Any]) -> list[int]:
+        """By what varies, in the order in which the values first came."""
+        return [values.index(at(trial, path)) for path, values in reversed(come.items())]
+
+    rows = sorted(once.values(), key=lambda one: place(one.trial.canonical()))
     repeats = 1 + max(one.trial.repeat for one in found)
     out.print(f"[bold]{escape(suite.name)}[/]: {escape(suite.question)}")
     merged = f", {suite.merged} cells were the same run as another" if suite.merged else ""
@@ -44,7 +52,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     other = (str(finding) for one in rows for finding in one.findings if finding.kind != "honoured")
     for line in (*suite.kept, *dict.fromkeys(other)):
         out.print(escape(line))
-    notes = _notes(rows)
+    notes = list(dict.fromkeys(why for one in rows for why in _reasons(one)))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     offloading = ("on the host", "to and from it/step") if any(_host_bytes(one) for one in rows) else ()
     for name in varying or ["strategy"]:
@@ -84,11 +92,6 @@ def _say_padding(shares: Iterable[float], out: Console) -> None:
 def _reasons(one: Forecast) -> tuple[str, ...]:
     """Why a cell cannot run here or, where it can, why it will be a failure on record."""
     return one.problems or ((one.beyond_limit,) if one.beyond_limit else ())
-
-
-def _notes(rows: Sequence[Forecast]) -> list[str]:
-    """All reasons, each once, in the order of the rows: what the numbers in the last column mean."""
-    return list(dict.fromkeys(why for one in rows for why in _reasons(one)))
 
 
 def _runs(one: Forecast, notes: Sequence[str]) -> str:
@@ -148,23 +151,20 @@ def record(one: Record, out: Console, folder: Path) -> None:
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
+    seconds, exposed, sent, rate, loss = _measured(one)
     lines: list[tuple[str, Any]] = [
         ("id", one.id),
         ("suite", one.suite),
         ("started", one.started),
         ("finished", one.finished),
-        *((path, at(one.trial, path)) for path, _ in _leaves(one.trial)),
+        *((path, at(one.trial, path)) for path, value in flatten(one.trial) if value is not None),
         *((f"machine {name}", value) for name, value in one.machine.items()),
         *((f"code {name}", value) for name, value in one.code.items()),
         ("pool", one.pool),
         *((f"ran {name}", value) for name, value in one.ran.items()),
         ("parameters", one.parameters),
         ("padding of its units", f"{one.padding:.1%} of them" if one.units else NONE),
-    ]
-    if one.link is not None:
-        lines += [(f"link {name}", value) for name, value in one.link.model_dump().items()]
-    seconds, exposed, sent, rate, loss = _measured(one)
-    lines += [
+        *((f"link {name}", value) for name, value in (one.link or ())),
         ("median step, s", seconds),
         ("exposed communication, s", exposed),
         ("between nodes, a step", sent),
@@ -197,66 +197,36 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
     """Median step of the slowest rank, exposed communication of the first, bytes between nodes per step,
     rate, and the last loss, its mean over ranks.  A generation is a step without loss.
     """
-    steps = [step for step in one.ranks[0].steps if not step.warmup] if one.ranks else []
-    if one.ranks and one.ranks[0].tokens:
-        return _measured_generations(one)
-    if not steps:
+    timed = [[step for step in rank.steps if not step.warmup] for rank in one.ranks]
+    tokens = [[token for token in rank.tokens if not token.warmup] for rank in one.ranks]
+    waited: list[float] | None = None
+    if one.ranks and tokens[0]:
+        of_steps = [list(group) for _, group in itertools.groupby(tokens[0], lambda token: token.step)]
+        seconds = [sum(token.seconds for token in group) for group in of_steps]
+        if tokens[0][0].exposed is not None:
+            waited = [sum(token.exposed or 0.0 for token in group) for group in of_steps]
+        sent = [token.inter_bytes for token in itertools.chain(*tokens) if token.inter_bytes is not None]
+        loss = NONE
+    elif one.ranks and timed[0]:
+        seconds = slowest_seconds(one)
+        if timed[0][0].exposed_forward is not None:
+            waited = [(step.exposed_forward or 0.0) + (step.exposed_backward or 0.0) for step in timed[0]]
+        ledgers = [rank.ledger for rank in one.ranks if rank.ledger is not None]
+        sent = [
+            sum(row.bytes for row in ledger if row.link == "inter" and row.phase in _TRAINING)
+            for ledger in ledgers
+        ]
+        loss = f"{statistics.fmean(rank.steps[-1].loss for rank in one.ranks):.4f}"
+    else:
         return NONE, NONE, NONE, NONE, NONE
-    exposed = [(step.exposed_forward or 0.0) + (step.exposed_backward or 0.0) for step in steps]
-    ledgers = [rank.ledger for rank in one.ranks if rank.ledger is not None]
-    sent = sum(
-        row.bytes
-        for ledger in ledgers
-        for row in ledger
-        if row.link == "inter" and row.phase in ("forward", "backward", "step")
-    )
+    rates = [] if one.link is None else one.link.probed_mbit or one.link.calibrated_mbit
     return (
-        f"{statistics.median(slowest_seconds(one)):.4f}",
-        NONE if steps[0].exposed_forward is None else f"{statistics.median(exposed):.4f}",
-        _size(sent / len(steps)) + padded(one.padding) if ledgers else NONE,
-        _achieved(one),
-        f"{statistics.fmean(rank.steps[-1].loss for rank in one.ranks):.4f}",
-    )
-
-
-def _measured_generations(one: Record) -> tuple[str, str, str, str, str]:
-    """As of training, of whole generations."""
-    timed = [[token for token in rank.tokens if not token.warmup] for rank in one.ranks]
-    seconds, exposed = defaultdict[int, float](float), defaultdict[int, float](float)
-    for token in timed[0]:
-        seconds[token.step] += token.seconds
-        exposed[token.step] += token.exposed or 0.0
-    sent = [token.inter_bytes for tokens in timed for token in tokens if token.inter_bytes is not None]
-    return (
-        f"{statistics.median(seconds.values()):.4f}",
-        NONE if timed[0][0].exposed is None else f"{statistics.median(exposed.values()):.4f}",
+        f"{statistics.median(seconds):.4f}",
+        NONE if waited is None else f"{statistics.median(waited):.4f}",
         _size(sum(sent) / len(seconds)) + padded(one.padding) if sent else NONE,
-        _achieved(one),
-        NONE,
+        f"{statistics.median(rates):.4g}" if rates else NONE,
+        loss,
     )
-
-
-def _achieved(one: Record) -> str:
-    """Median rate of the link in Mbit/s."""
-    found = [] if one.link is None else one.link.probed_mbit or one.link.calibrated_mbit
-    return f"{statistics.median(found):.4g}" if found else NONE
-
-
-def _cell(one: Forecast, trials: Sequence[dict[str, Any]]) -> list[int]:
-    """Where the cell stands: by what varies, in the order in which the values first came."""
-    trial = one.trial.canonical()
-    return [
-        list(dict.fromkeys(at(other, path) for other in trials)).index(at(trial, path))
-        for path in reversed(told(trials))
-    ]
-
-
-def _leaves(table: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", value
 
 
 def _size(size: float | None) -> str:

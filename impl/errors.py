@@ -13,11 +13,7 @@ class ZeroError(RuntimeError):
 
 
 class WrittenError(ZeroError):
-    """Parameters were written, or given other values, during a pass.
-
-    Attributes:
-        names: of all that are refused at once, in order, each once.
-    """
+    """Parameters, whose ``names`` are in order and each once, were given other values during a pass."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(dict.fromkeys(names))

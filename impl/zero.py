@@ -15,6 +15,7 @@ What the loop calls is in :mod:`impl.engine.engine`, what happens in forward and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -25,11 +26,11 @@ from impl.codecs.rounding_noise import Clock
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.engine.engine import Zero
-from impl.engine.initial_weights import check_same_start
 from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometries_of, plan_units
 from impl.errors import ZeroError
 from impl.parameters.external import external_to
 from impl.parameters.init import give_values
+from impl.parameters.initial_weights import check_same_start
 from impl.parameters.presharded import drawn, taken_over
 from impl.plan.offload_plan import placements_of
 from impl.plan.policy import Offload, Policy
@@ -59,10 +60,10 @@ def shard(
     """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
 
     Args:
-        model: with the same architecture and values on every rank (:mod:`impl.engine.initial_weights`
-            compares
-            them); each rank keeps its own slice of them.  What :class:`~impl.parameters.init.Init` cut is
-            taken over as it is; a model on the meta device is given its values block by block.
+        model: with the same architecture and values on every rank, which are compared
+            (:mod:`impl.parameters.initial_weights`); each rank keeps its own slice of them.  What
+            :class:`~impl.parameters.init.Init` cut is taken over as it is; a model on the meta device is
+            given its values block by block.
         mesh: the ranks.
         policy: what is sent, held and computed.
         wire: what sends; a plain one by default.
@@ -106,19 +107,11 @@ def shard(
     context = UnitContext(wire, policy, meter, Clock(seed), pool, weights, HostMemory(mesh.device, meter))
     casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)
     external = list(external_to(model))
-    units = [
-        Unit(
-            geometry,
-            draft.parameters,
-            draft.holders,
-            context,
-            placement,
-            cut=taken_over(geometry, draft.parameters, wire),
-        )
-        for draft, geometry, placement in zip(
-            drafts, geometries, placements_of(policy.offload, geometries), strict=True
-        )
-    ]
+    units = []
+    placements = placements_of(policy.offload, geometries)
+    for draft, geometry, placement in zip(drafts, geometries, placements, strict=True):
+        cut = taken_over(geometry, draft.parameters, wire)
+        units.append(Unit(geometry, draft.parameters, draft.holders, context, placement, cut=cut))
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
     _settle(units, wire, kept_units(policy, geometries))
@@ -143,12 +136,12 @@ def _settle(units: Sequence[Unit], wire: Wire, kept: frozenset[int]) -> None:
 
     Units that stay gathered from forward to backward share theirs with none: they would keep others out.
     """
-    along: dict[Axis, list[tuple[Unit, bool]]] = {}  # with whether it has a region of its own
+    along: dict[Axis, list[tuple[Unit, bool]]] = defaultdict(list)  # with whether its region is its own
     item = DTYPES[units[0].policy.compute].itemsize if units else 0
     for index, unit in enumerate(units):
         axis = unit.weight_gather.leasable_axis()
         if axis is not None:
-            along.setdefault(axis, []).append((unit, unit.geometry.outer or index in kept))
+            along[axis].append((unit, unit.geometry.outer or index in kept))
     for axis, sharing in along.items():
         numbers = regions_of([alone for _, alone in sharing])
         lengths = [0] * (max(numbers) + 1)

@@ -29,17 +29,7 @@ _FOLDERS: Final[Folders] = {  # what a build may leave in each: names and forms
 def build(results: Path, *, across_pools: bool = False) -> Path:
     """Build the report of a results folder, inside it; equal records give equal bytes.
 
-    Args:
-        results: the folder that holds ``<id>.json``.
-        across_pools: draw records of different machines or code together.
-
-    Returns:
-        The page.
-
-    Raises:
-        ReportError: if there are no records, several pools, or the folder cannot be written; the
-            report that was there before is then still there.
-        RecordError: for a file that is not a record of this schema.
+    Arguments and errors are those of :func:`report.data.frames.load`, the result that of :func:`publish`.
     """
     derived = derive(load(results, across_pools=across_pools))
     return publish(results, _FOLDERS, lambda folder: _write(folder, derived))
@@ -65,9 +55,9 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
             for folder in folders:
                 (staging / folder).mkdir()
             write(staging)
-            for path in staging.rglob("*"):
-                if path.is_file():
-                    _to_disk(path)
+            for path in (path for path in staging.rglob("*") if path.is_file()):
+                with path.open("rb") as file:  # stored before it is renamed
+                    os.fsync(file.fileno())
             _swap_in(staging, results, folders)
     except OSError as error:
         raise ReportError(f"{results}: cannot write the report: {error.strerror or error}") from error
@@ -76,26 +66,13 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
 
 def _write(folder: Path, derived: Derived) -> None:
     """Write the page, figures and tables."""
-    found = {plot.name: registry.draw(plot, derived, folder / "figures") for plot in registry.PLOTS}
-    failed = tables.failures(derived)
-    content = page.Content(
-        derived=derived,
-        drawn=[drawn for drawn in found.values() if drawn is not None],
-        missing=[plot for plot in registry.PLOTS if found[plot.name] is None],
-        tables=[(table, table.write(folder / "tables")) for table in tables.all_tables(derived)],
-        failures=None if failed.data.empty else (failed, failed.write(folder / "tables")),
-        folder=folder,
-    )
-    (folder / PAGE).write_text(page.render(content), encoding="utf-8", newline="\n")
-
-
-def _to_disk(path: Path) -> None:
-    """Wait until the file's bytes are stored: a rename must not outlive what it names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    found = [(plot, registry.draw(plot, derived, folder / "figures")) for plot in registry.PLOTS]
+    shown = tables.all_tables(derived)
+    for table in shown:
+        table.write(folder / "tables")
+    drawn = [figure for _, figure in found if figure is not None]
+    text = page.render(derived, drawn, [plot for plot, figure in found if figure is None], shown)
+    (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
 
 
 def _swap_in(staging: Path, results: Path, folders: Folders) -> None:

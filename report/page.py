@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import math
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +15,7 @@ from report.data.contender import BASELINE, NAMES, PROPOSED, order_of
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, listed, number
-from report.draw.plot import Plot, records_behind
+from report.draw.plot import Plot
 from report.figures.registry import Drawn
 from report.tables.settings import essentials
 from report.tables.table import Table
@@ -27,86 +25,45 @@ _SUITES: Final = _HERE.parent / "suites"
 _TEMPLATE: Final = "page.html"
 _STYLE: Final = "page.css"
 _COMMIT: Final = 12  # characters of a commit's hash
+_FACTS: Final = {  # in the page's head, by their names on record
+    "machine.cpu": "processor", "machine.cores": "cores", "machine.gpus": "GPUs", "machine.kernel": "kernel",
+    "machine.packages.torch": "torch", "link.kind": "link", "code.version": "version",
+    "code.commit": "commit",
+}  # fmt: skip
 _LAST: Final = ("setting", "environment")  # tables with a section of their own
 _MOST_NAMES: Final = 3  # in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
 
 
-@dataclass(frozen=True)
-class Link:
-    """A link to a file beside the page: its format and its relative address."""
+def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], tables: Sequence[Table]) -> str:
+    """Render the page as HTML.
 
-    form: str
-    address: str
-
-
-@dataclass(frozen=True)
-class FigureOnPage:
-    """A figure for the template."""
-
-    name: str
-    title: str
-    image: str  # data URI
-    caption: str
-    alt: str
-    links: list[Link]
-    records: list[tuple[str, str]]  # id, mark
-
-
-@dataclass(frozen=True)
-class TableOnPage:
-    """A table for the template: cells as text, not yet escaped."""
-
-    name: str
-    title: str
-    caption: str
-    heads: list[tuple[str, bool]]  # title, numeric
-    groups: list[tuple[str, list[list[str]]]]  # a place, or none, and its rows
-    links: list[Link]
-
-
-@dataclass(frozen=True)
-class Content:
-    """Everything on the page.
-
-    Attributes:
+    Args:
         derived: the records.
         drawn: figures that had data.
         missing: figures that had none.
-        tables: with the files of each, by suffix.
-        failures: of failed trials, or None.
-        folder: the page's own, to which links are relative.
+        tables: that have rows.
     """
-
-    derived: Derived
-    drawn: list[Drawn]
-    missing: list[Plot]
-    tables: list[tuple[Table, dict[str, Path]]]
-    failures: tuple[Table, dict[str, Path]] | None
-    folder: Path
-
-
-def render(content: Content) -> str:
-    """Render the page as HTML."""
-    frames = content.derived.frames
-    tables = [table_on_page(table, files, content.folder) for table, files in content.tables]
-    first = [table for table in tables if table.name == "summary" and _length(table) <= _SHORT]
-    failures = table_on_page(*content.failures, content.folder) if content.failures else None
-    subject = heading(content.derived)
+    frames = derived.frames
+    by_name = {table.name: table for table in tables}
+    first = [table for table in tables if table.name == "summary" and len(table.data) <= _SHORT]
+    apart = [*first, *(table for table in tables if table.name in ("failures", *_LAST))]
+    subject = heading(derived)
     return fill(
         title=f"{' '.join(part for part in subject if part)}: {frames.suite}",
         kicker=f"Results of suite {frames.suite}",
         heading=subject,
         questions=frames.questions,
-        headline=headline(content.derived),
-        facts=facts(content.derived),
-        warnings=warnings(content.derived),
-        figures=[figure_on_page(drawn, content.folder, content.derived.disturbed) for drawn in content.drawn],
-        missing=[(plot.title, needed(plot.suite)) for plot in content.missing],
+        headline=headline(derived),
+        facts=facts(derived),
+        warnings=warnings(derived),
+        figures=drawn,
+        marked=derived.disturbed,
+        missing=[(plot.title, needed(plot.suite)) for plot in missing],
         summary=first,
-        tables=[table for table in tables if table.name not in _LAST and table not in first],
-        last=[table for table in tables if table.name in _LAST],
-        failures=failures,
+        tables=[table for table in tables if table not in apart],
+        last=[by_name[name] for name in _LAST if name in by_name],
+        failures=by_name.get("failures"),
         pools=frames.pools,
     )
 
@@ -130,37 +87,6 @@ def needed(suite: str, suites: Path = _SUITES) -> str:
     return f"zeropp run {suites.name}/{file.name}" if file.exists() else suite
 
 
-def _links(files: dict[str, Path], folder: Path) -> list[Link]:
-    return [Link(suffix.upper(), path.relative_to(folder).as_posix()) for suffix, path in files.items()]
-
-
-def figure_on_page(drawn: Drawn, folder: Path, disturbed: AbstractSet[str] = frozenset()) -> FigureOnPage:
-    """A figure with links relative to ``folder``; records in ``disturbed`` are marked."""
-    plot, data = drawn.plot, drawn.data
-    image = base64.b64encode(drawn.svg.encode()).decode("ascii")
-    return FigureOnPage(
-        name=plot.name,
-        title=plot.title,
-        image=f"data:image/svg+xml;base64,{image}",
-        caption=plot.caption(data),
-        alt=plot.alt(data),
-        links=_links(drawn.files, folder),
-        records=[(name, footnotes.TAKEN if name in disturbed else "") for name in records_behind(data)],
-    )
-
-
-def table_on_page(table: Table, files: dict[str, Path], folder: Path) -> TableOnPage:
-    """A table with links relative to ``folder``."""
-    columns, rows = table.by_place()
-    heads = [(column.title, column.numeric) for column in columns]
-    return TableOnPage(table.name, table.title, table.caption, heads, rows, _links(files, folder))
-
-
-def _length(table: TableOnPage) -> int:
-    """Number of rows of a table, group headings not counted."""
-    return sum(len(rows) for _, rows in table.groups)
-
-
 def heading(derived: Derived) -> tuple[str, str]:
     """(introduction, what it introduces): who is compared with whom, of those that finished a trial."""
     there = sorted({str(name) for name in derived.finished["strategy"]}, key=order_of)
@@ -182,24 +108,20 @@ def headline(derived: Derived) -> list[str]:
         return _generation_sentences(derived)
     pairs = derived.pairs
     ours = pairs[(pairs["strategy"] == PROPOSED) & (pairs["nodes"] > 1)]
-    names = sorted(ours["contender"].unique(), key=lambda name: (name != NAMES[PROPOSED], name))
-    ours = ours[ours["contender"].isin(names[:1])]  # the preset, or the only variant there is
-    if len(names) > 1 and names[0] != NAMES[PROPOSED]:
-        ours = ours.iloc[:0]
-    if ours.empty and len(names) > 1:
-        variants = f"{len(names)} variants of {NAMES[PROPOSED]}, none of them the preset, stand"
-        return [
-            f"{counted(len(derived.trials), 'finished trial')}.",
-            f"{variants} beside {NAMES[BASELINE]} in the Summary: no single speed-up is stated here.",
-        ]
+    names = list(ours["contender"].unique())
+    kept = names if len(names) == 1 else [NAMES[PROPOSED]]  # the preset, or the only variant there is
+    ours = ours[ours["contender"].isin(kept)]
     if ours.empty:
-        return [
-            f"{counted(len(derived.trials), 'finished trial')}.",
-            f"No cell holds {NAMES[BASELINE]} and {NAMES[PROPOSED]} in one repeat, so no speed-up is stated.",
-        ]
+        why = (
+            f"No cell holds {NAMES[BASELINE]} and {NAMES[PROPOSED]} in one repeat, so no speed-up is stated."
+        )
+        if len(names) > 1:
+            variants = f"{len(names)} variants of {NAMES[PROPOSED]}, none of them the preset, stand"
+            why = f"{variants} beside {NAMES[BASELINE]} in the Summary: no single speed-up is stated here."
+        return [f"{counted(len(derived.trials), 'finished trial')}.", why]
     speedups = {str(cell): metrics.speedup(group) for cell, group in ours.groupby("cell", sort=False)}
     best = max(speedups, key=lambda cell: speedups[cell].estimate)
-    sentences = [*_speed_sentences(ours[ours["cell"] == best], len(speedups) > 1)]
+    sentences = [_speed_sentence(ours[ours["cell"] == best], several=len(speedups) > 1)]
     if len(speedups) > 1:
         estimates = [found.estimate for found in speedups.values()]
         sentences.append(
@@ -228,7 +150,7 @@ def _generation_sentences(derived: Derived) -> list[str]:
     return [speed, sent]
 
 
-def _speed_sentences(group: pd.DataFrame, several: bool) -> list[str]:
+def _speed_sentence(group: pd.DataFrame, *, several: bool) -> str:
     found = metrics.speedup(group)
     told = number(3)
     interval = (
@@ -242,12 +164,11 @@ def _speed_sentences(group: pd.DataFrame, several: bool) -> list[str]:
     rate = group["achieved_mbit"].median()
     achieved = f"; the link achieved {rate:.3g} Mbit/s" if not math.isnan(rate) else ""
     place = f"{'At its best, on' if several else 'On'} {group['where'].iloc[0]}{achieved}"
-    sentence = (
+    return (
         f"{place}: a step of {group['contender'].iloc[0]} takes {told(group['step_seconds'].median())} s "
         f"where {NAMES[BASELINE]}'s takes {told(group['baseline_seconds'].median())} s, a speed-up of "
         f"{found.estimate:.2f} ({interval})."
     )
-    return [sentence]
 
 
 def _bytes_sentences(ours: pd.DataFrame) -> list[str]:
@@ -284,17 +205,7 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
     found += essentials(frames, ran)
     if frames.shared:
         found.append(("all policies", ", ".join(f"{name} {value}" for name, value in frames.shared.items())))
-    names = {
-        "machine.cpu": "processor",
-        "machine.cores": "cores",
-        "machine.gpus": "GPUs",
-        "machine.kernel": "kernel",
-        "machine.packages.torch": "torch",
-        "link.kind": "link",
-        "code.version": "version",
-        "code.commit": "commit",
-    }
-    shown = [(told, known.get(fact)) for fact, told in names.items()]
+    shown = [(told, known.get(fact)) for fact, told in _FACTS.items()]
     found += [(told, str(value)) for told, value in shown if value not in (None, "[]", "null")]
     if (taken := footnotes.taken_fact(derived)) is not None:
         found.append(("processors taken by others", taken))

@@ -8,15 +8,16 @@ reductions allocate.  An all-gather ends when the whole tensor is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import product
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.bench.rounds import Rounds, interleaved, timed
+from harness.bench.rounds import interleaved, timed
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample
 from impl.codecs.codec import parse
@@ -31,129 +32,76 @@ GATHERS: Final[tuple[Gather, ...]] = ("flat", "hierarchical")
 REDUCTIONS: Final[tuple[Reduce, ...]] = ("ring", "one_hop", "two_hop")
 TRANSPORTS: Final[tuple[Transport, ...]] = ("shm", "backend")
 GRAIN: Final = 1 << 12  # elements of a shard: whole blocks of all codecs above
-MOST_ROUNDS: Final = 15
-FEWEST_ROUNDS: Final = 5
+ROUNDS: Final = (5, 15)
 
 # torch 2.13 renames them and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Options of the benchmark.
-
-    Attributes:
-        mebibytes: sizes of the whole tensor.
-        rate_mbit: of the link between nodes, for the record; None is unshaped.
-        seconds: approximate time of all rounds of one size.
-    """
-
-    mebibytes: tuple[int, ...]
-    rate_mbit: float | None
-    seconds: float
+Contender = tuple[dict[str, str], Wire, Callable[[], object]]
+"""One of our collectives: operation, algorithm, codec and transport; its wire; one call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """One of our collectives, to time.
-
-    Attributes:
-        operation: all_gather or reduce_scatter.
-        algorithm: of the policy.
-        codec: text form.
-        wire: its transport; uses shared memory only for hops inside a node.
-        run: one call.
-    """
-
-    operation: str
-    algorithm: str
-    codec: str
-    wire: Wire
-    run: Callable[[], object]
-
-
-def measure(rank: Rank, setting: Setting) -> list[Sample]:
-    """Run the benchmark; the target of every rank.  Seconds and bytes are of this rank alone."""
+def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
+    """Time all on one tensor; the target of every rank.  Seconds and bytes are of this rank alone."""
     mesh = Mesh.create(rank.topology)
     wires = [Wire(mesh, transport=transport) for transport in TRANSPORTS]
-    found = []
-    for size in setting.mebibytes:
-        found += _of_size(rank, mesh, wires, size, setting)
-        for wire in wires:
-            wire.close()
-    return found
-
-
-def _of_size(rank: Rank, mesh: Mesh, wires: list[Wire], mebibytes: int, setting: Setting) -> list[Sample]:
     world = mesh.topology.world
     shard = max(GRAIN, (mebibytes << 20) // 4 // world // GRAIN * GRAIN)
     whole = torch.randn(world * shard, generator=torch.Generator().manual_seed(mesh.rank))
     mine, out, reduced_shard = whole[:shard].clone(), torch.empty_like(whole), torch.empty(shard)
     references: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: _all_gather(out, mine),
-        "reduce_scatter": lambda: _reduce_scatter(reduced_shard, whole),
+        "all_gather": partial(_all_gather, out, mine),
+        "reduce_scatter": partial(_reduce_scatter, reduced_shard, whole),
     }
-    contenders = _contenders(mesh, wires, whole, mine, out)
-    sent = [_sent(each) for each in contenders]
-    turns = [timed(run) for run in (*references.values(), *(each.run for each in contenders))]
-    rounds = Rounds(FEWEST_ROUNDS, MOST_ROUNDS, setting.seconds)
-    took = interleaved(rank, turns, f"{mebibytes} MiB", rounds, lambda _: None)
+    contenders = list(_contenders(mesh, wires, whole, mine, out))
+    sent = [_sent(wire, run) for _, wire, run in contenders]
+    turns = [timed(run) for run in (*references.values(), *(run for *_, run in contenders))]
+    took = interleaved(rank, turns, f"{mebibytes} MiB", ROUNDS, lambda _: None, seconds=seconds)
     reference_seconds = dict(zip(references, took, strict=False))  # the first ones are theirs
+    # Each rank sends (world - 1) / world of the tensor in a ring, twice in gloo's reduce-scatter, which is
+    # an all-reduce.
+    gloo_bytes = {"all_gather": (world - 1) * whole.nbytes, "reduce_scatter": 2 * (world - 1) * whole.nbytes}
     return [
         Sample(
             kind="collective",
-            names={
-                "operation": each.operation, "algorithm": each.algorithm, "codec": each.codec,
-                "transport": each.wire.transport, "nodes": mesh.topology.nodes,
-                "ranks_per_node": mesh.topology.ranks_per_node, "rate_mbit": setting.rate_mbit,
-                "numel": whole.numel(),
-            },
-            sizes={"reference_sent": _gloo_bytes(each.operation, world, whole.nbytes)},
-            seconds=seconds,
-            reference_seconds=reference_seconds[each.operation],
+            names=names | {"numel": whole.numel()},
+            sizes={"reference_sent": gloo_bytes[names["operation"]]},
+            seconds=ours,
+            reference_seconds=reference_seconds[names["operation"]],
             sent=of_links,
         )
-        for each, seconds, of_links in zip(contenders, took[len(references) :], sent, strict=True)
-    ]  # fmt: skip
+        for (names, *_), ours, of_links in zip(contenders, took[len(references) :], sent, strict=True)
+    ]
 
 
-def _sent(contender: Contender) -> dict[str, int]:
+def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
     """Bytes that this rank sends in one call: that of the second, as the first allocates the arenas."""
-    ledger = contender.wire.ledger
-    contender.run()
-    ledger.clear()
-    contender.run()
-    return {"inter": ledger.total("inter"), "intra": ledger.total("intra")}
+    run()
+    wire.ledger.clear()
+    run()
+    return {"inter": wire.ledger.total("inter"), "intra": wire.ledger.total("intra")}
 
 
-def _gloo_bytes(operation: str, world: int, nbytes: int) -> int:
-    """Bytes that all ranks send by gloo: in a ring all-gather, or a reduce-scatter by ring all-reduce.
-
-    Each of ``world`` ranks sends ``(world - 1) / world`` of the tensor; an all-reduce does it twice.
-    """
-    return (world - 1) * nbytes * (2 if operation == "reduce_scatter" else 1)
-
-
-def _contenders(mesh: Mesh, wires: list[Wire], whole: Tensor, mine: Tensor, out: Tensor) -> list[Contender]:
-    found = []
-    for text in CODECS:
-        codec = parse(text)
-        for wire in wires:
-            for gather in GATHERS:
-                policy = Policy(weights=codec, gather=gather)
-                axes, _ = policy.gather_axes(mesh.topology)
-                if wire.transport == "backend" or any_inside(mesh.topology, axes):
-                    run = _gather(mesh, wire, policy, mine, out)
-                    found.append(Contender("all_gather", gather, text, wire, run))
-            for reduce in REDUCTIONS:
-                policy = Policy(gradients=(codec, codec), reduce=reduce)
-                axes = tuple(axis for axis, _ in policy.reduce_axes(mesh.topology))
-                # A step of the ring is the backend's inside a node too.
-                if wire.transport == "backend" or (any_inside(mesh.topology, axes) and reduce != "ring"):
-                    run = _reduce(mesh, wire, policy, whole)
-                    found.append(Contender("reduce_scatter", reduce, text, wire, run))
-    return found
+def _contenders(
+    mesh: Mesh, wires: list[Wire], whole: Tensor, mine: Tensor, out: Tensor
+) -> Iterator[Contender]:
+    topology, rows = mesh.topology, out.view(mesh.topology.world, -1)
+    for text, wire in product(CODECS, wires):
+        codec, names = parse(text), {"codec": text, "transport": wire.transport}
+        for gather in GATHERS:
+            gathered, _ = Policy(weights=codec, gather=gather).gather_axes(topology)
+            if wire.transport == "backend" or any_inside(topology, gathered):
+                run = partial(quantized_all_gather, mine, codec, mesh, gather=gather, wire=wire, out=rows)
+                yield names | {"operation": "all_gather", "algorithm": gather}, wire, run
+        for reduce in REDUCTIONS:
+            hops = Policy(gradients=(codec, codec), reduce=reduce).reduce_axes(topology)
+            inside = any_inside(topology, (axis for axis, _ in hops))
+            # A step of the ring is the backend's inside a node too.
+            if wire.transport == "backend" or (inside and reduce != "ring"):
+                run = partial(quantized_reduce_scatter, whole, codec, mesh, reduce=reduce, wire=wire)
+                yield names | {"operation": "reduce_scatter", "algorithm": reduce}, wire, run
 
 
 def any_inside(topology: Topology, axes: Iterable[Axis]) -> bool:
@@ -161,13 +109,3 @@ def any_inside(topology: Topology, axes: Iterable[Axis]) -> bool:
     return any(
         axis.size > 1 and len({topology.node_of(rank) for rank in axis.group(0)}) == 1 for axis in axes
     )
-
-
-def _gather(mesh: Mesh, wire: Wire, policy: Policy, mine: Tensor, out: Tensor) -> Callable[[], object]:
-    codec, whole = policy.weights, out.view(mesh.topology.world, -1)
-    return lambda: quantized_all_gather(mine, codec, mesh, gather=policy.gather, wire=wire, out=whole)
-
-
-def _reduce(mesh: Mesh, wire: Wire, policy: Policy, whole: Tensor) -> Callable[[], object]:
-    codecs = policy.gradients
-    return lambda: quantized_reduce_scatter(whole, codecs, mesh, reduce=policy.reduce, wire=wire)

@@ -7,26 +7,29 @@ not joined.  torch is imported only once the command runs.
 
 from __future__ import annotations
 
-import contextlib
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, get_args
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from harness import terminal
 from harness.cluster import interrupts
+from harness.cluster.rank import Rank
 from harness.measure import machine
 from harness.records import bench_record
 from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
+from harness.suites.model_sizes import PRESETS, GPTShape
+from harness.suites.trial import parse_rate
 
 app = typer.Typer(
     help="Measure codecs beside a copy, collectives beside gloo's own, engines beside peers and compute.",
@@ -35,43 +38,39 @@ app = typer.Typer(
 )
 
 Result = TypeVar("Result")
-ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
-RESULTS: Final = Path("results")
-TYPES: Final[tuple[ElementType, ...]] = ("fp32", "bf16", "fp16")
+Several = list[str] | None
+Topology = tuple[int, int]  # nodes, and ranks of each
+Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
+MODELS: Final = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))
 MOST_RANKS: Final = 64
-SIZES: Final = "1,16,64"
 MOST_MEBIBYTES: Final = 1 << 16
-FAILED: Final = 1
 _TIMEOUT_SECONDS: Final = 7200.0
-_LOG: Final = "bench.log"
+
+Results = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
+Nodes = Annotated[int | None, typer.Option(help="Nodes. Default: 1x4 ranks and 2x2.", min=1)]
+Ranks = Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)]
+Rate = Annotated[str | None, typer.Option(help="Between nodes, with --nodes, e.g. '1 Gbit/s'; unshaped.")]
+Mebibytes = partial(typer.Option, metavar="MIB", min=1, max=MOST_MEBIBYTES)
+Model = Annotated[str, typer.Option(help="A GPT preset of suites.")]
 
 
 @app.command()
-def codecs(  # noqa: PLR0917  # typer passes by name
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(help="Codec, e.g. int8:2048; may be repeated. Default: one of every kind."),
-    ] = None,
-    backend: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="cpu, cuda, reference, bitsandbytes, torchao; may be repeated. Default: all found."
-        ),
-    ] = None,
-    kind: Annotated[
-        list[str] | None, typer.Option(help="Type of the elements: fp32, bf16, fp16; may be repeated.")
-    ] = None,
-    megabytes: Annotated[
-        int | None,
-        typer.Option(help="MiB of elements. Default: 64, on a GPU 256.", min=1, max=MOST_MEBIBYTES),
-    ] = None,
+def codecs(
+    *,
+    codec: Annotated[Several, typer.Option(help="Its text form. Default: one of every kind.")] = None,
+    backend: Annotated[Several, typer.Option(help="cpu, cuda, reference, bitsandbytes or torchao.")] = None,
+    kind: Annotated[Several, typer.Option(help="Of elements: fp32 (the default), bf16 or fp16.")] = None,
+    megabytes: Annotated[int | None, Mebibytes(help="Of elements. Default: 64, on a GPU 256.")] = None,
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
     seconds: Annotated[float, typer.Option(help="For each operation, about.", min=0.0)] = 0.5,
-    results: ResultsFolder = RESULTS,
+    results: Results = Path("results"),
 ) -> None:
-    """GB/s of every codec and backend, each against a copy in the same round."""
+    """GB/s of every codec and backend, each against a copy in the same round.
+
+    --codec, --backend and --kind may be given several times; by default all backends that are here are timed.
+    """
     run = _Run("codecs", results)
-    kinds = _chosen(kind or ["fp32"], TYPES, "type of elements")
+    kinds = _chosen(kind or ["fp32"], get_args(ElementType), "type of elements")
 
     from harness.bench import codecs as bench_codecs
     from harness.bench import peers
@@ -81,176 +80,175 @@ def codecs(  # noqa: PLR0917  # typer passes by name
         texts = tuple(dict.fromkeys(str(parse(text)) for text in codec or bench_codecs.CODECS))
     except CodecError as error:
         raise BenchError(str(error)) from None
-    asked = _chosen(backend or bench_codecs.BACKENDS, bench_codecs.BACKENDS, "backend")
-    here, missing = bench_codecs.found()
-    for name in backend or []:
-        if name in missing:
-            raise BenchError(f"backend {name!r} is not here: {missing[name]}")
-    if codec is not None and backend is None:  # peers have no codec of ours
-        asked = tuple(name for name in asked if name not in peers.NAMES)
-    backends = tuple(name for name in asked if name in here)
-    setting = bench_codecs.Setting(texts, backends, kinds, megabytes, threads, seconds)
-    (samples,) = run.on_ranks(bench_codecs.measure, setting, threads=threads)
-    if not samples:
-        raise BenchError(
-            f"nothing to measure: no chosen backend ({', '.join(backends)}) has kernels for "
-            f"{', '.join(texts)}"
-        )
-    run.finish(samples, asdict(setting) | {"peers": peers.versions(backends)}, missing)
+    names = bench_codecs.BACKENDS
+    missing = {name: why for name in names if (why := bench_codecs.why_missing(name)) is not None}
+    # Peers have no codec of ours.
+    asked = _chosen(backend or (bench_codecs.OURS if codec else names), names, "backend")
+    backends = tuple(name for name in asked if name not in missing)
+    if backend and backends != asked:
+        name = next(name for name in asked if name in missing)
+        raise BenchError(f"backend {name!r} is not here: {missing[name]}")
+    target = partial(
+        bench_codecs.measure,
+        codecs=texts,
+        backends=backends,
+        kinds=kinds,
+        mebibytes=megabytes,
+        seconds=seconds,
+    )
+    (samples,) = run.on_ranks(target, threads=threads)
+    setting = {**target.keywords, "threads": threads, "peers": peers.versions(backends)}
+    run.finish(samples, setting, missing)
 
 
 @app.command()
-def collectives(  # noqa: PLR0917  # typer passes by name
-    nodes: Annotated[int | None, typer.Option(help="Nodes. Default: 1x4 ranks, then 2x2.", min=1)] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)] = None,
-    megabytes: Annotated[str, typer.Option(help="MiB of the whole tensor, by commas.")] = SIZES,
-    rate: Annotated[
-        str, typer.Option(help="Of the link between nodes, e.g. '1 Gbit/s', or unshaped.")
-    ] = "unshaped",
+def collectives(
+    *,
+    nodes: Nodes = None,
+    ranks: Ranks = None,
+    megabytes: Annotated[str, typer.Option(help="MiB of the whole tensor, by commas.")] = "1,16,64",
+    rate: Rate = None,
     seconds: Annotated[float, typer.Option(help="For each size, about.", min=0.0)] = 20.0,
-    results: ResultsFolder = RESULTS,
+    results: Results = Path("results"),
 ) -> None:
     """Seconds and bytes of every algorithm and transport beside gloo's own."""
     run = _Run("collectives", results)
-    sizes, mbit = _sizes(megabytes), _rate(rate)
-    topologies = [_topology(nodes, ranks)] if nodes or ranks else [(1, 4), (2, 2)]
+    sizes, places = _sizes(megabytes), _places(nodes, ranks, rate, [((1, 4), None), ((2, 2), None)])
 
     from harness.bench import collectives as bench_collectives
 
-    setting = bench_collectives.Setting(sizes, mbit, seconds)
     samples = []
-    for topology in topologies:
-        samples += together(
-            run.on_ranks(bench_collectives.measure, setting, topology=topology, rate_mbit=mbit)
-        )
-    run.finish(samples, asdict(setting) | {"topologies": topologies})
+    for place, size in product(places, sizes):
+        samples += run.at(place, partial(bench_collectives.measure, mebibytes=size, seconds=seconds))
+    run.finish(samples, {"mebibytes": sizes, "seconds": seconds, "places": places})
 
 
 @app.command()
-def engine(  # noqa: PLR0917  # typer passes by name
-    nodes: Annotated[
-        int | None, typer.Option(help="Nodes. Default: 1x4 ranks unshaped, then 2x2 at 1 Gbit/s.", min=1)
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)] = None,
-    rate: Annotated[
-        str | None,
-        typer.Option(help="Of the link between nodes, with --nodes and --ranks, e.g. '1 Gbit/s'; unshaped."),
-    ] = None,
-    contender: Annotated[
-        list[str] | None,
-        typer.Option(help="ddp, fsdp2, deepspeed, exact, ...; may be repeated. Default: all found."),
-    ] = None,
-    model: Annotated[str, typer.Option(help="A GPT preset of suites.")] = "gpt-small",
+def engine(
+    *,
+    nodes: Nodes = None,
+    ranks: Ranks = None,
+    rate: Rate = None,
+    contender: Annotated[Several, typer.Option(help="Several times. Default: all found.")] = None,
+    model: Model = "gpt-small",
     seconds: Annotated[float, typer.Option(help="For each topology, about.", min=0.0)] = 240.0,
-    results: ResultsFolder = RESULTS,
+    results: Results = Path("results"),
 ) -> None:
-    """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 if losses differ."""
+    """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 if losses differ.
+
+    Contenders are ddp, fsdp2, fsdp2-kept, deepspeed, deepspeed-kept, exact, exact-backend and zeropp.
+    """
     run = _Run("engine", results)
-    places = _places(nodes, ranks, rate)
+    # The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
+    places = _places(nodes, ranks, rate, [((2, 2), 1000.0), ((1, 4), None)])
+    _chosen([model], MODELS, "model")
 
-    from harness.bench import deepspeed_peer
     from harness.bench import engine as bench_engine
+    from harness.bench import peers
 
-    _check_model(model)
     asked = _chosen(contender or bench_engine.NAMES, bench_engine.NAMES, "contender")
     missing = {}
-    if (why := deepspeed_peer.why_missing()) is not None and set(asked) & set(bench_engine.DEEPSPEED):
+    if (why := peers.why_missing("deepspeed")) is not None and set(asked) & set(bench_engine.DEEPSPEED):
         if contender:
             raise BenchError(why)
         missing = {"deepspeed": why}
         asked = tuple(name for name in asked if name not in bench_engine.DEEPSPEED)
     names = tuple(dict.fromkeys((bench_engine.ALONE, *asked)))
-    setting = bench_engine.Setting(names, None, seconds, model)
-    samples: list[Sample] = []
-    for topology, mbit in places:
-        here = replace(setting, rate_mbit=mbit)
-        samples += together(
-            run.on_ranks(bench_engine.measure, here, topology=topology, rate_mbit=mbit, kind="namespaces")
-        )
+    target = partial(bench_engine.measure, names=names, model=model, seconds=seconds)
+    samples = [sample for place in places for sample in run.at(place, target)]
     if (words := bench_engine.unequal(samples)) is not None:
         _fail(words)
-    version = None if why else deepspeed_peer.version()
-    run.finish(samples, asdict(setting) | {"places": places, "deepspeed": version}, missing)
+    setting = {**target.keywords, "places": places, "peers": peers.versions([] if why else ["deepspeed"])}
+    run.finish(samples, setting, missing)
 
 
 @app.command()
-def overlap(  # noqa: PLR0917  # typer passes by name
-    model: Annotated[str, typer.Option(help="A GPT preset of suites.")] = "gpt-small",
+def overlap(
+    *,
+    model: Model = "gpt-small",
     layers: Annotated[int, typer.Option(help="Of the model.", min=1)] = 16,
     sequences: Annotated[int, typer.Option(help="Of each rank in a step.", min=1)] = 96,
-    megabytes: Annotated[
-        int, typer.Option(help="MiB of the fp32 gradient.", min=1, max=MOST_MEBIBYTES)
-    ] = 128,
+    megabytes: Annotated[int, Mebibytes(help="Of the fp32 gradient.")] = 128,
     chunks: Annotated[int, typer.Option(help="Of a reduction.", min=2)] = 4,
     seconds: Annotated[float, typer.Option(help="For each policy and for the hops, about.", min=0.0)] = 90.0,
-    results: ResultsFolder = RESULTS,
+    results: Results = Path("results"),
 ) -> None:
     """Steps on a slow link beside compute alone, and reductions in chunks beside those in one."""
     run = _Run("overlap", results)
-    _check_model(model)
+    _chosen([model], MODELS, "model")
 
     from harness.bench import overlap as bench_overlap
 
-    place = bench_overlap.TOPOLOGY_OF_STEP
-    setting = bench_overlap.Setting(seconds, model, layers, sequences, megabytes, chunks)
-    found = run.on_ranks(bench_overlap.compute_alone, setting, topology=place)
-    samples: list[Sample] = []
-    for policy, mbit in bench_overlap.rates_for_steps(found).items():
-        step = replace(setting, policy=policy, rate_mbit=mbit)
-        samples += together(
-            run.on_ranks(bench_overlap.step, step, topology=place, rate_mbit=mbit, kind="namespaces")
-        )
-    place = bench_overlap.TOPOLOGY_OF_HOPS
-    first = run.on_ranks(bench_overlap.first_hop, setting, topology=place)
-    mbit = bench_overlap.rate_for_hops(first, setting)
-    hops = replace(setting, rate_mbit=mbit)
-    samples += together(
-        run.on_ranks(bench_overlap.hops, hops, topology=place, rate_mbit=mbit, kind="namespaces")
-    )
-    run.finish(samples, asdict(setting))
+    two, four = bench_overlap.TOPOLOGY_OF_STEP, bench_overlap.TOPOLOGY_OF_HOPS
+    trained: dict[str, Any] = {"model": model, "layers": layers, "sequences": sequences}
+    alone = run.on_ranks(partial(bench_overlap.compute_alone, **trained), two)
+    samples = []
+    for policy, mbit in bench_overlap.rates_for_steps(alone).items():
+        step = partial(bench_overlap.step, policy=policy, seconds=seconds, **trained)
+        samples += run.at((two, mbit), step)
+    first = run.on_ranks(partial(bench_overlap.first_hop, mebibytes=megabytes), four)
+    hops = partial(bench_overlap.hops, mebibytes=megabytes, chunks=chunks, seconds=seconds)
+    samples += run.at((four, bench_overlap.rate_for_hops(first, megabytes)), hops)
+    run.finish(samples, {**trained, **hops.keywords})
 
 
 class _Run:
     """One run of a command: its folder, and what goes on its record."""
 
     def __init__(self, subject: Subject, results: Path) -> None:
-        self._subject: Subject = subject
-        self._folder = results / bench_record.FOLDERS[subject]
-        self._machine, self._code = machine.facts(), machine.code()
-        self._pool = machine.pool_key(self._machine, self._code)
-        self._started = _now()
-        bench_record.check_pool(self._folder, self._pool)
+        self._folder = results / f"bench-{subject}"
+        facts, code = machine.facts(), machine.code()
+        pool = machine.pool_key(facts, code)
+        self._fixed = {"subject": subject, "machine": facts, "code": code, "pool": pool, "started": _now()}
+        there = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise BenchError(f"--results {results}: {there} is no folder that can be written")
+        records = bench_record.read_all(self._folder) if any(self._folder.glob("*.json")) else []
+        if strange := [bench.pool for bench in records if bench.pool != pool]:
+            raise BenchError(
+                f"{self._folder}: holds {len(strange)} records of another machine or code (pool "
+                f"{strange[0]}, here {pool}), which are not put together; move the folder aside or "
+                "choose other --results"
+            )
+
+    def at(self, place: Place, target: Callable[[Rank], Sequence[Sample]]) -> list[Sample]:
+        """Samples of all ranks as one, with the place among their names."""
+        topology, mbit = place
+        names = {"nodes": topology[0], "ranks_per_node": topology[1], "rate_mbit": mbit}
+        samples = together(self.on_ranks(target, topology, mbit))
+        return [sample.model_copy(update={"names": sample.names | names}) for sample in samples]
 
     def on_ranks(
         self,
-        target: Callable[[Any, Any], Result],
-        setting: Any,
+        target: Callable[[Rank], Result],
+        topology: Topology = (1, 1),
+        mbit: float | None = None,
         *,
-        topology: tuple[int, int] = (1, 1),
-        rate_mbit: float | None = None,
         threads: int = 1,
-        kind: Literal["auto", "namespaces"] = "auto",
     ) -> list[Result]:
         """Run ``target`` on fresh processes, and show how far they are; status 1 if one fails.
 
-        A link with a rate is of ``kind``: peers, who send past our wire, are held to it by namespaces alone.
+        A link with a rate is of namespaces: peers send past our wire, so a pacer would not hold them.
 
         Raises:
             BenchError: if there can be no such link, or ranks refuse what was asked.
         """
         from harness.cluster.link import LinkError, Setting, open_link
         from harness.cluster.processes import Launch, LaunchError, run_ranks
-        from impl.plan.topology import Topology
+        from impl.plan import topology as plan
 
         interrupts.take_over()
-        wanted = Setting("none" if rate_mbit is None else kind, topology[0], rate_mbit)
-        log = self._folder / _LOG
+        wanted = Setting("none" if mbit is None else "namespaces", topology[0], mbit)
+        log = self._folder / "bench.log"
+        status = terminal.console(stderr=True).status("set-up")  # on a terminal only
         try:
-            with open_link(wanted, "bench") as link, _shown() as report:
+            with open_link(wanted, "bench") as link, status:
                 launch = Launch(
-                    Topology(*topology), link.ports, link.paced_mbit, threads, _TIMEOUT_SECONDS, log
+                    plan.Topology(*topology), link.ports, link.paced_mbit, threads, _TIMEOUT_SECONDS, log
                 )
-                return run_ranks(target, setting, launch, report)
+                return run_ranks(
+                    _called, target, launch, lambda far: status.update(f"{far.stage} {far.step}/{far.steps}")
+                )
         except LinkError as error:
             raise BenchError(str(error)) from None
         except LaunchError as error:
@@ -266,37 +264,37 @@ class _Run:
         import torch
 
         from impl import ops
+        from report.bench.page import build
 
         missing = dict(missing or {})
         if (why := ops.warning_of(torch.device("cpu"))) is not None:
             missing["cpu"] = f"{why}; PyTorch's reference did its work"
-        bench = Bench(
-            subject=self._subject, started=self._started, finished=_now(), setting=setting,
-            machine=self._machine, code=self._code, pool=self._pool, missing=missing, samples=samples,
-        )  # fmt: skip
+        made = {"finished": _now(), "setting": setting, "missing": missing, "samples": samples}
+        bench = Bench.model_validate(self._fixed | made)
         bench_record.write(self._folder, bench)
         out = terminal.console()
         show([bench], out)
-        for name, why in bench.missing.items():
+        for name, why in missing.items():
             out.print(f"not here: {escape(name)}: {escape(why)}")
-
-        from report.bench.page import build
-
         print(build(self._folder))
+
+
+def _called(rank: Rank, target: Callable[[Rank], Result]) -> Result:
+    return target(rank)
 
 
 def show(benches: Sequence[Bench], out: Console) -> None:
     """Print the tables of records of one benchmark."""
-    from report.bench.page import tables_of
+    from report.bench.page import boards_of, table_of
 
-    for found in tables_of(benches, wide=False):
+    for board, data in boards_of(benches):
+        found = table_of(board, data, wide=False)
         columns, places = found.by_place()
         for place, rows in places:
-            title = f"{found.title}: {place}" if place else found.title
+            title = escape(f"{found.title}: {place}" if place else found.title)
             table = Table(
-                box=box.SIMPLE_HEAD, title=escape(title), title_justify="left", padding=(0, 1, 0, 0),
-                pad_edge=False,
-            )  # fmt: skip
+                box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False
+            )
             for column in columns:
                 justify: Literal["left", "right"] = "right" if column.numeric else "left"
                 table.add_column(column.title, justify=justify, overflow="fold")
@@ -305,45 +303,24 @@ def show(benches: Sequence[Bench], out: Console) -> None:
             out.print(table)
 
 
-@contextlib.contextmanager
-def _shown() -> Iterator[Callable[[Any], None]]:
-    """A bar on standard error, on a terminal only."""
-    out = terminal.console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
-        task = bar.add_task("set-up", total=None)
-        yield lambda far: bar.update(task, description=far.stage, completed=far.step, total=far.steps or None)
-
-
-def _places(
-    nodes: int | None, ranks: int | None, rate: str | None
-) -> list[tuple[tuple[int, int], float | None]]:
-    """Nodes, ranks of each, and the rate of the link between nodes, of every topology to run.
-
-    The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
-    """
+def _places(nodes: int | None, ranks: int | None, rate: str | None, usual: list[Place]) -> list[Place]:
+    """Where to run: as asked, or where nothing is asked ``usual``."""
+    try:
+        mbit: Any = parse_rate(rate)
+    except ValueError as error:
+        raise BenchError(f"--rate {rate!r}: {error}") from None
     if not nodes and not ranks:
         if rate is not None:
             raise BenchError(f"--rate {rate!r}: say --nodes and --ranks with it")
-        return [((2, 2), 1000.0), ((1, 4), None)]
-    topology, mbit = _topology(nodes, ranks), _rate(rate or "unshaped")
+        return usual
+    topology = nodes or 1, ranks or 4
+    if not 2 <= topology[0] * topology[1] <= MOST_RANKS:
+        raise BenchError(
+            f"{topology[0]} nodes x {topology[1]} ranks: expected 2 to {MOST_RANKS} ranks in all"
+        )
     if topology[0] == 1 and mbit is not None:
         raise BenchError(f"--rate {rate!r}: one node has no link between nodes")
     return [(topology, mbit)]
-
-
-def _topology(nodes: int | None, ranks: int | None) -> tuple[int, int]:
-    """Nodes and ranks of each, where at least one of them was given."""
-    found = nodes or 1, ranks or 4
-    if not 2 <= found[0] * found[1] <= MOST_RANKS:
-        raise BenchError(f"{found[0]} nodes x {found[1]} ranks: expected 2 to {MOST_RANKS} ranks in all")
-    return found
-
-
-def _check_model(name: str) -> None:
-    from harness.suites.model_sizes import PRESETS, GPTShape
-
-    _chosen([name], tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape)), "model")
 
 
 def _chosen(given: Iterable[Any], allowed: tuple[Any, ...], what: str) -> tuple[Any, ...]:
@@ -361,21 +338,10 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def _rate(text: str) -> float | None:
-    """Mbit/s from a rate with its unit; None for unshaped."""
-    from harness.suites.trial import parse_rate
-
-    try:
-        found = parse_rate(text)
-    except ValueError as error:
-        raise BenchError(f"--rate {text!r}: {error}") from None
-    return found if isinstance(found, float) else None
-
-
 def _fail(words: str) -> NoReturn:
     """End with status 1 and one line: it was asked for rightly, and did not run well."""
     print(f"zeropp: {' '.join(words.split())}", file=sys.stderr, flush=True)
-    raise typer.Exit(FAILED)
+    raise typer.Exit(1)
 
 
 def _now() -> str:

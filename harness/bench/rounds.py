@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from timeit import timeit
 from typing import TypeVar
 
 import torch
@@ -16,43 +16,31 @@ T = TypeVar("T")
 Drawn = TypeVar("Drawn")
 
 
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """Number of rounds.
-
-    Attributes:
-        fewest: at least.
-        most: at most.
-        seconds: approximate time of all rounds; None runs ``most``.
-    """
-
-    fewest: int
-    most: int
-    seconds: float | None = None
-
-
 def interleaved(
     rank: Rank,
     contenders: Sequence[Callable[[Drawn], T]],
     stage: str,
-    rounds: Rounds,
+    rounds: tuple[int, int],
     prepare: Callable[[int], Drawn],
+    *,
+    seconds: float = 0.0,
 ) -> list[list[T]]:
     """Run each contender once per round, in rotating order, all ranks starting at a barrier.
 
     Args:
         rank: this rank; all must call it.
         contenders: called with what ``prepare`` returned.
-        stage: name for progress output.
-        rounds: number of rounds.
+        stage: for progress output.
+        rounds: the fewest and the most.
         prepare: makes the input of a round, untimed; called with the round's number, where 0 is the
             warm-up, in which buffers are allocated and orders recorded.
+        seconds: approximate time of all rounds.
 
     Returns:
         Results of each contender by round, without the warm-up.
     """
     found: list[list[T]] = [[] for _ in contenders]
-    most, begin, index = rounds.most, 0.0, 0
+    (fewest, most), begin, index = rounds, 0.0, 0
     while index <= most:
         rank.report(Progress("warm-up" if index == 0 else stage, max(index - 1, 0), most))
         prepared = prepare(index)
@@ -64,9 +52,9 @@ def interleaved(
             value = contenders[turn](prepared)
             if index > 0:
                 found[turn].append(value)
-        if index == 1 and rounds.seconds is not None:
-            fitting = int(rounds.seconds / (time.perf_counter() - begin))
-            agreed = torch.tensor(min(rounds.most, max(rounds.fewest, fitting)))
+        if index == 1:
+            fitting = int(seconds / (time.perf_counter() - begin))
+            agreed = torch.tensor(min(most, max(fewest, fitting)))
             dist.broadcast(agreed, src=0)
             most = int(agreed)
         index += 1
@@ -75,10 +63,4 @@ def interleaved(
 
 def timed(run: Callable[[], object]) -> Callable[[object], float]:
     """A contender that calls ``run`` and returns its seconds on this rank."""
-
-    def seconds(_: object) -> float:
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    return seconds
+    return lambda _: timeit(run, number=1)

@@ -16,13 +16,14 @@ import fcntl
 import json
 import mmap
 import os
+import select
 import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -34,6 +35,7 @@ HEADER_BYTES: Final = 66  # a TCP packet's on the interface: Ethernet 14, IPv4 2
 QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks send at once
 REPETITIONS: Final = 5  # of a calibration
 PROBES: Final = 2  # of a probe after a trial
+_KEEPER: Final = (sys.executable, "-m", "harness.cluster.namespaces")
 _ROOT: Final = Path(__file__).resolve().parents[2]  # where harness is importable from
 _ANSWER_SECONDS: Final = 120.0  # a keeper imports its libraries first; one that dies is noticed at once
 _NAME_LENGTH: Final = 15  # of a Linux interface
@@ -45,12 +47,9 @@ class LinkError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Request for a link.
+    """Request for a link, whose rate is per node and direction; None is unshaped.
 
-    Attributes:
-        kind: see the module's docstring; ``auto`` is namespaces where they work, else paced.
-        nodes: number of nodes.
-        rate_mbit: Mbit/s per node and direction; None is unshaped.
+    Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.
     """
 
     kind: Kind
@@ -60,19 +59,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A node's end of the link: network interface and namespace of its ranks.
+    """A node's end of the link: network interface, its IPv4 address, and namespace of its ranks.
 
     Attributes:
         interface: name for gloo and for the byte counters; None leaves the choice to gloo.
-        address: its IPv4 address.
         holder: pid of a process inside the node's network namespace; None is the host's own namespace.
-        user_namespace: whether the user namespace has to be entered first (rootless).
     """
 
     interface: str | None
     address: str
     holder: int | None = None
-    user_namespace: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +111,7 @@ class Link:
     """An open link between nodes; a context manager that closes it.
 
     Attributes:
-        setting: what was requested.
-        kind: what was opened: namespaces, paced, none or real.
-        why: why this kind.
+        kind: what was opened, for the reason ``why``: namespaces, paced, none or real.
         ports: one per node.
         details: burst, queue, MTU and the like, for the record.
         calibrated_mbit: Mbit/s per repetition, filled in by the sweep.
@@ -133,7 +127,7 @@ class Link:
 
     @property
     def paced_mbit(self) -> float | None:
-        """Mbit/s at which our wire paces itself; None if the link is not ``paced``."""
+        """Mbit/s at which our wire paces itself, if the link is ``paced``."""
         return self.setting.rate_mbit if self.kind == "paced" else None
 
     def __enter__(self) -> Self:
@@ -150,62 +144,48 @@ class Link:
 
 
 def open_link(setting: Setting, run_id: str) -> Link:
-    """Open a link between nodes.
-
-    Args:
-        setting: what is requested.
-        run_id: at most 6 characters; part of interface names.
+    """Open a link between nodes, whose interfaces have ``run_id`` (at most 6 characters) in their names.
 
     Raises:
         LinkError: if it is not possible on this machine, or contradicts itself.
     """
-    loopback = tuple(Port("lo", "127.0.0.1") for _ in range(setting.nodes))
+    rate, why = setting.rate_mbit, "asked for"
     if setting.kind == "real":
-        if setting.rate_mbit is not None:
+        if rate is not None:
             raise LinkError(
-                f"link 'real' is a network that exists and cannot be shaped to {setting.rate_mbit:g} Mbit/s; "
+                f"link 'real' is a network that exists and cannot be shaped to {rate:g} Mbit/s; "
                 "say rate = 'unshaped'"
             )
-        ports = tuple(Port(None, "") for _ in range(setting.nodes))
-        return Link(setting, "real", "asked for", ports)
+        return Link(setting, "real", why, (Port(None, ""),) * setting.nodes)
+    loopback = (Port("lo", "127.0.0.1"),) * setting.nodes
     if setting.nodes == 1:
         return Link(setting, "none", "one node has no link", loopback)
-    if setting.kind == "none":
-        if setting.rate_mbit is not None:
-            raise LinkError(
-                f"link 'none' cannot hold a rate of {setting.rate_mbit:g} Mbit/s; "
-                "use 'auto', 'namespaces' or 'paced', or rate = 'unshaped'"
-            )
-        return Link(setting, "none", "asked for", loopback)
-    if setting.kind in ("auto", "namespaces"):
+    if setting.kind == "none" and rate is not None:
+        raise LinkError(
+            f"link 'none' cannot hold a rate of {rate:g} Mbit/s; "
+            "use 'auto', 'namespaces' or 'paced', or rate = 'unshaped'"
+        )
+    if setting.kind == "namespaces":
+        return _open_namespaces(setting, run_id, why)
+    if setting.kind == "auto":
         try:
-            link = _open_namespaces(setting, run_id)
+            return _open_namespaces(setting, run_id, "auto: namespaces work here")
         except LinkError as error:
-            if setting.kind == "namespaces":
-                raise
             why = f"auto: no namespaces ({error})"
-        else:
-            if setting.kind == "auto":
-                link.why = "auto: namespaces work here"
-            return link
-    else:
-        why = "asked for"
-    if setting.rate_mbit is None:
+    if rate is None:
         return Link(setting, "none", why, loopback)
     return Link(setting, "paced", why, loopback, {"header_bytes": 0})
 
 
-def _open_namespaces(setting: Setting, run_id: str) -> Link:
+def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
     if not sys.platform.startswith("linux"):
         raise LinkError(f"network namespaces exist on Linux only, this is {sys.platform}; use link = 'paced'")
     prefix = f"zp{run_id}"
-    if len(namespaces.interface(prefix, setting.nodes - 1)) > _NAME_LENGTH:
-        raise LinkError(
-            f"{namespaces.interface(prefix, setting.nodes - 1)!r} is longer than an interface's name"
-        )
+    if len(longest := namespaces.interface(prefix, setting.nodes - 1)) > _NAME_LENGTH:
+        raise LinkError(f"{longest!r} is longer than an interface's name")
     form = None if setting.rate_mbit is None else shape(setting.rate_mbit)
     process = subprocess.Popen(
-        [sys.executable, "-m", "harness.cluster.namespaces"],
+        [*_KEEPER, json.dumps(asdict(namespaces.Request(setting.nodes, prefix, form)))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -214,10 +194,9 @@ def _open_namespaces(setting: Setting, run_id: str) -> Link:
         start_new_session=True,  # a Ctrl-C in the terminal is for the sweep alone
     )
     try:
-        answer = _answer(process, namespaces.encode(namespaces.Request(setting.nodes, prefix, form)))
-        rootless = answer["mode"] == "rootless"
+        answer = _answer(process)
         ports = tuple(
-            Port(namespaces.interface(prefix, node), namespaces.address(node), holder, rootless)
+            Port(namespaces.interface(prefix, node), namespaces.address(node), holder)
             for node, holder in enumerate(answer["holders"])
         )
         _try_to_join(ports[0])
@@ -233,37 +212,15 @@ def _open_namespaces(setting: Setting, run_id: str) -> Link:
     }
     if form is not None:
         details |= {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
-    return Link(setting, "namespaces", "asked for", ports, details, _keeper=process)
+    return Link(setting, "namespaces", why, ports, details, _keeper=process)
 
 
-def _answer(process: subprocess.Popen[str], request: str) -> dict[str, Any]:
-    """Send the request to the namespace process and read its one-line answer.
-
-    Raises:
-        LinkError: with that process's reason.
-    """
-    assert process.stdin is not None  # noqa: S101 - piped above
-    assert process.stdout is not None  # noqa: S101
-    late = threading.Event()
-
-    def give_up() -> None:
-        late.set()
-        process.kill()
-
-    watchdog = threading.Timer(_ANSWER_SECONDS, give_up)
-    watchdog.start()
-    try:
-        process.stdin.write(request)
-        process.stdin.flush()
-        line = process.stdout.readline()
-    except BrokenPipeError:
-        line = ""
-    finally:
-        watchdog.cancel()
-    if late.is_set():
-        process.communicate()
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Read the one-line answer of the namespace process; its reason, if it has one, is a LinkError."""
+    assert process.stdout is not None  # noqa: S101 - piped above
+    if not select.select([process.stdout], [], [], _ANSWER_SECONDS)[0]:
         raise LinkError(f"the keeper of the namespaces did not answer within {_ANSWER_SECONDS:g} s")
-    if not line:
+    if not (line := process.stdout.readline()):
         process.kill()
         tail = process.communicate()[1].strip().splitlines()[-1:]
         raise LinkError(f"the keeper of the namespaces died: {' '.join(tail) or 'no message'}")
@@ -274,9 +231,8 @@ def _answer(process: subprocess.Popen[str], request: str) -> dict[str, Any]:
 
 
 def _advice() -> str:
-    switches = ("user/max_user_namespaces", "kernel/apparmor_restrict_unprivileged_userns")
     found = []
-    for switch in switches:
+    for switch in ("user/max_user_namespaces", "kernel/apparmor_restrict_unprivileged_userns"):
         with contextlib.suppress(OSError):
             found.append(f"{switch.replace('/', '.')}={Path('/proc/sys', switch).read_text().strip()}")
     where = "root" if os.geteuid() == 0 else "an ordinary user"
@@ -287,22 +243,10 @@ def _advice() -> str:
 
 
 def _try_to_join(port: Port) -> None:
-    """Check in a child process that other processes may enter a node's namespace.
-
-    Raises:
-        LinkError: if they may not.
-    """
-    asked = [
-        sys.executable,
-        "-m",
-        "harness.cluster.namespaces",
-        "enter",
-        str(port.holder),
-        str(int(port.user_namespace)),
-    ]
+    """Check in a child process that other processes may enter a node's namespace; else raise a LinkError."""
     try:
         done = subprocess.run(
-            asked,
+            [*_KEEPER, "enter", str(port.holder)],
             cwd=_ROOT,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -319,15 +263,11 @@ def _try_to_join(port: Port) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
     try:
-        process.wait(timeout=2)
+        process.communicate(timeout=2)  # it ends when its standard input closes
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def join(port: Port) -> None:
@@ -339,7 +279,7 @@ def join(port: Port) -> None:
     if port.holder is None:
         return
     try:
-        namespaces.enter(port.holder, user_namespace=port.user_namespace)
+        namespaces.enter(port.holder)
     except OSError as error:
         raise LinkError(f"cannot enter the namespaces of process {port.holder}: {error}") from error
 
@@ -372,13 +312,7 @@ class Pacer:
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float) -> None:
-        """Attach to ``path``, which :meth:`create` made.
-
-        Args:
-            path: the shared file.
-            node: the node of this rank.
-            rate_mbit: Mbit/s of every node.
-        """
+        """Attach to ``path``, which :meth:`create` made; all nodes have the rate of ``rate_mbit`` Mbit/s."""
         self._file = path.open("r+b", buffering=0)
         self._memory = mmap.mmap(self._file.fileno(), 0)
         self._offset = 8 * node
@@ -406,58 +340,6 @@ class Pacer:
         """Unmap and close the shared file."""
         self._memory.close()
         self._file.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Calibration: measures the link's rate by messages around the ring of nodes, one rank per node.
-
-    Attributes:
-        message_bytes: of each message.
-        repetitions: number of messages, one after the other.
-        speakers: the ranks that exchange, one per node; the others only wait.
-    """
-
-    message_bytes: int
-    repetitions: int
-    speakers: tuple[int, ...]
-
-    def run(self, pacer: Pacer | None, device: str = "cpu") -> list[float]:
-        """Measure; every rank of the default group must call it.
-
-        Returns:
-            Mbit/s into this rank, one value per repetition; empty for ranks that only wait.
-        """
-        import torch
-        import torch.distributed as dist
-
-        rank = dist.get_rank()
-        speaks = rank in self.speakers
-        if speaks:
-            place = self.speakers.index(rank)
-            to, origin = (self.speakers[(place + step) % len(self.speakers)] for step in (1, -1))
-            outgoing = torch.ones(self.message_bytes, dtype=torch.uint8, device=device)
-            incoming = torch.zeros_like(outgoing)  # written: a first touch would be timed as link
-        achieved = []
-        for repetition in range(-1, self.repetitions):  # the first, untimed, opens the connection
-            if speaks:
-                # Before the barrier and the data: gloo tells the sender that it may send over the same
-                # connection, and behind data of our own that takes as long as the data: half the rate.
-                receiving = dist.irecv(incoming, origin)
-            dist.barrier()
-            if speaks:
-                start = time.monotonic()
-                sending = dist.isend(outgoing, to)
-                booked = pacer.book(self.message_bytes) if pacer else start
-                receiving.wait()  # type: ignore[union-attr]  # None only outside the group
-                sending.wait()  # type: ignore[union-attr]
-                if device != "cpu":
-                    torch.cuda.synchronize()
-                time.sleep(max(0.0, booked - time.monotonic()))
-                if repetition >= 0:
-                    achieved.append(8e-6 * self.message_bytes / (time.monotonic() - start))
-        dist.barrier()
-        return achieved
 
 
 def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:

@@ -7,22 +7,20 @@ children go (``PR_SET_PDEATHSIG``), and with the last process inside, the kernel
 namespaces and interfaces; the keeper goes when its standard input closes, so also after
 ``kill -9`` of the parent.
 
-As root it makes the namespaces directly; otherwise inside a user namespace of its own.  It reads
-one JSON :class:`Request` line from standard input and answers with one JSON line.  No torch: a
-fresh interpreter starts in a tenth of a second.  Run as ``python -m harness.cluster.namespaces``.
+As root it makes the namespaces directly; otherwise inside a user namespace of its own.  Run as
+``python -m harness.cluster.namespaces REQUEST``, a :class:`Request` as JSON, it answers with one JSON
+line.  No torch: a fresh interpreter starts in a tenth of a second.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,27 +87,14 @@ def _check(result: int, call: str) -> None:
         raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
-def unshare(flags: int, call: str) -> None:
-    """Call ``unshare(2)``: move this process into new namespaces of the kinds in ``flags``.
-
-    Raises:
-        OSError: if the kernel refuses; names ``call``.
-    """
-    _check(_LIBC.unshare(flags), call)
-
-
-def enter(process: int, *, user_namespace: bool) -> None:
-    """Move this process, which must be single-threaded, into the namespaces of another.
-
-    Args:
-        process: pid of that other process.
-        user_namespace: enter its user namespace first.
+def enter(process: int) -> None:
+    """Move this process, which must be single-threaded, into the namespaces of the one with pid ``process``.
 
     Raises:
         OSError: if the kernel refuses.
     """
     names = {"user": CLONE_NEWUSER, "net": CLONE_NEWNET}
-    if not user_namespace:
+    if Path(f"/proc/{process}/ns/user").samefile("/proc/self/ns/user"):
         del names["user"]
     opened: dict[str, int] = {}
     try:
@@ -133,27 +118,25 @@ def die_with_parent(parent: int) -> None:
 def _enter_own_namespace() -> str:
     """Enter a new network namespace, via a user namespace if needed; returns ``root`` or ``rootless``."""
     try:
-        unshare(CLONE_NEWNET, "unshare(NEWNET)")
+        _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
     except OSError as error:
         if error.errno != errno.EPERM:
             raise
     else:
         return "root"
     user, group = os.getuid(), os.getgid()
-    unshare(CLONE_NEWUSER | CLONE_NEWNET, "unshare(NEWUSER|NEWNET)")
+    _check(_LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET), "unshare(NEWUSER|NEWNET)")
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     return "rootless"
 
 
-@contextlib.contextmanager
-def _netlink() -> Iterator[Any]:
+def _netlink() -> Any:
     # Inside the namespace only: a socket belongs to the namespace in which it was opened.
     from pyroute2 import IPRoute
 
-    with IPRoute() as route:
-        yield route
+    return IPRoute()
 
 
 def _shape(route: Any, index: int, shape: Shape | None) -> None:
@@ -212,7 +195,7 @@ def _hold(request: Request, node: int) -> _Holder:
         return _Holder(pid, go_write, answers_read)
     os.close(0)  # else the parent's end of our standard input would have two readers
     try:
-        unshare(CLONE_NEWNET, "unshare(NEWNET)")
+        _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
         die_with_parent(keeper)
         os.write(answers_write, b"ok")
         os.read(go_read, 1)
@@ -268,26 +251,20 @@ def keep(request: Request) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the request and stay until standard input closes; with ``enter PID USER`` only try to enter."""
-    if sys.argv[1:2] == ["enter"]:
-        enter(int(sys.argv[2]), user_namespace=sys.argv[3] == "1")
+    """Answer the request and stay until standard input closes; with ``enter PID`` only try to enter."""
+    if sys.argv[1] == "enter":
+        enter(int(sys.argv[2]))
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a Ctrl-C ends the link
-    data = json.loads(sys.stdin.readline())
-    shape = Shape(**data.pop("shape")) if data["shape"] else None
-    data.pop("shape", None)
+    asked = json.loads(sys.argv[1])
+    shape = Shape(**asked["shape"]) if asked["shape"] else None
     try:
-        answer = keep(Request(shape=shape, **data))
+        answer = keep(Request(asked["nodes"], asked["prefix"], shape))
     except Exception as error:  # reported to the parent, whatever netlink raised
         answer = {"error": str(error)}
     print(json.dumps(answer), flush=True)
     if "error" not in answer:
         sys.stdin.read()
-
-
-def encode(request: Request) -> str:
-    """Serialise the request as the line that :func:`main` reads."""
-    return json.dumps(asdict(request)) + "\n"
 
 
 if __name__ == "__main__":

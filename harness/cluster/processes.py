@@ -85,13 +85,10 @@ class Launch:
     """Options for starting ranks.
 
     Attributes:
-        topology: nodes x ranks per node.
-        ports: one per node.
         paced_mbit: rate of the in-process pacer, or None.
         threads: of torch in each rank.
         timeout_seconds: for the whole run.
-        log: path of the log if something fails.
-        backend: of the process group.
+        log: where the log goes if something fails.
         scratch: folder for rendezvous files and logs; None for the system's temporary folder.
     """
 
@@ -106,18 +103,12 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fault:
-    """Message of a rank that fails."""
+class _End:
+    """Last message of a rank: what its target returned or, with a kind, why it fails."""
 
-    kind: Kind
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """Message of a rank whose target returned."""
-
-    result: Any
+    result: Any = None
+    kind: Kind | None = None
+    message: str = ""
 
 
 @dataclass(slots=True)
@@ -127,22 +118,21 @@ class _Watched:
     rank: int
     process: Any
     pipe: Connection
-    fault: _Fault | None = None
-    done: _Done | None = None
+    end: _End | None = None
     gone: bool = False
 
     @property
     def failed(self) -> bool:
-        return self.fault is not None or (self.gone and self.done is None)
+        return self.gone if self.end is None else self.end.kind is not None
 
     @property
     def only_effect(self) -> bool:
         """Whether it failed only because another rank did."""
-        return self.fault is not None and any(text in self.fault.message for text in _LOST_PEER)
+        return self.end is not None and any(text in self.end.message for text in _LOST_PEER)
 
     def describe(self) -> tuple[Kind, str]:
-        if self.fault is not None:
-            return self.fault.kind, f"rank {self.rank}: {self.fault.message}"
+        if self.end is not None and self.end.kind is not None:
+            return self.end.kind, f"rank {self.rank}: {self.end.message}"
         code = self.process.exitcode
         if code is not None and code < 0:
             return "crashed", f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
@@ -155,16 +145,10 @@ def run_ranks(
     launch: Launch,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[Result]:
-    """Run ``target(rank, argument)`` in one fresh process per rank.
+    """Run ``target(rank, argument)`` in one fresh process per rank; returns what each returned, by rank.
 
-    Args:
-        target: a module-level function; the default process group is initialised when it is called.
-        argument: pickled to every rank.
-        launch: options.
-        on_progress: called in this process with the progress of rank 0.
-
-    Returns:
-        What each rank returned, by rank.
+    ``target`` is a module-level function; the default process group is initialised when it is called.
+    ``on_progress`` is called in this process with the progress of rank 0.
 
     Raises:
         LaunchError: for the first failure, after all ranks have ended; the log is kept.
@@ -195,7 +179,7 @@ def run_ranks(
             if kind == "crashed" and _out_of_memory_kills() > killed_before:
                 kind, message = "memory", f"{message}; the kernel was out of memory"
             raise LaunchError(kind, message, _keep_logs(scratch, launch))
-        return [watched.done.result for watched in ranks if watched.done is not None]
+        return [watched.end.result for watched in ranks if watched.end is not None]
 
 
 def run_in_place(
@@ -203,19 +187,11 @@ def run_in_place(
     argument: Argument,
     launch: Launch,
     on_progress: Callable[[Progress], None] = lambda _: None,
-) -> list[Result] | None:
+) -> list[Result]:
     """Run ``target`` in this process, as one rank of the group that ``torchrun`` started.
 
-    All ranks must call it.  A failure on one rank ends the job, as torchrun does.
-
-    Args:
-        target: see :func:`run_ranks`.
-        argument: this rank's own.
-        launch: topology, threads and backend; ports are the network that exists.
-        on_progress: called on rank 0, with what it reports.
-
-    Returns:
-        What each rank returned, on rank 0; None on the others.
+    All ranks must call it, each with its own argument; only rank 0 gets what each rank returned.  A failure
+    on one rank ends the job, as torchrun does.
 
     Raises:
         Refusal: without torchrun, or with another number of ranks.
@@ -241,8 +217,8 @@ def run_in_place(
     port = launch.ports[launch.topology.node_of(number)]
     report = on_progress if number == 0 else lambda _: None
     result = target(Rank(number, launch.topology, port, None, report, launch.threads), argument)
-    results: list[Any] | None = [None] * world if number == 0 else None
-    dist.gather_object(result, results)
+    results: list[Any] = [None] * world if number == 0 else []
+    dist.gather_object(result, results or None)
     return results
 
 
@@ -311,7 +287,7 @@ def _start(target: Any, argument: Any, launch: Launch, scratch: Path) -> list[_W
         receiving, sending = context.Pipe(duplex=False)
         process = context.Process(
             target=_rank_main,
-            args=(_Seat(rank, launch, scratch), target, argument, sending),
+            args=(rank, launch, scratch, target, argument, sending),
             daemon=True,
             name=f"rank {rank}",
         )
@@ -326,11 +302,11 @@ def _watch(
 ) -> tuple[Kind, str] | None:
     """Read from all ranks until all are done (returns None) or one failed (returns why)."""
     deadline = time.monotonic() + timeout_seconds
-    while any(watched.done is None for watched in ranks):
+    while any(watched.end is None for watched in ranks):
         left = deadline - time.monotonic()
         if left <= 0:
             _dump_stacks(ranks)
-            waiting = ", ".join(str(w.rank) for w in ranks if w.done is None)
+            waiting = ", ".join(str(w.rank) for w in ranks if w.end is None)
             return (
                 "timeout",
                 f"no result from rank {waiting} after {timeout_seconds:g} s; stacks are in the log",
@@ -338,7 +314,7 @@ def _watch(
         _collect(ranks, left, on_progress)
         if any(watched.failed for watched in ranks):
             begun = time.monotonic()
-            while not all(watched.failed or watched.done for watched in ranks):
+            while not all(watched.gone or watched.end for watched in ranks):
                 patience = _CAUSE_SECONDS if all(w.only_effect for w in ranks if w.failed) else _GRACE_SECONDS
                 left = begun + patience - time.monotonic()
                 if left <= 0:
@@ -350,7 +326,7 @@ def _watch(
 
 def _collect(ranks: list[_Watched], seconds: float, on_progress: Callable[[Progress], None]) -> None:
     """Wait until any rank sends a message or ends, and store it."""
-    speaking = {w.pipe: w for w in ranks if not (w.gone or w.done or w.fault)}
+    speaking = {w.pipe: w for w in ranks if not (w.gone or w.end)}
     for ready in connection.wait(list(speaking), timeout=seconds):
         watched = speaking[ready]  # type: ignore[index]  # only connections were waited for
         try:
@@ -361,17 +337,15 @@ def _collect(ranks: list[_Watched], seconds: float, on_progress: Callable[[Progr
             continue
         if isinstance(message, Progress):
             on_progress(message)
-        elif isinstance(message, _Done):
-            watched.done = message
         else:
-            watched.fault = message
+            watched.end = message
 
 
 def _cause(ranks: list[_Watched]) -> tuple[Kind, str]:
     """The most likely first failure: ranks that only lost a connection come last."""
 
     def order(watched: _Watched) -> tuple[bool, bool]:
-        return watched.only_effect, watched.fault is not None and watched.fault.kind == "crashed"
+        return watched.only_effect, watched.end is not None and watched.end.kind == "crashed"
 
     return min((watched for watched in ranks if watched.failed), key=order).describe()
 
@@ -416,19 +390,12 @@ def _out_of_memory_kills() -> int:
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class _Seat:
-    """What a new rank process is told, by pickle."""
-
-    rank: int
-    launch: Launch
-    scratch: Path
-
-
-def _rank_main(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> None:
+def _rank_main(  # noqa: PLR0917  # what a new process is told
+    number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
+) -> None:
     """Main function of a rank process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which ends us
-    log = os.open(_log_of(seat.scratch, seat.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(_log_of(scratch, number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1)
@@ -436,24 +403,25 @@ def _rank_main(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Non
     faulthandler.enable(file=log, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     try:
-        result = _run(seat, target, argument, pipe)
+        result = _run(number, launch, scratch, target, argument, pipe)
     except BaseException as error:  # the process boundary: whatever it was goes on the record
         traceback.print_exc()
         named = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
-        pipe.send(_Fault(_kind_of(error), named))
+        pipe.send(_End(kind=_kind_of(error), message=named))
         sys.stderr.flush()
         os._exit(1)  # without waiting for peers that no longer answer
-    pipe.send(_Done(result))
+    pipe.send(_End(result))
 
 
-def _run(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Any:
+def _run(  # noqa: PLR0917  # as above
+    number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
+) -> Any:
     import torch
     import torch.distributed as dist
 
     from impl.comm.mesh import default_group
 
-    launch = seat.launch
-    node = launch.topology.node_of(seat.rank)
+    node = launch.topology.node_of(number)
     port = launch.ports[node]
     join(port)
     _die_with_sweep()
@@ -462,21 +430,21 @@ def _run(seat: _Seat, target: Any, argument: Any, pipe: Connection) -> Any:
     torch.set_num_threads(launch.threads)
     pacer = None
     if launch.paced_mbit is not None:
-        pacer = Pacer(seat.scratch / "pacer", node, launch.paced_mbit)
+        pacer = Pacer(scratch / "pacer", node, launch.paced_mbit)
 
     def report(progress: Progress) -> None:
-        if seat.rank == 0:
+        if number == 0:
             pipe.send(progress)
 
     with default_group(
         launch.backend,
         # A file: it needs no port, crosses namespaces, and sends nothing over the link.
-        store=dist.FileStore(str(seat.scratch / "store"), launch.topology.world),  # type: ignore[attr-defined]
-        rank=seat.rank,
+        store=dist.FileStore(str(scratch / "store"), launch.topology.world),  # type: ignore[attr-defined]
+        rank=number,
         world_size=launch.topology.world,
         timeout=timedelta(seconds=launch.timeout_seconds),
     ):
-        return target(Rank(seat.rank, launch.topology, port, pacer, report, launch.threads), argument)
+        return target(Rank(number, launch.topology, port, pacer, report, launch.threads), argument)
 
 
 def _die_with_sweep() -> None:

@@ -1,7 +1,8 @@
-"""Context of one rank process: number, topology, port, pacer, progress.  No torch."""
+"""Context of one rank process, and what ranks measure of their link.  No torch at import."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,14 +12,7 @@ from impl.plan.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a trial.
-
-    Attributes:
-        stage: set-up, warm-up, steps, validation, probe.
-        step: steps done.
-        steps: steps in all.
-        text: a line for the parent process to print; empty for none.
-    """
+    """Progress of a trial: steps done, and in all; ``text`` is a line for the parent process to print."""
 
     stage: str
     step: int = 0
@@ -32,7 +26,6 @@ class Rank:
 
     Attributes:
         rank: its number; ``node * ranks_per_node + local``.
-        topology: nodes x ranks per node.
         port: its node's end of the link.
         pacer: its node's token bucket, where the link is paced.
         report: sends progress to the parent process.
@@ -60,3 +53,40 @@ class Rank:
     def speaks(self) -> bool:
         """Whether it is the first rank of its node, which reports for it."""
         return self.local == 0
+
+
+def exchange(rank: Rank, message_bytes: int, repetitions: int, device: str = "cpu") -> list[float]:
+    """Measure the link's rate by messages around the ring of nodes, between their first ranks.
+
+    Every rank of the default group must call it.
+
+    Returns:
+        Mbit/s into this rank, one value per repetition; empty for ranks that only wait.
+    """
+    import torch
+    import torch.distributed as dist
+
+    per_node, world = rank.topology.ranks_per_node, rank.topology.world
+    if rank.speaks:
+        outgoing = torch.ones(message_bytes, dtype=torch.uint8, device=device)
+        incoming = torch.zeros_like(outgoing)  # written: a first touch would be timed as link
+    achieved = []
+    for repetition in range(-1, repetitions):  # the first, untimed, opens the connection
+        if rank.speaks:
+            # Before the barrier and the data: gloo tells the sender that it may send over the same
+            # connection, and behind data of our own that takes as long as the data: half the rate.
+            receiving = dist.irecv(incoming, (rank.rank - per_node) % world)
+        dist.barrier()
+        if rank.speaks:
+            start = time.monotonic()
+            sending = dist.isend(outgoing, (rank.rank + per_node) % world)
+            booked = rank.pacer.book(message_bytes) if rank.pacer else start
+            receiving.wait()  # type: ignore[union-attr]  # None only outside the group
+            sending.wait()  # type: ignore[union-attr]
+            if device != "cpu":
+                torch.cuda.synchronize()
+            time.sleep(max(0.0, booked - time.monotonic()))
+            if repetition >= 0:
+                achieved.append(8e-6 * message_bytes / (time.monotonic() - start))
+    dist.barrier()
+    return achieved

@@ -1,13 +1,12 @@
-"""Tables of ``docs/reference/codecs.md``: sizes, laws and backends of codecs."""
+"""Tables of ``docs/reference/codecs.md``: sizes and laws of codecs."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from harness.docpages.markdown import table
 from harness.laws.laws import title
 from impl.codecs.codec import HALF_ULP, Codec, FloatCodec, Law, Raw, parse
-from impl.cpu import kernels as cpu
-from impl.cuda import kernels as cuda
 
 SHOWN: Final = (
     "fp32", "bf16", "fp16",
@@ -23,18 +22,13 @@ _SHARD: Final = 1 << 20  # elements, for the bits of one
 
 def render() -> str:
     """The tables, in Markdown."""
-    texts = {text: parse(text) for text in SHOWN}
     names = [title(law) for law in Law]
-    lines = [
-        f"| codec | bits an element | grain | error of fp32 at most | {' | '.join(names)} | C++ | CUDA |",
-        f"| --- | --- | --- | --- |{' --- |' * (len(names) + 2)}",
-        *(_row(text, codec) for text, codec in texts.items()),
-        "",
-        "| law | what it says |",
-        "| --- | --- |",
-        *(f"| `{title(law)}` | {law.value} |" for law in Law),
-    ]
-    return "\n".join(lines) + "\n"
+    codecs = table(
+        ("codec", "bits an element", "grain", "error of fp32 at most", *names),
+        (_row(text, parse(text)) for text in SHOWN),
+    )
+    laws = table(("law", "what it says"), ((f"`{title(law)}`", law.value) for law in Law))
+    return f"{codecs}\n{laws}"
 
 
 def formula(codec: Codec) -> str:
@@ -46,29 +40,17 @@ def formula(codec: Codec) -> str:
     if isinstance(codec, Raw):
         return "0" if codec.dtype == "fp32" else f"max / {1 / HALF_ULP[codec.dtype][0]:.0f}"
     if not isinstance(codec, FloatCodec):
-        steps = (1 << codec.bits) - 1 if codec.asymmetric else (1 << (codec.bits - 1)) - 1
-        measure = "range" if codec.asymmetric else "max"
+        steps = codec.largest
+    elif codec.scale == "e8m0":  # the largest element may be the smallest of its binade
+        steps = 1 << codec.mantissa
     else:
-        measure = "max"
-        if codec.scale == "e8m0":  # the largest element may be the smallest of its binade
-            steps = 1 << codec.mantissa
-        else:
-            steps = int(codec.largest / 2.0 ** (_exponent(codec.largest) - codec.mantissa))
-    divisor = steps if codec.stochastic else 2 * steps
+        steps = int(codec.largest / 2.0 ** (int(codec.largest).bit_length() - 1 - codec.mantissa))
+    measure = "range" if codec.asymmetric else "max"
     rotation = f"{codec.hadamard} * " if codec.hadamard else ""
-    return f"{rotation}{measure} / {divisor}"
+    return f"{rotation}{measure} / {steps if codec.stochastic else 2 * steps}"
 
 
-def _exponent(value: float) -> int:
-    return int(value).bit_length() - 1
-
-
-def _row(text: str, codec: Codec) -> str:
-    bits = codec.frame_bytes(_SHARD) * 8 / _SHARD
+def _row(text: str, codec: Codec) -> list[str]:
+    bits = f"{codec.frame_bytes(_SHARD) * 8 / _SHARD:.4f}".rstrip("0").rstrip(".")
     laws = ["yes" if law in codec.laws else "" for law in Law]
-    own = [
-        "torch's cast" if isinstance(codec, Raw) else "yes" if backend.supports(codec) else "reference"
-        for backend in (cpu, cuda)
-    ]
-    size = f"{bits:.4f}".rstrip("0").rstrip(".")
-    return "| " + " | ".join([f"`{text}`", size, str(codec.grain), f"`{formula(codec)}`", *laws, *own]) + " |"
+    return [f"`{text}`", bits, str(codec.grain), f"`{formula(codec)}`", *laws]

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Final
 
+from harness.docpages.markdown import table
 from impl.deepspeed.keys import KEYS, NO_LIMIT, Key
-
-_HEAD: Final = """\
-| key | takes | default | | what that means here |
-| --- | --- | --- | --- | --- |
-"""
 
 
 def render() -> str:
     """The table, in Markdown."""
-    return _HEAD + "".join(_row(key) for key in KEYS.values())
+    head = ("key", "takes", "default", "", "what that means here")
+    return table(head, (_row(key) for key in KEYS.values()))
 
 
-def _row(key: Key) -> str:
-    default = "none" if key.default is None else f"`{json.dumps(key.default)}`"
-    if key.default == NO_LIMIT:
-        default = "no limit"
+def _row(key: Key) -> tuple[str, ...]:
     if key.means:
-        default = "-"
-    text = f"`{key.means}`: {key.text}" if key.means else key.text
-    return f"| `{key.path}` | {key.takes} | {default} | {key.fate} | {text} |\n"
+        return f"`{key.path}`", key.takes, "-", key.fate, f"`{key.means}`: {key.text}"
+    words = {None: "none", NO_LIMIT: "no limit"}
+    default = words[key.default] if key.default in words else f"`{json.dumps(key.default)}`"
+    return f"`{key.path}`", key.takes, default, key.fate, key.text

@@ -8,6 +8,7 @@ from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
 
+from harness.docpages.markdown import table
 from harness.suites.expansion import MOST_TRIALS, _File, _Override
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.trial import STRATEGIES, Trial
@@ -55,22 +56,10 @@ _MORE: Final = {
 
 def render() -> str:
     """The tables, in Markdown."""
-    lines = [
-        "### The top of the file",
-        "",
-        "| key | value | default |",
-        "| --- | --- | --- |",
-        *(_row(name, field) for name, field in _File.model_fields.items()),
-        "",
-        _OVERRIDE,
-        "",
-        "### Fields of a trial",
-        "",
-        "| key | value | default |",
-        "| --- | --- | --- |",
-        *(_row(path, field) for path, field in _leaves(Trial) if path != "repeat"),
-    ]
-    return "\n".join(lines) + "\n"
+    head = ("key", "value", "default")
+    top = table(head, (_row(name, field) for name, field in _File.model_fields.items()))
+    trial = table(head, (_row(path, field) for path, field in _leaves(Trial) if path != "repeat"))
+    return f"### The top of the file\n\n{top}\n{_OVERRIDE}\n\n### Fields of a trial\n\n{trial}"
 
 
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -81,7 +70,7 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", field
 
 
-def _row(path: str, field: Any) -> str:
+def _row(path: str, field: Any) -> tuple[str, str, str]:
     limits = [
         f"{words} {getattr(limit, name)}"
         for limit in field.metadata
@@ -89,7 +78,7 @@ def _row(path: str, field: Any) -> str:
         if getattr(limit, name, None) is not None
     ]
     value = "; ".join([_MORE.get(path) or _type(field.annotation), *limits])
-    return f"| `{path}` | {value} | {_default(path, field)} |"
+    return f"`{path}`", value, _default(path, field)
 
 
 def _type(annotation: Any) -> str:
@@ -98,10 +87,8 @@ def _type(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
     origin, parts = get_origin(annotation), [part for part in get_args(annotation) if part is not type(None)]
-    if origin is dict:
-        return "table"
-    if origin is list:
-        return "list of tables"
+    if origin in (dict, list):
+        return "table" if origin is dict else "list of tables"
     if all(isinstance(part, str) for part in parts):
         return ", ".join(f"`{part}`" for part in parts)
     return " or ".join(_type(part) for part in parts)
@@ -110,14 +97,8 @@ def _type(annotation: Any) -> str:
 def _default(path: str, field: Any) -> str:
     if field.is_required():
         return "must be said"
-    if field.default is None:
-        return (
-            "the strategy's"
-            if path.startswith("policy.")
-            else "`unshaped`"
-            if path == "cluster.rate"
-            else "none"
-        )
-    if field.default in ({}, []):
-        return "none"
-    return f"`{json.dumps(field.default)}`"
+    if field.default is None and path.startswith("policy."):
+        return "the strategy's"
+    if field.default is None and path == "cluster.rate":
+        return "`unshaped`"
+    return "none" if field.default in (None, {}, []) else f"`{json.dumps(field.default)}`"

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from impl.adapters.traffic import BASES, check_host
+from harness.docpages.markdown import table
+from impl.adapters.traffic import BASES, Host, check_host
 from impl.codecs.codec import Codec, IntCodec
 from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError
 from impl.plan.topology import Topology
@@ -21,12 +22,8 @@ Changes = Mapping[str, Any]
 
 
 def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, Changes]:
-    """Techniques and options of a policy by name, each as changes of ``Policy()``.
-
-    Args:
-        weights: codec of qwZ, and of frozen weights.
-        gradients: codec of qgZ.
-        memory: limits that the others are taken from.
+    """Techniques and options of a policy by name, each as changes of ``Policy()``, with these codecs and with
+    ``memory`` for the limits that no part is about.
     """
     both = (gradients, gradients)
     limited = replace(memory, persist_below=50, max_reuse=2000)
@@ -74,41 +71,31 @@ def combined(base: Policy, *changes: Changes) -> Policy | str:
 
 def render() -> str:
     """The tables, in Markdown."""
-    names = list(PARTS)
+    names, hosts = list(PARTS), [f"inside {host}" for host in BASES]
     refusals: dict[str, int] = {}
+
+    def told(found: Policy | str) -> str:
+        return f"no ({refusals.setdefault(found, len(refusals) + 1)})" if isinstance(found, str) else "yes"
+
     cells: dict[tuple[str, str], str] = {}
     for one, other, found in together(PARTS, Policy()):
-        cell = "yes"
-        if isinstance(found, str):
-            cell = f"no ({refusals.setdefault(found, len(refusals) + 1)})"
-        cells[one, other] = cells[other, one] = cell
-    for host in BASES:
-        for name in names:
-            words = _inside(name)[host]
-            cell = f"no ({refusals.setdefault(words, len(refusals) + 1)})" if words else "yes"
-            cells[f"inside {host}", name] = cell
-    rows = [*names, *(f"inside {host}" for host in BASES)]
-    lines = [
-        f"| | {' | '.join(names)} |",
-        f"| --- |{' --- |' * len(names)}",
-        *(f"| **{row}** | {' | '.join(cells.get((row, name), '-') for name in names)} |" for row in rows),
-        "",
-        "| refused | in these words |",
-        "| --- | --- |",
-        *(f"| {number} | {words} |" for words, number in refusals.items()),
-    ]
-    return "\n".join(lines) + "\n"
+        cells[one, other] = cells[other, one] = told(found)
+    for host, name in itertools.product(BASES, names):
+        cells[f"inside {host}", name] = told(_inside(host, name))
+    pairs = table(
+        ("", *names),
+        ((f"**{row}**", *(cells.get((row, name), "-") for name in names)) for row in (*names, *hosts)),
+    )
+    why = table(("refused", "in these words"), ((number, words) for words, number in refusals.items()))
+    return f"{pairs}\n{why}"
 
 
-def _inside(name: str) -> dict[str, str | None]:
-    """For FSDP2 and DDP, why each does not support a part; None if it does."""
-    found: dict[str, str | None] = {}
-    for host, base in BASES.items():
-        policy = combined(base, PARTS[name])
-        try:
-            if not isinstance(policy, str):
-                check_host(host, policy)
-            found[host] = policy if isinstance(policy, str) else None
-        except PolicyError as error:
-            found[host] = str(error)
-    return found
+def _inside(host: Host, name: str) -> Policy | str:
+    """The policy of a part inside FSDP2 or DDP, or why it does not support the part."""
+    policy = combined(BASES[host], PARTS[name])
+    try:
+        if isinstance(policy, Policy):
+            check_host(host, policy)
+    except PolicyError as error:
+        return str(error)
+    return policy

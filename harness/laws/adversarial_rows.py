@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, get_args
 
@@ -52,27 +54,24 @@ noises = st.builds(
 )
 
 
-# Largest codes of integers with and without an offset; largest elements of floats and their mantissas.
-_LARGEST_CODES: Final = [1, 3, 7, 15, 31, 63, 127, 255]
-_LARGEST_ELEMENTS: Final = [(6.0, 1), (448.0, 3), (57344.0, 2)]
+def _ties_of(largest: float, mantissa: int) -> tuple[float, Tensor]:
+    """A float format's largest element, and numbers halfway between two others over four exponents."""
+    steps = torch.arange(1 << mantissa, 2 << mantissa) + 0.5
+    middles = (steps[:, None] * torch.tensor([0.25, 0.5, 1.0, 2.0])).flatten()
+    return largest, torch.cat([middles, -middles])[torch.cat([middles, middles]) < largest]
 
 
-@st.composite
-def _ties(draw: st.DrawFn) -> list[float]:
-    """Values with a largest code, so that steps are 1, and ties halfway between two codes."""
-    if draw(st.booleans()):
-        top = draw(st.sampled_from(_LARGEST_CODES))
-        halves = st.integers(-top, top - 1).map(lambda code: code + 0.5)
-        return [float(top), *draw(st.lists(halves, min_size=1, max_size=6))]
-    largest, mantissa = draw(st.sampled_from(_LARGEST_ELEMENTS))
-    size = 1 << mantissa
-    middles = st.builds(
-        lambda step, exponent, sign: sign * (size + step + 0.5) * 2.0**exponent,
-        st.integers(0, size - 1),
-        st.integers(-4, 4),
-        st.sampled_from([1.0, -1.0]),
-    ).filter(lambda middle: abs(middle) < largest)
-    return [largest, *draw(st.lists(middles, min_size=1, max_size=6))]
+# Of integers with and without an offset, by their largest code; of floats, by largest element and mantissa.
+_TIES: Final = [
+    *((float(top), torch.arange(-top, top) + 0.5) for top in (1, 3, 7, 15, 31, 63, 127, 255)),
+    *(_ties_of(*each) for each in ((6.0, 1), (448.0, 3), (57344.0, 2))),
+]
+# A largest value, so that steps are 1, and ties.
+_largest_and_ties = st.sampled_from(_TIES).flatmap(
+    lambda each: st.lists(st.sampled_from(each[1].tolist()), min_size=1, max_size=6).map(
+        lambda ties: [each[0], *ties]
+    )
+)
 
 
 @st.composite
@@ -82,7 +81,7 @@ def rows(draw: st.DrawFn, block: Block) -> Tensor:
     A few numbers, all within some powers of two or anywhere, repeated to a length around the block's, of
     ``LONGEST`` at most: a longer block is tried short.  Blocks may be on scales of their own.
     """
-    few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _ties()))
+    few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _largest_and_ties))
     size = 16 if block == "shard" else block
     around = (len(few), 8, size - 1, size, size + 1, 2 * size + 7)
     lengths = sorted({min(n, LONGEST) for n in around if n > 0})
@@ -92,11 +91,8 @@ def rows(draw: st.DrawFn, block: Block) -> Tensor:
     x = torch.ldexp(x.double(), torch.tensor(power)).clamp(-_LARGEST, _LARGEST).float()
     if block != "shard" and numel > block and draw(st.integers(0, 1)):
         own = torch.tensor(draw(st.lists(st.integers(-6, 6), min_size=2, max_size=3)), dtype=torch.float32)
-        x = (
-            (x.double() * own.exp2()[torch.arange(numel) // block % len(own)])
-            .clamp(-_LARGEST, _LARGEST)
-            .float()
-        )
+        scaled = x.double() * own.exp2()[torch.arange(numel) // block % len(own)]
+        x = scaled.clamp(-_LARGEST, _LARGEST).float()
     if draw(st.integers(0, 3)) == 1:
         x[draw(st.integers(0, numel - 1))] = draw(_numbers)  # one that the others do not repeat
     if draw(st.integers(0, 5)) == 1:
@@ -122,12 +118,7 @@ def standing(subject: Subject, claim: Claim) -> list[Case]:
     also the edges between its levels (:mod:`harness.laws.rounding_edges`): bits are compared there in each
     type of the subject, and the laws are tried on the specification, of which equal bits inherit them.
     """
-    found = [(float(top), torch.arange(-top, top) + 0.5) for top in _LARGEST_CODES]
-    for largest, mantissa in _LARGEST_ELEMENTS:
-        steps = torch.arange(1 << mantissa, 2 << mantissa) + 0.5
-        middles = (steps[:, None] * torch.tensor([0.25, 0.5, 1.0, 2.0])).flatten()
-        found.append((largest, torch.cat([middles, -middles])[torch.cat([middles, middles]) < largest]))
-    x = [torch.stack([torch.full_like(ties, top), ties], dim=1).flatten() for top, ties in found]
+    x = [torch.stack([torch.full_like(ties, top), ties], dim=1).flatten() for top, ties in _TIES]
     size = 16 if subject.block == "shard" else min(subject.block, LONGEST // 3)
     blocks = torch.arange(2 * size + 7) // size
     one = x[2].repeat(-(-len(blocks) // len(x[2])))[: len(blocks)]
@@ -154,10 +145,8 @@ def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Viola
     costly = claim is Law.UNBIASED
     for case in [] if costly else standing(subject, claim):
         if violation := violation_of(subject, claim, case):
-            if violation_of(subject, claim, case) is None:
-                return _once(claim, case)
-            small = _of_few(subject, claim, case) or _of_one_block(subject, claim, case)
-            return small or violation
+            again = violation_of(subject, claim, case)
+            return _smaller(subject, claim, case, few=True) or violation if again else _once(claim, case)
     failed: list[Case] = []  # the last is the smallest
 
     @hypothesis.seed(seed)
@@ -181,10 +170,8 @@ def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Viola
     try:
         every()
     except Violation as violation:
-        if costly:
-            return _of_one_block(subject, claim, failed[-1]) or violation
-        few = failed[-1].x.numel() <= FEW and _of_few(subject, claim, failed[-1])
-        return few or _of_one_block(subject, claim, failed[-1]) or violation
+        few = not costly and failed[-1].x.numel() <= FEW
+        return _smaller(subject, claim, failed[-1], few=few) or violation
     except hypothesis.errors.Flaky:
         return _once(claim, failed[-1])
     return None
@@ -211,35 +198,24 @@ def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None
     return None
 
 
-def _of_few(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """The violation of a simple row, of one element, or of one beside the largest, or beside both ends, where
-    there is one; with random bits, which belong to places, of an octet where it stands.
-    """
-    for simple in _SIMPLE:
-        if violation := violation_of(
-            subject, claim, replace(case, x=torch.tensor(simple, dtype=case.x.dtype))
-        ):
-            return violation
-    largest, ends = case.x[case.x.abs().argmax()].view(1), torch.stack(case.x.aminmax())
-    for value in case.x.unique():  # type: ignore[no-untyped-call]  # torch's own
-        for beside in (largest[:0], largest, ends):
-            row = torch.cat([beside, value.view(1)])
-            if violation := violation_of(subject, claim, replace(case, x=row)):
-                return violation
-    for start in range(0, case.x.numel(), OCTET) if subject.promises.stochastic else ():
-        noise = replace(case.noise, start=case.noise.start + start)
-        octet = replace(case, x=case.x[start : start + OCTET].clone(), noise=noise)
-        if violation := violation_of(subject, claim, octet):
-            return violation
-    return None
+def _smaller(subject: Subject, claim: Claim, case: Case, *, few: bool) -> Violation | None:
+    """The violation of the simplest smaller row that shows one."""
+    tried = (violation_of(subject, claim, each) for each in _smaller_cases(subject, case, few=few))
+    return next((violation for violation in tried if violation), None)
 
 
-def _of_one_block(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """The violation of a single block of a row, if one alone fails: shrinking element by element would move
-    the others across block boundaries.
+def _smaller_cases(subject: Subject, case: Case, *, few: bool) -> Iterator[Case]:
+    """If ``few``: simple rows, each element alone, beside the largest and beside both ends, and, with random
+    bits, which belong to places, each octet where it stands.  Then each block: shrinking element by element
+    would move the others across block boundaries.
     """
-    for where in block_slices(subject.block, case.x.numel()):
-        violation = violation_of(subject, claim, replace(case, x=case.x[where].clone()))
-        if violation is not None:
-            return violation
-    return None
+    x = case.x
+    if few:
+        yield from (replace(case, x=torch.tensor(simple, dtype=x.dtype)) for simple in _SIMPLE)
+        besides = x[:0], x[x.abs().argmax()].view(1), torch.stack(x.aminmax())
+        for value, beside in itertools.product(x.unique(), besides):  # type: ignore[no-untyped-call]  # torch's
+            yield replace(case, x=torch.cat([beside, value.view(1)]))
+        for start in range(0, x.numel(), OCTET) if subject.promises.stochastic else ():
+            noise = replace(case.noise, start=case.noise.start + start)
+            yield replace(case, x=x[start : start + OCTET].clone(), noise=noise)
+    yield from (replace(case, x=x[where].clone()) for where in block_slices(subject.block, x.numel()))

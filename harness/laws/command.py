@@ -8,7 +8,6 @@ only once the command runs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -20,7 +19,7 @@ from rich.table import Table
 from harness import terminal
 from harness.cluster import interrupts
 from harness.suites.labels import NONE
-from impl.codecs.codec import Codec, Law, padded_bytes, parse
+from impl.codecs.codec import Codec, Law, parse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,19 +35,6 @@ app = typer.Typer(help="Try the laws that codecs declare.", no_args_is_help=True
 
 class CheckError(ValueError):
     """What cannot be tried; one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What came of one claim of one subject.
-
-    Attributes:
-        claim: of a codec.
-        violation: the smallest that was found; None where it holds.
-    """
-
-    claim: Claim
-    violation: Violation | None
 
 
 @app.callback()
@@ -72,25 +58,23 @@ def codecs(
     seed: Annotated[int, typer.Option(min=0, help="Of the rows: the same seed, the same rows.")] = 0,
 ) -> None:
     """Try every declared law on hostile rows; print the smallest row that breaks one."""
+    from harness.laws.adversarial_rows import search
+
     subjects, left_out = _subjects(tuple(codec or ()), tuple(backend or ()))
     out = terminal.console()
-    found = {subject: verdicts(subject, examples, seed) for subject in subjects}
+    found = {
+        subject: {claim: search(subject, claim, examples=examples, seed=seed) for claim in subject.claims}
+        for subject in subjects
+    }
     show(found, out)
     for line in left_out:
         out.print(escape(line), soft_wrap=True)
-    if any(verdict.violation for each in found.values() for verdict in each):
+    if any(violation for each in found.values() for violation in each.values()):
         raise typer.Exit(VIOLATED)
 
 
-def verdicts(subject: Subject, examples: int, seed: int) -> list[Verdict]:
-    """All claims of a subject, tried."""
-    from harness.laws.adversarial_rows import search
-
-    return [Verdict(claim, search(subject, claim, examples=examples, seed=seed)) for claim in subject.claims]
-
-
-def show(found: Mapping[Subject, list[Verdict]], out: Console) -> None:
-    """Print the table of subjects and claims, then every violation."""
+def show(found: Mapping[Subject, Mapping[Claim, Violation | None]], out: Console) -> None:
+    """Print the table of subjects and claims, then every smallest violation that was found."""
     from harness.laws.laws import Duty, title
 
     claims: list[Claim] = [*Duty, *Law]
@@ -99,13 +83,13 @@ def show(found: Mapping[Subject, list[Verdict]], out: Console) -> None:
     for claim in claims:
         table.add_column(title(claim))
     for subject, each in found.items():
-        words = {verdict.claim: "[bold red]FAILS[/]" if verdict.violation else "holds" for verdict in each}
+        words = {claim: "[bold red]FAILS[/]" if violation else "holds" for claim, violation in each.items()}
         table.add_row(escape(subject.name), *(words.get(claim, NONE) for claim in claims))
     out.print(table)
     for subject, each in found.items():
-        for verdict in each:
-            if verdict.violation is not None:
-                for line in told(subject, verdict.claim, verdict.violation):
+        for claim, violation in each.items():
+            if violation is not None:
+                for line in told(subject, claim, violation):
                     out.print(escape(line), soft_wrap=True)
 
 
@@ -115,10 +99,8 @@ def told(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
 
     x, size = violation.x, violation.x.element_size()
     values = [f"{value:.9g}" for value in x[:_MOST_SHOWN].tolist()]
-    patterns = [
-        pattern[::-1].hex()
-        for pattern in (_bytes(x)[i : i + size] for i in range(0, len(values) * size, size))
-    ]
+    raw = _bytes(x[:_MOST_SHOWN])
+    patterns = [raw[i : i + size][::-1].hex() for i in range(0, len(raw), size)]
     more, kind = _more(x.numel()), str(x.dtype).removeprefix("torch.")
     lines = [
         f"{subject.name} breaks {title(claim)}: {claim.value}",
@@ -131,7 +113,7 @@ def told(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
     frame = _bytes(violation.frame)
     lines.append(f"  frame, {len(frame)} bytes: {frame[:_MOST_SHOWN].hex(' ')}{_more(len(frame))}")
     if subject.codec is not None and subject.codec.scale_bytes(x.numel()):
-        start = padded_bytes(subject.codec.code_bytes(x.numel()))
+        start = subject.codec.scales_at(x.numel())
         scales = frame[start : start + subject.codec.scale_bytes(x.numel())]
         lines.append(f"  its scales, from byte {start}: {scales[:_MOST_SHOWN].hex(' ')}{_more(len(scales))}")
     return lines
@@ -149,7 +131,7 @@ def _more(count: int) -> str:
 
 
 def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], list[str]]:
-    """Whom to try; a line for each backend that is not here, or has no kernels for some of the codecs."""
+    """Whom to try; a line for each backend that is not here."""
     from harness.laws import subject
     from harness.laws.laws import Subject
 
@@ -166,20 +148,9 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
         reason = subject.missing(name)
         if reason is not None:
             raise CheckError(reason)
-    subjects: list[Subject] = []
-    without: dict[str, list[str]] = {}
-    here, reasons = (backends, []) if backends or not ours else subject.found()
-    for name in here:
-        there = [each for each in ours if subject.served(each, name)]
-        subjects += [subject.of_codec(each, name) for each in there]
-        if len(there) < len(ours):
-            without[name] = [str(each) for each in ours if each not in there]
-    if not subjects and not own:
-        raise CheckError(
-            "; ".join(f"{name}: no kernels for {', '.join(each)}" for name, each in without.items())
-        )
-    lacking = (f"{name}: no kernels for {', '.join(each)}" for name, each in without.items())
-    return [*subjects, *own], [
-        *(f"not here: {reason}" for reason in reasons),
-        *(f"{line}; the reference serves them" for line in lacking),
-    ]
+    here, left_out = backends, []
+    if ours and not backends:
+        reasons = {name: subject.missing(name) for name in subject.BACKENDS}
+        here = [name for name, reason in reasons.items() if reason is None]
+        left_out = [f"not here: {reason}" for reason in reasons.values() if reason is not None]
+    return [*(subject.of_codec(each, name) for name in here for each in ours), *own], left_out

@@ -13,15 +13,15 @@ import math
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from impl.codecs import reference
-from impl.codecs.codec import LARGEST, Block, Codec, Dtype, Law, Raw, padded_bytes
+from impl.codecs.codec import LARGEST, Block, Codec, Dtype, Law, Raw
 from impl.codecs.reference import DTYPES, NAMES
 from impl.codecs.rounding_noise import OCTET, Noise
 
@@ -48,22 +48,14 @@ class Duty(enum.Enum):
 Claim = Law | Duty
 
 
-class Promises(Protocol):
-    """Declarations of a codec about itself; :mod:`impl.codecs.codec` defines them."""
+@dataclass(frozen=True, slots=True)
+class Promises:
+    """What a user's object declares; a codec of ours says it under the same names."""
 
-    @property
-    def laws(self) -> frozenset[Law]:
-        """The laws that it declares."""
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether it takes random bits."""
-
-    def frame_bytes(self, numel: int, /) -> int:
-        """Bytes of the frame of ``numel`` elements."""
-
-    def error_bound(self, low: float, high: float, out: Dtype, /) -> float:
-        """Largest error of finite values in [low, high] of one block, decoded to ``out``."""
+    laws: frozenset[Law]
+    stochastic: bool
+    frame_bytes: Callable[[int], int]
+    error_bound: Callable[[float, float, Dtype], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +75,7 @@ class Subject:
     """
 
     name: str
-    promises: Promises
+    promises: Codec | Promises
     block: Block
     encode: Callable[[Tensor, Tensor, Noise | None], None]
     decode: Callable[[Tensor, Tensor], None]
@@ -155,16 +147,15 @@ def place(error: BaseException) -> str:
 
     That is the innermost line of user code, else of ours; not of a library.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    found = [frame for frame in frames if not _stands_in(frame.filename, _LIBRARIES)]
-    own = [frame for frame in found if not _stands_in(frame.filename, _OURS)]
-    ours = [frame for frame in found if not _stands_in(frame.filename, _OURS[:1])]
-    if not (own or ours):
-        return ""
-    frame = (own or ours)[-1]
-    file = Path(frame.filename)
-    name = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    return f"{name} line {frame.lineno}, in {frame.name}: {frame.line}".removesuffix(": ")
+    trace = traceback.extract_tb(error.__traceback__)
+    lines = [line for line in trace if not _stands_in(line.filename, _LIBRARIES)]
+    for ours in (_OURS, _OURS[:1]):
+        for line in reversed(lines):
+            if not _stands_in(line.filename, ours):
+                file = Path(line.filename)
+                name = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+                return f"{name} line {line.lineno}, in {line.name}: {line.line}".removesuffix(": ")
+    return ""
 
 
 def _stands_in(file: str, folders: tuple[Path, ...]) -> bool:
@@ -177,33 +168,43 @@ def block_slices(block: Block, numel: int) -> Iterator[slice]:
     return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
-def through(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> tuple[Tensor, Tensor]:
-    """Encode and decode ``x`` (..., S): the frames (..., F) and the decoded elements, both on the CPU."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trip:
+    """Elements (..., S), their frames (..., F) and what those decode to (..., S), on the CPU."""
+
+    x: Tensor
+    frame: Tensor
+    decoded: Tensor
+
+    def refuse(self, broken: Tensor, words: Callable[[int], str]) -> None:
+        """Raise a violation for the first broken element of a row."""
+        if bool(broken.any()):
+            raise Violation(words(int(broken.int().argmax())), self.x, self.frame)
+
+    def went(self, i: int) -> str:
+        """An element and what became of it."""
+        return f"element {i}: {_text(self.x[i])} decodes to {_text(self.decoded[i])}"
+
+
+def _through(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> _Trip:
+    """Encode and decode ``x`` (..., S)."""
     size = subject.promises.frame_bytes(x.shape[-1])
     frames = torch.full((*x.shape[:-1], size), 0xA5, dtype=torch.uint8, device=subject.device)
     decoded = torch.full(x.shape, math.nan, dtype=DTYPES[out], device=subject.device)
     given = x.to(subject.device, copy=True)
     subject.encode(given, frames, noise if subject.promises.stochastic else None)
     subject.decode(frames, decoded)
-    return frames.cpu(), decoded.cpu()
-
-
-def _quantised(subject: Subject, x: Tensor) -> Tensor:
-    """The values that the codec's scales are computed from: ``x`` itself, or its rotation."""
-    return x if subject.codec is None else reference.rotated(subject.codec, x)
+    return _Trip(x, frames.cpu(), decoded.cpu())
 
 
 def _bound(subject: Subject, case: Case) -> None:
     """Check the error bound on finite blocks, away from where the output's type saturates."""
     x = _representable(subject, case)
-    frame, decoded = through(subject, x, case.noise, case.out)
-    allowed = _bounds(subject, x, case.out)
-    error = (decoded.double() - x.double()).abs()
-    _refuse(
+    trip, allowed = _through(subject, x, case.noise, case.out), _bounds(subject, x, case.out)
+    error = (trip.decoded.double() - x.double()).abs()
+    trip.refuse(
         ~(error <= allowed) & allowed.isfinite(),
-        lambda i: f"{_went(x, decoded, i)}, error {error[i]:.9g} above the bound {allowed[i]:.9g}",
-        x,
-        frame,
+        lambda i: f"{trip.went(i)}, error {error[i]:.9g} above the bound {allowed[i]:.9g}",
     )
 
 
@@ -215,7 +216,7 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
             block exceeds ``_MODERATE``: it would allow everything.  Near the largest numbers a bound
             that is computed in fp32 may overflow.
     """
-    seen = _quantised(subject, x).double()
+    seen = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
     bounds = torch.full(x.shape, math.inf, dtype=torch.float64)
     for where in block_slices(subject.block, x.numel()):
         low, high = seen[where].min().item(), seen[where].max().item()
@@ -235,52 +236,44 @@ def _zero(subject: Subject, case: Case) -> None:
     for where in blocks[::2]:
         zeros[where] = True
     x[zeros] = torch.copysign(torch.zeros_like(x), x)[zeros]
-    frame, decoded = through(subject, x, case.noise)
-    _refuse(zeros & (decoded != 0), lambda i: f"{_went(x, decoded, i)}, in a block of zeros", x, frame)
+    trip = _through(subject, x, case.noise)
+    trip.refuse(zeros & (trip.decoded != 0), lambda i: f"{trip.went(i)}, in a block of zeros")
 
 
 def _idempotent(subject: Subject, case: Case) -> None:
     """Check that a second round trip equals the first, up to the last bit of its scales."""
-    frame, once = through(subject, case.x, case.noise)
-    _, twice = through(subject, once, case.noise)
+    trip = _through(subject, case.x, case.noise)
+    once, twice = trip.decoded, _through(subject, trip.decoded, case.noise).decoded
     close = _same(once, twice) | ((once - twice).abs() <= once.abs() * 2.0**-22)
-    _refuse(~close, lambda i: f"{_went(case.x, once, i)}, and that to {_text(twice[i])} again", case.x, frame)
+    trip.refuse(~close, lambda i: f"{trip.went(i)}, and that to {_text(twice[i])} again")
 
 
 def _sign(subject: Subject, case: Case) -> None:
-    frame, decoded = through(subject, case.x, case.noise)
-    _, mirrored = through(subject, -case.x, case.noise)
-    _refuse(
-        ~_same(decoded, -mirrored),
-        lambda i: f"{_went(case.x, decoded, i)}, its negative to {_text(mirrored[i])}",
-        case.x,
-        frame,
+    trip, mirrored = (_through(subject, x, case.noise) for x in (case.x, -case.x))
+    trip.refuse(
+        ~_same(trip.decoded, -mirrored.decoded),
+        lambda i: f"{trip.went(i)}, its negative to {_text(mirrored.decoded[i])}",
     )
 
 
 def _power_of_two(subject: Subject, case: Case) -> None:
     """Check scaling by powers of two, on elements in [2^-30, 1], so that exponents stay normal in fp32."""
-    narrow = subject.codec == Raw("fp16")
-    exponents = _FP16_EXPONENTS if narrow else _EXPONENTS
+    exponents = _FP16_EXPONENTS if subject.codec == Raw("fp16") else _EXPONENTS
     power = max(-exponents, min(exponents, case.power))
     x = case.x.float().nan_to_num(0.0, 0.0, 0.0)
     x = torch.ldexp(x, -torch.frexp(x.abs().max()).exponent)
     x = torch.where(x.abs() < 2.0**-exponents, 0.0, x)
-    factor = 2.0**power
-    frame, decoded = through(subject, x, case.noise)
-    _, scaled = through(subject, x * factor, case.noise)
-    _refuse(
-        ~_same(decoded * factor, scaled),
-        lambda i: f"{_went(x, decoded, i)}, 2^{power} times it to {_text(scaled[i])}",
-        x,
-        frame,
+    trip, scaled = (_through(subject, each, case.noise) for each in (x, x * 2.0**power))
+    trip.refuse(
+        ~_same(trip.decoded * 2.0**power, scaled.decoded),
+        lambda i: f"{trip.went(i)}, 2^{power} times it to {_text(scaled.decoded[i])}",
     )
 
 
 def _nonfinite(subject: Subject, case: Case) -> None:
     """Check blocks with a NaN or an infinity, and their neighbours."""
-    frame, decoded = through(subject, case.x, case.noise, case.out)
-    x, got = case.x.float(), decoded.float()
+    trip = _through(subject, case.x, case.noise, case.out)
+    x, got = case.x.float(), trip.decoded.float()
     kept = torch.where(x.isfinite(), ~got.isnan(), _same(x, got))
     finite = torch.ones(x.shape, dtype=torch.bool)
     for where in block_slices(subject.block, x.numel()):
@@ -288,7 +281,7 @@ def _nonfinite(subject: Subject, case: Case) -> None:
         if not finite[where.start] and bool(got[where].isnan().all()):
             kept[where] = True
     words = {True: "though its block is finite", False: "in a block that holds a NaN or an infinity"}
-    _refuse(~kept, lambda i: f"{_went(x, decoded, i)}, {words[bool(finite[i])]}", case.x, frame)
+    trip.refuse(~kept, lambda i: f"{trip.went(i)}, {words[bool(finite[i])]}")
 
 
 def _unbiased(subject: Subject, case: Case) -> None:
@@ -312,8 +305,8 @@ def _unbiased(subject: Subject, case: Case) -> None:
     numel = x.numel()
     rows = x.expand(DRAWS, numel).contiguous()
     noise = Noise(case.noise.words, case.noise.start, (-(-numel // OCTET) * OCTET,))
-    frames, decoded = through(subject, rows, noise)
-    errors = decoded.double() - x.double()
+    trips = _through(subject, rows, noise)
+    errors = trips.decoded.double() - x.double()
     mean, variance = errors.mean(dim=0), errors.var(dim=0)
     bound = _bounds(subject, x, "fp32")
     alarm = math.log(4 * numel / FALSE_ALARM)
@@ -322,14 +315,12 @@ def _unbiased(subject: Subject, case: Case) -> None:
     for where in block_slices(subject.block, numel):
         largest[where] = x[where].double().abs().max()
     allowed = chance + bound * 2.0**-12 + largest * 2.0**-22
-    _refuse(
+    _Trip(x, trips.frame[0], trips.decoded[0]).refuse(
         ~(mean.abs() <= allowed) & bound.isfinite(),
         lambda i: (
             f"element {i}: {_text(x[i])} decodes to {x[i].double() + mean[i]:.9g} on average of {DRAWS}, "
             f"off by more than {allowed[i]:.3g}, which chance does once in {1 / FALSE_ALARM:.0e} trials"
         ),
-        x,
-        frames[0],
     )
 
 
@@ -345,53 +336,42 @@ def _frame(subject: Subject, case: Case) -> None:
         frame, decoded = around[_GUARD : _GUARD + size], wide[_GUARD : _GUARD + numel]
         given = x.to(subject.device, copy=True)
         subject.encode(given, frame, noise)
-        written = frame.cpu().clone()
+        trip = _Trip(x, frame.cpu().clone(), decoded)
         subject.decode(frame, decoded)
-        _untouched(x, given.cpu(), written, frame.cpu())
-        beyond = torch.cat([around[:_GUARD], around[_GUARD + size :]]) != rubbish
-        if bool(beyond.any()):
-            raise Violation(f"bytes beyond the frame's {size} were written", x, frame)
-        outside = torch.cat([wide[:_GUARD], wide[_GUARD + numel :]])
-        if not bool(_same(outside, torch.full_like(outside, number)).all()):
-            raise Violation(f"elements beyond the row's {numel} were written", x, frame)
-        trips.append((written, decoded.cpu().clone()))
-    (frame, decoded), (again, decoded_again) = trips
-    _refuse(
-        frame != again,
-        lambda i: f"byte {i} of {size} depends on what was there: {frame[i]:02x} or {again[i]:02x}",
-        x,
-        frame,
-    )
-    _refuse(
-        ~_same(decoded, decoded_again),
-        lambda i: f"element {i} depends on what was there: {_text(decoded[i])} or {_text(decoded_again[i])}",
-        x,
-        frame,
-    )
-    through(subject, _other(x), case.noise, case.out)
-    later = torch.full_like(decoded, 7.0, device=subject.device)
-    subject.decode(frame.to(subject.device, copy=True), later)
-    _refuse(
-        ~_same(decoded, later.cpu()),
+        trip.refuse(~_same(given.cpu(), x), lambda i: f"encoding changed element {i} of what it was given")
+        read = frame.cpu() != trip.frame
+        trip.refuse(read, lambda i: f"decoding changed byte {i} of {size} that it read")
+        trips.append(replace(trip, decoded=decoded.cpu().clone()))
+        frame.fill_(rubbish)
+        if bool((around != rubbish).any()):
+            raise Violation(f"bytes beyond the frame's {size} were written", x, trip.frame)
+        decoded.fill_(number)
+        if not bool(_same(wide, torch.full_like(wide, number)).all()):
+            raise Violation(f"elements beyond the row's {numel} were written", x, trip.frame)
+    trip, again = trips
+    trip.refuse(
+        trip.frame != again.frame,
         lambda i: (
-            f"element {i} depends on more than its frame: {_text(decoded[i])}, and "
+            f"byte {i} of {size} depends on what was there: {trip.frame[i]:02x} or {again.frame[i]:02x}"
+        ),
+    )
+    trip.refuse(
+        ~_same(trip.decoded, again.decoded),
+        lambda i: (
+            f"element {i} depends on what was there: {_text(trip.decoded[i])} or {_text(again.decoded[i])}"
+        ),
+    )
+    other = torch.where(x > 0, -0.5, 3.0).to(x.dtype)  # differs in every element, in sign or by a lot
+    _through(subject, other, case.noise, case.out)
+    later = torch.full_like(trip.decoded, 7.0, device=subject.device)
+    subject.decode(trip.frame.to(subject.device, copy=True), later)
+    trip.refuse(
+        ~_same(trip.decoded, later.cpu()),
+        lambda i: (
+            f"element {i} depends on more than its frame: {_text(trip.decoded[i])}, and "
             f"{_text(later[i])} once another row was encoded"
         ),
-        x,
-        frame,
     )
-
-
-def _untouched(x: Tensor, given: Tensor, written: Tensor, read: Tensor) -> None:
-    """Check that encoding does not change its elements, nor decoding its frame."""
-    _refuse(~_same(given, x), lambda i: f"encoding changed element {i} of what it was given", x)
-    size = written.numel()
-    _refuse(read != written, lambda i: f"decoding changed byte {i} of {size} that it read", x, written)
-
-
-def _other(x: Tensor) -> Tensor:
-    """A row of the same shape and type that differs from ``x`` in every element, in sign or by a lot."""
-    return torch.where(x > 0, -0.5, 3.0).to(x.dtype)
 
 
 def _bits(subject: Subject, case: Case) -> None:
@@ -399,35 +379,24 @@ def _bits(subject: Subject, case: Case) -> None:
     codec = subject.codec
     assert codec is not None  # noqa: S101  # a claim of those alone that are a codec of ours
     numel = case.x.numel()
-    ours = codec.frame_bytes(numel)
-    if subject.promises.frame_bytes(numel) != ours:
-        raise Violation(
-            f"a frame of {numel} elements has {subject.promises.frame_bytes(numel)} bytes, the reference's "
-            f"{ours}",
-            case.x,
-        )
-    frame, decoded = through(subject, case.x, case.noise, case.out)
-    wanted, elements = torch.empty_like(frame), torch.empty_like(decoded)
+    size, ours = subject.promises.frame_bytes(numel), codec.frame_bytes(numel)
+    if size != ours:
+        raise Violation(f"a frame of {numel} elements has {size} bytes, the reference's {ours}", case.x)
+    trip = _through(subject, case.x, case.noise, case.out)
+    wanted, elements = torch.empty_like(trip.frame), torch.empty_like(trip.decoded)
     reference.encode(codec, case.x, wanted, noise=case.noise if codec.stochastic else None)
     reference.decode(codec, wanted, elements)
-    scales_at = padded_bytes(codec.code_bytes(numel))
-    _refuse(
-        frame != wanted,
+    scales_at = codec.scales_at(numel)
+    trip.refuse(
+        trip.frame != wanted,
         lambda i: (
-            f"byte {i} of the frame ({'codes' if i < scales_at else 'scales'}) is {frame[i]:02x}, the "
+            f"byte {i} of the frame ({'codes' if i < scales_at else 'scales'}) is {trip.frame[i]:02x}, the "
             f"reference's {wanted[i]:02x}"
         ),
-        case.x,
-        frame,
     )
-    bits = {4: torch.int32, 2: torch.int16}[decoded.element_size()]
-    equal = (decoded.view(bits) == elements.view(bits)) | (decoded.isnan() & elements.isnan())
-    _refuse(
-        ~equal,
-        lambda i: f"{_went(case.x, decoded, i)}, in the reference to {_text(elements[i])}",
-        case.x,
-        frame,
-    )
+    bits = {4: torch.int32, 2: torch.int16}[elements.element_size()]
+    equal = (trip.decoded.view(bits) == elements.view(bits)) | (trip.decoded.isnan() & elements.isnan())
+    trip.refuse(~equal, lambda i: f"{trip.went(i)}, in the reference to {_text(elements[i])}")
 
 
 _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
@@ -454,19 +423,9 @@ def _representable(subject: Subject, case: Case) -> Tensor:
     return case.x.float().clamp(-limit, limit).to(case.x.dtype)
 
 
-def _refuse(broken: Tensor, words: Callable[[int], str], x: Tensor, frame: Tensor | None = None) -> None:
-    """Raise a violation for the first failing element."""
-    if bool(broken.any()):
-        raise Violation(words(int(broken.int().argmax())), x, frame)
-
-
 def _same(a: Tensor, b: Tensor) -> Tensor:
     """Equal, or both NaN; zeros of either sign are equal."""
     return (a == b) | (a.isnan() & b.isnan())
-
-
-def _went(x: Tensor, decoded: Tensor, i: int) -> str:
-    return f"element {i}: {_text(x[i])} decodes to {_text(decoded[i])}"
 
 
 def _text(value: Tensor) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ _BITS: Final = {4: torch.int32, 2: torch.int16}
 _CPU: Final = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Extremes of blocks: least element, largest element, and the resulting scale.
 
     Attributes:
@@ -45,7 +44,7 @@ class Span:
 def levels(codec: Blocked) -> Tensor:
     """(levels,) fp64, ascending: the quotients that have a code of their own; zero has one."""
     if not isinstance(codec, FloatCodec):
-        top = _top(codec)
+        top = codec.largest
         return torch.arange(0.0 if codec.asymmetric else -top, top + 1, dtype=torch.float64)
     size, least = 1 << codec.mantissa, codec.smallest_exponent
     exponents = range(least, math.frexp(codec.largest)[1])
@@ -74,13 +73,13 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 @cache
 def spans(codec: Blocked, kind: Dtype) -> tuple[Span, ...]:
     """Spans with scale 1, with scales that tell a product from a quotient, and with the extreme scales."""
-    top, largest = _top(codec), LARGEST[kind]
+    top, largest = codec.largest, LARGEST[kind]
     small = 2.0**-8 if top * MOST_SCALES > largest else 1.0
     whole = torch.arange(1.0, MOST_SCALES + 1) * top * small
     other = whole * 2.0 ** torch.frac(torch.arange(MOST_SCALES) * (math.sqrt(5.0) - 1) / 2)
     found: list[Span] = []
     for highs in (whole, other.clamp(max=largest)):
-        offsets = (0.0, -1.0, -0.53) if _asymmetric(codec) else (0.0,)
+        offsets = (0.0, -1.0, -0.53) if codec.asymmetric else (0.0,)
         for part in offsets:
             low = (highs * part).to(DTYPES[kind]).float()
             high = (highs + low if part else highs).to(DTYPES[kind]).float()
@@ -103,35 +102,42 @@ def _of(codec: Blocked, low: Tensor, high: Tensor) -> list[Span]:
 def _confused(codec: Blocked, low: Tensor, high: Tensor, kind: Dtype) -> Tensor:
     """(mistakes, spans): number of edges to which each mistake gives another code than the quotient."""
     scale = _scale(codec, low, high)
-    x = _edges(codec, low, high, scale, kind).float()  # (spans, edges)
+    x = _edges(codec, _ties(codec).repeat_interleave(3), (low, high, scale), kind).float()  # (spans, edges)
     lows, scales, measures = low[:, None], scale[:, None], (high - low)[:, None]
     right = _nearest(codec, (x * 0.5 - lows * 0.5) / (scales * 0.5))
-    top = torch.full_like(measures, _top(codec))
+    top = torch.full_like(measures, codec.largest)
     mistakes = ((x - lows) * (1.0 / scales), (x - lows) * (top / measures))
     return torch.stack([(_nearest(codec, each) != right).sum(dim=1) for each in mistakes])
 
 
-def _edges(codec: Blocked, low: Tensor, high: Tensor, scale: Tensor, kind: Dtype) -> Tensor:
-    """(spans, 3 * ties) of type ``kind``: below, at and above each tie, held to the span."""
+def _ties(codec: Blocked) -> Tensor:
+    """(levels - 1,) fp64: the middles between adjacent levels."""
     own = levels(codec)
-    ties = (own[1:] + own[:-1]) / 2
-    x = (low[:, None].double() + ties * scale[:, None].double()).to(DTYPES[kind])
-    least = low if _asymmetric(codec) else -high
-    edges = _with_neighbours(x).flatten(1).float().nan_to_num(0.0)
-    return edges.clamp(least[:, None], high[:, None]).to(DTYPES[kind])
+    return (own[1:] + own[:-1]) / 2
 
 
-def _with_neighbours(x: Tensor) -> Tensor:
-    """(..., 3): of each of ``x`` the next number towards zero, itself, and the next away from zero."""
+def _edges(codec: Blocked, ties: Tensor, spans: tuple[Tensor, Tensor, Tensor], kind: Dtype) -> Tensor:
+    """(spans, ties) of type ``kind``: in turn below, at and above a tie, held to the span.
+
+    Args:
+        codec: whose spans they are.
+        ties: (ties,) fp64, quotients.
+        spans: low, high and scale, (spans,) each.
+        kind: of the elements.
+    """
+    low, high, scale = (each[:, None] for each in spans)
+    x = low.double() + ties * scale.double()
+    x = x.clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
     bits = x.view(_BITS[x.element_size()])
-    down = torch.where(x == 0, bits, bits - 1)
-    return torch.stack([each.view(x.dtype) for each in (down, bits, bits + 1)], dim=-1)
+    turn = torch.arange(len(ties)) % 3 - 1  # to the next number towards zero, itself, the next away from zero
+    beside = torch.where((x == 0) & (turn < 0), bits, bits + turn).to(bits.dtype).view(x.dtype)
+    edges = beside.float().nan_to_num(0.0).clamp(low if codec.asymmetric else -high, high)
+    return edges.to(DTYPES[kind])
 
 
 def _nearest(codec: Blocked, quotients: Tensor) -> Tensor:
     """Index of the level nearest to each quotient; a tie goes to the even code."""
-    own = levels(codec)
-    ties = (own[1:] + own[:-1]) / 2
+    own, ties = levels(codec), _ties(codec)
     wide = quotients.double().contiguous()
     lower = torch.searchsorted(ties, wide)
     tie = wide == ties[lower.clamp(max=len(ties) - 1)]
@@ -141,40 +147,26 @@ def _nearest(codec: Blocked, quotients: Tensor) -> Tensor:
 
 def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
     """The edges of one span, each behind the elements that make its scale."""
-    anchors = [span.low, span.high] if _asymmetric(codec) else [span.high]
+    anchors = [span.low, span.high] if codec.asymmetric else [span.high]
     own, period = levels(codec), len(anchors) + 1
-    gaps = (own[1:] - own[:-1]).repeat_interleave(3)
-    ties = ((own[1:] + own[:-1]) / 2).repeat_interleave(3)
+    gaps, ties = (own[1:] - own[:-1]).repeat_interleave(3), _ties(codec).repeat_interleave(3)
     if codec.stochastic:
         often = -(-_LEAST_DRAWN // len(ties))  # few levels are tried with more random bits
         gaps, ties = gaps.repeat(often), ties.repeat(often)
         numel = period * len(ties)
         bits = reference.random_bits(noise, torch.Size([]), numel, _CPU)[period - 1 :: period]
         ties = ties - gaps * (bits.double() * 2.0**-16 - (0.5 - 2.0**-17))
-    x = (span.low + ties * span.scale).clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
-    beside = _with_neighbours(x)[torch.arange(len(x)), torch.arange(len(x)) % 3]
-    least = span.low if _asymmetric(codec) else -span.high
-    edges = beside.float().nan_to_num(0.0).clamp(least, span.high)
+    low, high, scale = (torch.tensor([each]) for each in span)
+    edges = _edges(codec, ties, (low, high, scale), kind)[0].float()
     columns = [torch.full_like(edges, anchor) for anchor in anchors]
     return torch.stack([*columns, edges], dim=1).flatten().to(DTYPES[kind])
 
 
-def _top(codec: Blocked) -> float:
-    """The level that a block's largest element, or its range, becomes."""
-    if isinstance(codec, FloatCodec):
-        return codec.largest
-    return float((1 << (codec.bits - (0 if codec.asymmetric else 1))) - 1)
-
-
-def _asymmetric(codec: Blocked) -> bool:
-    return not isinstance(codec, FloatCodec) and codec.asymmetric
-
-
 def _scale(codec: Blocked, low: Tensor, high: Tensor) -> Tensor:
     """The scale of each span, in fp32, as :mod:`impl.codecs.reference` says."""
-    top = torch.full_like(high, _top(codec))
+    top = torch.full_like(high, codec.largest)
     scale = (high / top - low / top).clamp(min=SMALLEST_NORMAL)
-    if isinstance(codec, FloatCodec) and codec.scale == "e8m0":
+    if codec.scale == "e8m0":
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
     return scale

@@ -24,18 +24,17 @@ import importlib
 import itertools
 import operator
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor
 
-from harness.laws.laws import Subject, raised
+from harness.laws.laws import Promises, Subject, raised
 from harness.workloads.input_digests import see_working_folder
 from impl import ops
-from impl.codecs import reference
 from impl.codecs.codec import Block, Codec, CodecError, Dtype, Law, Raw, parse
+from impl.codecs.reference import REFERENCE
 from impl.codecs.rounding_noise import Noise
 
 BACKENDS: Final = ("reference", "cpu", "cuda")
@@ -72,48 +71,27 @@ def missing(backend: str) -> str | None:
     return None
 
 
-def found() -> tuple[list[str], list[str]]:
-    """The available backends, and the reason for each of the others."""
-    reasons = {backend: missing(backend) for backend in BACKENDS}
-    return (
-        [backend for backend, reason in reasons.items() if reason is None],
-        [reason for reason in reasons.values() if reason is not None],
-    )
-
-
-def served(codec: Codec, backend: str) -> bool:
-    """Whether ``backend`` has kernels of its own for ``codec``; a cast is torch's on every device."""
-    return isinstance(codec, Raw) or ops.operations_of(backend).supports(codec)
-
-
 def of_codec(codec: Codec, backend: str) -> Subject:
     """A codec of ours on a backend.
 
     Raises:
         ValueError: if this machine lacks what the backend needs.
     """
-    return of_operations(codec, ops.operations_of(backend), backend)
-
-
-def of_operations(codec: Codec, operations: ops.Operations, name: str, device: str | None = None) -> Subject:
-    """A codec of ours with the operations of a backend, on its device."""
-
-    def encode(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
-        operations.encode(codec, x, frames, noise=noise)
-
-    def decode(frames: Tensor, out: Tensor) -> None:
-        operations.decode(codec, frames, out)
-
+    operations = ops.operations_of(backend)
     return Subject(
-        name=f"{codec} on {name}",
+        name=f"{codec} on {backend}",
         promises=codec,
-        block=1 if isinstance(codec, Raw) else codec.block,
-        encode=encode,
-        decode=decode,
-        device=torch.device(device or ("cuda" if name == "cuda" else "cpu")),
+        block=_block_of(codec),
+        encode=lambda x, frames, noise: operations.encode(codec, x, frames, noise=noise),
+        decode=lambda frames, out: operations.decode(codec, frames, out),
+        device=torch.device("cuda" if backend == "cuda" else "cpu"),
         codec=codec,
-        specification=operations is reference,
+        specification=operations is REFERENCE,
     )
+
+
+def _block_of(codec: Codec) -> Block:
+    return 1 if isinstance(codec, Raw) else codec.block
 
 
 def read(text: str) -> Codec | Subject:
@@ -161,7 +139,7 @@ def _of_object(name: str, thing: Any) -> Subject:
         promises=promises,
         block=_block(name, thing, codec),
         encode=_by_rows(thing.encode, stochastic=promises.stochastic),
-        decode=lambda frames, out: _each_row(thing.decode, frames, out),
+        decode=_by_rows(thing.decode),
         kinds=kinds,
         device=device,
         codec=codec,
@@ -178,17 +156,7 @@ def _device(name: str, text: Any) -> torch.device:
     return device
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """Declarations of a user's object, as :class:`Promises`."""
-
-    laws: frozenset[Law]
-    stochastic: bool
-    frame_bytes: Callable[[int], int]
-    error_bound: Callable[[float, float, Dtype], float]
-
-
-def _promises(name: str, thing: Any) -> tuple[Codec | None, Codec | _Own]:
+def _promises(name: str, thing: Any) -> tuple[Codec | None, Codec | Promises]:
     text = getattr(thing, "codec", None)
     if text is not None:
         try:
@@ -213,55 +181,41 @@ def _promises(name: str, thing: Any) -> tuple[Codec | None, Codec | _Own]:
     stochastic = bool(getattr(thing, "stochastic", False))
     if Law.UNBIASED in laws and not stochastic:
         raise SubjectError(f"{name}: promises unbiased, and is not stochastic")
-    return None, _Own(laws, stochastic, thing.frame_bytes, bound)  # type: ignore[arg-type]  # where None, unused
+    return None, Promises(laws, stochastic, thing.frame_bytes, bound)  # type: ignore[arg-type]  # where None, unused
 
 
 def _block(name: str, thing: Any, codec: Codec | None) -> Block:
     if codec is not None:
-        return 1 if isinstance(codec, Raw) else codec.block
+        return _block_of(codec)
     block: Any = getattr(thing, "block", None)
     if block == "shard" or (isinstance(block, int) and block >= 1):
         return block  # type: ignore[no-any-return]  # just looked at
     raise SubjectError(f"{name}: block {block!r}: expected a number of elements from 1, or 'shard'")
 
 
-def _by_rows(
-    encode: Callable[..., None], *, stochastic: bool
-) -> Callable[[Tensor, Tensor, Noise | None], None]:
-    """Lift ``encode`` of one row to rows (..., S)."""
+def _by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Callable[..., None]:
+    """Lift a function of one row, which may take its random bits, to rows (..., S)."""
 
-    def all_rows(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
-        if noise is None or not stochastic:
-            _each_row(encode, x, frames)
-            return
-        for row in _rows(x):
-            start = noise.start + sum(i * stride for i, stride in zip(row, noise.strides, strict=True))
-            encode(x[row], frames[row], Noise(noise.words, start))
+    def all_rows(source: Tensor, target: Tensor, noise: Noise | None = None) -> None:
+        for row in itertools.product(*map(range, source.shape[:-1])):
+            random: tuple[Noise, ...] = ()
+            if noise is not None and stochastic:
+                start = noise.start + sum(i * stride for i, stride in zip(row, noise.strides, strict=True))
+                random = (Noise(noise.words, start),)
+            function(source[row], target[row], *random)
 
     return all_rows
-
-
-def _each_row(function: Callable[..., None], source: Tensor, target: Tensor) -> None:
-    for row in _rows(source):
-        function(source[row], target[row])
-
-
-def _rows(x: Tensor) -> Sequence[tuple[int, ...]]:
-    return list(itertools.product(*map(range, x.shape[:-1])))
 
 
 def _import(text: str) -> Any:
     module, _, path = text.partition(":")
     see_working_folder()
+    failed = f"cannot import {module!r}"
     try:
         thing: Any = importlib.import_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a module may raise whatever it likes, SystemExit too
-        raise SubjectError(f"{text}: cannot import {module!r}: {raised(error)}") from error
-    try:
+        failed = f"{module} has no {path!r}"
         return operator.attrgetter(path)(thing)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
-        raise SubjectError(f"{text}: {module} has no {path!r}: {raised(error)}") from error
+    except BaseException as error:  # a module may raise whatever it likes, SystemExit too
+        raise SubjectError(f"{text}: {failed}: {raised(error)}") from error

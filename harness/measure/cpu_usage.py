@@ -8,37 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from harness.measure.machine import cores
 
 STAT: Final = Path("/proc/stat")
 _COLUMNS: Final = 8  # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user and nice
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """CPU seconds of the machine, over all CPUs that this process may use.
-
-    Attributes:
-        user: of programs, niced ones too.
-        system: of the kernel on behalf of programs.
-        interrupts: of the kernel for devices and the network, charged to no process.
-        steal: that the hypervisor gave to other machines.
-    """
-
-    user: float
-    system: float
-    interrupts: float
-    steal: float
-
-    def __sub__(self, earlier: Self) -> Busy:
-        """The difference of two readings; a counter that the kernel corrected downwards counts as 0."""
-        return Busy(
-            *(max(now - then, 0.0) for now, then in zip(astuple(self), astuple(earlier), strict=True))
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +26,17 @@ class Spent:
         seconds: wall-clock.
         computed: CPU seconds of this process, all its threads.
         processors: CPUs that it may use.
-        machine: usage of these CPUs by all programs; None if not asked for or not available.
+        machine: what :func:`busy` counted meanwhile; None if not asked for or not available.
     """
 
     seconds: float
     computed: float
     processors: int
-    machine: Busy | None
+    machine: dict[str, float] | None
 
 
 class ProcessorMeter:
-    """Measures CPU usage from its construction on.
-
-    Args:
-        machine: whether to read the whole machine's usage too.
-    """
+    """Measures CPU usage from its construction on, if asked the whole machine's too."""
 
     def __init__(self, *, machine: bool) -> None:
         self._machine = busy() if machine else None
@@ -73,15 +46,20 @@ class ProcessorMeter:
         """The usage so far."""
         seconds, computed = time.perf_counter() - self._begun, time.process_time() - self._computed
         after = busy() if self._machine is not None else None
-        found = None if after is None or self._machine is None else after - self._machine
+        found = None if after is None or self._machine is None else grown(after, self._machine)
         return Spent(seconds, computed, cores(), found)
 
 
-def busy(stat: Path = STAT) -> Busy | None:
-    """Read the machine's CPU seconds since boot; None where ``stat`` does not exist.
+def grown(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    """The difference of two readings; a counter that the kernel corrected downwards counts as 0."""
+    return {name: max(seconds - before[name], 0.0) for name, seconds in after.items()}
 
-    Args:
-        stat: path of Linux's ``/proc/stat``.
+
+def busy(stat: Path = STAT) -> dict[str, float] | None:
+    """Read the CPU seconds since boot of all CPUs that this process may use; None where they are not counted.
+
+    ``user`` are programs', niced ones too, ``system`` the kernel's on their behalf, ``interrupts`` its
+    own for devices and the network, charged to no process, and ``steal`` what the hypervisor gave to others.
     """
     try:
         lines = stat.read_text(encoding="ascii").splitlines()
@@ -93,11 +71,7 @@ def busy(stat: Path = STAT) -> Busy | None:
     for line in lines:
         name, *counts = line.split()
         number = name.removeprefix("cpu")
-        if (
-            not name.startswith("cpu")
-            or not number.isdecimal()
-            or (ours is not None and int(number) not in ours)
-        ):
+        if name == number or not number.isdecimal() or (ours is not None and int(number) not in ours):
             continue
         if len(counts) < _COLUMNS or not all(count.isdecimal() for count in counts[:_COLUMNS]):
             return None
@@ -105,4 +79,4 @@ def busy(stat: Path = STAT) -> Busy | None:
     if not any(total):  # some sandboxes have the file, and zeros in it
         return None
     user, nice, system, _, _, irq, softirq, steal = (count * tick for count in total)
-    return Busy(user + nice, system, irq + softirq, steal)
+    return {"user": user + nice, "system": system, "interrupts": irq + softirq, "steal": steal}

@@ -73,12 +73,7 @@ def source_digest(root: Path = ROOT) -> str:
 
 
 def pool_key(machine: dict[str, Any], code: dict[str, Any]) -> str:
-    """Hash of what must agree before two records are pooled: hardware, kernel, torch, sources.
-
-    Args:
-        machine: what :func:`facts` returned.
-        code: what :func:`code` returned.
-    """
+    """Hash of what must agree before two records are pooled: hardware, kernel, torch, sources."""
     agree = {name: machine.get(name) for name in MUST_AGREE}
     agree["torch"] = machine.get("packages", {}).get("torch")
     agree["source"] = code.get("source")

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import torch
 
@@ -96,38 +96,32 @@ def peak_device(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-class PowerSampler:
-    """Reads a GPU's power in a thread; does nothing on a CPU or without NVML.
+@contextlib.contextmanager
+def sampling_power(device: torch.device) -> Iterator[list[dict[str, float]] | None]:
+    """Read a GPU's power in a thread while the body runs; yields the list that it fills.
 
-    Attributes:
-        samples: ``{"seconds": since start, "watts": drawn}`` each; None if nothing can be read.
+    A sample is ``{"seconds": since start, "watts": drawn}``.  None on a CPU or without NVML.
     """
+    found = _nvml_handle(device)
+    if found is None:
+        yield None
+        return
+    nvml, handle = found
+    samples: list[dict[str, float]] = []
+    start, stop = time.monotonic(), threading.Event()
 
-    def __init__(self, device: torch.device) -> None:
-        self.samples: list[dict[str, float]] | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        handle = _nvml_handle(device)
-        if handle is not None:
-            self.samples = []
-            self._thread = threading.Thread(target=self._sample, args=handle, daemon=True)
-
-    def __enter__(self) -> Self:
-        if self._thread is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _sample(self, nvml: Any, handle: Any) -> None:
-        start = time.monotonic()
-        while not self._stop.wait(_POWER_SECONDS):
+    def sample() -> None:
+        while not stop.wait(_POWER_SECONDS):
             watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
-            if self.samples is not None:
-                self.samples.append({"seconds": time.monotonic() - start, "watts": watts})
+            samples.append({"seconds": time.monotonic() - start, "watts": watts})
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _nvml_handle(device: torch.device) -> tuple[Any, Any] | None:

@@ -36,8 +36,7 @@ class Squares:
 def measure(zero: Zero) -> dict[Key, Squares]:
     """Measure the error sums of the policy's codecs and of a grid of bits and block sizes.
 
-    Args:
-        zero: with gradients that no optimizer step has consumed.
+    ``zero`` has gradients that no optimizer step has consumed.
     """
     policy = zero.policy
     grid: list[Codec] = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
@@ -55,12 +54,7 @@ def measure(zero: Zero) -> dict[Key, Squares]:
 
 
 def squares(codec: Codec, x: Tensor) -> Squares:
-    """Error sums of one codec on one tensor.
-
-    Args:
-        codec: to try.
-        x: (S,) fp32.
-    """
+    """Error sums of one codec on one tensor: (S,) fp32."""
     frames = torch.empty(codec.frame_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     decoded = torch.empty_like(x)
     # Any bits will do: what is summed does not depend on which.

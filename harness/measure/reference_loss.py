@@ -32,36 +32,17 @@ TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two process
 Batch = tuple[Tensor, Tensor]
 
 
-class WrongLossError(RuntimeError):
-    """The sharded model's loss differs from the single process's; the message names both."""
-
-
 @dataclass(frozen=True, slots=True)
 class FirstLoss:
     """Mean losses of one rank's batches of the first step, in evaluation mode.
 
-    Attributes:
-        reference: of a single process in fp32.
-        expected: of a single process with weights as all-gathered.
-        found: of the sharded model.
+    ``reference`` is of a single process in fp32, ``expected`` of one with weights as all-gathered,
+    ``found`` of the sharded model.
     """
 
     reference: float
     expected: float
     found: float
-
-    def check(self, rank: int) -> None:
-        """Compare ``found`` with ``expected``.
-
-        Raises:
-            WrongLossError: if they differ by more than :data:`TOLERANCE`, or one is not a number.
-        """
-        allowed = TOLERANCE * max(1.0, abs(self.expected))
-        if not abs(self.found - self.expected) <= allowed:  # also if either is NaN
-            raise WrongLossError(
-                f"before training the loss of rank {rank} is {self.found:.6f}, of a single process on the "
-                f"same batches with equal weights {self.expected:.6f}: they differ by more than {allowed:g}"
-            )
 
 
 def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
@@ -81,14 +62,7 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
 def as_gathered(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry], seed: int = 0
 ) -> Iterator[None]:
-    """Inside, an unsharded model has the weights of the first all-gather; they are restored after.
-
-    Args:
-        model: with fp32 parameters.
-        policy: of the all-gather.
-        units: their layout.
-        seed: of stochastic codecs.
-    """
+    """Inside, an unsharded fp32 model has the weights of the first all-gather; they are restored after."""
     with _restored(model) as parameters:
         for unit in units:
             own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
@@ -120,10 +94,7 @@ def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
 def as_gathered_by_fsdp2(model: nn.Module, codec: Codec, groups: Sequence[GroupGeometry]) -> Iterator[None]:
     """As :func:`as_gathered`, for FSDP2: a rank's message is its shards of a parameter group.
 
-    Args:
-        model: with fp32 parameters.
-        codec: of the policy's weights; not stochastic.
-        groups: FSDP2's parameter groups.
+    The codec is not stochastic.
     """
     with _restored(model) as parameters:
         for group in groups:

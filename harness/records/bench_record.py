@@ -9,10 +9,11 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 
 from harness.records.record import RecordError, path_of, read_as, write_whole
 
@@ -22,12 +23,6 @@ SCHEMA_VERSION: Final = 2
 Subject = Literal["codecs", "collectives", "engine", "overlap"]
 Kind = Literal["codec", "collective", "training", "step", "hops"]
 ElementType = Literal["fp32", "bf16", "fp16"]
-FOLDERS: Final[dict[Subject, str]] = {
-    "codecs": "bench-codecs",
-    "collectives": "bench-collectives",
-    "engine": "bench-engine",
-    "overlap": "bench-overlap",
-}
 CPU: Final = "cpu"
 
 
@@ -35,39 +30,24 @@ class BenchError(Exception):
     """A benchmark cannot be run as asked; one line that names the numbers."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Sample(_Part):
+class Sample(BaseModel, extra="forbid", frozen=True):
     """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio.
 
-    Attributes:
-        kind: what was timed, beside which reference: an operation of a codec beside a copy, a collective
-            beside gloo's own, training beside compute alone, a policy's step on a slow link beside the same,
-            a reduction in chunks beside that in one.
-        names: what tells it from the others; samples of several runs whose names are equal are put together.
-        sizes: bytes, elements and the like, of one call or step.
-        seconds: by round, of the slowest rank.
-        reference_seconds: likewise, of the reference.
-        parts: further seconds of the same rounds, by name: of the slowest rank, but for ``cpu``, which all
-            ranks' processes computed, waiting awake included.
-        sent: bytes that all ranks sent in one call, by link, by the wire's ledger.
-        losses: mean over ranks before each step, those before the first round included.
-        equal_steps: of the first of them, those whose loss must be every other contender's.
-        told: how it was set up, in its own words.
+    The ``kind`` says which: an operation of a codec beside a copy, a collective beside gloo's own, training
+    beside compute alone, a policy's step on a slow link beside the same, a reduction in chunks beside that in
+    one.  Samples of several runs whose ``names`` are equal are put together.
     """
 
     kind: Kind
     names: dict[str, str | int | float | None]
-    sizes: dict[str, int] = {}
-    seconds: list[float]
-    reference_seconds: list[float]
-    parts: dict[str, list[float]] = {}
-    sent: dict[str, int] = {}
-    losses: list[float] = []
-    equal_steps: int = 0
-    told: dict[str, Any] = {}
+    sizes: dict[str, int] = {}  # bytes, elements and the like, of one call or step
+    seconds: list[float]  # by round, of the slowest rank
+    reference_seconds: list[float]  # likewise
+    parts: dict[str, list[float]] = {}  # further seconds likewise; of CPU all ranks', waiting awake included
+    sent: dict[str, int] = {}  # bytes that all ranks sent in one call, by link, by the wire's ledger
+    losses: list[float] = []  # mean over ranks before each step, those before the first round included
+    equal_steps: int = 0  # of the first of them, those whose loss must be every other contender's
+    told: dict[str, Any] = {}  # how it was set up, in its own words
 
     @model_validator(mode="after")
     def _in_rounds(self) -> Sample:
@@ -93,51 +73,40 @@ def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
     """All ranks' samples as one: of every round the slowest rank's seconds, of every step the mean loss,
     and everybody's bytes and CPU seconds.
     """
-    return [_as_one(samples) for samples in zip(*ranks, strict=True)]
-
-
-def _as_one(samples: Sequence[Sample]) -> Sample:
-    def rounds(name: str) -> list[float]:
-        of_rounds = zip(*(sample.timed[name] for sample in samples), strict=True)
-        return [math.fsum(each) if name == CPU else max(each) for each in of_rounds]
-
-    first = samples[0]
-    losses = zip(*(sample.losses for sample in samples), strict=True)
-    return first.model_copy(
-        update={
-            "seconds": rounds("seconds"),
-            "reference_seconds": rounds("reference_seconds"),
-            "parts": {name: rounds(name) for name in first.parts},
+    found = []
+    for samples in zip(*ranks, strict=True):
+        first = samples[0]
+        rounds = {
+            name: [
+                math.fsum(each) if name == CPU else max(each)
+                for each in zip(*(sample.timed[name] for sample in samples), strict=True)
+            ]
+            for name in first.timed
+        }
+        losses = zip(*(sample.losses for sample in samples), strict=True)
+        of_all = {
+            "seconds": rounds.pop("seconds"),
+            "reference_seconds": rounds.pop("reference_seconds"),
+            "parts": rounds,
             "sent": {link: sum(sample.sent[link] for sample in samples) for link in first.sent},
             "losses": [math.fsum(each) / len(samples) for each in losses],
         }
-    )
+        found.append(first.model_copy(update=of_all))
+    return found
 
 
-class Bench(_Part):
-    """One run of a benchmark.
-
-    Attributes:
-        subject: the command.
-        started: ISO 8601 in UTC.
-        finished: likewise.
-        setting: what the command was asked for.
-        machine: facts about where it ran (``harness.measure.machine``).
-        code: version, commit, and whether the checkout was changed.
-        pool: hash of the facts that must agree before two records are pooled.
-        missing: what is not here and why, by name.
-        samples: all that was timed.
-    """
+class Bench(BaseModel, extra="forbid", frozen=True):
+    """One run of a benchmark."""
 
     schema_version: int = SCHEMA_VERSION
-    subject: Subject
-    started: str
+    subject: Subject  # the command
+    started: str  # ISO 8601 in UTC
     finished: str
-    setting: dict[str, Any]
-    machine: dict[str, Any]
-    code: dict[str, Any]
-    pool: str
-    missing: dict[str, str] = {}
+    setting: dict[str, Any]  # what the command was asked for
+    machine: dict[str, Any]  # facts about where it ran (``harness.measure.machine``)
+    code: dict[str, Any]  # version, commit, and whether the checkout was changed
+    pool: str  # hash of the facts that must agree before two records are pooled
+    missing: dict[str, str] = {}  # what is not here and why, by name
     samples: list[Sample]
 
     @property
@@ -161,39 +130,18 @@ def write(folder: Path, bench: Bench) -> Path:
 def holds(folder: Path) -> bool:
     """Whether ``folder`` is one of benchmarks' records: by its first record, else by its name."""
     for path in sorted(folder.glob("*.json")):
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        return isinstance(data, dict) and "subject" in data
-    return folder.name in FOLDERS.values()
+        with suppress(OSError, ValueError, RecursionError, TypeError):
+            return "subject" in json.loads(path.read_text(encoding="utf-8"))
+    return folder.name in {f"bench-{subject}" for subject in get_args(Subject)}
 
 
 def read_all(folder: Path) -> list[Bench]:
     """All records of a folder, by time.
 
     Raises:
-        RecordError: for any file that is not a benchmark's record of this schema, and where there is
-            none.
+        RecordError: for any file that is not a benchmark's record of this schema, or if there is none.
     """
     found = [read_as(Bench, path, SCHEMA_VERSION) for path in sorted(folder.glob("*.json"))]
     if not found:
         raise RecordError(f"{folder}: no records in it; `zeropp bench` writes them")
     return sorted(found, key=lambda bench: (bench.started, bench.id))
-
-
-def check_pool(folder: Path, pool: str) -> None:
-    """Refuse a folder whose records a run of pool ``pool`` cannot join.
-
-    Raises:
-        BenchError: naming both pools.
-        RecordError: for a file that is no record.
-    """
-    if not any(folder.glob("*.json")):
-        return
-    strange = [bench for bench in read_all(folder) if bench.pool != pool]
-    if strange:
-        raise BenchError(
-            f"{folder}: holds {len(strange)} records of another machine or code (pool {strange[0].pool}, "
-            f"here {pool}), which are not put together; move the folder aside or choose other --results"
-        )

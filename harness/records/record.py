@@ -1,8 +1,8 @@
 """Record of a trial: its raw measurements as one JSON file, written atomically.
 
 A record holds no means: every step's times, every loss and every byte counter is stored as measured;
-statistics belong to ``report``.  A failure is a record too.  ``results/README.md`` documents the
-schema; its history stands beside :data:`SCHEMA_VERSION`.  No torch.
+statistics belong to ``report``.  A failure is a record too.  ``results/README.md`` says what every key
+means; here stands what is not plain from its name.  Times are in seconds.  No torch.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ class LedgerRow(_Part):
         phase: what the rank was doing: forward, backward, evaluate (also to decode a token), step
             (optimizer and norms).
         purpose: ``weights``, ``gradients`` or ``control``.
-        unit: the unit's name; empty for control messages.
+        unit: its name; empty for control messages.
         hop: name of the axis.
-        link: between nodes or inside a node.
-        bytes: payload bytes.
-        messages: messages, one per destination.
+        bytes: of payload.
+        messages: one per destination.
     """
 
     phase: Phase
@@ -83,14 +82,8 @@ class Step(_Part):
 class Token(_Part):
     """Time and bytes of decoding one token, in all sequences of a rank at once.
 
-    Attributes:
-        step: which generation, warm-ups included.
-        warmup: whether that generation was a warm-up.
-        index: of the token, from 0; the first also reads the prompt.
-        seconds: its duration.
-        exposed: seconds of it that the rank waited for communication.
-        inter_bytes, intra_bytes: sent by this rank, between nodes and inside its node; None where
-            there is no ledger.
+    ``step`` is which generation, ``index`` 0 the token for which the prompt is read, too.  ``exposed`` is how
+    long the rank waited for communication; bytes are those that it sent, None where there is no ledger.
     """
 
     step: int
@@ -103,14 +96,13 @@ class Token(_Part):
 
 
 class Validation(_Part):
-    """Loss on the fixed validation split after ``step`` optimizer steps.
+    """Loss on the fixed validation split after ``step`` optimizer steps, warm-ups included.
 
     Attributes:
-        step: optimizer steps taken, warm-ups included.
         loss: mean cross-entropy over all ranks, in nats per byte of text, byte to fill in, or image.
-        train_seconds: wall-clock seconds of all steps so far.
-        inter_bytes: bytes all ranks had sent between nodes in training so far (ledger, or the
-            interfaces where there is no ledger).
+        train_seconds: wall-clock, of all steps so far.
+        inter_bytes: that all ranks had sent between nodes in training so far (ledger, or the interfaces
+            where there is no ledger).
     """
 
     step: int
@@ -123,7 +115,7 @@ class Memory(_Part):
     """Memory of one rank in bytes. ``engine``: what the engine owns, by name; ``formula``: the same
     parts as ``impl.plan.traffic.memory`` predicts; ``peak_rss``: of the process.  ``copied``: between host
     and device over the timed steps, by direction and purpose, for what is offloaded, and
-    ``copied_formula`` as ``impl.plan.traffic.predict_copies`` predicts it.
+    ``copied_formula`` as ``impl.plan.traffic.predict`` predicts it.
     """
 
     engine: dict[str, int]
@@ -149,12 +141,9 @@ class RankRecord(_Part):
 
 
 class QuantisationError(_Part):
-    """Quantisation error of one codec on one tensor of the trial.
+    """Error of one codec on the weights or gradients of one unit.
 
     Attributes:
-        purpose: weights or gradients.
-        unit: the unit's name.
-        codec: text form.
         vnmse: sum((decoded - x)^2) / sum(x^2).
         largest: max |decoded - x| / max |x|.
     """
@@ -167,15 +156,12 @@ class QuantisationError(_Part):
 
 
 class LinkRecord(_Part):
-    """The link between nodes: rate requested, calibrated and probed.
+    """The link between nodes; rates in Mbit/s per node and direction, None is unshaped.
 
     Attributes:
         kind: namespaces, paced, none, or real (a network that exists).
-        why: why this kind, when it was chosen by ``auto``.
-        requested_mbit: Mbit/s per node and direction; None is unshaped.
-        calibrated_mbit: achieved before the sweep, one value a repetition.
+        calibrated_mbit: achieved before the sweep with messages of ``message_bytes``, by repetition.
         probed_mbit: achieved right after the trial.
-        message_bytes: size of one calibration message.
         details: burst, queue, MTU and the like.
     """
 
@@ -197,16 +183,7 @@ class InterfaceCounters(_Part):
 
 
 class ProcessorUse(_Part):
-    """CPU usage of the machine over a trial's timed steps, evaluations between them included.
-
-    Attributes:
-        seconds: wall-clock, from begin to end.
-        processors: CPUs that the trial may use.
-        ranks: CPU seconds of all ranks' processes.
-        user, system: CPU seconds of all programs, ranks included, and of the kernel for them.
-        interrupts: CPU seconds of the kernel for devices and the network.
-        steal: CPU seconds that the hypervisor gave to other machines.
-    """
+    """CPU seconds of the machine in ``seconds`` of timed steps, evaluations between them included."""
 
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     processors: Annotated[int, Field(ge=1)]
@@ -238,20 +215,9 @@ class Record(_Part):
     """Record of one trial: its definition, its machine, its measurements.
 
     Attributes:
-        suite: the suite's name.
-        question: what the suite asks.
         trial: the trial's canonical JSON; its hash is ``id``.
-        machine: facts about where it ran (``harness.measure.machine``).
-        code: version, commit, and whether the checkout was changed.
-        inputs: digests of the files that the trial reads (``harness.workloads.input_digests``).
         pool: hash of the facts that must agree before two records are pooled.
-        ran: algorithms, transports, kernel backends and threads that were actually used.
-        findings: how each key of a DeepSpeed configuration was handled (strategy ``recipe``).
-        order: position in the sweep's interleaved order.
         units: name, elements, padded elements of each unit.
-        reference_loss: of a single process in fp32 on the first step's batches, before training and in
-            evaluation mode.
-        decoded_sha256: of the tokens that each rank decodes in every generation, in rank order.
         processor_use: of the machine on which all ranks ran; None if they may run on several, if the
             system does not report it, and in older records.
     """
@@ -359,11 +325,7 @@ def write_whole(target: Path, text: str) -> None:
 
 
 def read(path: Path) -> Record:
-    """Read one record.
-
-    Raises:
-        RecordError: naming the file: not JSON, another schema version, or a missing field.
-    """
+    """Read one record; raises as :func:`read_as`."""
     return read_as(Record, path, SCHEMA_VERSION)
 
 
@@ -377,9 +339,7 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise RecordError(f"{path}: not a record: line {error.lineno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
+    except (ValueError, RecursionError) as error:  # no JSON, or numbers or nesting beyond Python's limits
         raise RecordError(f"{path}: not a record: {error}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RecordError(f"{path}: not a record: no schema_version")

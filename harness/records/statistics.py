@@ -19,14 +19,7 @@ SEED: Final = 20230616  # of the bootstrap: a report made twice prints the same 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its confidence interval.
-
-    Attributes:
-        estimate: of the quantity.
-        low: lower end; NaN if one value is all there is.
-        high: upper end; NaN likewise.
-        n: values (or pairs) behind it.
-    """
+    """An estimate from ``n`` values or pairs, and the ends of its confidence interval; NaN for one value."""
 
     estimate: float
     low: float
@@ -38,7 +31,7 @@ class Interval:
         return self.low <= value <= self.high
 
 
-def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def median_interval(values: Sequence[float]) -> Interval:
     """Median with a percentile-bootstrap interval.
 
     Raises:
@@ -53,7 +46,7 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     found = stats.bootstrap(
         (data,),
         np.median,
-        confidence_level=confidence,
+        confidence_level=CONFIDENCE,
         n_resamples=RESAMPLES,
         method="percentile",
         rng=np.random.default_rng(SEED),
@@ -65,9 +58,7 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
 
 
 def paired_ratio_interval(
-    numerator: Mapping[Hashable, float],
-    denominator: Mapping[Hashable, float],
-    confidence: float = CONFIDENCE,
+    numerator: Mapping[Hashable, float], denominator: Mapping[Hashable, float]
 ) -> Interval:
     """Geometric mean of ratios paired by key (the repeat), with a t interval on their logarithms.
 
@@ -77,9 +68,16 @@ def paired_ratio_interval(
         ValueError: without a common key, or for values that are not positive.
     """
     keys = [key for key in numerator if key in denominator]
-    logs = _logs([numerator[key] for key in keys]) - _logs([denominator[key] for key in keys])
-    mean = float(logs.mean())
-    half = _half_width(logs, confidence)
+    above, below = _data([numerator[key] for key in keys]), _data([denominator[key] for key in keys])
+    if (least := min(above.min(), below.min())) <= 0:
+        raise ValueError(f"a ratio needs positive values, got {least}")
+    logs = np.log(above) - np.log(below)
+    mean, half = float(logs.mean()), math.nan
+    if len(logs) > 1:
+        from scipy import stats
+
+        error = float(logs.std(ddof=1)) / math.sqrt(len(logs))
+        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1)) * error
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
@@ -89,21 +87,3 @@ def _data(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64
     if len(data) == 0:
         raise ValueError("an interval needs at least one value")
     return data
-
-
-def _logs(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Logarithms of positive values."""
-    data = _data(values)
-    if not (data > 0).all():
-        raise ValueError(f"a ratio needs positive values, got {float(data.min())}")
-    return np.log(data)
-
-
-def _half_width(data: np.ndarray[tuple[int], np.dtype[np.float64]], confidence: float) -> float:
-    """Half the t interval of the mean of ``data``; NaN for one value."""
-    if len(data) == 1:
-        return math.nan
-    error = float(data.std(ddof=1)) / math.sqrt(len(data))
-    from scipy import stats
-
-    return float(stats.t.ppf((1 + confidence) / 2, len(data) - 1)) * error

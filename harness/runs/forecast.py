@@ -8,7 +8,7 @@ in seconds.  By symmetry every node sends what node 0 sends.  Activations are no
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +20,7 @@ from harness.measure import machine
 from harness.measure.memory_parts import on_device, on_host, without_training
 from harness.suites.trial import RECIPE, Model, Trial
 from harness.workloads import samples
-from impl.adapters.traffic import predict_hosted
+from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.deepspeed.recipe import Finding, laid_out
 from impl.plan import traffic
 from impl.plan.geometry import GeometryError, PaddingError, UnitGeometry, padding_share
@@ -59,7 +59,6 @@ class Forecast:
     """Prediction for one trial.
 
     Attributes:
-        trial: the trial.
         parameters: elements of the model, without padding.
         padded: elements of its units, with padding; None for peers.
         inter: bytes between nodes in one optimizer step, or one generation, all ranks together; None for
@@ -68,7 +67,7 @@ class Forecast:
         egress: bytes that one node sends to the others in one step.
         memory: bytes of one rank, by part, without activations.
         wire_seconds: time that ``egress`` takes at the link's rate; None without a rate.
-        problems: why it cannot run here; empty if it can.
+        problems: why it cannot run here.
         beyond_limit: how it exceeds its memory limit, so that it will not be run; None if it does not.
         copied: bytes that one rank copies between host and device in one step, both ways; 0 where nothing
             is offloaded.
@@ -103,36 +102,27 @@ def this_host() -> Host:
 
 
 def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
-    """Predict every trial; repeats of a trial share their prediction.
-
-    Args:
-        trials: of a suite.
-        host: where they would run.
-    """
+    """Predict every trial; repeats of a trial share their prediction."""
     models: dict[str, nn.Module | PlanError] = {}
     done: dict[str, Forecast] = {}
     forecasts = []
     for trial in trials:
         first = trial.model_copy(update={"repeat": 0, "seed": 0})
         if first.id not in done:
-            done[first.id] = replace(_forecast(first, host, models), findings=_findings(first, models))
+            done[first.id] = replace(_forecast(first, host, models), findings=findings(first, models))
         forecasts.append(replace(done[first.id], trial=trial))
     return forecasts
 
 
-def findings(trial: Trial) -> tuple[Finding, ...]:
+def findings(trial: Trial, models: dict[str, nn.Module | PlanError] | None = None) -> tuple[Finding, ...]:
     """How each key of a trial's DeepSpeed configuration is handled on its model; none without one."""
-    return _findings(trial, {})
-
-
-def _findings(trial: Trial, models: dict[str, nn.Module | PlanError]) -> tuple[Finding, ...]:
     policy = trial.resolved_policy()
     if trial.strategy != RECIPE or policy is None:
         return ()
     from impl.zero import ZeroError, plan_units
 
     found = replace(trial.recipe(), policy=policy)
-    model = _model(trial.model, trial.sequence, models)
+    model = _model(trial.model, trial.sequence, {} if models is None else models)
     if isinstance(model, PlanError):
         return found.findings
     try:
@@ -143,91 +133,75 @@ def _findings(trial: Trial, models: dict[str, nn.Module | PlanError]) -> tuple[F
 
 def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]) -> Forecast:
     optimizer = _check_optimizer(trial)
-    found = [
+    complaints = [
         _check_ranks(trial, host),
         _check_corpus(trial),
         _check_link(trial, host),
         _check_launcher(trial),
         optimizer if isinstance(optimizer, str) else None,
     ]
-    problems = tuple(problem for problem in found if problem)
+    problems = tuple(complaint for complaint in complaints if complaint)
     model = _model(trial.model, trial.sequence, models)
     if isinstance(model, PlanError):
         return Forecast(trial, problems=(*problems, str(model)))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     topology, policy = trial.topology(), trial.resolved_policy()
-    if policy is None:
-        state = optimizer if isinstance(optimizer, int) else 0
-        memory = _held(trial, _peer_memory(trial.strategy, parameters, topology, state))
-        return Forecast(
-            trial,
-            parameters,
-            memory=memory,
-            problems=problems + _too_big(trial, host, memory),
-            beyond_limit=beyond_limit(trial, memory),
+    found = Forecast(trial, parameters)
+    state = optimizer if isinstance(optimizer, int) else 0
+    memory = _peer_memory(trial.host or trial.strategy, parameters, topology, state)
+    if policy is not None:
+        from harness.runs.optimizers import with_state
+        from impl.zero import ZeroError, plan_units
+
+        units: Sequence[UnitGeometry | GroupGeometry]
+        copied = 0
+        try:
+            if trial.host is not None:
+                units, (inter, intra) = _hosted(trial, policy, model)
+            else:
+                units = own = plan_units(model, topology, policy)
+                inter, intra = per_node_bytes(policy, topology, own, trial)
+                memory = traffic.memory(policy, topology, own, micro_batches=trial.accumulation)
+                if isinstance(optimizer, int):
+                    memory = with_state(memory, optimizer)
+                copied = _copied(policy, topology, own, trial)
+        except (GeometryError, PolicyError, ZeroError) as error:
+            return replace(found, problems=(*problems, _unfit(trial, error)))
+        rate = trial.cluster.rate
+        found = replace(
+            found,
+            padded=sum(unit.padded for unit in units),
+            inter=inter * topology.nodes,
+            intra=intra * topology.nodes,
+            egress=inter,
+            wire_seconds=None if rate is None else inter * 8 / (rate * 1e6),
+            copied=copied,
         )
-    if trial.host is not None:
-        state = optimizer if isinstance(optimizer, int) else 0
-        return _hosted(trial, host, policy, model, state=state, problems=problems)
-    from impl.zero import ZeroError, plan_units
-
-    try:
-        units = plan_units(model, topology, policy)
-    except (GeometryError, PolicyError, ZeroError) as error:
-        return Forecast(trial, parameters, problems=(*problems, _unfit(trial, error)))
-    inter, intra = per_node_bytes(policy, topology, units, trial)
-    rate = trial.cluster.rate
-    memory = traffic.memory(policy, topology, units, micro_batches=trial.accumulation)
-    if isinstance(optimizer, int):
-        from harness.runs.optimizers import predicted_memory
-
-        memory = predicted_memory(policy, topology, units, trial.optimizer, micro_batches=trial.accumulation)
-    memory = _held(trial, memory)
-    return Forecast(
-        trial,
-        parameters,
-        sum(unit.padded for unit in units),
-        inter * topology.nodes,
-        intra * topology.nodes,
-        inter,
-        memory,
-        None if rate is None else inter * 8 / (rate * 1e6),
-        problems + _too_big(trial, host, memory),
-        beyond_limit(trial, memory),
-        _copied(policy, topology, units, trial),
-    )
+    if trial.workload == "generate":
+        memory = without_training(memory)
+    problems += _too_big(trial, host, memory)
+    return replace(found, memory=memory, problems=problems, beyond_limit=beyond_limit(trial, memory))
 
 
 def _hosted(
-    trial: Trial, host: Host, policy: Policy, model: nn.Module, *, state: int, problems: tuple[str, ...]
-) -> Forecast:
-    """The prediction of a policy inside FSDP2 or DDP, whose memory is that of the peer."""
-    from impl.adapters.fsdp2_ddp import HostError, hosted_units
+    trial: Trial, policy: Policy, model: nn.Module
+) -> tuple[Sequence[UnitGeometry | GroupGeometry], tuple[int, int]]:
+    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`.
+
+    Raises:
+        PolicyError, GeometryError: if the host cannot run the policy.
+    """
+    from impl.adapters.joined import HostError, hosted_units
 
     assert trial.host is not None  # noqa: S101  # the caller asked
-    topology, parameters = trial.topology(), sum(parameter.numel() for parameter in model.parameters())
+    topology, events = trial.topology(), _events(trial)
     try:
         units = hosted_units(trial.host, model, topology, policy)
-    except (GeometryError, PolicyError, HostError) as error:
-        return Forecast(trial, parameters, problems=(*problems, _unfit(trial, error)))
-    sent: dict[str, int] = {"inter": 0, "intra": 0}
-    for rank in range(topology.ranks_per_node):
-        rows = predict_hosted(trial.host, policy, topology, units, rank=rank, events=_events(trial))
-        for key, one in rows.items():
-            sent[key.link] += one.bytes
-    memory = _held(trial, _peer_memory(trial.host, parameters, topology, state))
-    rate = trial.cluster.rate
-    return Forecast(
-        trial,
-        parameters,
-        sum(unit.padded for unit in units),
-        sent["inter"] * topology.nodes,
-        sent["intra"] * topology.nodes,
-        sent["inter"],
-        memory,
-        None if rate is None else sent["inter"] * 8 / (rate * 1e6),
-        problems + _too_big(trial, host, memory),
-        beyond_limit(trial, memory),
+    except HostError as error:
+        raise PolicyError(str(error)) from None
+    return units, _by_link(
+        predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
+        for rank in range(topology.ranks_per_node)
     )
 
 
@@ -269,11 +243,6 @@ def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
     return f"a rank holds {held:,} bytes ({parts}), memory_limit is {limit:,}"
 
 
-def _held(trial: Trial, memory: dict[str, int]) -> dict[str, int]:
-    """A rank's bytes by part in training, reduced to those that the trial's workload needs."""
-    return without_training(memory) if trial.workload == "generate" else memory
-
-
 def per_node_bytes(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial
 ) -> tuple[int, int]:
@@ -282,7 +251,11 @@ def per_node_bytes(
     All nodes send the same, so the ranks of node 0 are enough.
     """
     loads, later = _loads(trial)
-    one, two = (_node_bytes(policy, topology, units, load) for load in loads)
+    ranks = range(topology.ranks_per_node)
+    one, two = (
+        _by_link(traffic.predict(policy, topology, units, rank, load).sent for rank in ranks)
+        for load in loads
+    )
     return one[0] + later * (two[0] - one[0]), one[1] + later * (two[1] - one[1])
 
 
@@ -302,21 +275,17 @@ def _loads(trial: Trial) -> tuple[tuple[traffic.Load, traffic.Load], int]:
 def _copied(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
     """Bytes that one rank copies between host and device in one step, both ways."""
     loads, later = _loads(trial)
-    one, two = (sum(traffic.predict_copies(policy, topology, units, load).values()) for load in loads)
+    one, two = (sum(traffic.predict(policy, topology, units, 0, load).copied.values()) for load in loads)
     return one + later * (two - one)
 
 
-def _node_bytes(
-    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], load: traffic.Load
-) -> tuple[int, int]:
-    inter = intra = 0
-    for rank in range(topology.ranks_per_node):
-        for key, sent in traffic.predict(policy, topology, units, rank, load).items():
-            if key.link == "inter":
-                inter += sent.bytes
-            else:
-                intra += sent.bytes
-    return inter, intra
+def _by_link(ledgers: Iterable[Mapping[traffic.LedgerKey, traffic.Sent]]) -> tuple[int, int]:
+    """Bytes that ranks send, to other nodes and inside theirs."""
+    total = {"inter": 0, "intra": 0}
+    for ledger in ledgers:
+        for key, sent in ledger.items():
+            total[key.link] += sent.bytes
+    return total["inter"], total["intra"]
 
 
 def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]) -> nn.Module | PlanError:
@@ -324,11 +293,10 @@ def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]
     key = f"{model.model_dump_json()}/{sequence}"
     if key not in models:
         from harness.workloads import models as workload
-        from harness.workloads.meta_init import unfilled
 
         try:
             # A user's own function may begin what it cleans up.
-            with cleaning_up() if ":" in model.name else nullcontext(), unfilled():
+            with cleaning_up() if ":" in model.name else nullcontext(), workload.unfilled():
                 models[key] = workload.build(model, sequence)
         except workload.WorkloadError as error:
             models[key] = PlanError(str(error))

@@ -1,4 +1,4 @@
-"""Training strategies: torch's peers, and every policy of ``impl``, behind one protocol.
+"""Training strategies: torch's peers, and every policy of ``impl``, behind one class.
 
 ``single`` is one process that averages over the batches of all ranks: the reference.  ``ddp`` and
 ``fsdp2`` are torch's own, in fp32, on the same model, data and link.  Peers send outside our wire: they have
@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from harness.cluster.rank import Rank
 from harness.errors import Refusal
-from harness.runs.optimizers import built, local_part, predicted_memory, state_bytes
+from harness.runs.optimizers import local_part, state_bytes, state_bytes_per_element, with_state
 from harness.suites.trial import Optimizer, Trial
-from impl.adapters.fsdp2_ddp import InDDP, InFSDP2, join_ddp, join_fsdp2
+from impl.adapters.ddp import InDDP
+from impl.adapters.fsdp2 import InFSDP2
 from impl.adapters.traffic import GroupGeometry, Host, check_host
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
@@ -30,118 +31,57 @@ from impl.engine.loss_scaler import Stepped
 from impl.plan.geometry import UnitGeometry
 from impl.plan.offload_plan import CopyKey
 from impl.plan.policy import Policy
-from impl.plan.traffic import Event, LedgerKey, Sent, predict, predict_copies
+from impl.plan.traffic import Event, LedgerKey, Sent, memory, predict
 from impl.zero import Zero, find_blocks, shard
 
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "nccl": "backend"}
 
 
-class Strategy(Protocol):
-    """Protocol of a strategy: a wrapped model, and the calls of a training step.
+@dataclass(slots=True)
+class Strategy:
+    """A wrapped model and the calls of a training step, as they are for peers: DDP, FSDP2, or one process.
 
     Attributes:
         model: called like the unwrapped model.
+        algorithms: of a peer, for the record.
+        wire: of a policy; None for peers, which send past it.
     """
 
     model: nn.Module
+    algorithms: dict[str, Any]
+    wire: Wire | None
 
     @property
     def zero(self) -> Zero | None:
         """The engine of a policy; None for peers."""
+        return None
 
     def parameters(self) -> Iterable[Any]:
         """The parameters for the optimizer."""
+        return self.model.parameters()
 
     def begin(self, *, last: bool) -> None:
-        """Begin a micro-batch; ``last`` if it is the last of its step."""
+        """Begin a micro-batch; ``last`` if it is the last of its step.
+
+        DDP reduces in the last only; FSDP2 reduces in each, holding only shards.
+        """
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            self.model.require_backward_grad_sync = last  # what its no_sync() sets
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of ``loss``, scaled if the strategy scales losses."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def finish_backward(self) -> None:
         """After a micro-batch's backward pass: wait until its gradients are reduced, if it reduces any."""
 
     @property
     def reduced(self) -> bool:
-        """Whether :meth:`finish_backward` of this micro-batch reduces gradients."""
-
-    def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """Clip gradients to a global 2-norm of at most ``clip`` and step; an overflow may skip the step."""
-
-    def weights_changed(self) -> None:
-        """Invalidate cached copies of the weights: the next pass all-gathers them again."""
-
-    def ledger(self) -> dict[LedgerKey, Sent] | None:
-        """Everything this rank has sent so far; None if it was sent outside our wire."""
-
-    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent] | None:
-        """Predicted bytes that this rank sends in the passes of ``events``; None if it has no ledger."""
-
-    def exposed_seconds(self) -> float | None:
-        """Seconds this rank has waited for communication so far; None if not known."""
-
-    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """Bytes this rank's engine holds at most, by part."""
-
-    def formula(self) -> dict[str, int]:
-        """The same parts as ``impl.plan.traffic`` predicts them; empty for peers."""
-
-    def copied(self) -> dict[CopyKey, int]:
-        """Bytes this rank has copied between host and device so far, for what is offloaded."""
-
-    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
-        """The same in the passes of ``events``, as ``impl.plan.traffic`` predicts it."""
-
-    def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
-        """Geometry of the units; empty for peers."""
-
-    def describe(self) -> dict[str, Any]:
-        """Algorithms and transports in use, for the record."""
-
-    def close(self) -> None:
-        """Let go of buffers."""
-
-
-@dataclass(slots=True)
-class Peer:
-    """A peer: torch's DDP or FSDP2, or a single process.
-
-    Attributes:
-        model: wrapped.
-        algorithms: for the record.
-    """
-
-    model: nn.Module
-    algorithms: dict[str, Any]
-
-    @property
-    def zero(self) -> None:
-        """None."""
-        return
-
-    def parameters(self) -> Iterable[Any]:
-        """The model's parameters."""
-        return self.model.parameters()
-
-    def begin(self, *, last: bool) -> None:
-        """Let DDP reduce in the last micro-batch only; FSDP2 reduces in each, holding only shards."""
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            self.model.require_backward_grad_sync = last  # what its no_sync() sets
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of ``loss``, unscaled."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def finish_backward(self) -> None:
-        """Do nothing: torch's reductions are done when ``backward()`` returns."""
-
-    @property
-    def reduced(self) -> bool:
-        """True: a peer's reductions are not tracked."""
+        """Whether :meth:`finish_backward` of this micro-batch reduces gradients; not tracked for peers."""
         return True
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """See :meth:`Strategy.step`."""
+        """Clip gradients to a global 2-norm of at most ``clip`` and step; an overflow may skip the step."""
         norm = None if clip is None else self.clip(clip)
         optimizer.step()
         return Stepped(norm, done=True)
@@ -152,53 +92,65 @@ class Peer:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def weights_changed(self) -> None:
-        """Do nothing: peers cache no weights between passes."""
+        """Let go of gathered weights that the last pass left: the next one all-gathers them again.
+
+        FSDP2 keeps its root after a forward pass without a backward pass, and shows whole parameters
+        meanwhile, with which an optimizer must not be made.
+        """
+        for module in self.model.modules():
+            reshard: Any = getattr(module, "reshard", None)
+            if reshard is not None:
+                reshard()
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
-        """None."""
-        return None
+        """Everything this rank has sent so far; None if it was sent outside our wire."""
+        return None if self.wire is None else self.wire.ledger.rows()
 
     def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent] | None:
-        """None."""
+        """Predicted bytes that this rank sends in the passes of ``events``; None if it has no ledger."""
         return None
 
     def exposed_seconds(self) -> float | None:
-        """None."""
-        return None
+        """Seconds this rank has waited in the wire so far; None for peers, and on a GPU: its stream waits."""
+        if self.wire is None or self.wire.mesh.device.type == "cuda":
+            return None
+        return self.wire.exposed_seconds
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """Weights, gradients and optimizer state that stay on this rank."""
+        """Bytes that stay on this rank at most, by part."""
         parameters = [local_part(parameter) for parameter in self.model.parameters()]
         held = sum(parameter.nbytes for parameter in parameters)
         return {"masters": held, "gradients": held, "optimizer": state_bytes(optimizer, optimizer.state)}
 
+    def formula(self) -> dict[str, int]:
+        """The same parts as ``impl.plan.traffic`` predicts them; empty for peers."""
+        return {}
+
     def copied(self) -> dict[CopyKey, int]:
-        """Empty: nothing is offloaded."""
+        """Bytes this rank has copied between host and device so far, for what is offloaded."""
         return {}
 
     def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
-        """Empty."""
+        """The same in the passes of ``events``, as ``impl.plan.traffic`` predicts it."""
         del events
         return {}
 
-    def formula(self) -> dict[str, int]:
-        """Empty."""
-        return {}
-
     def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
-        """Empty."""
+        """Geometry of the units; empty for peers."""
         return ()
 
     def describe(self) -> dict[str, Any]:
-        """See :meth:`Strategy.describe`."""
+        """Algorithms and transports in use, for the record."""
         return self.algorithms
 
     def close(self) -> None:
-        """Do nothing."""
+        """Let go of shared memory."""
+        if self.wire is not None:
+            self.wire.close()
 
 
 @dataclass(slots=True)
-class Hosted(Peer):
+class Hosted(Strategy):
     """A policy inside FSDP2 or DDP: a peer that communicates through our collectives.
 
     Attributes:
@@ -208,20 +160,12 @@ class Hosted(Peer):
     joined: InFSDP2 | InDDP
 
     def clip(self, largest: float) -> float:
-        """See :meth:`Peer.clip`; the sums over FSDP2's shards go through our wire."""
+        """See :meth:`Strategy.clip`; the sums over FSDP2's shards go through our wire."""
         return float(self.joined.clip_grad_norm_(largest))
-
-    def ledger(self) -> dict[LedgerKey, Sent]:
-        """What the wire booked."""
-        return self.joined.wire.ledger.rows()
 
     def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
         """What ``impl.adapters.traffic`` says."""
         return self.joined.predict(events)
-
-    def exposed_seconds(self) -> float:
-        """Time spent in the wire's waits."""
-        return self.joined.wire.exposed_seconds
 
     def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
         """FSDP2's parameter groups; the units of DDP's gradients."""
@@ -231,16 +175,11 @@ class Hosted(Peer):
         """See :meth:`Strategy.describe`."""
         return self.joined.describe()
 
-    def close(self) -> None:
-        """Let go of shared memory."""
-        self.joined.wire.close()
-
 
 @dataclass(slots=True)
-class Sharded:
+class Sharded(Strategy):
     """A policy run by our own engine, ``impl.zero``."""
 
-    model: nn.Module
     engine: Zero
     policy: Policy
     optimizer: Optimizer
@@ -283,22 +222,13 @@ class Sharded:
         """See :meth:`Strategy.weights_changed`."""
         self.engine.weights_changed()
 
-    def ledger(self) -> dict[LedgerKey, Sent]:
-        """What the wire booked."""
-        return self.engine.wire.ledger.rows()
-
     def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
         """What ``impl.plan.traffic`` says."""
         mesh = self.engine.wire.mesh
         engine = self.engine
         return predict(
             self.policy, mesh.topology, self.units(), mesh.rank, events, buffer_bytes=engine.buffers.nbytes
-        )
-
-    def exposed_seconds(self) -> float | None:
-        """Time spent in the wire's waits; None on a GPU, where the stream waits and not this process."""
-        wire = self.engine.wire
-        return None if wire.mesh.device.type == "cuda" else wire.exposed_seconds
+        ).sent
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """What the engine metered, and the optimizer's state."""
@@ -320,14 +250,13 @@ class Sharded:
 
     def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
         """What ``impl.plan.traffic`` says."""
-        return predict_copies(self.policy, self.engine.wire.mesh.topology, self.units(), events)
+        return predict(self.policy, self.engine.wire.mesh.topology, self.units(), 0, events).copied
 
     def formula(self) -> dict[str, int]:
         """See :meth:`Strategy.formula`."""
         topology = self.engine.wire.mesh.topology
-        return predicted_memory(
-            self.policy, topology, self.units(), self.optimizer, micro_batches=self.micro_batches
-        )
+        parts = memory(self.policy, topology, self.units(), micro_batches=self.micro_batches)
+        return with_state(parts, state_bytes_per_element(self.optimizer))
 
     def units(self) -> Sequence[UnitGeometry]:
         """The engine's."""
@@ -337,10 +266,6 @@ class Sharded:
         """See :meth:`Strategy.describe`."""
         return describe(self.engine)
 
-    def close(self) -> None:
-        """Let go of shared memory."""
-        self.engine.wire.close()
-
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
     """Wrap ``model`` in the trial's strategy; all ranks must call it.
@@ -348,8 +273,8 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     Args:
         trial: names strategy and policy.
         model: unsharded, on ``device``, the same on every rank; it is changed.
-        rank: context of this process.
-        device: of the tensors.
+        rank: of this process.
+        device: of the model.
 
     Raises:
         Refusal: for a combination that is not possible.
@@ -358,7 +283,7 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     """
     policy = trial.resolved_policy()
     if policy is None:
-        return _peer(trial.strategy, model, device)
+        return peer(trial.strategy, model, device)
     wire = wire_of(trial, rank, device)
     if trial.host is not None:
         return _hosted(trial.host, model, wire, policy)
@@ -379,17 +304,22 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
 def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
     """Shard ``model`` with our engine; all ranks must call it."""
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
-    return Sharded(model, zero, policy, trial.optimizer, trial.accumulation)
+    return Sharded(model, {}, wire, zero, policy, trial.optimizer, trial.accumulation)
 
 
-def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:
+def peer(name: str, model: nn.Module, device: torch.device, *, kept: bool = False) -> Strategy:
+    """Wrap ``model`` as torch does.
+
+    FSDP2 keeps the root gathered between forward and backward, as by default; ``kept`` has it keep all.
+    """
     if name == "single":
-        return Peer(model, {"gather": "none", "reduce": "none"})
+        return Strategy(model, {"gather": "none", "reduce": "none"}, None)
     backend = dist.get_backend()
     if name == "ddp":
         devices = [device.index] if device.type == "cuda" else None
         wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices)
-        return Peer(wrapped, {"gather": "none", "reduce": f"all_reduce of {backend}, fp32, by bucket"})
+        names = {"gather": "none", "reduce": f"all_reduce of {backend}, fp32, by bucket"}
+        return Strategy(wrapped, names, None)
     if name == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -398,10 +328,10 @@ def _peer(name: str, model: nn.Module, device: torch.device) -> Peer:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for block in find_blocks(model):
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+            fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False if kept else None)
         names = {"gather": f"all_gather of {backend}, fp32", "reduce": f"reduce_scatter of {backend}, fp32"}
-        return Peer(model, names)
+        return Strategy(model, names, None)
     raise Refusal(f"unknown strategy {name!r}")
 
 
@@ -409,17 +339,8 @@ def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
     """The named peer with our collectives inside."""
     check_host(host, policy)
     if host == "fsdp2":
-        peer = _peer(host, model, wire.mesh.device)
-        return Hosted(peer.model, {}, join_fsdp2(peer.model, wire, policy))
+        wrapped = peer(host, model, wire.mesh.device).model
+        return Hosted(wrapped, {}, wire, InFSDP2(wrapped, wire, policy))
     # Buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire.
     wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-    return Hosted(wrapped, {}, join_ddp(wrapped, wire, policy))
-
-
-def build_optimizer(optimizer: Optimizer, strategy: Strategy) -> torch.optim.Optimizer:
-    """Build the optimizer that the trial names, over the strategy's parameters.
-
-    Raises:
-        Refusal: if torch has none of that name, or its arguments do not fit.
-    """
-    return built(optimizer, strategy.parameters())
+    return Hosted(wrapped, {}, wire, InDDP(wrapped, wire, policy))

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -21,7 +22,6 @@ from rich.console import Console
 
 from harness.cluster.link import (
     REPETITIONS,
-    Exchange,
     Link,
     LinkError,
     Setting,
@@ -38,11 +38,11 @@ from harness.cluster.processes import (
     run_ranks,
     start_server,
 )
-from harness.cluster.rank import Progress, Rank
+from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
-from harness.runs.forecast import Forecast, beyond_limit, findings, forecast, this_host
+from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.trial import run as run_trial
@@ -64,9 +64,8 @@ class SweepOutcome:
     """Counts of a sweep's trials by outcome.
 
     Attributes:
-        ok, skipped: trials that ran with a result, and that had a record before.
         failed: trials without a result, those of earlier runs included.
-        interrupted: Ctrl-C ended it.
+        skipped: trials that had a record before.
         leads: whether this process wrote the records; under torchrun only the first rank does.
     """
 
@@ -84,14 +83,7 @@ class _Interrupted(Exception):  # noqa: N818 - no error: what a user asked for
 def run_sweep(
     suite_name: str, trials: Sequence[Trial], results: Path, console: Console, *, question: str = ""
 ) -> SweepOutcome:
-    """Run the trials that have no record in ``results``, in order.
-
-    Args:
-        suite_name: goes on the records.
-        trials: in the order in which they are to run.
-        results: folder of the records; logs of failed trials go to its ``logs``.
-        console: for progress output.
-        question: what the suite asks; goes on the records.
+    """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
     Raises:
         RecordError: if ``results`` cannot be read or written.
@@ -180,7 +172,7 @@ def alone(results: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _joined() -> Iterator[bool]:
-    """Be one of torchrun's ranks in the body; whether this one leads."""
+    """Be one of torchrun's ranks in the body; yields whether this one leads."""
     import torch.distributed as dist
 
     from impl.comm.mesh import default_group
@@ -249,38 +241,33 @@ class _Sweep:
             KeyboardInterrupt: after its record as interrupted is written.
         """
         display.began(trial)
-        started, link = _now(), None
-        foreseen = _foreseen(trial)
-        if foreseen is not None and foreseen.beyond_limit is not None:
-            failure = Failure(kind="memory", message=f"not run: {foreseen.beyond_limit}", log=None)
-            return self._record(trial, order, started, failure=failure, parameters=foreseen.parameters or 0)
+        record, link = partial(self._record, trial, order, _now()), None
+        if trial.memory_limit is not None:
+            (foreseen,) = forecast((trial,), this_host())
+            if foreseen.beyond_limit is not None:
+                failure = Failure(kind="memory", message=f"not run: {foreseen.beyond_limit}", log=None)
+                return record(None, failure, parameters=foreseen.parameters or 0)
         try:
             link = self._link(_setting(trial), trial, display)
             _check(trial, link)
             outcomes = self._outcomes(trial, link, display.progress)
             if not self.leads:
-                return self._record(trial, order, started, failure=None)
-            known = _link_record(link)
-            result = assemble(outcomes, self._record(trial, order, started, failure=None, link=known))
+                return record(None, None)
+            result = assemble(outcomes, record(link, None))
         except KeyboardInterrupt:
-            failure = Failure(kind="interrupted", message="Ctrl-C", log=None)
-            write(self.results, self._failed(trial, order, started, link, failure))
+            write(self.results, record(link, Failure(kind="interrupted", message="Ctrl-C", log=None)))
             raise
         except LaunchError as error:
-            failure = _failure(error.kind, error, self._relative(error.log))
-            return self._failed(trial, order, started, link, failure)
+            log = None if error.log is None else str(error.log.relative_to(self.results))
+            return record(link, _failure(error.kind, error, log))
         except REFUSALS as error:
-            return self._failed(trial, order, started, link, _failure("refused", error))
+            return record(link, _failure("refused", error))
         except TrialError as error:
-            return self._failed(trial, order, started, link, _failure("wrong", error))
+            return record(link, _failure("wrong", error))
         return result.model_copy(update={"failure": _beyond_limit(trial, result)})
 
     def _link(self, setting: Setting, trial: Trial, display: Display) -> Link:
-        """The open, calibrated link of a setting.
-
-        Raises:
-            LinkError: if it cannot be opened; the error is kept for later trials of the same setting.
-        """
+        """The open, calibrated link of a setting; a LinkError is kept for its later trials."""
         if setting not in self._links:
             display.progress(Progress("link"))
             try:
@@ -300,39 +287,42 @@ class _Sweep:
         return found
 
     def _calibrate(self, link: Link, trial: Trial) -> None:
-        nodes = link.setting.nodes
-        if nodes == 1:
+        if link.setting.nodes == 1:
             return
         per_node = trial.cluster.ranks_per_node if trial.cluster.launcher == "torchrun" else 1
-        speakers = tuple(range(0, nodes * per_node, per_node))
-        launch = Launch(
-            topology=Topology(nodes, per_node),
+        launch = self._launch(
+            link, Topology(link.setting.nodes, per_node), 1, _CALIBRATION_SECONDS, "calibration"
+        )
+        found = self._start(trial, _exchange, message_bytes(link.setting.rate_mbit), launch, lambda _: None)
+        link.calibrated_mbit = slowest([rates for rates in found if rates])
+
+    def _launch(  # noqa: PLR0917  # what differs between a calibration and a trial
+        self, link: Link, topology: Topology, threads: int, seconds: float, log: str, backend: str = "gloo"
+    ) -> Launch:
+        return Launch(
+            topology=topology,
             ports=link.ports,
             paced_mbit=link.paced_mbit,
-            threads=1,
-            timeout_seconds=_CALIBRATION_SECONDS,
-            log=self.results / LOGS / "calibration.log",
+            threads=threads,
+            timeout_seconds=seconds,
+            log=self.results / LOGS / f"{log}.log",
             scratch=self.results / SCRATCH,
+            backend=backend,
         )
-        exchange = Exchange(message_bytes(link.setting.rate_mbit), REPETITIONS, speakers)
-        found = self._start(trial, _exchange, exchange, launch, lambda _: None)
-        link.calibrated_mbit = slowest([rates for rates in found if rates])
 
     def _outcomes(self, trial: Trial, link: Link, on_progress: Callable[[Progress], None]) -> list[Outcome]:
         single = trial.strategy == "single"
         topology = Topology(1, 1) if single else trial.topology()
         here = topology.ranks_per_node if trial.cluster.launcher == "torchrun" else topology.world
-        launch = Launch(
-            topology=topology,
-            ports=link.ports,
-            paced_mbit=link.paced_mbit,
-            threads=trial.threads or max(1, machine.cores() // here),
-            timeout_seconds=trial.timeout_seconds,
-            log=self.results / LOGS / f"{trial.id}.log",
-            scratch=self.results / SCRATCH,
-            backend="cpu:gloo,cuda:nccl" if trial.cluster.transport == "nccl" else "gloo",
+        threads = trial.threads or max(1, machine.cores() // here)
+        backend = "cpu:gloo,cuda:nccl" if trial.cluster.transport == "nccl" else "gloo"
+        launch = self._launch(link, topology, threads, trial.timeout_seconds, trial.id, backend)
+        assignment = Assignment(
+            trial=trial,
+            probe_bytes=message_bytes(link.setting.rate_mbit) if link.setting.nodes > 1 else None,
+            count=link.kind == "namespaces",
         )
-        return self._start(trial, run_trial, assignment(trial, link), launch, on_progress)
+        return self._start(trial, run_trial, assignment, launch, on_progress)
 
     def _start(
         self,
@@ -346,17 +336,18 @@ class _Sweep:
         if trial.cluster.launcher == "local":
             return run_ranks(target, argument, launch, on_progress)
         if trial.cluster.launcher == "torchrun":
-            return run_in_place(target, argument, launch) or []
+            return run_in_place(target, argument, launch)
         raise Refusal("cluster.launcher = 'slurm' does not exist yet; start 'torchrun' through srun")
 
-    def _relative(self, log: Path | None) -> str | None:
-        return None if log is None else str(log.relative_to(self.results))
-
-    def _failed(self, trial: Trial, order: int, started: str, link: Link | None, failure: Failure) -> Record:
-        known = None if link is None else _link_record(link)
-        return self._record(trial, order, started, failure=failure, link=known)
-
-    def _record(self, trial: Trial, order: int, started: str, **fields: Any) -> Record:
+    def _record(  # noqa: PLR0917  # the first three are of one trial
+        self,
+        trial: Trial,
+        order: int,
+        started: str,
+        link: Link | None,
+        failure: Failure | None,
+        parameters: int = 0,
+    ) -> Record:
         return Record(
             id=trial.id,
             suite=self.suite,
@@ -370,23 +361,10 @@ class _Sweep:
             inputs=digests(trial),
             pool=self.pool,
             findings=list(findings(trial)),
-            **fields,
+            link=None if link is None else _link_record(link),
+            failure=failure,
+            parameters=parameters,
         )
-
-
-def assignment(trial: Trial, link: Link) -> Assignment:
-    """The assignment of a trial's ranks on ``link``."""
-    several = link.setting.nodes > 1
-    return Assignment(
-        trial=trial,
-        probe_bytes=message_bytes(link.setting.rate_mbit) if several else None,
-        count=link.kind == "namespaces",
-    )
-
-
-def _foreseen(trial: Trial) -> Forecast | None:
-    """The forecast of a trial with a memory limit; None if it has no limit."""
-    return None if trial.memory_limit is None else forecast((trial,), this_host())[0]
 
 
 def _beyond_limit(trial: Trial, result: Record) -> Failure | None:
@@ -418,8 +396,8 @@ def _check(trial: Trial, link: Link) -> None:
             raise Refusal("strategy 'single' is one process: run it with cluster.launcher = 'local'")
 
 
-def _exchange(rank: Rank, exchange: Exchange) -> list[float]:
-    return exchange.run(rank.pacer)
+def _exchange(rank: Rank, nbytes: int) -> list[float]:
+    return exchange(rank, nbytes, REPETITIONS)
 
 
 def _link_record(link: Link) -> LinkRecord:

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.cluster.link import PROBES, Counters, Exchange, counters, slowest
-from harness.cluster.rank import Progress, Rank
+from harness.cluster.link import PROBES, Counters, counters, slowest
+from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
 from harness.measure.cpu_usage import ProcessorMeter, Spent
 from harness.measure.memory_parts import without_training
-from harness.measure.meter import PowerSampler, StepClock, forget_peak, peak_device, peak_rss
+from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss, sampling_power
 from harness.measure.quantisation_error import Squares, errors_of, measure
 from harness.measure.reference_loss import (
+    TOLERANCE,
     FirstLoss,
-    WrongLossError,
     as_computed,
     as_gathered,
     as_gathered_by_fsdp2,
@@ -41,13 +41,14 @@ from harness.records.record import (
     Record,
     Validation,
 )
-from harness.runs.strategies import Strategy, build_optimizer, prepare
+from harness.runs.optimizers import built
+from harness.runs.strategies import Strategy, prepare
 from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.data import Batch, Data
 from harness.workloads.generation import Counted, Generator
 from impl import ops
-from impl.adapters.fsdp2_ddp import fsdp2_groups
+from impl.adapters.joined import fsdp2_groups
 from impl.plan.offload_plan import CopyKey
 from impl.plan.traffic import Event, LedgerKey, Sent
 from impl.zero import find_blocks, plan_units
@@ -62,7 +63,6 @@ class Assignment:
     """Argument of every rank of a trial.
 
     Attributes:
-        trial: to run.
         probe_bytes: size of a probe's message; None for no probe.
         count: whether the node's interface counts exactly the bytes that leave the node.
     """
@@ -76,19 +76,13 @@ class Assignment:
 class Outcome:
     """Result of one rank.
 
+    What is here named as in :class:`~harness.records.record.Record` is this rank's share of it.
+
     Attributes:
-        record: steps, ledger, memory.
-        validations: its share of each.
         predicted: bytes that ``impl.plan.traffic`` predicts for the timed steps; None for peers.
         sent: counters of its node's interface over the timed steps, evaluations left out; from the
             first rank of a node.
         probed: Mbit/s into its node.
-        errors: sums for quantisation errors.
-        first_loss: before training, unsharded and sharded.
-        ran: algorithms, transports, threads.
-        units: name, elements, padded elements.
-        parameters: elements of the model.
-        power: samples of its GPU.
         decoded: digests of what its generations decoded, warm-ups included.
         spent: processor seconds over the timed steps; of the first rank the machine's too, if all are on it.
     """
@@ -138,7 +132,7 @@ class _Run:
         found = mean_loss(self.strategy.model, self._first_batches())
         self.strategy.weights_changed()  # what the check gathered must not serve the first step
         self.first_loss = FirstLoss(reference, expected, found)
-        self.optimizer = build_optimizer(trial.optimizer, self.strategy)
+        self.optimizer = built(trial.optimizer, self.strategy.parameters())
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
         self.generator = self._generator() if trial.workload == "generate" else None
         self.events: list[Event] = []
@@ -159,14 +153,14 @@ class _Run:
         counted_before = self._trained()
         alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
         processors = ProcessorMeter(machine=alone and self.rank.rank == 0)
-        with PowerSampler(self.device) as power:
+        with sampling_power(self.device) as power:
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
                 self._one(index)
         dist.barrier()
         spent = processors.spent()
         counted = self._trained()
-        if trial.validate_every is not None and not self._validated(total):
+        if trial.validate_every is not None and all(v.step != total for v in self.validations):
             self._validate(total)
         ledger = self.strategy.ledger()
         engine, formula = self.strategy.memory(self.optimizer), self.strategy.formula()
@@ -196,12 +190,14 @@ class _Run:
                 node=self.rank.node,
                 local=self.rank.local,
                 steps=self.clock.steps,
-                ledger=None if ledger is None else _rows(_less(ledger, ledger_before or {})),
+                ledger=_rows(ledger, ledger_before),
                 memory=memory,
                 tokens=[] if self.generator is None else self.generator.measured,
             ),
             validations=self.validations,
-            predicted=self._predicted(skipped),
+            predicted=_rows(
+                self.strategy.predicted(self.events), self.strategy.predicted(self.events[:skipped])
+            ),
             sent=sent,
             probed=probed,
             errors=errors,
@@ -209,7 +205,7 @@ class _Run:
             ran=ran,
             units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
             parameters=self.parameters,
-            power=power.samples if self.rank.speaks else None,
+            power=power if self.rank.speaks else None,
             decoded=[] if self.generator is None else self.generator.sha256,
             spent=spent,
         )
@@ -284,9 +280,6 @@ class _Run:
         if trial.validate_every and (index + 1) % trial.validate_every == 0:
             self._validate(index + 1)
 
-    def _validated(self, step: int) -> bool:
-        return bool(self.validations) and self.validations[-1].step == step
-
     def _validate(self, step: int) -> None:
         """Loss on the validation split after ``step`` steps."""
         self.rank.report(Progress("validation", step, self.trial.warmup + self.trial.steps))
@@ -342,10 +335,7 @@ class _Run:
         if self.assignment.probe_bytes is None:
             return []
         self.rank.report(Progress("probe"))
-        per_node = self.rank.topology.ranks_per_node
-        speakers = tuple(range(0, self.rank.topology.world, per_node))
-        exchange = Exchange(self.assignment.probe_bytes, PROBES, speakers)
-        return exchange.run(self.rank.pacer, str(self.device))
+        return exchange(self.rank, self.assignment.probe_bytes, PROBES, str(self.device))
 
     def _quantisation(self) -> dict[tuple[str, str, str], Squares]:
         """Errors of codecs on this rank's weights and on the gradients of one more backward pass."""
@@ -370,13 +360,6 @@ class _Run:
             "corpus_sha256": self.data.sha256,
         }
 
-    def _predicted(self, skipped: int) -> list[LedgerRow] | None:
-        """Predicted bytes of the passes after the first ``skipped``."""
-        whole = self.strategy.predicted(self.events)
-        if whole is None:
-            return None
-        return _rows(_less(whole, self.strategy.predicted(self.events[:skipped]) or {}))
-
 
 def device_of(trial: Trial, rank: Rank) -> torch.device:
     """The device of a rank's tensors; makes a GPU torch's current device.
@@ -394,22 +377,19 @@ def device_of(trial: Trial, rank: Rank) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _less(whole: Mapping[LedgerKey, Sent], before: Mapping[LedgerKey, Sent]) -> dict[LedgerKey, Sent]:
-    """Ledger difference: ``whole`` minus ``before``."""
-    rest = {}
-    for key, sent in whole.items():
-        earlier = before.get(key, Sent(0, 0))
-        left = Sent(sent.bytes - earlier.bytes, sent.messages - earlier.messages)
-        if left != Sent(0, 0):
-            rest[key] = left
-    return rest
-
-
-def _rows(sent: Mapping[LedgerKey, Sent]) -> list[LedgerRow]:
-    return [
-        LedgerRow(**key._asdict(), bytes=total.bytes, messages=total.messages)
-        for key, total in sorted(sent.items())
-    ]
+def _rows(
+    whole: Mapping[LedgerKey, Sent] | None, before: Mapping[LedgerKey, Sent] | None
+) -> list[LedgerRow] | None:
+    """Ledger difference: ``whole`` minus ``before``; None where there is no ledger."""
+    if whole is None:
+        return None
+    rows = []
+    for key, sent in sorted(whole.items()):
+        earlier = (before or {}).get(key, Sent(0, 0))
+        if sent != earlier:
+            row = {"bytes": sent.bytes - earlier.bytes, "messages": sent.messages - earlier.messages}
+            rows.append(LedgerRow(**key._asdict(), **row))
+    return rows
 
 
 def _copied(whole: Mapping[CopyKey, int], before: Mapping[CopyKey, int]) -> dict[str, int]:
@@ -422,11 +402,7 @@ def _copied(whole: Mapping[CopyKey, int], before: Mapping[CopyKey, int]) -> dict
 
 
 def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
-    """Assemble the record of a trial from all ranks' outcomes.
-
-    Args:
-        outcomes: by rank.
-        blank: the record without measurements.
+    """Assemble the record of a trial from all ranks' outcomes, in rank order, and one without measurements.
 
     Raises:
         TrialError: for a loss that is not finite, one before training that is not a single process's,
@@ -471,7 +447,7 @@ def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
         seconds=first.seconds,
         processors=first.processors,
         ranks=math.fsum(rank.computed for rank in spent),
-        **asdict(machine),
+        **machine,
     )
 
 
@@ -488,10 +464,13 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 
 def _check_losses(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
-        try:
-            outcome.first_loss.check(outcome.record.rank)
-        except WrongLossError as error:
-            raise TrialError(str(error)) from None
+        found, expected = outcome.first_loss.found, outcome.first_loss.expected
+        allowed = TOLERANCE * max(1.0, abs(expected))
+        if not abs(found - expected) <= allowed:  # also if either is NaN
+            raise TrialError(
+                f"before training the loss of rank {outcome.record.rank} is {found:.6f}, of a single process "
+                f"on the same batches with equal weights {expected:.6f}: they differ by more than {allowed:g}"
+            )
         for step in outcome.record.steps:
             if not math.isfinite(step.loss):
                 raise TrialError(

@@ -1,26 +1,7 @@
 """Reads a suite file in TOML and expands it into a list of trials, interleaved by repeat.
 
-A suite asks one question.  Its file::
-
-    name = "bits"                       # of its results folder
-    question = "How few bits ...?"
-    time = "6 min on 2 cores"           # stated, not enforced
-    repeats = 3
-
-    [defaults]                          # any field of Trial
-    cluster.rate = "50 Mbit/s"
-    [matrix]                            # axes, of which every combination is run
-    strategy = ["zero3", "zeropp"]
-    model.arguments.layers = [2, 4]
-    [[zip]]                             # axes that step together
-    tokens_per_rank = [512, 1024]
-    sequence = [128, 256]
-    [[exclude]]                         # partial matches; a list is any of its members
-    strategy = "zero3"
-    sequence = 256
-    [[override]]                        # applied in order, after the excludes
-    match = { strategy = "zeropp" }
-    set = { steps = 4 }
+A suite asks one question; docs/guide/suites.md says how.  Axes of ``[matrix]`` and ``[[zip]]`` multiply into
+cells over ``[defaults]``; then come ``[[exclude]]`` and, in order, ``[[override]]``.
 
 A codec, error feedback or hpZ group that [defaults] or [matrix] sets for all strategies applies only to those
 that quantise there or keep a secondary shard: ZeRO-3 stays ZeRO-3.  A [[zip]] or an [[override]] that
@@ -32,9 +13,11 @@ Raises :class:`SuiteError` for everything that is known to be wrong without buil
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
+import operator
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +28,6 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from harness.suites.interleaving import interleaved
-from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.trial import PEERS, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
@@ -54,7 +35,6 @@ from impl.deepspeed.config_file import DeepSpeedError
 from impl.deepspeed.config_file import load as load_configuration
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
-_ABSENT: Final = object()
 _CONFIGURATION: Final = "deepspeed_config"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 
@@ -89,8 +69,6 @@ class Suite:
     """A question and the trials that answer it, in the order in which they run.
 
     Attributes:
-        name: of the suite and its results folder.
-        question: what it asks.
         time: how long it takes, as its file states.
         trials: repeat by repeat; inside a repeat, trials that differ only in strategy and policy
             stand together, and their order changes from repeat to repeat.
@@ -129,14 +107,14 @@ def load(path: Path) -> Suite:
 
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     """Dotted paths of the fields in which canonical trials differ, ``repeat`` left out, in field order."""
-    flat = [dict(_flatten(trial)) for trial in trials]
+    flat = [dict(flatten(trial)) for trial in trials]
     paths = dict.fromkeys(itertools.chain.from_iterable(flat))
     return [path for path in paths if path != "repeat" and len({_text(one.get(path)) for one in flat}) > 1]
 
 
 def look_up(trial: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path of a canonical trial; None if it has none."""
-    return dict(_flatten(trial)).get(path)
+    return dict(flatten(trial)).get(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -159,43 +137,34 @@ class _Expansion:
     def __init__(self, path: Path, tables: dict[str, Any]) -> None:
         self.path = path
         self._check_text(tables)
-        self.file = self._validated(self._with_configurations(tables))
+        self.file = self._validated(tables)
         self.fields = dict(_fields(Trial))
+        self.defaults = self._settings(self.file.defaults, "[defaults]")
+        self.axes = self._axes()
 
     def suite(self) -> Suite:
         """Expand, exclude, override, validate, align and order."""
-        defaults = self._settings(self.file.defaults, "[defaults]")
-        axes = self._axes()
-        total = math.prod(len(axis) for axis in axes) * self.file.repeats
+        total = math.prod(len(axis) for axis in self.axes) * self.file.repeats
         if total > MOST_TRIALS:
             self._refuse(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
-        cells = []
-        for points in itertools.product(*axes):
-            settings = dict(defaults)
-            for point in points:
-                settings |= point
-            cells.append(settings)
+        products = itertools.product(*self.axes)
+        cells = [functools.reduce(operator.or_, points, self.defaults) for points in products]
         cells = self._override(self._exclude(cells))
         if not cells:
             self._refuse("[[exclude]] leaves no trial")
-        trials = [self._trial(settings) for settings in cells]
-        for settings, trial in zip(cells, trials, strict=True):
-            self._check(settings, trial.check_recipe, axes)
+        trials = self._checked(cells, Trial.check_recipe)
         kept: dict[str, None] = {}
         if len({trial.strategy for trial in trials} - set(PEERS)) > 1:
             cells = [
                 self._fitting(settings, trial, kept) for settings, trial in zip(cells, trials, strict=True)
             ]
-            trials = [self._trial(settings) for settings in cells]
-        for settings, trial in zip(cells, trials, strict=True):
-            self._check(settings, trial.check, axes)
-        trials = _aligned([_without_policy(trial) for trial in trials])
+        trials = _aligned(self._checked(cells, Trial.check))
         unique = _different(trials)
         return Suite(
             self.file.name,
             self.file.question,
             self.file.time,
-            tuple(interleaved(unique, self.file.repeats)),
+            tuple(_interleaved(unique, self.file.repeats)),
             len(trials) - len(unique),
             tuple(kept),
         )
@@ -220,7 +189,7 @@ class _Expansion:
                     f"unknown key {key!r}: expected one of {known}{suggestion(key, _File.model_fields)}"
                 )
         try:
-            return _File.model_validate(tables, strict=True)
+            return _File.model_validate(self._with_configurations(tables), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -228,20 +197,16 @@ class _Expansion:
                 self._refuse(f"key {where!r} is missing")
             self._refuse(f"{where} = {_text(first['input'])}: {_allowed([first])}")
 
-    def _with_configurations(self, tables: dict[str, Any]) -> dict[str, Any]:
+    def _with_configurations(self, value: Any) -> Any:
         """The tables with each DeepSpeed configuration (a path beside the suite, or a table) as text."""
-
-        def inlined(table: Any) -> Any:
-            if isinstance(table, list):
-                return [inlined(one) for one in table]
-            if not isinstance(table, dict):
-                return table
-            changed = {name: inlined(table[name]) for name in ("match", "set") if name in table}
-            if _CONFIGURATION in table:
-                changed[_CONFIGURATION] = self._configurations(table[_CONFIGURATION])
-            return {**table, **changed}
-
-        return {name: inlined(table) for name, table in tables.items()}
+        if isinstance(value, list):
+            return [self._with_configurations(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: (self._configurations if key == _CONFIGURATION else self._with_configurations)(inner)
+            for key, inner in value.items()
+        }
 
     def _configurations(self, value: Any) -> Any:
         """Text of one configuration, or of each of a list."""
@@ -260,19 +225,17 @@ class _Expansion:
         """The axes: each a list of points, a point being its fields' values; a zip is one axis."""
         axes: list[list[_Settings]] = []
         taken: list[str] = []
-        for path, values in _flatten(self.file.matrix):
+        for path, values in flatten(self.file.matrix):
             axes.append(self._points(path, values, "[matrix]", taken))
             self._check_different(values, f"[matrix] {path}")
         for number, table in enumerate(self.file.zip, 1):
             name = f"[[zip]] #{number}"
-            columns = {path: self._points(path, values, name, taken) for path, values in _flatten(table)}
-            lengths = {path: len(points) for path, points in columns.items()}
-            if len(set(lengths.values())) > 1:
-                counts = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+            columns = {path: self._points(path, values, name, taken) for path, values in flatten(table)}
+            if len({len(points) for points in columns.values()}) > 1:
+                counts = ", ".join(f"{path} has {len(points)}" for path, points in columns.items())
                 self._refuse(f"{name}: {counts} values; expected equal numbers")
-            self._check_different(list(zip(*dict(_flatten(table)).values(), strict=True)), name)
-            rows = zip(*columns.values(), strict=True)
-            axes.append([{k: v for point in row for k, v in point.items()} for row in rows])
+            self._check_different(list(zip(*dict(flatten(table)).values(), strict=True)), name)
+            axes.append([functools.reduce(operator.or_, row) for row in zip(*columns.values(), strict=True)])
         return axes
 
     def _check_different(self, points: list[Any], axis: str) -> None:
@@ -285,43 +248,39 @@ class _Expansion:
 
     def _points(self, path: str, values: Any, table: str, taken: list[str]) -> list[_Settings]:
         """The points of one axis, one per value."""
+        self._kind(path, table)
         if not isinstance(values, list) or not values:
-            self._check_path(path, table, _ABSENT)
             self._refuse(f"{table} {path} = {_text(values)}: expected a list of at least one value")
         for other in taken:
             if path == other or path.startswith(other + ".") or other.startswith(path + "."):
                 self._refuse(f"{table} {path}: {other!r} is an axis already; expected each field once")
         taken.append(path)
-        if not isinstance(values[0], dict):
-            self._check_path(path, table, values[0])
         return [self._settings({path: value}, table) for value in values]
 
     def _settings(self, table: dict[str, Any], name: str) -> _Settings:
         """A table's values by dotted path, every path checked."""
         settings = {}
-        for path, value in _flatten(table):
-            self._check_path(path, name, value)
+        for path, value in flatten(table):
+            if self._kind(path, name) != "leaf":
+                inside = ", ".join(p for p in self.fields if p.startswith(path + ".")) or "its arguments"
+                self._refuse(f"{name} {path} = {_text(value)}: expected a table ({inside})")
             settings[path] = _Setting(value, name)
         return settings
 
-    def _check_path(self, path: str, table: str, value: Any) -> None:
-        """Refuse a path that names no field."""
+    def _kind(self, path: str, table: str) -> str:
+        """The kind of the field at a path; refuses a path that names none."""
         kind = self.fields.get(path)
-        if kind == "leaf":
-            return
-        if kind in ("table", "open"):
-            if value is _ABSENT:
-                return
-            inside = ", ".join(p for p in self.fields if p.startswith(path + ".")) or "its arguments"
-            self._refuse(f"{table} {path} = {_text(value)}: expected a table ({inside})")
-        if self.fields.get(path.rpartition(".")[0]) == "open":
-            return
+        if kind is None and self.fields.get(path.rpartition(".")[0]) == "open":
+            kind = "leaf"
         if path == "repeat":
             self._refuse(f"{table} repeat: set by the key `repeats` at the top of the file")
-        near = suggestion(path, self.fields) or suggestion(path, [p.rpartition(".")[2] for p in self.fields])
-        if not near:
-            near = f"; expected one of {', '.join(p for p, k in self.fields.items() if k != 'table')}"
-        self._refuse(f"{table} {path}: no such field of a trial{near}")
+        if kind is None:
+            last_names = [known.rpartition(".")[2] for known in self.fields]
+            near = suggestion(path, self.fields) or suggestion(path, last_names)
+            if not near:
+                near = f"; expected one of {', '.join(p for p, k in self.fields.items() if k != 'table')}"
+            self._refuse(f"{table} {path}: no such field of a trial{near}")
+        return kind
 
     def _trial(self, settings: _Settings) -> Trial:
         """Validate one cell into a trial, without coercing TOML's types."""
@@ -333,25 +292,13 @@ class _Expansion:
                 place = place.setdefault(part, {})
             place[leaf] = setting.value
         try:
-            trial = Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
+            return Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
         except ValidationError as error:
             errors = error.errors()
             path = _path_of(errors[0], settings)
             same = [e for e in errors if _path_of(e, settings) == path]
             setting = settings[path]
             self._refuse(f"{setting.table} {path} = {_text(setting.value)}: {_allowed(same)}")
-        self._check_model(settings, trial.model.name)
-        return trial
-
-    def _check_model(self, settings: _Settings, name: str) -> None:
-        """Refuse a model that is neither a preset nor ``module:function``, which is not imported here."""
-        if name in MODELS or ":" in name:
-            return
-        table = settings["model.name"].table if "model.name" in settings else "[defaults]"
-        self._refuse(
-            f"{table} model.name = {_text(name)}: expected one of {', '.join(MODELS)} or "
-            f"'module:function'{suggestion(name, MODELS)}"
-        )
 
     def _fitting(self, settings: _Settings, trial: Trial, kept: dict[str, None]) -> _Settings:
         """The cell without fields that would turn its strategy into another, unless set for that strategy."""
@@ -367,16 +314,17 @@ class _Expansion:
             kept[f"{said} does not apply to {trial.strategy}, which would be another strategy with it"] = None
         return {path: setting for path, setting in settings.items() if path not in foreign}
 
-    def _check(self, settings: _Settings, check: Callable[[], None], axes: list[list[_Settings]]) -> None:
-        """Refuse fields that contradict each other, naming the cell by the fields that vary."""
-        try:
-            check()
-        except ValueError as error:
-            varying = dict.fromkeys(path for axis in axes for point in axis for path in point)
-            cell = ", ".join(
-                f"{path} = {_text(settings[path].value)}" for path in varying if path in settings
-            )
-            self._refuse(f"{f'with {cell}: ' if cell else ''}{error}")
+    def _checked(self, cells: list[_Settings], check: Callable[[Trial], None]) -> list[Trial]:
+        """The cells' trials; refuses fields that contradict each other, naming the cell by what varies."""
+        trials = [self._trial(settings) for settings in cells]
+        varying = dict.fromkeys(path for axis in self.axes for point in axis for path in point)
+        for settings, trial in zip(cells, trials, strict=True):
+            try:
+                check(trial)
+            except ValueError as error:
+                cell = [f"{path} = {_text(settings[path].value)}" for path in varying if path in settings]
+                self._refuse(f"with {', '.join(cell)}: {error}" if cell else str(error))
+        return trials
 
     def _exclude(self, cells: list[_Settings]) -> list[_Settings]:
         for number, match in enumerate(self.file.exclude, 1):
@@ -394,12 +342,13 @@ class _Expansion:
 
     def _matcher(self, match: dict[str, Any], name: str, cells: list[_Settings]) -> list[bool]:
         """Which cells a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
-        wanted: dict[str, list[Any]] = {}
-        for path, value in _flatten(match):
-            choices = value if isinstance(value, list) else [value]
-            for choice in choices:
-                trial = self._trial(self._settings({path: choice}, name))
-                wanted.setdefault(path, []).append(_at(trial, path))
+        wanted = {
+            path: [
+                _at(self._trial(self._settings({path: choice}, name)), path)
+                for choice in (value if isinstance(value, list) else [value])
+            ]
+            for path, value in flatten(match)
+        }
         trials = [self._trial(cell) for cell in cells]
         hits = [all(_at(trial, path) in values for path, values in wanted.items()) for trial in trials]
         if not any(hits):
@@ -407,11 +356,11 @@ class _Expansion:
         return hits
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted path, value) of every value that is not a table."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -431,17 +380,14 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str
 
 def _at(trial: Trial, path: str) -> Any:
     """Value of a trial at a dotted path, also where its canonical form leaves it out."""
-    return dict(_flatten(json.loads(trial.model_dump_json()))).get(path, _ABSENT)
+    return look_up(trial.model_dump(mode="json"), path)
 
 
 def _path_of(error: ErrorDetails, settings: _Settings) -> str:
     """The longest prefix of an error's location that the suite set."""
     parts = [str(part) for part in error["loc"]]
-    for length in range(len(parts), 0, -1):
-        path = ".".join(parts[:length])
-        if path in settings:
-            return path
-    return next(iter(settings))
+    paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((path for path in paths if path in settings), next(iter(settings)))
 
 
 def _allowed(errors: Sequence[ErrorDetails]) -> str:
@@ -451,48 +397,37 @@ def _allowed(errors: Sequence[ErrorDetails]) -> str:
 
 
 def _one_allowed(error: ErrorDetails) -> str:
-    context = error.get("ctx", {})
-    kind = error["type"]
-    words = {
-        "int_type": "expected a whole number",
-        "int_from_float": "expected a whole number",
-        "float_type": "expected a number",
-        "finite_number": "expected a finite number",
-        "string_type": "expected text",
-        "string_too_short": "expected text",
-        "bool_type": "expected true or false",
-        "dict_type": "expected a table",
-        "model_type": "expected a table",
-        "list_type": "expected a list",
-        "tuple_type": "expected a list of two",
-        "missing": "expected a list of two",
-        "too_long": "expected a list of two",
-        "string_pattern_mismatch": "expected letters, digits, '_', '-' and '.'",
-    }
-    if kind in words:
-        return words[kind]
-    if kind == "string_too_long":
-        return f"expected at most {context['max_length']} characters"
-    if kind == "value_error":
-        return str(context["error"])
-    if kind == "literal_error":
-        return (
-            f"expected {context['expected']}{suggestion(str(error['input']), _quoted(context['expected']))}"
-        )
-    if kind == "greater_than_equal":
-        return f"expected at least {context['ge']}"
-    if kind == "less_than_equal":
-        return f"expected at most {context['le']}"
-    if kind == "less_than":
-        return f"expected less than {context['lt']}"
-    if kind == "greater_than":
-        return f"expected more than {context['gt']}"
+    if error["type"] == "literal_error":
+        expected = error["ctx"]["expected"]  # as in 'a', 'b' or 'c'
+        near = suggestion(str(error["input"]), expected.split("'")[1::2])
+        return f"expected {expected}{near}"
+    if words := _ALLOWED.get(error["type"]):
+        return words.format(**error.get("ctx", {}))
     return error["msg"][0].lower() + error["msg"][1:]
 
 
-def _quoted(expected: str) -> list[str]:
-    """The words in pydantic's ``'a', 'b' or 'c'``."""
-    return expected.split("'")[1::2]
+_ALLOWED: Final = {  # by pydantic's type of error
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "finite_number": "expected a finite number",
+    "string_type": "expected text",
+    "string_too_short": "expected text",
+    "string_too_long": "expected at most {max_length} characters",
+    "string_pattern_mismatch": "expected letters, digits, '_', '-' and '.'",
+    "bool_type": "expected true or false",
+    "dict_type": "expected a table",
+    "model_type": "expected a table",
+    "list_type": "expected a list",
+    "tuple_type": "expected a list of two",
+    "missing": "expected a list of two",
+    "too_long": "expected a list of two",
+    "value_error": "{error}",
+    "greater_than_equal": "expected at least {ge}",
+    "greater_than": "expected more than {gt}",
+    "less_than_equal": "expected at most {le}",
+    "less_than": "expected less than {lt}",
+}
 
 
 def _text(value: Any) -> str:
@@ -508,27 +443,22 @@ def _foreign(trial: Trial) -> Iterator[str]:
         return
     if trial.host is not None:
         yield from (f"policy.{name}" for name in _changes(trial) if not carries(trial.host, name))
-    hops = (changes.gradients,) * 2 if isinstance(changes.gradients, str) else changes.gradients
-    codecs = {
-        "policy.weights": ((base.weights,), (changes.weights,)),
-        "policy.gradients": (base.gradients, hops or (None,)),
-    }
-    for path, (ours, asked) in codecs.items():
-        given = [parse(text) for text in asked if text is not None]
-        if not given or not _raw(ours):
-            continue
-        if trial.strategy.endswith("exact") or not _raw(given):
+    for path, ours, asked in (
+        ("policy.weights", (base.weights,), changes.weights),
+        ("policy.gradients", base.gradients, changes.gradients),
+    ):
+        given = [parse(text) for text in ((asked,) if isinstance(asked, str) else asked or ())]
+        if given and _raw(ours) and (trial.strategy.endswith("exact") or not _raw(given)):
             yield path
-    if changes.secondary and not base.secondary:
-        yield "policy.secondary"
-    if changes.stage not in (None, base.stage):
-        yield "policy.stage"
-    if changes.group and not base.group:
-        yield "policy.group"
-    if changes.reduce_every == "micro_batch" and base.stage < 2:
-        yield "policy.reduce_every"
-    if changes.feedback not in (None, "none") and _raw(base.gradients):
-        yield "policy.feedback"
+    for name, foreign in (
+        ("secondary", changes.secondary and not base.secondary),
+        ("stage", changes.stage not in (None, base.stage)),
+        ("group", changes.group and not base.group),
+        ("reduce_every", changes.reduce_every == "micro_batch" and base.stage < 2),
+        ("feedback", changes.feedback not in (None, "none") and _raw(base.gradients)),
+    ):
+        if foreign:
+            yield f"policy.{name}"
 
 
 def _raw(codecs: Sequence[Codec]) -> bool:
@@ -540,8 +470,7 @@ def _different(trials: Sequence[Trial]) -> list[Trial]:
     found: dict[str, Trial] = {}
     for trial in trials:
         key = _run_key(trial)
-        plainest = min((found.get(key, trial), trial), key=lambda one: len(_changes(one)))
-        found[key] = plainest
+        found[key] = min((found.get(key, trial), trial), key=lambda one: len(_changes(one)))
     return list(found.values())
 
 
@@ -568,18 +497,38 @@ def _changes(trial: Trial) -> dict[str, Any]:
     return trial.policy.model_dump(exclude_defaults=True)
 
 
-def _without_policy(trial: Trial) -> Trial:
-    """A peer's trial without policy fields, so that its cells do not differ by them; others unchanged."""
-    return trial.model_copy(update={"policy": PolicyChanges()}) if trial.strategy in PEERS else trial
-
-
 def _aligned(trials: list[Trial]) -> list[Trial]:
-    """The trials with one common alignment, that of all policies, so that bytes compare on one geometry."""
-    policies = [policy for trial in trials if (policy := trial.resolved_policy())]
-    grain = math.lcm(1, *(policy.grain for policy in policies))
+    """The trials with one common alignment, that of all policies, so that bytes compare on one geometry.
+
+    A peer's are without policy fields, so that its cells do not differ by them.
+    """
+    grain = math.lcm(1, *(policy.grain for trial in trials if (policy := trial.resolved_policy())))
     return [
-        trial
-        if trial.strategy in PEERS
-        else trial.model_copy(update={"policy": trial.policy.model_copy(update={"align": grain})})
+        trial.model_copy(
+            update={
+                "policy": PolicyChanges()
+                if trial.strategy in PEERS
+                else trial.policy.model_copy(update={"align": grain})
+            }
+        )
         for trial in trials
     ]
+
+
+def _interleaved(trials: list[Trial], repeats: int) -> Iterator[Trial]:
+    """Every trial once a repeat; compared ones adjacent, in an order that no drift can favour."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        data = trial.canonical()
+        del data["strategy"], data["policy"]
+        groups.setdefault(json.dumps(data, sort_keys=True), []).append(trial)
+    blocks = list(groups.values())
+    for repeat in range(repeats):
+        for index, block in enumerate(_rotated(blocks, repeat)):
+            turned = _rotated(block, repeat + index)
+            for trial in turned if repeat % 2 == 0 else reversed(turned):
+                yield trial.model_copy(update={"repeat": repeat})
+
+
+def _rotated(items: list[Any], by: int) -> list[Any]:
+    return items[by % len(items) :] + items[: by % len(items)]

@@ -39,8 +39,12 @@ def at(trial: Mapping[str, Any], path: str) -> str:
     """The value at a dotted path of a canonical trial, formatted as in a suite file."""
     value = look_up(trial, path)
     if path == "memory_limit" and value is not None:
-        return _limit(value)
-    return _rate(value) if path == "cluster.rate" else in_words(value)
+        return f"{value / 2**30:.12g} GiB" if value >= 2**30 else f"{value / 2**20:.12g} MiB"
+    if path == "cluster.rate" and value is None:
+        return "unshaped"
+    if path == "cluster.rate":
+        return f"{value / 1000:g} Gbit/s" if value >= 1000 else f"{value:g} Mbit/s"
+    return in_words(value)
 
 
 def in_words(value: Any) -> str:
@@ -52,15 +56,3 @@ def in_words(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {in_words(item)}" for key, item in value.items() if item is not None) or NONE
     return f"{value:g}" if isinstance(value, float) else one_line(value)
-
-
-def _limit(size: int) -> str:
-    """Format bytes as in a suite file: GiB, or MiB below one GiB."""
-    return f"{size / 2**30:.12g} GiB" if size >= 2**30 else f"{size / 2**20:.12g} MiB"
-
-
-def _rate(mbit: float | None) -> str:
-    """Format Mbit/s as in a suite file."""
-    if mbit is None:
-        return "unshaped"
-    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"

@@ -10,50 +10,38 @@ IMAGE_CLASSES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class GPTShape:
-    """Sizes of a GPT.
+class _Sizes:
+    """Sizes of a transformer.
 
     Attributes:
-        layers: transformer blocks.
+        layers: blocks.
         width: of the residual stream, h.
         heads: of attention; they divide ``width``.
-        vocab: tokens, V; 256 for bytes.
-        tied: whether the head shares the embedding's weights.
     """
 
     layers: int
     width: int
     heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class GPTShape(_Sizes):
+    """Sizes of a GPT; ``vocab`` tokens, V, 256 for bytes; ``tied`` if head and embedding share weights."""
+
     vocab: int = 256
     tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class BERTShape:
-    """Sizes of a BERT, an encoder trained on masked tokens.
+class BERTShape(_Sizes):
+    """Sizes of a BERT; of ``vocab`` tokens, V, any may be masked: the mask is one more."""
 
-    Attributes:
-        layers, width, heads: as of a GPT.
-        vocab: tokens that may be masked, V; the mask is one more, known to the embedding alone.
-    """
-
-    layers: int
-    width: int
-    heads: int
     vocab: int = 256
 
 
 @dataclass(frozen=True, slots=True)
-class ViTShape:
-    """Sizes of a vision transformer; how many patches an image is cut into is the sequence.
-
-    Attributes:
-        layers, width, heads: as of a GPT.
-    """
-
-    layers: int
-    width: int
-    heads: int
+class ViTShape(_Sizes):
+    """Sizes of a vision transformer; how many patches an image is cut into is the sequence."""
 
 
 Shape = GPTShape | BERTShape | ViTShape
@@ -81,17 +69,12 @@ PATCHES: Final = {(IMAGE_SIDE // side) ** 2: side for side in (32, 16, 8, 4, 2, 
 def step_flops(shape: Shape, *, sequences: int, length: int, recompute: bool) -> float:
     """Floating-point operations of one forward and backward pass, by Megatron's formula.
 
+    B is ``sequences`` of all ranks together, s their ``length`` in tokens or, of a ViT, patches.
     Each block takes ``24 B s h^2 (1 + s / 6h)`` forward, twice that backward, and once more where its
     activations are recomputed.  A GPT's logits take ``6 B s h V`` and are not recomputed, which makes
     ``96 B s l h^2 (1 + s / 6h + V / 16lh)`` with recomputation (arXiv 2104.04473, section 5.1) and
     ``72 B s l h^2 (1 + s / 6h + V / 12lh)`` without.  A ViT's 32 x 32 pixels and its C classes take
     ``4 B 1024 h + 6 B h C`` instead: images need no gradient.
-
-    Args:
-        shape: l, h and V.
-        sequences: B, of all ranks together.
-        length: s, tokens of a sequence; of a ViT, patches of an image.
-        recompute: whether the blocks' forward pass runs twice.
     """
     layers, width = shape.layers, shape.width
     passes = 4 if recompute else 3

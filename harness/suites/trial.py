@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
@@ -37,10 +37,9 @@ PEERS: Final = ("single", "ddp", "fsdp2")
 RECIPE: Final = "recipe"  # the strategy whose policy a DeepSpeed configuration says
 STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)
 
-_RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(kbit|Mbit|Gbit)/s\s*$")
-_MBIT = {"kbit": 1e-3, "Mbit": 1.0, "Gbit": 1e3}
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(MiB|GiB)\s*$")
-_BYTES = {"MiB": 2**20, "GiB": 2**30}
+_QUANTITY: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(\S+)\s*$")
+_MBIT: Final = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
+_BYTES: Final = {"MiB": 2.0**20, "GiB": 2.0**30}
 _RATES: Final = (1e-3, 1e6)  # 1 kbit/s to 1 Tbit/s: nothing outside is a link between nodes
 MOST_MICRO_BATCHES: Final = 1_000_000
 _LARGEST_LR: Final = 1e3
@@ -49,7 +48,7 @@ _LONGEST_SECONDS: Final = 10_000_000  # 116 days; the clock's own limit depends 
 _CANONICAL: Final = {"canonical": True}  # validation context: rates are plain Mbit/s
 
 
-def parse_rate(value: object) -> object:
+def parse_rate(value: object) -> float | None:
     """``"50 Mbit/s"`` or ``"unshaped"`` to Mbit/s or None.
 
     Raises:
@@ -57,42 +56,39 @@ def parse_rate(value: object) -> object:
     """
     if value is None or value == "unshaped":
         return None
-    if isinstance(value, str) and (match := _RATE.match(value)) and float(match[1]) > 0:
-        mbit = float(match[1]) * _MBIT[match[2]]
-        if not _RATES[0] <= mbit <= _RATES[1]:
-            raise ValueError("expected a rate from 1 kbit/s to 1000 Gbit/s, or 'unshaped'")
-        return mbit
-    raise ValueError("expected a number above 0 with a unit, kbit/s, Mbit/s or Gbit/s, or 'unshaped'")
+    mbit = _quantity(value, _MBIT)
+    if not mbit:
+        raise ValueError("expected a number above 0 with a unit, kbit/s, Mbit/s or Gbit/s, or 'unshaped'")
+    if not _RATES[0] <= mbit <= _RATES[1]:
+        raise ValueError("expected a rate from 1 kbit/s to 1000 Gbit/s, or 'unshaped'")
+    return mbit
 
 
-def _rate(value: object, info: ValidationInfo) -> object:
-    """A rate as people write it; in a trial's canonical JSON it is a number of Mbit/s."""
-    if info.context == _CANONICAL:
-        return value
-    return parse_rate(value)
-
-
-def parse_size(value: object) -> object:
-    """``"48 MiB"`` to bytes.
-
-    Raises:
-        ValueError: for a number without a unit, an unknown unit, no size at all, or more than 64 bits count.
-    """
+def _parse_size(value: object) -> int | None:
+    """``"48 MiB"`` to bytes."""
     if value is None:
         return None
-    if isinstance(value, str) and (match := _SIZE.match(value)) and float(match[1]) > 0:
-        size = float(match[1]) * _BYTES[match[2]]
-        if size >= MOST_COUNTED:
-            raise ValueError("expected less than 2^63 bytes")
-        return round(size)
-    raise ValueError("expected a number above 0 with a unit, MiB or GiB")
+    size = _quantity(value, _BYTES)
+    if not size:
+        raise ValueError("expected a number above 0 with a unit, MiB or GiB")
+    if size >= MOST_COUNTED:
+        raise ValueError("expected less than 2^63 bytes")
+    return round(size)
 
 
-def _size(value: object, info: ValidationInfo) -> object:
-    """A size as people write it; in a trial's canonical JSON it is a number of bytes."""
-    if info.context == _CANONICAL:
-        return value
-    return parse_size(value)
+def _quantity(value: object, units: Mapping[str, float]) -> float:
+    """A number with one of these units; 0 for anything else."""
+    match = _QUANTITY.match(value) if isinstance(value, str) else None
+    return float(match[1]) * units[match[2]] if match and match[2] in units else 0.0
+
+
+def _written(parse_text: Callable[[object], object]) -> BeforeValidator:
+    """Parses a value as people write it; in a trial's canonical JSON it is the number itself."""
+
+    def read(value: object, info: ValidationInfo) -> object:
+        return value if info.context == _CANONICAL else parse_text(value)
+
+    return BeforeValidator(read)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -122,6 +118,14 @@ class Model(_Frozen):
     name: str = "gpt-small"
     arguments: dict[str, int | float | str | bool] = {}
 
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in MODELS and ":" not in value:  # a function is not imported here
+            known = f"{', '.join(MODELS)} or 'module:function'"
+            raise ValueError(f"expected one of {known}{suggestion(value, MODELS)}")
+        return value
+
 
 class Cluster(_Frozen):
     """Where ranks stand and what joins their nodes.
@@ -136,7 +140,7 @@ class Cluster(_Frozen):
     nodes: int = Field(2, ge=1, le=4096)
     ranks_per_node: int = Field(2, ge=1, le=64)
     link: Literal["auto", "namespaces", "paced", "none", "real"] = "auto"
-    rate: Annotated[float | None, BeforeValidator(_rate)] = None
+    rate: Annotated[float | None, _written(parse_rate)] = None
     device: Literal["cpu", "cuda"] = "cpu"
     transport: Literal["shm", "gloo", "nccl"] = "shm"
     launcher: Literal["local", "torchrun", "slurm"] = "local"
@@ -153,23 +157,27 @@ class Optimizer(_Frozen):
 
     @field_validator("arguments")
     @classmethod
-    def _learning_rate(
-        cls, value: dict[str, float | bool | list[float]]
-    ) -> dict[str, float | bool | list[float]]:
+    def _learning_rate(cls, value: dict[str, Any]) -> dict[str, Any]:
         rate = value.get("lr")
         if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
             raise ValueError(f"lr = {rate:g}: expected less than {_LARGEST_LR:g}")
         return value
 
 
-class PolicyChanges(_Frozen):
-    """Fields of ``impl.plan.policy.Policy`` that replace those of the strategy's preset; text forms.
+def _parse_or_none(text: str) -> Codec | None:
+    return None if text == "none" else parse(text)
 
-    Limits of ``impl.plan.policy.MemoryLimits`` stand beside them: prefetch, max_live, max_reuse,
-    persist_below,
-    persist_most, reduce_bucket, largest_unit and max_padding.  Shares of ``impl.plan.policy.Offload`` are
-    offload_optimizer and offload_weights.
-    """
+
+_Text = str | tuple[str, str] | None
+_SHARES: Final = tuple(field.name for field in dataclasses.fields(Offload))
+_TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
+    "weights": parse, "gradients": parse, "frozen": _parse_or_none, "feedback": parse_feedback,
+    "loss_scale": parse_loss_scale,
+}  # fmt: skip
+
+
+class PolicyChanges(_Frozen):
+    """What replaces fields of the preset's ``Policy``, its ``MemoryLimits`` and ``Offload``; as text."""
 
     stage: Literal[0, 1, 2, 3] | None = None
     group: int | Literal["node"] | None = None
@@ -197,32 +205,11 @@ class PolicyChanges(_Frozen):
     order_every: int | None = Field(None, ge=0)
     align: int = Field(1, ge=1)
 
-    @field_validator("weights", "gradients")
+    @field_validator("weights", "gradients", "feedback", "loss_scale", "frozen")
     @classmethod
-    def _codecs(cls, value: str | tuple[str, str] | None) -> str | tuple[str, str] | None:
+    def _means_something(cls, value: _Text, info: ValidationInfo) -> _Text:
         for text in (value,) if isinstance(value, str) else value or ():
-            parse(text)
-        return value
-
-    @field_validator("feedback")
-    @classmethod
-    def _feedback(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_feedback(value)
-        return value
-
-    @field_validator("loss_scale")
-    @classmethod
-    def _loss_scale(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_loss_scale(value)
-        return value
-
-    @field_validator("frozen")
-    @classmethod
-    def _frozen_codec(cls, value: str | None) -> str | None:
-        if value not in (None, "none"):
-            parse(str(value))
+            _TEXT_FORMS[str(info.field_name)](text)
         return value
 
     def applied(self, base: Policy) -> Policy:
@@ -231,35 +218,24 @@ class PolicyChanges(_Frozen):
         Raises:
             PolicyError: for a combination that no topology could run.
         """
-        given = {name: getattr(self, name) for name in type(self).model_fields}
-        changes = {name: value for name, value in given.items() if value is not None}
+        changes = {name: value for name, value in self if value is not None}
         limits = {field.name for field in dataclasses.fields(MemoryLimits)}
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
         shares = {name: changes.pop(f"offload_{name}", getattr(base.offload, name)) for name in _SHARES}
-        hops = (self.gradients,) * 2 if isinstance(self.gradients, str) else self.gradients
-        if hops is not None:
-            changes["gradients"] = (parse(hops[0]), parse(hops[1]))
-        for name, read in _TEXT_FORMS.items():
-            if name in changes:
-                changes[name] = read(changes[name])
+        if isinstance(self.gradients, str):
+            changes["gradients"] = (self.gradients,) * 2
+        for name in changes.keys() & _TEXT_FORMS.keys():
+            read, text = _TEXT_FORMS[name], changes[name]
+            changes[name] = read(text) if isinstance(text, str) else tuple(map(read, text))
         return replace(
             base, memory=replace(base.memory, **memory), offload=replace(base.offload, **shares), **changes
         )
 
 
-def _parse_or_none(text: str) -> Codec | None:
-    return None if text == "none" else parse(text)
-
-
-_CAME_LATER: Final = (  # fields of policies that trials from before them do not have
-    "stage", "group", "reduce_every", "compute", "loss_scale", "frozen", "max_live", "max_reuse",
-    "persist_below", "reduce_bucket", "order_every", "offload_optimizer", "offload_weights",
-    "persist_most", "largest_unit",
+_FIRST: Final = (  # fields of policies that the first trials had; what came later is left out where unused
+    "weights", "gradients", "gather", "reduce", "chunks", "secondary", "feedback", "prefetch", "max_padding",
+    "align",
 )  # fmt: skip
-_SHARES: Final = tuple(field.name for field in dataclasses.fields(Offload))
-_TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
-    "weights": parse, "frozen": _parse_or_none, "feedback": parse_feedback, "loss_scale": parse_loss_scale,
-}  # fmt: skip
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
@@ -274,12 +250,7 @@ def following_model(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class Generate(_Frozen):
-    """What workload ``generate`` decodes, for each of a rank's sequences.
-
-    Attributes:
-        prompt: bytes that are given, from the corpus.
-        tokens: that are decoded after them.
-    """
+    """What workload ``generate`` decodes for each of a rank's sequences: tokens after bytes of the corpus."""
 
     prompt: int = Field(32, ge=1)
     tokens: int = Field(32, ge=2)
@@ -296,11 +267,9 @@ class Trial(_Frozen):
             preset of ``impl.plan.policy``, or ``recipe``, whose policy ``deepspeed_config`` says.
         deepspeed_config: a DeepSpeed configuration as JSON text; in a suite a file or a table.
         tokens_per_rank: tokens in one micro-batch of one rank; a multiple of ``sequence``.
-        sequence: tokens in a sequence.
         accumulation: micro-batches per optimizer step.
-        steps: timed optimizer steps, after ``warmup`` untimed ones.
-        validate_every: optimizer steps between validations; 0 validates only at the end,
-            None never.
+        steps: timed ones of the optimizer, after ``warmup`` untimed ones.
+        validate_every: optimizer steps between validations; 0 validates only at the end, None never.
         memory_limit: bytes that the engine of a rank may hold, without activations and buffers of the
             wire; a trial that would hold more is recorded as a failure, and not run.
     """
@@ -327,7 +296,7 @@ class Trial(_Frozen):
     threads: int | None = Field(None, ge=1)
     timeout_seconds: float = Field(600, gt=0, le=_LONGEST_SECONDS)
     measure_quantisation: bool = False
-    memory_limit: Annotated[int | None, BeforeValidator(_size)] = None
+    memory_limit: Annotated[int | None, _written(_parse_size)] = None
 
     @field_validator("strategy")
     @classmethod
@@ -341,16 +310,13 @@ class Trial(_Frozen):
 
         What came to the schema later and is not used is left out: trials from before keep their ids.
         """
-        data: dict[str, Any] = json.loads(self.model_dump_json())
+        data = self.model_dump(mode="json")
         if self.workload == "train":
             del data["workload"], data["generate"]
-        if self.memory_limit is None:
-            del data["memory_limit"]
-        if self.deepspeed_config is None:
-            del data["deepspeed_config"]
-        for name in _CAME_LATER:
-            if data["policy"][name] is None:
-                del data["policy"][name]
+        for name in ("memory_limit", "deepspeed_config"):
+            if data[name] is None:
+                del data[name]
+        data["policy"] = {k: v for k, v in data["policy"].items() if v is not None or k in _FIRST}
         return data
 
     @classmethod
@@ -401,32 +367,29 @@ class Trial(_Frozen):
         Raises:
             ValueError: naming the fields and their values.
         """
+        if words := next(self._beside_recipe(), None):
+            raise ValueError(words)
+
+    def _beside_recipe(self) -> Iterator[str]:
         if self.strategy != RECIPE:
             if self.deepspeed_config is not None:
-                raise ValueError(
-                    f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r}"
-                )
+                yield f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r}"
             return
         found = self.recipe()
         sequences = self.tokens_per_rank // self.sequence
-        said = [finding.key for finding in found.findings]
-        if found.clip != self.clip:
-            raise ValueError(
-                f"clip = {self.clip}, but gradient_clipping of deepspeed_config says {found.clip}: expected "
-                "the same"
-            )
-        if found.accumulation != self.accumulation:
-            raise ValueError(
-                f"accumulation = {self.accumulation}, but the batches of deepspeed_config make "
-                f"{found.accumulation}: expected the same"
-            )
+        for name, says, theirs in (
+            ("clip", "gradient_clipping of deepspeed_config says", found.clip),
+            ("accumulation", "the batches of deepspeed_config make", found.accumulation),
+        ):
+            if (ours := getattr(self, name)) != theirs:
+                yield f"{name} = {ours}, but {says} {theirs}: expected the same"
         if found.micro_batch not in (None, sequences):
-            raise ValueError(
+            yield (
                 f"tokens_per_rank = {self.tokens_per_rank} of sequence = {self.sequence} are {sequences} "
                 f"sequences, but deepspeed_config says {found.micro_batch} of a rank: expected the same"
             )
-        if any(key.startswith("optimizer.") for key in said):
-            raise ValueError(
+        if any(finding.key.startswith("optimizer.") for finding in found.findings):
+            yield (
                 "deepspeed_config has an optimizer: a trial's is said by optimizer.name and "
                 "optimizer.arguments; leave it out"
             )
@@ -440,10 +403,8 @@ class Trial(_Frozen):
             PolicyError: for a combination that no topology could run.
             CodecError: for a codec's text that means nothing.
         """
-        base, changes = self.base_policy(), self.policy
-        if base is None:
-            return None
-        return changes.applied(base)
+        base = self.base_policy()
+        return None if base is None else self.policy.applied(base)
 
     def check(self) -> None:
         """Refuse fields that are fine alone and impossible together.
@@ -451,52 +412,52 @@ class Trial(_Frozen):
         Raises:
             ValueError: naming the fields and their values.
         """
-        if self.tokens_per_rank % self.sequence:
-            raise ValueError(
-                f"tokens_per_rank = {self.tokens_per_rank}: expected a multiple of sequence = {self.sequence}"
-            )
-        self.check_recipe()
-        cluster = self.cluster
+        if words := next(self._contradictions(), None):
+            raise ValueError(words)
+
+    def _contradictions(self) -> Iterator[str]:
+        cluster, tokens = self.cluster, self.tokens_per_rank
+        if tokens % self.sequence:
+            yield f"tokens_per_rank = {tokens}: expected a multiple of sequence = {self.sequence}"
+        yield from self._beside_recipe()
         if cluster.link == "none" and cluster.rate is not None:
-            raise ValueError(
+            yield (
                 f"cluster.rate = {cluster.rate:g} Mbit/s: with cluster.link = 'none' nothing shapes the "
                 "link; expected 'unshaped', or another link"
             )
-        self._check_workload()
+        yield from self._beyond_workload()
         if cluster.transport == "nccl" and cluster.device != "cuda":
-            raise ValueError("cluster.transport = 'nccl': expected cluster.device = 'cuda' with it")
+            yield "cluster.transport = 'nccl': expected cluster.device = 'cuda' with it"
         policy = self.resolved_policy()
         if policy is not None:
             policy.check(self.topology())
             if self.host is not None:
                 check_host(self.host, policy)
         if self.host is not None and cluster.device != "cpu":
-            raise ValueError(
+            yield (
                 f"cluster.device = {cluster.device!r}: strategy {self.strategy!r} carries messages inside "
                 f"{self.host} on the CPU; expected 'cpu'"
             )
 
-    def _check_workload(self) -> None:
-        """Refuse what only the other workload can do."""
+    def _beyond_workload(self) -> Iterator[str]:
+        """What only the other workload can do."""
         generate = self.generate
         if self.workload == "train":
             if generate != Generate():
-                raise ValueError("generate.prompt, generate.tokens: expected workload = 'generate' with them")
+                yield "generate.prompt, generate.tokens: expected workload = 'generate' with them"
             return
         if not isinstance(MODELS.get(self.model.name), GPTShape):
             able = ", ".join(name for name, shape in MODELS.items() if isinstance(shape, GPTShape))
-            raise ValueError(  # noqa: TRY004  # of what is asked, not of a value's type
-                f"workload = 'generate': model {self.model.name!r} cannot; expected one of {able}"
-            )
+            yield f"workload = 'generate': model {self.model.name!r} cannot; expected one of {able}"
         if generate.prompt + generate.tokens > self.sequence:
-            raise ValueError(
+            yield (
                 f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}: together at "
                 f"most sequence = {self.sequence}"
             )
         if self.validate_every is not None or self.measure_quantisation or self.clip is not None:
-            raise ValueError(
+            yield (
                 "workload = 'generate' trains nothing: expected no validate_every, no clip and no "
                 "measure_quantisation"
             )
         if self.accumulation > 1:
-            raise ValueError(f"accumulation = {self.accumulation}: expected 1 with workload = 'generate'")
+            yield f"accumulation = {self.accumulation}: expected 1 with workload = 'generate'"

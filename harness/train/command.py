@@ -256,14 +256,13 @@ def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
     """Print what became of each key and what each stage needs; why it does not fit, if it does not."""
     from harness.train.memory_table import GB, activation_bytes, needs, table, too_large
     from harness.workloads import models
-    from harness.workloads.meta_init import unfilled
     from impl.engine.unit_planning import plan_units
     from impl.errors import ZeroError
     from impl.plan.geometry import PaddingError
 
     trial, policy = job.trial, recipe.policy
     topology, cuda = trial.topology(), trial.cluster.device == "cuda"
-    with unfilled():
+    with models.unfilled():
         model = models.GPT(job.shape, trial.sequence)
     held = activation_bytes(
         job.shape, policy, sequences=trial.tokens_per_rank // trial.sequence, length=trial.sequence,

@@ -20,7 +20,8 @@ from harness.cluster.rank import Progress, Rank
 from harness.errors import Refusal
 from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss
 from harness.records.record import Step
-from harness.runs.strategies import Strategy, build_optimizer, sharded, wire_of
+from harness.runs.optimizers import built
+from harness.runs.strategies import Strategy, sharded, wire_of
 from harness.runs.trial import device_of
 from harness.suites.model_sizes import GPTShape, tflops_per_rank
 from harness.suites.trial import Trial
@@ -85,7 +86,7 @@ class _Training:
         self.strategy: Strategy = sharded(trial, model, wire, policy)
         assert self.strategy.zero is not None  # noqa: S101  # a recipe is a policy
         self.zero: Zero = self.strategy.zero
-        self.optimizer = build_optimizer(trial.optimizer, self.strategy)
+        self.optimizer = built(trial.optimizer, self.strategy.parameters())
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
         self.stepped = True  # the last step, rather than skipped for an overflow
 

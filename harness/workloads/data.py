@@ -9,18 +9,13 @@ from torch import Tensor
 
 from harness.suites.trial import Trial
 from harness.workloads import samples
-from harness.workloads.samples import Pair
+from harness.workloads.sampling import Pair
 
 Batch = tuple[Tensor, Tensor]  # what the model reads, and what it is to answer
 
 
 class Data:
-    """Batches of one rank; of strategy ``single``, those of all ranks.
-
-    Args:
-        trial: names the data and its sizes.
-        rank: in the trial's topology.
-        device: of the tensors.
+    """Batches of one rank of a trial; of strategy ``single``, those of all ranks.
 
     Attributes:
         sha256: of the whole data set.

@@ -29,11 +29,11 @@ def decode(model: nn.Module, prompt: Tensor, tokens: int, layers: int) -> Iterat
         model: its ``forward(tokens, None, past)`` gives (B, vocab) logits, as
             ``harness.workloads.models.GPT``'s.
         prompt: (B, T) int64.
-        tokens: to decode for each sequence.
+        tokens: to decode for each sequence, one forward pass each.
         layers: of the model; each has a cache of keys and values.
 
     Yields:
-        (B,) int64, ``tokens`` times; each is one forward pass.
+        (B,) int64, ``tokens`` times.
     """
     past = [KeysAndValues(prompt.shape[1] + tokens) for _ in range(layers)]
     given = prompt
@@ -57,9 +57,7 @@ class Generator:
     """Runs generations and times them token by token.
 
     Args:
-        prompt: (B, T) int64; every generation starts from it.
-        tokens: to decode for each sequence.
-        layers: of the model.
+        prompt, tokens, layers: as of :func:`decode`; every generation starts from the prompt.
         count: returns what this rank has waited and sent so far.
         device: synchronised after every token, if it is a GPU.
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.suites.model_sizes import IMAGE_CLASSES, IMAGE_SIDE
-from harness.workloads.corpus import draw, spread
+from harness.workloads.sampling import Pair, Samples, draw
 
 GLYPHS: Final = "glyphs"
 VALIDATION_EVERY: Final = 20  # one item in so many
@@ -35,9 +35,6 @@ _FONTS: Final = tuple(
     )
 )  # fmt: skip
 
-Images = NDArray[np.float32]
-Labels = NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -48,81 +45,47 @@ class Item:
     label: int
 
 
-@dataclass(frozen=True, slots=True)
-class Glyphs:
-    """Rendered characters, split into items for training and for validation.
+class Glyphs(Samples):
+    """Rendered characters: (B, 32, 32) float32 from 0 to 1, and (B,) int64 classes.
 
-    Attributes:
-        sha256: of the fonts' files, the characters and how they are drawn.
-        train: items.
-        validation: items; no item is in both.
+    ``sha256`` is of the fonts' files, the characters and how they are drawn; no item is in both parts.
     """
 
-    sha256: str
-    train: tuple[Item, ...]
-    validation: tuple[Item, ...]
+    def __init__(self, sha256: str, train: list[Item], validation: list[Item]) -> None:
+        self.sha256, self.train, self.validation = sha256, train, validation
 
-    def batch(
-        self, *, seed: int, step: int, micro_batch: int, rank: int, sequences: int
-    ) -> tuple[Images, Labels]:
-        """Training images of one micro-batch of one rank, which depend on the arguments alone.
-
-        Args:
-            seed: of the trial.
-            step: optimizer step, warm-ups included, from 0.
-            micro_batch: index within the step.
-            rank: global rank.
-            sequences: images to draw, B.
-
-        Returns:
-            (B, 32, 32) float32 from 0 to 1, and (B,) int64 classes.
-        """
-        keys = [f"{seed}/{step}/{micro_batch}/{rank}/{index}" for index in range(sequences)]
-        return _pictures([self.train[draw(key, len(self.train))] for key in keys], keys)
-
-    def validation_batches(
-        self, *, batches: int, rank: int, world: int, sequences: int
-    ) -> list[tuple[Images, Labels]]:
-        """Images spread evenly over the validation items, dealt to the ranks; seed and step do not matter.
-
-        Args:
-            batches: per rank.
-            rank: whose.
-            world: number of ranks.
-            sequences: images in a batch, B.
-
-        Returns:
-            ``batches`` pairs as :meth:`batch` returns.
-        """
-        found = []
-        for batch in range(batches):
-            first = (batch * world + rank) * sequences
-            numbers = range(first, first + sequences)
-            places = [spread(number, batches * world * sequences, len(self.validation)) for number in numbers]
-            items = [self.validation[place] for place in places]
-            found.append(_pictures(items, [f"validation/{number}" for number in numbers]))
-        return found
+    def at(self, part: list[Item], numbers: list[int], keys: list[str]) -> Pair:
+        """The items' pictures, each at an offset that follows from its key."""
+        items = [part[number] for number in numbers]
+        images = np.zeros((len(items), IMAGE_SIDE, IMAGE_SIDE), dtype=np.float32)
+        for image, item, key in zip(images, items, keys, strict=True):
+            glyph = _glyph(item.font, item.character)
+            height, width = glyph.shape
+            top = draw(f"{key}/top", IMAGE_SIDE - height + 1)
+            left = draw(f"{key}/left", IMAGE_SIDE - width + 1)
+            image[top : top + height, left : left + width] = glyph / np.float32(255)
+        return images, np.array([item.label for item in items], dtype=np.int64)
 
 
 @cache
 def load() -> Glyphs:
     """Render the data set; cached, the first call in a process takes a tenth of a second."""
+    from matplotlib import ft2font
+
     characters = _characters()
-    items = [
-        Item(font, character, label)
-        for font in _FONTS
-        for label, character in enumerate(characters)
-    ]  # fmt: skip
-    held_out = [draw(f"{item.font}/{item.character:x}", VALIDATION_EVERY) == 0 for item in items]
+    train: list[Item] = []
+    validation: list[Item] = []
+    for font in _FONTS:
+        for label, character in enumerate(characters):
+            held_out = draw(f"{font}/{character:x}", VALIDATION_EVERY) == 0
+            (validation if held_out else train).append(Item(font, character, label))
     digest = hashlib.sha256()
     for font in _FONTS:
         digest.update(_path(font).read_bytes())
-    digest.update(repr((characters, IMAGE_SIDE, _PIXELS, _freetype())).encode())
-    return Glyphs(
-        digest.hexdigest(),
-        tuple(item for item, out in zip(items, held_out, strict=True) if not out),
-        tuple(item for item, out in zip(items, held_out, strict=True) if out),
-    )
+    # Another version of FreeType, which renders the glyphs, may set other pixels.
+    drawing = (characters, IMAGE_SIDE, _PIXELS, str(ft2font.__freetype_version__))
+    digest.update(repr(drawing).encode())
+    return Glyphs(digest.hexdigest(), train, validation)
 
 
 def _characters() -> tuple[int, ...]:
@@ -147,13 +110,6 @@ def _path(font: str) -> Path:
     return Path(mpl.get_data_path()) / "fonts" / "ttf" / font
 
 
-def _freetype() -> str:
-    """Version of FreeType, which renders the glyphs: another version may set other pixels."""
-    from matplotlib import ft2font
-
-    return str(ft2font.__freetype_version__)
-
-
 @cache
 def _glyph(font: str, character: int) -> NDArray[np.uint8]:
     """(height, width) grey levels of a character, without margins."""
@@ -170,14 +126,3 @@ def _opened(font: str):  # type: ignore[no-untyped-def]  # noqa: ANN202  # matpl
     opened = FT2Font(str(_path(font)))
     opened.set_size(_PIXELS, 72)  # at 72 dots per inch a point is a pixel
     return opened
-
-
-def _pictures(items: list[Item], keys: list[str]) -> tuple[Images, Labels]:
-    """Draw each item into its picture, at an offset that follows from its key."""
-    images = np.zeros((len(items), IMAGE_SIDE, IMAGE_SIDE), dtype=np.float32)
-    for image, item, key in zip(images, items, keys, strict=True):
-        glyph = _glyph(item.font, item.character)
-        height, width = glyph.shape
-        top, left = draw(f"{key}/top", IMAGE_SIDE - height + 1), draw(f"{key}/left", IMAGE_SIDE - width + 1)
-        image[top : top + height, left : left + width] = glyph / np.float32(255)
-    return images, np.array([item.label for item in items], dtype=np.int64)

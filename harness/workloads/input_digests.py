@@ -32,10 +32,8 @@ def digests(trial: Trial) -> dict[str, str]:
 
     An input that cannot be read is left out; running the trial reports why.
     """
-    found = {"corpus": _corpus_digest(trial.corpus)}
     module, separator, _ = trial.model.name.partition(":")
-    if separator:
-        found["model"] = _module_digest(module)
+    found = {"corpus": _corpus_digest(trial.corpus), "model": _module_digest(module) if separator else None}
     return {name: digest for name, digest in found.items() if digest is not None}
 
 

@@ -11,8 +11,9 @@ import hashlib
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from harness.workloads.corpus import Tokens
+Tokens = NDArray[np.int64]
 
 SHARE: Final = 0.15
 NO_TARGET: Final = -100  # what torch's cross-entropy leaves out
@@ -45,9 +46,7 @@ def masked(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
         places = order[: targets_in(length)]
         fate, replacement = np.frombuffer(bits, dtype=np.uint8, offset=8 * length).reshape(2, length)
         targets[row, places] = text[row, places]
-        for place in places:
-            if fate[place] < _SHOWN_AS_MASK:
-                shown[row, place] = vocab
-            elif fate[place] < _SHOWN_AT_RANDOM:
-                shown[row, place] = int(replacement[place]) % vocab
+        random = places[fate[places] < _SHOWN_AT_RANDOM]
+        shown[row, random] = replacement[random].astype(np.int64) % vocab
+        shown[row, places[fate[places] < _SHOWN_AS_MASK]] = vocab
     return shown, targets

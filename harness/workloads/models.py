@@ -8,16 +8,18 @@ almost no padding.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.errors import Refusal
@@ -36,6 +38,7 @@ from harness.workloads.input_digests import see_working_folder
 from harness.workloads.masked_text import NO_TARGET
 
 _INIT_STD: Final = 0.02
+_FILLS: Final = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
 class WorkloadError(Refusal):
@@ -44,12 +47,8 @@ class WorkloadError(Refusal):
 
 @dataclass(slots=True)
 class KeysAndValues:
-    """Key-value cache of one attention layer.
-
-    Attributes:
-        capacity: tokens that it can hold.
-        length: tokens that it holds.
-        keys, values: (B, heads, capacity, width / heads), allocated with the first tokens.
+    """Key-value cache of one attention layer: (B, heads, capacity, width / heads) each, made with the first
+    tokens, of which it holds ``length``.
     """
 
     capacity: int
@@ -94,7 +93,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width, bias=False)
         self.attention = Attention(width, heads, causal=causal)
@@ -112,27 +111,31 @@ class GPT(nn.Module):
     """A GPT: a decoder-only transformer with learned positions.
 
     Args:
-        shape: its sizes.
         sequence: the longest sequence, T.
         recompute: activation checkpointing: keep only the blocks' inputs, and run each again in backward.
     """
 
-    def __init__(self, shape: GPTShape, sequence: int, *, recompute: bool = False) -> None:
+    causal = True
+
+    def __init__(self, shape: GPTShape | BERTShape, sequence: int, *, recompute: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
-        self.embedding = nn.Embedding(shape.vocab, shape.width)
+        read = shape.vocab if self.causal else shape.vocab + 1  # a mask, which is never answered
+        self.embedding = nn.Embedding(read, shape.width)
         self.positions = nn.Embedding(sequence, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(shape.width, shape.heads, causal=self.causal) for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.width, bias=False)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
         _initialise(self, shape.layers)
-        if shape.tied:
+        if isinstance(shape, GPTShape) and shape.tied:
             self.head.weight = self.embedding.weight
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None, past: Sequence[KeysAndValues] | None = None
     ) -> Tensor:
-        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets.
+        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets, ``NO_TARGET`` ignored.
 
         Without targets, (B, vocab) logits of the next token.  With ``past``, a cache for each block,
         ``tokens`` are those that it does not hold yet: several only if it is empty.
@@ -151,39 +154,16 @@ class GPT(nn.Module):
         return _mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class BERT(nn.Module):
-    """A BERT: an encoder with learned positions, trained on masked tokens.
+class BERT(GPT):
+    """A BERT: a GPT whose tokens see all others, trained on masked tokens."""
 
-    Args:
-        shape: its sizes.
-        sequence: the longest sequence, T.
-    """
-
-    def __init__(self, shape: BERTShape, sequence: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocab + 1, shape.width)  # the mask is the last
-        self.positions = nn.Embedding(sequence, shape.width)
-        self.blocks = nn.ModuleList(
-            Block(shape.width, shape.heads, causal=False) for _ in range(shape.layers)
-        )
-        self.norm = nn.LayerNorm(shape.width, bias=False)
-        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        _initialise(self, shape.layers)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of (B, T) tokens against (B, T) targets, ``NO_TARGET`` ignored."""
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))  # (B, T, vocab)
-        return _mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+    causal = False
 
 
 class ViT(nn.Module):
     """A vision transformer: an encoder of image patches with learned positions, mean pooling, a classifier.
 
     Args:
-        shape: its sizes.
         patch: pixels of a patch in each direction.
     """
 
@@ -238,7 +218,7 @@ def build(model: Model, sequence: int) -> nn.Module:
         sequence: tokens of a sequence.
 
     Raises:
-        WorkloadError: unknown name, unknown argument, sizes that do not fit, or a function that
+        WorkloadError: unknown argument, sizes that do not fit, or a function that
             does not take what it is called with, or returns something else than a module.
     """
     if ":" in model.name:
@@ -247,10 +227,8 @@ def build(model: Model, sequence: int) -> nn.Module:
             raise WorkloadError(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
         return built
     shape = shape_of(model)
-    if isinstance(shape, GPTShape):
-        return GPT(shape, sequence)
-    if isinstance(shape, BERTShape):
-        return BERT(shape, sequence)
+    if not isinstance(shape, ViTShape):
+        return (GPT if isinstance(shape, GPTShape) else BERT)(shape, sequence)
     if sequence not in PATCHES:
         raise WorkloadError(
             f"model {model.name!r}: sequence = {sequence} patches do not make an image of {IMAGE_SIDE} x "
@@ -260,16 +238,7 @@ def build(model: Model, sequence: int) -> nn.Module:
 
 
 def shape_of(model: Model) -> Shape:
-    """Sizes of a preset with the model's changes.
-
-    Raises:
-        WorkloadError: see :func:`build`.
-    """
-    if model.name not in PRESETS:
-        raise WorkloadError(
-            f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'"
-            f"{suggestion(model.name, PRESETS)}"
-        )
+    """Sizes of a preset with the model's changes; raises as :func:`build`."""
     preset = PRESETS[model.name]
     known = {field.name: field.type for field in fields(preset)}
     for name, value in model.arguments.items():
@@ -281,8 +250,8 @@ def shape_of(model: Model) -> Shape:
         if type(value).__name__ != known[name] or (type(value) is int and value < 1):
             wanted = "true or false" if known[name] == "bool" else "a whole number of at least 1"
             raise WorkloadError(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
-    changed: dict[str, Any] = asdict(preset) | dict(model.arguments)
-    shape = type(preset)(**changed)
+    changed: dict[str, Any] = dict(model.arguments)
+    shape = replace(preset, **changed)
     if shape.width % shape.heads:
         raise WorkloadError(
             f"model {model.name!r}: {shape.heads} heads do not divide a width of {shape.width}"
@@ -296,12 +265,11 @@ def _user_function(model: Model, sequence: int) -> Callable[..., object]:
     module_name, _, function_name = name.partition(":")
     see_working_folder()
     try:
-        function: Callable[..., object] | None = getattr(
-            importlib.import_module(module_name), function_name, None
-        )
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise WorkloadError(f"model {name!r}: cannot import {module_name!r}: {error}") from error
-    if function is None or not callable(function):
+    function: Callable[..., object] | None = getattr(module, function_name, None)
+    if not callable(function):
         raise WorkloadError(f"model {name!r}: {module_name} has no function {function_name!r}")
     if "sequence" in model.arguments:
         raise WorkloadError(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
@@ -319,3 +287,28 @@ def _user_function(model: Model, sequence: int) -> Callable[..., object]:
             f"sequence, but it is {function_name}{signature}: {error}"
         ) from None
     return function
+
+
+class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that skips in-place initialisers of meta tensors.
+
+    There torch runs them as Python operations that import its compiler: 4 s, for values that do not exist.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what torch wraps for its compiler imports it
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _FILLS and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def unfilled() -> Iterator[None]:
+    """Inside, tensors and modules are created on the meta device, without initialisation."""
+    with torch.device("meta"), _Unfilled():  # type: ignore[no-untyped-call]
+        yield

@@ -2,23 +2,22 @@
 
 Pure: no torch.  Two hosts: FSDP2 gathers weights and scatters gradients one parameter group at a time,
 each parameter cut along its first dimension; DDP reduces gradients, which are laid out as a policy of
-stage 0 lays them out.  The ledger of :mod:`impl.adapters.fsdp2_ddp` must equal these predictions to the
-byte, by the counting rule of :mod:`impl.plan.traffic`.
+stage 0 lays them out.  The adapters' ledgers must equal these predictions to the byte, by the counting rule
+of :mod:`impl.plan.traffic`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
 from impl.codecs.codec import FP32, common_grain
-from impl.plan.geometry import ParameterSpec, UnitGeometry, chunked
+from impl.plan.geometry import ROOT, ParameterSpec, UnitGeometry, chunked
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
-from impl.plan.topology import Axis, Topology
-from impl.plan.traffic import NORM_BYTES, Event, LedgerKey, Phase, Purpose, Sent, destinations
+from impl.plan.topology import Topology
+from impl.plan.traffic import NORM_BYTES, Book, Event, LedgerKey, Phase, Sent, predict
 
 Host = Literal["fsdp2", "ddp"]
 
@@ -92,17 +91,11 @@ class GroupGeometry:
     Every parameter is cut along its first dimension into ``world`` parts of equal size, the last ones
     padded or empty; a rank's message is its parts side by side.  So a block of a codec may straddle
     parameters.
-
-    Attributes:
-        name: of the module; ``root`` for the model itself.
-        parameters: in FSDP2's order.
-        trained: of each, whether it has a gradient.
-        world: ranks that share them.
     """
 
-    name: str
-    parameters: tuple[ParameterSpec, ...]
-    trained: tuple[bool, ...]
+    name: str  # of the module; ``root`` for the model itself
+    parameters: tuple[ParameterSpec, ...]  # in FSDP2's order
+    trained: tuple[bool, ...]  # of each, whether it has a gradient
     world: int
 
     def part(self, parameter: ParameterSpec) -> int:
@@ -132,106 +125,9 @@ class GroupGeometry:
         return sum(self.part(parameter) for parameter, trained in pairs if trained)
 
 
-@dataclass(slots=True)
-class _Book:
-    """Adds up one rank's messages."""
-
-    topology: Topology
-    rank: int
-    rows: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-
-    def exchange(
-        self, phase: Phase, purpose: Purpose, unit: str, axis: Axis, nbytes: int, *, ring: bool = False
-    ) -> None:
-        for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
-            row = self.rows[LedgerKey(phase, purpose, unit, axis.name, link)]
-            row[0] += count * nbytes
-            row[1] += count
-
-    def reduction(self, policy: Policy, unit: str, piece: int) -> None:
-        slices = self.topology.world
-        for axis, codec in policy.reduce_axes(self.topology):
-            slices //= axis.size
-            for start, end in chunks_of(policy, piece):
-                nbytes = slices * codec.frame_bytes(end - start)
-                self.exchange("backward", "gradients", unit, axis, nbytes, ring=policy.reduce == "ring")
-
-    def sent(self) -> dict[LedgerKey, Sent]:
-        return {key: Sent(*row) for key, row in self.rows.items()}
-
-
 def chunks_of(policy: Policy, piece: int) -> tuple[tuple[int, int], ...]:
     """(start, end) of the chunks of a piece of any length whose hops overlap; block by block."""
     return chunked(piece, policy.chunks, common_grain(*policy.gradients))
-
-
-def predict_fsdp2(
-    policy: Policy, topology: Topology, groups: Sequence[GroupGeometry], rank: int, events: Iterable[Event]
-) -> dict[LedgerKey, Sent]:
-    """Everything that ``rank`` sends under FSDP2 that reshards each group after forward.
-
-    Every group is gathered in each pass, and reduced in each backward pass, of which FSDP2 makes no
-    difference between micro-batches.
-
-    Args:
-        policy: what is sent.
-        topology: where ranks stand.
-        groups: cut into ``topology.world`` parts.
-        rank: the sender.
-        events: passes, norms and steps.
-
-    Raises:
-        PolicyError: if FSDP2 cannot carry the policy out.
-    """
-    check_host("fsdp2", policy)
-    book = _Book(topology, rank)
-    axes, _ = policy.gather_axes(topology)
-    for event in events:
-        if event == "norm":
-            book.exchange("step", "control", "", topology.world_axis, NORM_BYTES)
-        if event not in ("forward", "evaluate", "backward", "accumulate"):
-            continue
-        phase: Phase = "backward" if event == "accumulate" else event
-        for group in groups:
-            held = policy.weights.frame_bytes(group.shard)
-            for axis in axes if group.shard else ():
-                book.exchange(phase, "weights", group.name, axis, held, ring=policy.gather == "flat")
-                held *= axis.size
-            if phase == "backward" and group.piece:
-                book.reduction(policy, group.name, group.piece)
-    return book.sent()
-
-
-def predict_ddp(
-    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], rank: int, events: Iterable[Event]
-) -> dict[LedgerKey, Sent]:
-    """Everything that ``rank`` sends under DDP, which reduces in the last micro-batch of a step alone.
-
-    The mean of each unit travels back in the codec in which it last came; norms cost nothing, since every
-    rank has all gradients.
-
-    Args:
-        policy: what is sent; of stage 0.
-        topology: where ranks stand.
-        units: laid out for ``policy``.
-        rank: the sender.
-        events: passes, norms and steps.
-
-    Raises:
-        PolicyError: if DDP cannot carry the policy out.
-    """
-    check_host("ddp", policy)
-    book = _Book(topology, rank)
-    axes, codec = policy.replica_axes(topology)
-    trained = [unit for unit in units if unit.trainable]
-    for _ in range(_reduced_steps(events)):
-        for unit in trained:
-            book.reduction(policy, unit.name, unit.piece)
-            held = codec.frame_bytes(unit.piece)
-            for axis in axes:
-                book.exchange("backward", "gradients", unit.name, axis, held)
-                held *= axis.size
-    return book.sent()
 
 
 def predict_hosted(
@@ -243,24 +139,42 @@ def predict_hosted(
     rank: int,
     events: Iterable[Event],
 ) -> dict[LedgerKey, Sent]:
-    """Everything that ``rank`` sends inside ``host``: :func:`predict_fsdp2` or :func:`predict_ddp`.
+    """Everything that ``rank`` sends inside ``host``.
 
-    Args:
-        host: inside which.
-        policy: what is sent.
-        topology: where ranks stand.
-        units: FSDP2's groups, or DDP's units.
-        rank: the sender.
-        events: passes, norms and steps.
+    FSDP2, as it is by default, gathers every group in each pass, but the root, which it keeps after forward,
+    until the backward pass is done or the weights are said to have changed.  It reduces every group in each
+    backward pass, whatever the micro-batch.  DDP reduces in the last micro-batch of a step alone, and norms
+    cost nothing, since every rank has all gradients.
+
+    ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
 
     Raises:
         PolicyError: if the host cannot carry the policy out.
     """
-    if host == "fsdp2":
-        groups = [unit for unit in units if isinstance(unit, GroupGeometry)]
-        return predict_fsdp2(policy, topology, groups, rank, events)
-    own = [unit for unit in units if isinstance(unit, UnitGeometry)]
-    return predict_ddp(policy, topology, own, rank, events)
+    check_host(host, policy)
+    if host == "ddp":
+        own = [unit for unit in units if isinstance(unit, UnitGeometry)]
+        alone = replace(policy, align=1, order_every=0)  # chunks as :func:`chunks_of` has them, and no checks
+        return predict(alone, topology, own, rank, ["backward"] * _reduced_steps(events)).sent
+    book = Book(topology, rank)
+    axes, _ = policy.gather_axes(topology)
+    kept = False  # whether the root is gathered from the pass before
+    for event in events:
+        if event == "norm":
+            book.control(NORM_BYTES)
+        if event == "changed":
+            kept = False
+        if event not in ("forward", "evaluate", "backward", "accumulate"):
+            continue
+        phase: Phase = "backward" if event == "accumulate" else event
+        for group in units:
+            if group.shard and not (kept and group.name == ROOT):
+                frame = policy.weights.frame_bytes(group.shard)
+                book.gather(phase, "weights", group.name, axes, frame, ring=policy.gather == "flat")
+            if phase == "backward" and group.piece:
+                book.reduction(policy, group.name, group.piece, common_grain(*policy.gradients))
+        kept = phase != "backward"
+    return book.sent
 
 
 def _reduced_steps(events: Iterable[Event]) -> int:

@@ -67,13 +67,39 @@ def padded_bytes(n: int) -> int:
     return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class Raw:
-    """Elements cast to a floating-point type, no scales.
+class _Framed:
+    """Sizes of frames without scales, of elements that are neither rotated nor rounded at random."""
 
-    Attributes:
-        dtype: the type on the wire.
-    """
+    __slots__ = ()
+
+    bits: int
+    hadamard: int = 0
+    stochastic: bool = False
+
+    def blocks(self, numel: int) -> int:
+        """Number of scales for ``numel`` elements; the last block may be short."""
+        return 0
+
+    def scale_bytes(self, numel: int) -> int:
+        """Bytes of scales and offsets, before padding."""
+        return 0
+
+    def code_bytes(self, numel: int) -> int:
+        """Bytes of the packed codes, before padding."""
+        return -(-numel * self.bits // 8)
+
+    def scales_at(self, numel: int) -> int:
+        """Byte of the frame at which the scales start."""
+        return padded_bytes(self.code_bytes(numel))
+
+    def frame_bytes(self, numel: int) -> int:
+        """Bytes of the frame of ``numel`` elements: codes, scales and padding."""
+        return self.scales_at(numel) + padded_bytes(self.scale_bytes(numel))
+
+
+@dataclass(frozen=True, slots=True)
+class Raw(_Framed):
+    """Elements cast to a floating-point type, ``dtype``, no scales."""
 
     dtype: Dtype
 
@@ -90,8 +116,8 @@ class Raw:
         return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
 
     @property
-    def bits(self) -> int:
-        """Bits per element on the wire, without scales."""
+    def bits(self) -> int:  # type: ignore[override]  # nobody writes to frozen ones
+        """Bits per element on the wire."""
         return 8 * ITEM_BYTES[self.dtype]
 
     @property
@@ -99,39 +125,82 @@ class Raw:
         """What it promises."""
         return frozenset(Law) - {Law.UNBIASED}
 
-    @property
-    def stochastic(self) -> bool:
-        """Whether it draws random bits: a cast does not."""
-        return False
-
-    @property
-    def hadamard(self) -> int:
-        """Elements that are rotated together: none."""
-        return 0
-
-    def blocks(self, numel: int) -> int:
-        """Number of scales: none."""
-        return 0
-
-    def scale_bytes(self, numel: int) -> int:
-        """Bytes of scales: none."""
-        return 0
-
-    def code_bytes(self, numel: int) -> int:
-        """Bytes of the elements."""
-        return numel * ITEM_BYTES[self.dtype]
-
-    def frame_bytes(self, numel: int) -> int:
-        """Bytes of the frame of ``numel`` elements."""
-        return padded_bytes(self.code_bytes(numel))
-
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Largest |decoded - x| for finite x in [low, high] decoded to ``out``."""
         return _rounding(low, high, self.dtype) + _rounding(low, high, out)
 
 
+class _Scaled(_Framed):
+    """What codecs with a scale per block share; attributes are those of :class:`IntCodec`."""
+
+    __slots__ = ()
+
+    block: Block
+    asymmetric: bool = False
+    scale: Scale = "fp32"
+
+    @property
+    def grain(self) -> int:
+        """Elements that a shard must be a multiple of, so that no block straddles two shards."""
+        return max(1, self.hadamard) if self.block == "shard" else self.block
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        """What it promises: chance and offsets cost sign symmetry and idempotence, a rotation idempotence."""
+        laws = frozenset(Law) if self.stochastic else frozenset(Law) - {Law.UNBIASED}
+        if self.stochastic or self.asymmetric:
+            return laws - {Law.IDEMPOTENT, Law.SIGN}
+        return laws - {Law.IDEMPOTENT} if self.hadamard else laws
+
+    def block_size(self, numel: int) -> int:
+        """Elements that share a scale in a row of ``numel``; a block beyond the row is the row."""
+        return numel if self.block == "shard" else min(self.block, numel)
+
+    def blocks(self, numel: int) -> int:
+        """Number of scales for ``numel`` elements; the last block may be short."""
+        return -(-numel // self.block_size(numel)) if numel else 0
+
+    def scale_bytes(self, numel: int) -> int:
+        """Bytes of scales and offsets, before padding."""
+        width = 1 if self.scale == "e8m0" else SCALE_BYTES
+        return self.blocks(numel) * width * (2 if self.asymmetric else 1)
+
+    def _check(self, head: str) -> None:
+        """Refuse an impossible block or rotation."""
+        block, hadamard = self.block, self.hadamard
+        if block != "shard" and block < 1:
+            raise CodecError(f"{head}:{block}: a block has at least 1 element")
+        if block != "shard" and block > MOST_BLOCK:
+            raise CodecError(f"{head}:{block}: a block has at most {MOST_BLOCK} elements")
+        if hadamard == 0:
+            return
+        if hadamard & (hadamard - 1) or not 2 <= hadamard <= MOST_HADAMARD:
+            raise CodecError(f"{head}: hadamard{hadamard} is no power of two from 2 to {MOST_HADAMARD}")
+        if block != "shard" and block % hadamard:
+            raise CodecError(f"{head}:{block}: hadamard{hadamard} does not divide the block")
+
+    def _options(self) -> str:
+        rotation = f":hadamard{self.hadamard}" if self.hadamard else ""
+        return rotation + (":stochastic" if self.stochastic else "")
+
+    def _bound(self, step: float, low: float, high: float, out: Dtype) -> float:
+        """The bound of an element from the largest step between codes, and from the output's rounding.
+
+        The rotation back adds ``hadamard`` errors; both rotations round in fp32 at every stage.
+        """
+        error = step * (1 if self.stochastic else 0.5) * (1 + 2.0**-15)
+        if self.asymmetric:
+            error += 4 * _rounding(low, high, "fp32")
+        if self.hadamard == 0:
+            return error + _rounding(low, high, out)
+        top = max(abs(low), abs(high)) * self.hadamard  # of an element that was rotated to at most absmax
+        stages = 2 * (self.hadamard.bit_length() + 1)
+        error = self.hadamard * (error + stages * (top * 2.0**-24 + 2.0**-150))
+        return error + _rounding(-top - error, top + error, out)
+
+
 @dataclass(frozen=True, slots=True)
-class IntCodec:
+class IntCodec(_Scaled):
     """Block-quantised integers of 2 to 8 bits with an fp32 scale per block.
 
     Symmetric: ``q = clamp(rne(x / s), -m, m)`` with ``m = 2^(b-1) - 1`` and
@@ -165,36 +234,15 @@ class IntCodec:
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
             raise CodecError(f"int{self.bits}: integer codecs have 2 to 8 bits")
-        _check_block(f"int{self.bits}", self.block, self.hadamard)
+        self._check(f"int{self.bits}")
 
     def __str__(self) -> str:
-        return f"int{self.bits}:{self.block}" + (":asym" if self.asymmetric else "") + _options(self)
+        return f"int{self.bits}:{self.block}" + (":asym" if self.asymmetric else "") + self._options()
 
     @property
-    def grain(self) -> int:
-        """Elements that a shard must be a multiple of, so that no block straddles two shards."""
-        return _grain(self.block, self.hadamard)
-
-    @property
-    def laws(self) -> frozenset[Law]:
-        """What it promises: an offset costs sign symmetry and exact idempotence."""
-        return _laws(self) - ({Law.IDEMPOTENT, Law.SIGN} if self.asymmetric else set())
-
-    def blocks(self, numel: int) -> int:
-        """Number of scales for ``numel`` elements; the last block may be short."""
-        return _blocks(self.block, numel)
-
-    def code_bytes(self, numel: int) -> int:
-        """Bytes of the packed codes, before padding."""
-        return -(-numel * self.bits // 8)
-
-    def scale_bytes(self, numel: int) -> int:
-        """Bytes of scales and offsets, before padding."""
-        return SCALE_BYTES * self.blocks(numel) * (2 if self.asymmetric else 1)
-
-    def frame_bytes(self, numel: int) -> int:
-        """Bytes of the frame of ``numel`` elements: codes, scales and padding."""
-        return padded_bytes(self.code_bytes(numel)) + padded_bytes(self.scale_bytes(numel))
+    def largest(self) -> int:
+        """Largest code."""
+        return (1 << (self.bits if self.asymmetric else self.bits - 1)) - 1
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
@@ -204,21 +252,18 @@ class IntCodec:
         twice.  With a rotation, ``low`` and ``high`` are those of the rotated block
         (:func:`impl.codecs.reference.rotated`).
         """
-        largest = (1 << (self.bits if self.asymmetric else self.bits - 1)) - 1
         if self.asymmetric:
-            scale = max(high / largest - low / largest, SMALLEST_NORMAL)
+            scale = max(high / self.largest - low / self.largest, SMALLEST_NORMAL)
         else:
-            scale = max(max(abs(low), abs(high)) / largest, SMALLEST_NORMAL)
-        error = scale * (1 if self.stochastic else 0.5) * (1 + 2.0**-15)
-        if self.asymmetric:
-            error += 4 * _rounding(low, high, "fp32")
-        return _rotated_bound(error, (low, high), self.hadamard, out)
+            scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
+        return self._bound(scale, low, high, out)
 
 
 @dataclass(frozen=True, slots=True)
-class FloatCodec:
+class FloatCodec(_Scaled):
     """Block-quantised floats of 8 or 4 bits with a scale per block, saturating, without infinities.
 
+    Blocks, rotation and random rounding are those of :class:`IntCodec`.
     ``s = max(absmax / largest, 2^-126)``; an E8M0 scale is that rounded up to a power of two, so that
     no value saturates.  With ``v = x / s`` and ``u`` its quantum, ``2^(max(exponent of v, e) - m)`` for
     ``m`` bits of mantissa and a smallest exponent ``e``: ``clamp(rne(v / u) * u)``; stochastic
@@ -228,11 +273,8 @@ class FloatCodec:
 
     Attributes:
         element: ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6).
-        block: elements that share a scale, or ``"shard"``.
         scale: ``fp32``, or ``e8m0``: a power of two in a byte, as in OCP's MX formats, whose blocks
             have 32 elements.
-        hadamard: as in :class:`IntCodec`.
-        stochastic: as in :class:`IntCodec`.
 
     Raises:
         CodecError: for a block below 1 or above 2^31 - 1, an MX block other than 32 or an impossible
@@ -248,7 +290,7 @@ class FloatCodec:
     def __post_init__(self) -> None:
         if self.element not in _FLOATS:
             raise CodecError(f"element {self.element!r}: expected one of {', '.join(_FLOATS)}")
-        _check_block(self._head, self.block, self.hadamard)
+        self._check(self._head)
         if self.scale == "e8m0" and self.block != MX_BLOCK:
             raise CodecError(f"{self._head}: an MX block has {MX_BLOCK} elements, not {self.block}")
         if self.scale == "fp32" and self.element == "e2m1":
@@ -256,15 +298,15 @@ class FloatCodec:
 
     @property
     def _head(self) -> str:
-        if self.scale == "e8m0":
-            return {"e4m3": "mxfp8", "e5m2": "mxfp8e5m2", "e2m1": "mxfp4"}[self.element]
-        return f"fp8{self.element}"
+        return next(
+            (head for head, kind in _HEADS.items() if kind == (self.element, self.scale)), self.element
+        )
 
     def __str__(self) -> str:
-        return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + _options(self)
+        return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + self._options()
 
     @property
-    def bits(self) -> int:
+    def bits(self) -> int:  # type: ignore[override]  # nobody writes to frozen ones
         """Bits per element on the wire, without scales."""
         return 4 if self.element == "e2m1" else 8
 
@@ -283,32 +325,6 @@ class FloatCodec:
         """Largest element."""
         return _FLOATS[self.element][2]
 
-    @property
-    def grain(self) -> int:
-        """Elements that a shard must be a multiple of, so that no block straddles two shards."""
-        return _grain(self.block, self.hadamard)
-
-    @property
-    def laws(self) -> frozenset[Law]:
-        """What it promises."""
-        return _laws(self)
-
-    def blocks(self, numel: int) -> int:
-        """Number of scales for ``numel`` elements; the last block may be short."""
-        return _blocks(self.block, numel)
-
-    def code_bytes(self, numel: int) -> int:
-        """Bytes of the packed codes, before padding."""
-        return -(-numel * self.bits // 8)
-
-    def scale_bytes(self, numel: int) -> int:
-        """Bytes of scales, before padding."""
-        return self.blocks(numel) * (1 if self.scale == "e8m0" else SCALE_BYTES)
-
-    def frame_bytes(self, numel: int) -> int:
-        """Bytes of the frame of ``numel`` elements: codes, scales and padding."""
-        return padded_bytes(self.code_bytes(numel)) + padded_bytes(self.scale_bytes(numel))
-
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
 
@@ -320,9 +336,7 @@ class FloatCodec:
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
         top = min(max(abs(low), abs(high)) / scale, self.largest)
         exponent = max(math.frexp(top * (1 + 2.0**-15))[1] - 1, self.smallest_exponent)
-        quantum = scale * 2.0 ** (exponent - self.mantissa)
-        error = quantum * (1 if self.stochastic else 0.5) * (1 + 2.0**-15)
-        return _rotated_bound(error, (low, high), self.hadamard, out)
+        return self._bound(scale * 2.0 ** (exponent - self.mantissa), low, high, out)
 
 
 # Bits of mantissa, smallest normal exponent, largest element (OCP MX 1.0, tables 1 and 3).
@@ -330,6 +344,13 @@ _FLOATS: Final[dict[str, tuple[int, int, float]]] = {
     "e4m3": (3, -6, 448.0),
     "e5m2": (2, -14, 57344.0),
     "e2m1": (1, 0, 6.0),
+}
+_HEADS: Final[dict[str, tuple[Element, Scale]]] = {
+    "fp8e4m3": ("e4m3", "fp32"),
+    "fp8e5m2": ("e5m2", "fp32"),
+    "mxfp8": ("e4m3", "e8m0"),
+    "mxfp8e5m2": ("e5m2", "e8m0"),
+    "mxfp4": ("e2m1", "e8m0"),
 }
 
 
@@ -347,62 +368,10 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
     return max(abs(low), abs(high)) * relative + absolute
 
 
-def _rotated_bound(error: float, extremes: tuple[float, float], hadamard: int, out: Dtype) -> float:
-    """The bound of an element from that of a (rotated) one, and from the output's rounding.
-
-    The rotation back adds ``hadamard`` errors; both rotations round in fp32 at every stage.
-    """
-    low, high = extremes
-    if hadamard == 0:
-        return error + _rounding(low, high, out)
-    top = max(abs(low), abs(high)) * hadamard  # of an element that was rotated to at most absmax
-    stages = 2 * (hadamard.bit_length() + 1)
-    error = hadamard * (error + stages * (top * 2.0**-24 + 2.0**-150))
-    return error + _rounding(-top - error, top + error, out)
-
-
-def _check_block(head: str, block: Block, hadamard: int) -> None:
-    if block != "shard" and block < 1:
-        raise CodecError(f"{head}:{block}: a block has at least 1 element")
-    if block != "shard" and block > MOST_BLOCK:
-        raise CodecError(f"{head}:{block}: a block has at most {MOST_BLOCK} elements")
-    if hadamard == 0:
-        return
-    if hadamard & (hadamard - 1) or not 2 <= hadamard <= MOST_HADAMARD:
-        raise CodecError(f"{head}: hadamard{hadamard} is no power of two from 2 to {MOST_HADAMARD}")
-    if block != "shard" and block % hadamard:
-        raise CodecError(f"{head}:{block}: hadamard{hadamard} does not divide the block")
-
-
-def _options(codec: Blocked) -> str:
-    rotation = f":hadamard{codec.hadamard}" if codec.hadamard else ""
-    return rotation + (":stochastic" if codec.stochastic else "")
-
-
-def _grain(block: Block, hadamard: int) -> int:
-    return max(1, hadamard) if block == "shard" else block
-
-
-def _blocks(block: Block, numel: int) -> int:
-    if numel == 0:
-        return 0
-    return 1 if block == "shard" else -(-numel // block)
-
-
-def _laws(codec: Blocked) -> frozenset[Law]:
-    """Those of symmetric codecs: chance costs idempotence and sign symmetry, a rotation idempotence."""
-    laws = frozenset(Law)
-    if codec.stochastic:
-        return laws - {Law.IDEMPOTENT, Law.SIGN}
-    return laws - ({Law.UNBIASED, Law.IDEMPOTENT} if codec.hadamard else {Law.UNBIASED})
-
-
 _ALLOWED: Final = (
     "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym], fp8e4m3:<block>, fp8e5m2:<block>, "
     "mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048"
 )
-_MX: Final[dict[str, Element]] = {"mxfp8": "e4m3", "mxfp8e5m2": "e5m2", "mxfp4": "e2m1"}
-_FP8: Final[dict[str, Element]] = {"fp8e4m3": "e4m3", "fp8e5m2": "e5m2"}
 
 
 def parse(text: str) -> Codec:
@@ -425,27 +394,25 @@ def _parsed(text: str) -> Codec:
         if rest:
             raise CodecError(f"{head} takes no options; {_ALLOWED}")
         return Raw(head)  # type: ignore[arg-type]  # checked against ITEM_BYTES
-    if head in _MX:
-        asymmetric, hadamard, stochastic = _parse_options(rest, asymmetric=False)
-        return FloatCodec(_MX[head], MX_BLOCK, "e8m0", hadamard, stochastic)
+    kind = _HEADS.get(head)
     is_int = head.startswith("int") and head[3:].isdecimal() and head[3:].isascii()
-    if not ((is_int or head in _FP8) and rest):
-        raise CodecError(_ALLOWED)
-    block_text, *options = rest
-    if block_text != "shard" and not (block_text.isdecimal() and block_text.isascii()):
-        raise CodecError(f"block {block_text!r} is not a number; {_ALLOWED}")
-    block: Block = "shard" if block_text == "shard" else int(block_text)
-    asymmetric, hadamard, stochastic = _parse_options(options, asymmetric=is_int)
-    if is_int:
+    block: Block = MX_BLOCK
+    if kind is None or kind[1] == "fp32":
+        if not ((is_int or kind) and rest):
+            raise CodecError(_ALLOWED)
+        text = rest.pop(0)
+        if text != "shard" and not (text.isdecimal() and text.isascii()):
+            raise CodecError(f"block {text!r} is not a number; {_ALLOWED}")
+        block = "shard" if text == "shard" else int(text)
+    asymmetric = is_int and rest[:1] == ["asym"]
+    hadamard, stochastic = _parse_options(rest[asymmetric:])
+    if kind is None:
         return IntCodec(int(head[3:]), block, asymmetric, hadamard, stochastic)
-    return FloatCodec(_FP8[head], block, "fp32", hadamard, stochastic)
+    return FloatCodec(kind[0], block, kind[1], hadamard, stochastic)
 
 
-def _parse_options(options: list[str], *, asymmetric: bool) -> tuple[bool, int, bool]:
-    """(asymmetric, hadamard, stochastic), each at most once and in this order."""
-    left = list(options)
-    offset = asymmetric and left[:1] == ["asym"]
-    left = left[1:] if offset else left
+def _parse_options(left: list[str]) -> tuple[int, bool]:
+    """(hadamard, stochastic), each at most once and in this order."""
     hadamard = 0
     if left and left[0].startswith("hadamard") and left[0][8:].isdecimal() and left[0].isascii():
         hadamard = int(left.pop(0)[8:])
@@ -455,7 +422,7 @@ def _parse_options(options: list[str], *, asymmetric: bool) -> tuple[bool, int, 
     left = left[1:] if stochastic else left
     if left:
         raise CodecError(f"unknown option {':'.join(left)!r}; {_ALLOWED}")
-    return offset, hadamard, stochastic
+    return hadamard, stochastic
 
 
 def common_grain(*codecs: Codec) -> int:

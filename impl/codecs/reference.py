@@ -10,7 +10,9 @@ source order.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,20 +25,12 @@ from impl.codecs.codec import (
     Blocked,
     Codec,
     FloatCodec,
-    IntCodec,
     Raw,
-    padded_bytes,
 )
 from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, Noise
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-NAME = "reference"  # of this backend
-
-
-def supports(codec: Codec) -> bool:  # noqa: ARG001  # the signature of every backend
-    """Whether it has kernels for ``codec``: for all."""
-    return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,114 +50,220 @@ class Carried:
     decay: float = 0.0
 
 
-def encode(
-    codec: Codec, x: Tensor, frames: Tensor, *, noise: Noise | None = None, carried: Carried | None = None
-) -> None:
-    """Write the frames of ``x``.
+class Beside(NamedTuple):
+    """What an encoding has beside its elements: noise only where it is used."""
 
-    Args:
-        codec: how.
-        x: (..., S) fp32, bf16 or fp16; any strides.
-        frames: (..., F) uint8, the last dimension contiguous; overwritten, padding included.
-        noise: random bits, for a codec that rounds stochastically.
-        carried: error feedback.
+    noise: Noise | None = None
+    carried: Carried | None = None
 
-    Raises:
-        ValueError: for elements of another type or without a dimension, frames of the wrong size for
-            S elements, or noise or carried error that do not fit.
+
+class Operations:
+    """What a backend does, and here the reference.
+
+    Others override ``_encode``, ``_decode``, ``_decode_sum``, and ``_decode_sum_encode`` for what it
+    ``_fuses``.  These get tensors that were checked here and hold elements.
+
+    Attributes:
+        name: of the backend, for the record.
     """
-    check(codec, x, frames)
-    check_noise(codec, x.shape[:-1], noise)
-    if carried is not None:
-        check_carried(codec, x.shape, carried)
-        with_error = x.float() + carried.error.float()
-        encode(codec, with_error, frames, noise=noise)
-        _carry(codec, with_error, frames, carried)
-    elif isinstance(codec, Raw):
-        _write_raw(codec, x, frames)
-        _zero_padding(frames, codec.code_bytes(x.shape[-1]), frames.shape[-1])
-    else:
-        _encode_blocks(codec, x, frames, noise)
 
+    name = "reference"
 
-def _carry(codec: Codec, x: Tensor, frames: Tensor, carried: Carried) -> None:
-    """Replace the carried error by what ``frames`` left over of ``x`` (..., S) fp32."""
-    decoded = torch.empty_like(x)
-    decode(codec, frames, decoded)
-    left = x.sub_(decoded).mul_(1.0 - carried.decay)
-    error = carried.error.float().mul_(carried.decay).add_(left)
-    largest = LARGEST[NAMES[carried.error.dtype]]
-    carried.error.copy_(torch.where(error.isfinite(), error, 0.0).clamp_(-largest, largest))
+    def encode(
+        self,
+        codec: Codec,
+        x: Tensor,
+        frames: Tensor,
+        *,
+        noise: Noise | None = None,
+        carried: Carried | None = None,
+    ) -> None:
+        """Write the frames of ``x``.
 
+        Args:
+            codec: how.
+            x: (..., S) fp32, bf16 or fp16; any strides.
+            frames: (..., F) uint8, the last dimension contiguous; overwritten, padding included.
+            noise: random bits, for a codec that rounds stochastically.
+            carried: error feedback.
 
-def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
-    """Write the elements of ``frames`` to ``out``.
+        Raises:
+            ValueError: for elements of another type or without a dimension, frames of the wrong size for
+                S elements, noise or carried error that do not fit, tensors on several devices, or strides
+                that the backend does not take.
+        """
+        if noise is None and carried is None and self._repeats("encode", (codec,), x, frames):
+            return
+        _check(codec, x.shape, x.dtype, frames)
+        _check_state(codec, x.shape, noise, carried)
+        _check_devices(codec, x, frames, carried)
+        if x.numel() > 0:
+            self._encode(codec, x, frames, Beside(noise if codec.stochastic else None, carried))
 
-    Args:
-        codec: how they were encoded.
-        frames: (..., F) uint8.
-        out: (..., S) fp32, bf16 or fp16; any strides.
+    def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16.
 
-    Raises:
-        ValueError: for elements of another type or without a dimension, or frames of the wrong size
-            for S elements.
-    """
-    check(codec, out, frames)
-    if isinstance(codec, Raw):
-        out.copy_(_raw_elements(codec, frames, out.shape[-1]))
-    else:
-        out.copy_(_decode_blocks(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
+        Raises:
+            ValueError: as :meth:`encode`.
+        """
+        if self._repeats("decode", (codec,), frames, out):
+            return
+        _check(codec, out.shape, out.dtype, frames)
+        _check_devices(codec, out, frames)
+        if out.numel() > 0:
+            self._decode(codec, frames, out)
 
+    def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        """Write the sum of ``frames`` (sources, ..., F) uint8, in ascending order, to ``out`` (..., S) fp32.
 
-def decode_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
-    """Write the sum over sources, in ascending order and fp32, to ``out``.
+        Raises:
+            ValueError: for a sum that is not fp32, no source, or as :meth:`encode`.
+        """
+        if self._repeats("decode_sum", (codec,), frames, out):
+            return
+        if out.dtype != torch.float32:
+            raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
+        _check(codec, out.shape, out.dtype, _first(codec, frames))
+        _check_devices(codec, out, frames)
+        if out.numel() > 0:
+            self._decode_sum(codec, frames, out)
 
-    Args:
-        codec: how the frames were encoded.
-        frames: (sources, ..., F) uint8.
-        out: (..., S) fp32.
+    def decode_sum_encode(
+        self,
+        first: Codec,
+        second: Codec,
+        frames: Tensor,
+        out: Tensor,
+        numel: int,
+        *,
+        noise: Noise | None = None,
+        carried: Carried | None = None,
+    ) -> None:
+        """Write the frames of the fp32 sum over sources: the middle of a two-hop reduction.
 
-    Raises:
-        ValueError: for a sum that is not fp32, no source, or frames of the wrong size for S elements.
-    """
-    check_sum(codec, frames, out)
-    decode(codec, frames[0], out)
-    numel = out.shape[-1]
-    for source in frames[1:]:
-        if isinstance(codec, Raw):
-            out.add_(_raw_elements(codec, source, numel))
+        Args:
+            first: how the frames were encoded.
+            second: how their sum is.
+            frames: (sources, ..., F) uint8, F of ``first``.
+            out: (..., F') uint8, F' of ``second``.
+            numel: elements S of a shard.
+            noise: random bits, for a second codec that rounds stochastically.
+            carried: error feedback of the second encoding.
+
+        Raises:
+            ValueError: for no source, or as :meth:`encode`.
+        """
+        if noise is None and carried is None and self._repeats(numel, (first, second), frames, out):
+            return
+        shape = torch.Size((*out.shape[:-1], numel))
+        if (
+            isinstance(first, Raw)
+            or isinstance(second, Raw)
+            or not self._fuses(first, second, numel, carried)
+        ):
+            held = torch.empty(shape, dtype=torch.float32, device=out.device)
+            self.decode_sum(first, frames, held)
+            self.encode(second, held, out, noise=noise, carried=carried)
+            return
+        _check(first, shape, torch.float32, _first(first, frames))
+        _check(second, shape, torch.float32, out)
+        _check_state(second, shape, noise, carried)
+        _check_devices(second, out, frames, carried)
+        if out.numel() > 0:
+            beside = Beside(noise if second.stochastic else None, carried)
+            self._decode_sum_encode((first, second), frames, out, numel, beside)
+
+    def _repeats(self, what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> bool:
+        """Do again, unchecked, what was done to tensors like these; False if nothing was."""
+        return False
+
+    def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
+        """Whether ``_decode_sum_encode`` can, instead of its two steps."""
+        return False
+
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+        noise, carried = beside
+        if carried is not None:
+            with_error = x.float() + carried.error.float()
+            self._encode(codec, with_error, frames, Beside(noise))
+            decoded = torch.empty_like(with_error)
+            self._decode(codec, frames, decoded)
+            left = with_error.sub_(decoded).mul_(1.0 - carried.decay)
+            error = carried.error.float().mul_(carried.decay).add_(left)
+            largest = LARGEST[NAMES[carried.error.dtype]]
+            carried.error.copy_(torch.where(error.isfinite(), error, 0.0).clamp_(-largest, largest))
+        elif isinstance(codec, Raw):
+            _write_raw(codec, x, frames)
+            _zero_padding(frames, codec.code_bytes(x.shape[-1]), frames.shape[-1])
         else:
-            out.add_(_decode_blocks(codec, source, numel, LARGEST["fp32"]))
+            _encode_blocks(codec, x, frames, noise)
+
+    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        out.copy_(_decoded(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
+
+    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        self._decode(codec, frames[0], out)
+        for source in frames[1:]:
+            out.add_(_decoded(codec, source, out.shape[-1], LARGEST["fp32"]))
+
+    def _decode_sum_encode(
+        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
+    ) -> None:
+        raise NotImplementedError
 
 
-def decode_sum_encode(
-    first: Codec,
-    second: Codec,
-    frames: Tensor,
-    out: Tensor,
-    numel: int,
-    *,
-    noise: Noise | None = None,
-    carried: Carried | None = None,
-) -> None:
-    """Write the frames of the fp32 sum over sources: the middle of a two-hop reduction.
+REFERENCE: Final = Operations()
+encode, decode = REFERENCE.encode, REFERENCE.decode
+decode_sum, decode_sum_encode = REFERENCE.decode_sum, REFERENCE.decode_sum_encode
 
-    Args:
-        first: how the frames were encoded.
-        second: how their sum is.
-        frames: (sources, ..., F) uint8, F of ``first``.
-        out: (..., F') uint8, F' of ``second``.
-        numel: elements S of a shard.
-        noise: random bits, for a second codec that rounds stochastically.
-        carried: error feedback of the second encoding.
 
-    Raises:
-        ValueError: for no source, frames of the wrong size for S elements, or noise or carried error
-            that do not fit.
-    """
-    held = torch.empty((*out.shape[:-1], numel), dtype=torch.float32, device=out.device)
-    decode_sum(first, frames, held)
-    encode(second, held, out, noise=noise, carried=carried)
+def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor) -> None:
+    """Refuse elements that are none, and frames that do not fit them."""
+    if kind not in NAMES:
+        raise ValueError(f"{codec}: elements are fp32, bf16 or fp16, got {kind}")
+    if not shape:
+        raise ValueError(f"{codec}: elements have at least one dimension, got a scalar")
+    want = codec.frame_bytes(shape[-1])
+    if frames.dtype != torch.uint8 or frames.shape != (*shape[:-1], want):
+        raise ValueError(
+            f"{codec}: {tuple(shape)} elements need frames of {want} uint8, got "
+            f"{tuple(frames.shape)} {frames.dtype}"
+        )
+    if want > 0 and frames.stride(-1) != 1:
+        raise ValueError(f"{codec}: a frame's bytes are contiguous, got strides {frames.stride()}")
+
+
+def _first(codec: Codec, frames: Tensor) -> Tensor:
+    """The frames of the first source."""
+    if frames.dim() == 0 or len(frames) == 0:
+        raise ValueError(f"{codec}: a sum has at least one source, got frames {tuple(frames.shape)}")
+    return frames[0]
+
+
+def _check_state(codec: Codec, shape: torch.Size, noise: Noise | None, carried: Carried | None) -> None:
+    """Refuse noise and carried error that do not fit elements of ``shape``, and noise that is missing."""
+    if codec.stochastic:
+        if noise is None:
+            raise ValueError(f"{codec} rounds stochastically: it needs noise")
+        lead = tuple(shape[:-1])
+        if len(noise.strides) != len(lead):
+            raise ValueError(f"{codec}: rows {lead} need noise with {len(lead)} strides, got {noise.strides}")
+    if carried is None:
+        return
+    if carried.error.shape != shape or carried.error.dtype not in NAMES:
+        raise ValueError(
+            f"{codec}: {tuple(shape)} elements carry as many errors in fp32, bf16 or fp16, got "
+            f"{tuple(carried.error.shape)} {carried.error.dtype}"
+        )
+    if not 0.0 <= carried.decay < 1.0:
+        raise ValueError(f"{codec}: decay of carried error is in [0, 1), got {carried.decay}")
+
+
+def _check_devices(codec: Codec, x: Tensor, frames: Tensor, carried: Carried | None = None) -> None:
+    tensors = (x, frames) if carried is None else (x, frames, carried.error)
+    if any(each.device != x.device for each in tensors):
+        devices = sorted({str(each.device) for each in tensors})
+        raise ValueError(f"{codec}: elements and frames on {devices}")
 
 
 def rotated(codec: Codec, x: Tensor) -> Tensor:
@@ -174,6 +274,35 @@ def rotated(codec: Codec, x: Tensor) -> Tensor:
     """
     values = x.float().contiguous()
     return _rotate(values.clone(), codec.hadamard) if codec.hadamard else values
+
+
+def merged_rows(
+    tensors: Sequence[Tensor], noise: Noise | None, most: int, whose: str
+) -> list[tuple[int, list[int]]]:
+    """Leading dimensions, equal for all ``tensors``, merged to as few as possible: size and steps of each.
+
+    Steps go from one row to the next: of each tensor in bytes, then of the noise in elements.
+
+    Raises:
+        ValueError: if more than ``most`` remain, which ``whose`` kernels take.
+    """
+    steps_of = [[stride * each.element_size() for stride in each.stride()[:-1]] for each in tensors]
+    if noise is not None:
+        steps_of.append([*noise.strides])
+    shape = tensors[0].shape[:-1]
+    merged: list[tuple[int, list[int]]] = []
+    for size, *steps in zip(shape, *steps_of, strict=True):
+        if merged and merged[-1][1] == [size * step for step in steps]:
+            merged[-1] = (merged[-1][0] * size, steps)
+        elif size > 1:
+            merged.append((size, steps))
+    if len(merged) > most:
+        random = "" if noise is None else f" and noise with {noise.strides}"
+        raise ValueError(
+            f"leading dimensions {tuple(shape)} with strides {[each.stride() for each in tensors]}{random}: "
+            f"the {whose} kernels take {most}, and these do not merge to so few"
+        )
+    return merged
 
 
 def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device) -> Tensor:
@@ -205,68 +334,6 @@ def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return total & 0xFFFFFFFF, (total >> 32) + (second >> 16)
 
 
-def check(codec: Codec, x: Tensor, frames: Tensor) -> None:
-    """Refuse elements that are none, and frames that do not fit them.
-
-    Raises:
-        ValueError: naming the type, or both shapes.
-    """
-    if x.dtype not in NAMES:
-        raise ValueError(f"{codec}: elements are fp32, bf16 or fp16, got {x.dtype}")
-    if x.dim() == 0:
-        raise ValueError(f"{codec}: elements have at least one dimension, got a scalar")
-    want = codec.frame_bytes(x.shape[-1])
-    if frames.dtype != torch.uint8 or frames.shape != (*x.shape[:-1], want):
-        raise ValueError(
-            f"{codec}: {tuple(x.shape)} elements need frames of {want} uint8, got "
-            f"{tuple(frames.shape)} {frames.dtype}"
-        )
-
-
-def check_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
-    """Refuse a sum that is not fp32, and frames (sources, ..., F) that are none or do not fit it.
-
-    Raises:
-        ValueError: naming the type, or the shapes.
-    """
-    if out.dtype != torch.float32:
-        raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
-    if frames.dim() == 0 or len(frames) == 0:
-        raise ValueError(f"{codec}: a sum has at least one source, got frames {tuple(frames.shape)}")
-    check(codec, out, frames[0])
-
-
-def check_noise(codec: Codec, lead: torch.Size, noise: Noise | None) -> None:
-    """Refuse noise that does not fit rows (..., S), and its absence where it is needed.
-
-    Raises:
-        ValueError: naming the codec, and both shapes.
-    """
-    if not codec.stochastic:
-        return
-    if noise is None:
-        raise ValueError(f"{codec} rounds stochastically: it needs noise")
-    if len(noise.strides) != len(lead):
-        raise ValueError(
-            f"{codec}: rows {tuple(lead)} need noise with {len(lead)} strides, got {noise.strides}"
-        )
-
-
-def check_carried(codec: Codec, shape: torch.Size, carried: Carried) -> None:
-    """Refuse carried error that does not fit elements of ``shape``.
-
-    Raises:
-        ValueError: naming both.
-    """
-    if carried.error.shape != shape or carried.error.dtype not in NAMES:
-        raise ValueError(
-            f"{codec}: {tuple(shape)} elements carry as many errors in fp32, bf16 or fp16, got "
-            f"{tuple(carried.error.shape)} {carried.error.dtype}"
-        )
-    if not 0.0 <= carried.decay < 1.0:
-        raise ValueError(f"{codec}: decay of carried error is in [0, 1), got {carried.decay}")
-
-
 def _write_raw(codec: Raw, x: Tensor, frames: Tensor) -> None:
     """Write the elements of ``x`` (..., S) to frames that may lie anywhere."""
     codes = frames[..., : codec.code_bytes(x.shape[-1])]
@@ -276,8 +343,10 @@ def _write_raw(codec: Raw, x: Tensor, frames: Tensor) -> None:
         codes.copy_(x.to(DTYPES[codec.dtype]).contiguous().view(torch.uint8))
 
 
-def _raw_elements(codec: Raw, frames: Tensor, numel: int) -> Tensor:
-    """(..., S) elements of frames in their own type: a view, or a copy where a view is not possible."""
+def _decoded(codec: Codec, frames: Tensor, numel: int, largest: float) -> Tensor:
+    """(..., S) elements of frames: fp32, saturated at +-``largest``, but raw ones as they are."""
+    if not isinstance(codec, Raw):
+        return _decode_blocks(codec, frames, numel, largest)
     codes = frames[..., : codec.code_bytes(numel)]
     if not _is_aligned(codes, ITEM_BYTES[codec.dtype]):
         codes = codes.clone(memory_format=torch.contiguous_format)
@@ -294,17 +363,12 @@ def _zero_padding(frames: Tensor, start: int, end: int) -> None:
         frames[..., start:end] = 0
 
 
-def _block_size(codec: Blocked, numel: int) -> int:
-    """Elements that share a scale; a block beyond the row is the row."""
-    return numel if codec.block == "shard" else min(codec.block, numel)
-
-
 def _blocked(codec: Blocked, x: Tensor) -> Tensor:
     """(..., blocks, block) fp32 copy of ``x``; a short last block repeats its last element.
 
     Repeating (not zero) keeps the tail out of minimum, maximum and non-finiteness.
     """
-    numel, block = x.shape[-1], _block_size(codec, x.shape[-1])
+    numel, block = x.shape[-1], codec.block_size(x.shape[-1])
     blocks = codec.blocks(numel)
     full = x.new_empty((*x.shape[:-1], blocks * block), dtype=torch.float32)
     full[..., :numel] = x
@@ -336,10 +400,7 @@ def _rotate(values: Tensor, size: int, *, back: bool = False) -> Tensor:
 
 def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
     numel = x.shape[-1]
-    codes_end = codec.code_bytes(numel)
-    scales_at = padded_bytes(codes_end)
-    if x.numel() == 0:
-        return
+    codes_end, scales_at = codec.code_bytes(numel), codec.scales_at(numel)
     shift = None  # of a quotient before rounding
     if codec.stochastic:
         assert noise is not None  # noqa: S101  # checked
@@ -348,11 +409,11 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
     values = _blocked(codec, rotated(codec, x) if codec.hadamard else x)  # (..., blocks, block)
     low, high = values.aminmax(dim=-1, keepdim=True)  # both propagate NaN
     broken = ~(torch.isfinite(low) & torch.isfinite(high))
-    offsets = isinstance(codec, IntCodec) and codec.asymmetric
-    if offsets:
+    if codec.asymmetric:
         low = (low + 0.0).masked_fill(broken, 0.0)  # which zero is least depends on the order: both are 0
-        scale = _offset_scale(codec, low, high)
-        values = _offset(values, low, scale)
+        top = torch.full_like(low, codec.largest)
+        scale = torch.clamp(high / top - low / top, min=SMALLEST_NORMAL)  # their difference may overflow
+        values = values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)  # so may this one: halves are exact
     else:
         scale = _scale(codec, torch.maximum(-low, high))
         values = values.div_(scale)
@@ -363,8 +424,8 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
     _pack(codes.view(*x.shape[:-1], -1)[..., :numel], codec.bits, frames[..., :codes_end])
     _zero_padding(frames, codes_end, scales_at)
     stored = scale.squeeze(-1).contiguous()
-    parts = [_e8m0(stored) if isinstance(codec, FloatCodec) and codec.scale == "e8m0" else stored]
-    if offsets:
+    parts = [_e8m0(stored) if codec.scale == "e8m0" else stored]
+    if codec.asymmetric:
         parts.append(low.squeeze(-1).contiguous())
     end = scales_at
     for part in parts:
@@ -376,36 +437,20 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
 
 def _scale(codec: Blocked, absmax: Tensor) -> Tensor:
     """The scale of symmetric blocks."""
-    top = codec.largest if isinstance(codec, FloatCodec) else (1 << (codec.bits - 1)) - 1
-    scale = torch.clamp(absmax / torch.full_like(absmax, top), min=SMALLEST_NORMAL)
-    if isinstance(codec, FloatCodec) and codec.scale == "e8m0":  # up to a power of two: nothing saturates
+    scale = torch.clamp(absmax / torch.full_like(absmax, codec.largest), min=SMALLEST_NORMAL)
+    if codec.scale == "e8m0":  # up to a power of two: nothing saturates
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return scale
-
-
-def _offset_scale(codec: Blocked, low: Tensor, high: Tensor) -> Tensor:
-    # high / n - low / n, not (high - low) / n: the difference may overflow.
-    steps = torch.full_like(low, (1 << codec.bits) - 1)
-    return torch.clamp(high / steps - low / steps, min=SMALLEST_NORMAL)
-
-
-def _offset(values: Tensor, low: Tensor, scale: Tensor) -> Tensor:
-    """``(values - low) / scale`` in place, without overflow of the difference: halves are exact."""
-    return values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)
 
 
 def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
     """(...) uint8, in the lowest ``codec.bits`` bits."""
     if isinstance(codec, FloatCodec):
         return _float_codes(codec, quotients, shift)
-    if codec.asymmetric:
-        first, last = 0, (1 << codec.bits) - 1
-    else:
-        last = (1 << (codec.bits - 1)) - 1
-        first = -last
     if shift is not None:
         quotients.add_(shift)
-    codes = quotients.round_().clamp_(first, last).nan_to_num_(0.0)  # NaN only in broken blocks
+    first = 0 if codec.asymmetric else -codec.largest
+    codes = quotients.round_().clamp_(first, codec.largest).nan_to_num_(0.0)  # NaN only in broken blocks
     return codes.to(torch.uint8) if codec.asymmetric else codes.to(torch.int8).view(torch.uint8)
 
 
@@ -438,13 +483,9 @@ def _e8m0(scale: Tensor) -> Tensor:
 
 def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -> Tensor:
     """(..., S) fp32, saturated at +-``largest``."""
-    lead = frames.shape[:-1]
-    if numel == 0 or frames.numel() == 0:
-        return frames.new_empty((*lead, numel), dtype=torch.float32)
-    codes_end = codec.code_bytes(numel)
-    scales_at = padded_bytes(codes_end)
-    blocks, block = codec.blocks(numel), _block_size(codec, numel)
-    codes = _unpack(frames[..., :codes_end], codec.bits, numel)
+    lead, scales_at = frames.shape[:-1], codec.scales_at(numel)
+    blocks, block = codec.blocks(numel), codec.block_size(numel)
+    codes = _unpack(frames[..., : codec.code_bytes(numel)], codec.bits, numel)
     values = torch.zeros((*lead, blocks * block), dtype=torch.float32, device=frames.device)
     if isinstance(codec, FloatCodec):
         values[..., :numel] = _elements(codec, codes)
@@ -454,12 +495,12 @@ def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -
         half = 1 << (codec.bits - 1)
         values[..., :numel] = (codes.bitwise_xor_(half) - half).view(torch.int8)  # sign extension
     values = values.view(*lead, blocks, block)
-    if isinstance(codec, FloatCodec) and codec.scale == "e8m0":
+    if codec.scale == "e8m0":
         exponents = frames[..., scales_at : scales_at + blocks].to(torch.int32).unsqueeze(-1)
         scale = torch.where(exponents == 255, math.nan, (exponents << 23).view(torch.float32))
     else:
         scale = _floats(frames, scales_at, blocks)
-    if isinstance(codec, IntCodec) and codec.asymmetric:  # in halves: q * scale alone may overflow
+    if codec.asymmetric:  # in halves: q * scale alone may overflow
         low = _floats(frames, scales_at + SCALE_BYTES * blocks, blocks)
         values.mul_(scale * 0.5).add_(low * 0.5).mul_(2.0)
     else:

@@ -20,6 +20,7 @@ of word ``j // 2``.  At 32 bits an element, a GPU would be bound by computing th
 from __future__ import annotations
 
 import hashlib
+import struct
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -68,14 +69,10 @@ class Key:
     """What an encoded tensor is: all that its random bits depend on, but for the element's number.
 
     Attributes:
-        seed: of the run.
         step: optimizer steps before it; 0 for frozen weights.
         micro_batch: inside the step; 0 for weights, which do not change there.
-        unit: its name.
-        purpose: weights or gradients.
         hop: of the collective, 0 first.
-        source: the rank that encodes, for gradients: with one noise for all, the variance of a mean
-            over N ranks would be N times as large.
+        source: the rank that encodes, for gradients.
     """
 
     seed: int
@@ -91,19 +88,12 @@ class Key:
         numbers = (self.seed, self.step, self.micro_batch, self.purpose, self.hop, self.source)
         text = "/".join([*map(str, numbers), self.unit])  # the unit last: it may hold anything
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
-        return Noise((words[0], words[1], words[2], words[3]), start, strides)
+        return Noise(struct.unpack("<4I", digest), start, strides)
 
 
 @dataclass(slots=True)
 class Clock:
-    """The moment of a run, as random bits are keyed by it.
-
-    Attributes:
-        seed: of the run.
-        step: optimizer steps so far.
-        micro_batch: backward passes finished since the last of them.
-    """
+    """The moment of a run, as random bits are keyed by it: optimizer steps, and backward passes since."""
 
     seed: int = 0
     step: int = 0

@@ -4,6 +4,12 @@ A collective is a generator that stops after each posted message, so that the ca
 while it travels; :class:`Transfer` drives it.  What is sent and in which order follows from the
 axes alone.
 
+[Note: deferred last hop]
+After a message of an earlier hop the caller comes back soon, for the next hop cannot be posted before this
+one has arrived and the link would idle.  After the last hop nothing is left to post: if it travels between
+nodes, on the slowest link, its wait is deferred until the values are needed (:meth:`Transfer.proceed`);
+inside a node it is over by the time that anybody asks.
+
 Gather (paper section 3.1 and 3.2): a shard is encoded once; every hop forwards the received
 frames unchanged, so all ranks decode the same bytes.  Reduce (section 3.3): a gradient seen as
 ``(axis 0, axis 1, ..., shard)`` is transposed while it is encoded, sent along axis 0, summed in
@@ -12,7 +18,6 @@ fp32 in ascending source order, encoded again for axis 1, and so on; the result 
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -35,26 +40,18 @@ from impl.transport.zero_copy import Lease
 T = TypeVar("T")
 
 
-class Posted(enum.Enum):
-    """What a collective has posted when it stops.
-
-    [Note: deferred last hop]
-    A collective stops after each posted message, so that the caller computes while it travels.  After a
-    message of an earlier hop the caller comes back soon, for the next hop cannot be posted before this one
-    has arrived and the link would idle.  After the last hop nothing is left to post: if it travels between
-    nodes, on the slowest link, its wait is deferred until the values are needed (:meth:`Transfer.proceed`);
-    inside a node it is over by the time that anybody asks.
-
-    Attributes:
-        HOP: a message after which another is posted, or one that stays inside a node.
-        LAST_HOP: the last message, which travels between nodes.
-    """
-
-    HOP = enum.auto()
-    LAST_HOP = enum.auto()
+# Yields after each message whether it is the last, and travels between nodes ([Note: deferred last hop]).
+Steps = Generator[bool, None, T]
 
 
-Steps = Generator[Posted, None, T]
+def finish(steps: Steps[T]) -> T:
+    """Carry a collective to its end and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 class Transfer:
@@ -69,8 +66,7 @@ class Transfer:
 
     def __init__(self, steps: Steps[None]) -> None:
         self._steps: Steps[None] | None = steps
-        self.failed = False
-        self._posted = Posted.HOP  # the message under way
+        self.failed = self._deferred = False
         self.advance()
 
     @property
@@ -86,12 +82,12 @@ class Transfer:
         """
         if self.failed:
             raise ZeroError(
-                "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; "
-                "call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
+                "a gather or reduction that was interrupted cannot be finished: its values are lost on this "
+                "rank; call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
             )
         if self._steps is not None:
             try:
-                self._posted = next(self._steps)
+                self._deferred = next(self._steps)
             except StopIteration:
                 self._steps = None
             except BaseException:  # a generator that raised would look as if it had ended
@@ -100,7 +96,7 @@ class Transfer:
 
     def proceed(self) -> None:
         """:meth:`advance`, unless it would only wait for the slowest link ([Note: deferred last hop])."""
-        if self.failed or self._posted is Posted.HOP:
+        if not self._deferred:
             self.advance()
 
     def wait(self) -> None:
@@ -149,17 +145,12 @@ def gather_frames(
         if held is not None:
             held.close()
         exchange.post()
-        yield _posted(wire, axis, last=axis is hops[-1])
+        yield axis is hops[-1] and wire.mesh.topology.crosses(axis)
         exchange.wait()
         nbytes *= axis.size
         held = exchange
     assert held is not None  # noqa: S101  # there is an axis
     return held
-
-
-def _posted(wire: Wire, axis: Axis, *, last: bool) -> Posted:
-    """What to yield after a message along ``axis``, if it is the ``last`` to be posted."""
-    return Posted.LAST_HOP if last and wire.mesh.topology.crosses(axis) else Posted.HOP
 
 
 def sending(axes: Sequence[Axis]) -> Sequence[Axis]:
@@ -223,15 +214,9 @@ def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor
     def write(frame: Tensor) -> None:
         frame.view(torch.float32).copy_(part)
 
-    steps = gather_frames(wire, axes, write, part.nbytes, tag)
-
-    def gathering() -> Steps[None]:
-        exchange = yield from steps
-        frames = gathered(exchange, axes, part.nbytes).view(torch.float32)
-        placed(whole, axes[::-1], numel).copy_(frames)
-        exchange.close()
-
-    Transfer(gathering()).wait()
+    exchange = finish(gather_frames(wire, axes, write, part.nbytes, tag))
+    placed(whole, axes[::-1], numel).copy_(gathered(exchange, axes, part.nbytes).view(torch.float32))
+    exchange.close()
     return whole.view(ranks, numel)
 
 
@@ -261,10 +246,8 @@ class Reduction:
     """How a gradient is reduced, beside its values.
 
     Attributes:
-        wire: what sends.
         hops: axes with their codecs, first hop first; together they number the world; none for one
             rank.
-        tag: for the ledger.
         strides: along each hop, pieces from one rank's to its neighbour's; the axes' own by default.
         chunks: (start, end) of the chunks of a piece, whose hops overlap; one by default.
         key: of stochastic codecs, with this rank as the source; the hop is filled in.
@@ -288,17 +271,19 @@ class Reduction:
     out: Tensor | None = None
     goes_on: bool = False
 
+    @property
+    def spacing(self) -> Sequence[int]:
+        """Along each hop, pieces from one rank's to its neighbour's."""
+        return [axis.stride for axis, _ in self.hops] if self.strides is None else self.strides
+
     def noise(self, hop: int, shard: int, start: int) -> Noise | None:
         """Random bits of what ``hop`` encodes from element ``start`` of each shard on."""
         if self.key is None or not self.hops[hop][1].stochastic:
             return None
-        spacing = apart(shard)
-        rank = self.wire.mesh.rank
-        apart_by = [axis.stride for axis, _ in self.hops] if self.strides is None else self.strides
-        done = zip(self.hops[:hop], apart_by[:hop], strict=True)
-        before = sum(axis.digit(rank) * stride for (axis, _), stride in done) * spacing
-        strides = tuple(stride * spacing for stride in apart_by[hop:])
-        return replace(self.key, hop=hop).noise(before + start, strides)
+        rank, strides = self.wire.mesh.rank, [stride * apart(shard) for stride in self.spacing]
+        done = zip(self.hops[:hop], strides[:hop], strict=True)
+        before = sum(axis.digit(rank) * stride for (axis, _), stride in done)
+        return replace(self.key, hop=hop).noise(before + start, tuple(strides[hop:]))
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
         """Error feedback of elements [start, end) of each shard."""
@@ -355,14 +340,12 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
     Returns:
         (S,) fp32 mean of this rank's shard.
     """
-    if not how.hops:  # one rank
-        return gradient.to(torch.float32, copy=True)
     axes = [axis for axis, _ in how.hops]
     sizes = [axis.size for axis in axes]
     world = math.prod(sizes)
     shard = gradient.numel() // world
     chunks = how.chunks or ((0, shard),)
-    slices = placed(gradient, axes, shard, how.strides)  # (axis 0, axis 1, ..., S)
+    slices = placed(gradient, axes, shard, how.spacing)  # (axis 0, axis 1, ..., S)
     under_way: list[tuple[Codec, Exchange]] = []  # of the last hop, chunk by chunk
     hops = len(how.hops)
     for turn in range(len(chunks) + hops - 1):  # in each, all chunks that can go one hop further do
@@ -399,7 +382,7 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
             exchange.post()
         done = turn - len(chunks) + 1  # the hop on which the last chunk was posted
         if done >= 0:
-            yield _posted(how.wire, axes[done], last=done == hops - 1 and not how.goes_on)
+            yield done == hops - 1 and not how.goes_on and how.wire.mesh.topology.crosses(axes[done])
     mean = how.out
     if mean is None:
         mean = torch.empty(shard, dtype=torch.float32, device=gradient.device)
@@ -425,8 +408,6 @@ def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
         how: one hop over the world.
         gradient: (world * S,) of any floating-point type.
     """
-    if not how.hops:  # one rank
-        return gradient.to(torch.float32, copy=True)
     ((axis, codec),) = how.hops
     size, me = axis.size, axis.digit(how.wire.mesh.rank)
     slices = gradient.view(size, -1).to(
@@ -441,7 +422,7 @@ def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
             noise = replace(how.key, hop=step).noise((me - 1 - step) % size * apart(shard))
         ops.encode(codec, partial, exchange.send, noise=noise)
         exchange.post()
-        yield _posted(how.wire, axis, last=step == size - 2)
+        yield step == size - 2 and how.wire.mesh.topology.crosses(axis)
         ops.decode(codec, exchange.wait()[0], partial)
         exchange.close()
         partial += slices[(me - 2 - step) % size]
@@ -450,50 +431,44 @@ def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
 
 def reduced(how: Reduction, reduce: Reduce, gradient: Tensor) -> Steps[Tensor]:
     """The mean by the algorithm that a policy names: (S,) fp32 of this rank's shard."""
-    return ring_reduce(how, gradient) if reduce == "ring" else reduce_gradients(how, gradient)
+    if not how.hops:  # one rank
+        return gradient.to(torch.float32, copy=True)
+    return (yield from (ring_reduce if reduce == "ring" else reduce_gradients)(how, gradient))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replication:
-    """How a piece of a mean gradient comes to all groups, beside its values.
-
-    Attributes:
-        axes: between the groups, first hop first.
-        strides: along each, pieces of the shard from one rank's to its neighbour's.
-        codec: in which it travels.
-        noise: of a stochastic codec, for this rank's piece.
-    """
-
-    axes: Sequence[Axis]
-    strides: Sequence[int]
-    codec: Codec
-    noise: Noise | None = None
-
-
-def replicated(wire: Wire, how: Replication, tag: Tag, mean: Tensor) -> Steps[Tensor]:
+def replicated(
+    wire: Wire,
+    axes: Sequence[Axis],
+    codec: Codec,
+    tag: Tag,
+    mean: Tensor,
+    *,
+    strides: Sequence[int],
+    noise: Noise | None = None,
+) -> Steps[Tensor]:
     """Gather the pieces of a shard's mean from the ranks of all groups that hold the shard.
 
     Every rank decodes what was sent, its own piece too, so that groups stay bit-equal.
 
     Args:
         wire: what sends.
-        how: along which hops.
+        axes: between the groups, first hop first.
+        codec: in which it travels.
         tag: for the ledger.
         mean: (piece,) fp32 of this rank.
+        strides: along each axis, pieces of the shard from one rank's to its neighbour's.
+        noise: of a stochastic codec, for this rank's piece.
 
     Returns:
         (S,) fp32 mean of this rank's shard.
     """
-    piece, nbytes = mean.numel(), how.codec.frame_bytes(mean.numel())
+    piece, nbytes = mean.numel(), codec.frame_bytes(mean.numel())
 
     def write(frame: Tensor) -> None:
-        ops.encode(how.codec, mean, frame, noise=how.noise)
+        ops.encode(codec, mean, frame, noise=noise)
 
-    exchange = yield from gather_frames(wire, how.axes, write, nbytes, tag)
-    frames = gathered(exchange, how.axes, nbytes)
-    whole = torch.empty(
-        piece * math.prod(axis.size for axis in how.axes), dtype=torch.float32, device=mean.device
-    )
-    ops.decode(how.codec, frames, placed(whole, how.axes[::-1], piece, how.strides[::-1]))
+    exchange = yield from gather_frames(wire, axes, write, nbytes, tag)
+    whole = mean.new_empty(piece * math.prod(axis.size for axis in axes))
+    ops.decode(codec, gathered(exchange, axes, nbytes), placed(whole, axes[::-1], piece, strides[::-1]))
     exchange.close()
     return whole

@@ -25,116 +25,41 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from types import FrameType
+from typing import Final, NamedTuple
 
 import psutil
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from impl.comm.fingerprint import CollectiveLog, Entry, Operation, Parting, Step, parting
+from impl.comm.fingerprint import CollectiveLog, Operation, Step, parting, told
 from impl.plan.topology import ranks_in_words
 
 _LOOK_SECONDS: Final = 1.0  # between two looks for a question, of 0.3 to 0.6 ms on a busy machine
 _PATIENCE_SECONDS: Final = 5.0  # for answers
 _FRAMES: Final = 6  # of a stack, the innermost
-# Whose inner frames say nothing more.
-_OWN: Final = frozenset(
-    Path(__file__).parents[1] / name
-    for name in (
-        "comm/wire.py",
-        "comm/exchanges.py",
-        "comm/watchdog.py",
-        "comm/desync_report.py",
-        "transport/shared_memory.py",
-    )
-)
 _SHOWN: Final = 3  # exchanges of a rank
+_OWN: Final = frozenset(Path(__file__).parents[1] / room for room in ("comm", "transport"))
 _log = logging.getLogger("zeropp")
 
 
-class Store(Protocol):
-    """What is used of torch's stores."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Publish a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """A published value."""
-
-    def add(self, key: str, value: int, /) -> int:
-        """Count up and return the count."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are published."""
-
-
-class Work(Protocol):
-    """What is used of a collective under way."""
-
-    def is_completed(self) -> bool:
-        """Whether it has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one rank says about itself.
+class Answer(NamedTuple):
+    """What one rank says about itself, or what is known of it.
 
     Attributes:
-        waiting: the exchange, or in words what else, that it waits for; None in code outside the wire.
-        finished: the exchange received last.
+        says: lines, of which the first tells what it does.
+        stack: lines, of the thread that made the wire, and of that which used it last if it is another.
         steps: its last exchanges, oldest first.
-        stacks: of the thread that made the wire, and of that which used it last if it is another;
-            innermost frame last.
-        gave_up: whether it has raised; then all else is of that moment.
-        closed: whether its wire was closed.
         gone: ranks of its machine that have exited.
+        computes: whether it waits for nobody, and may have an exchange still to open.
     """
 
-    waiting: Step | str | None
-    finished: Step | None
-    steps: Sequence[Step]
-    stacks: Sequence[Sequence[str]]
-    gave_up: bool = False
-    closed: bool = False
+    says: Sequence[str]
+    stack: Sequence[str] = ()
+    steps: Sequence[Step] = ()
     gone: Sequence[int] = ()
-
-    def to_json(self) -> str:
-        """For the store: every operation once, and the steps by number."""
-        operations = list(dict.fromkeys(step.operation for step in self.steps))
-        place = {operation: index for index, operation in enumerate(operations)}
-        return json.dumps(
-            {
-                "waiting": self.waiting,
-                "finished": self.finished,
-                "operations": operations,
-                "steps": [(step.number, place[step.operation], step.fingerprint) for step in self.steps],
-                "stacks": self.stacks,
-                "gave_up": self.gave_up,
-                "closed": self.closed,
-                "gone": self.gone,
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Answer:
-        """What :meth:`to_json` wrote on another rank."""
-        told: dict[str, Any] = json.loads(text)
-        operations = [Operation(*fields) for fields in told["operations"]]
-        waiting = told["waiting"]
-        return cls(
-            waiting if waiting is None or isinstance(waiting, str) else _step(waiting),
-            None if told["finished"] is None else _step(told["finished"]),
-            [Step(number, operations[index], mark) for number, index, mark in told["steps"]],
-            told["stacks"],
-            told["gave_up"],
-            told["closed"],
-            told["gone"],
-        )
-
-
-def _step(told: Sequence[Any]) -> Step:
-    number, fields, fingerprint = told
-    return Step(number, Operation(*fields), fingerprint)
+    computes: bool = False
 
 
 class DesyncReporter:
@@ -144,34 +69,32 @@ class DesyncReporter:
 
     Args:
         store: shared by all ranks; used from a thread of its own.
-        rank: this one.
-        world: how many there are.
-        trail: of this rank.
         timeout: seconds after which an exchange that was handed over with :meth:`follow` is overdue.
     """
 
     def __init__(
         self, store: Store, rank: int, world: int, collective_log: CollectiveLog, timeout: float
     ) -> None:
-        self._store, self._rank, self._world, self._collective_log = store, rank, world, collective_log
+        self._store, self._rank, self._collective_log = store, rank, collective_log
+        self._others = set(range(world)) - {rank}
         self._timeout = timeout
         self._mark = f"zeropp/{store.add(f'zeropp/wires/{rank}', 1)}"
         self._made_by = threading.get_ident()
         self._last: Answer | None = None  # when this rank gave up
         self._who: dict[int, tuple[str, int]] = {}  # machine and process of each rank, as far as known
-        self._followed: deque[tuple[float, Entry, Sequence[Work]]] = deque()
+        self._followed: deque[tuple[float, Step, Sequence[dist.Work]]] = deque()
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # may be put to while collecting garbage
         store.set(f"{self._mark}/who/{rank}", json.dumps((_machine(), psutil.Process().pid)))
         self._thread = threading.Thread(target=self._answer_questions, daemon=True, name="desync report")
         self._thread.start()
         _running.add(self)
 
-    def follow(self, entry: Entry, works: Sequence[Work]) -> None:
+    def follow(self, step: Step, works: Sequence[dist.Work]) -> None:
         """Say so in the log, once, if ``works`` are not complete in time.
 
         For a device: the host does not wait there, and so nothing can be raised.
         """
-        self._followed.append((time.monotonic() + self._timeout, entry, works))
+        self._followed.append((time.monotonic() + self._timeout, step, works))
 
     def exited(self, ranks: Iterable[int]) -> list[int]:
         """Those of ``ranks`` that ran on this machine and no longer do, as far as the store says."""
@@ -188,10 +111,10 @@ class DesyncReporter:
 
     def give_up(self) -> None:
         """From now on this rank answers that it gave up here; also after its wire is closed."""
-        self._last = replace(self._answer(), gave_up=True)
+        self._last = self._answer(gave_up=True)
 
-    def ask(self) -> dict[int, Answer | str]:
-        """Where every rank stands: what it answers, or in words why it does not.
+    def ask(self) -> dict[int, Answer]:
+        """Where every rank stands.
 
         Takes up to 5 s; ends at once when all have answered or exited.
 
@@ -200,22 +123,20 @@ class DesyncReporter:
         """
         number = self._store.add(f"{self._mark}/asks", 1)
         self._store.set(f"{self._mark}/ask/{number}", str(self._rank))
-        found: dict[int, Answer | str] = {self._rank: self._answer()}
-        missing = set(range(self._world)) - set(found)
+        found, missing = {self._rank: self._answer()}, set(self._others)
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
-                told = self._read(f"say/{number}/{rank}") or self._read(f"last/{rank}")
-                if told is not None:
-                    found[rank] = told
-            for rank in self.exited(missing - set(found)):
-                found[rank] = "has exited"
+                for key in (f"{self._mark}/say/{number}/{rank}", f"{self._mark}/last/{rank}"):
+                    if rank not in found and self._store.check([key]):
+                        found[rank] = _answer_in(self._store.get(key))
+            found |= dict.fromkeys(self.exited(missing - set(found)), Answer(["has exited"]))
             missing -= set(found)
             time.sleep(0.02)
-        gone = {rank for told in found.values() if isinstance(told, Answer) for rank in told.gone}
+        gone = {rank for answer in found.values() for rank in answer.gone}
         for rank in missing:
             silent = f"did not answer within {_PATIENCE_SECONDS:.0f} s"
-            found[rank] = "has exited" if rank in gone else silent
+            found[rank] = Answer(["has exited" if rank in gone else silent])
         return dict(sorted(found.items()))
 
     def end(self, *, join: bool = True) -> None:
@@ -224,24 +145,28 @@ class DesyncReporter:
         if join and threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE_SECONDS)
 
-    def _read(self, key: str) -> Answer | None:
-        key = f"{self._mark}/{key}"
-        return Answer.from_json(self._store.get(key)) if self._store.check([key]) else None
-
-    def _answer(self) -> Answer:
+    def _answer(self, *, gave_up: bool = False, closed: bool = False) -> Answer:
+        """Where this rank stands now, or stood when it gave up."""
         if self._last is not None:
             return self._last
-        collective_log = self._collective_log
-        waiting, finished = collective_log.waiting, collective_log.finished
+        log = self._collective_log
+        finished, steps, after = log.finished, log.steps(), f"after {log.count} exchanges"
+        waiting = f"exchange {told(log.waiting)}" if isinstance(log.waiting, tuple) else log.waiting
+        if closed:
+            does = f"closed its wire {after}"
+        elif waiting is not None:
+            does = f"{'gave up waiting' if gave_up else 'waits'} for {waiting}"
+        else:
+            does = f"{'gave up' if gave_up else 'in code outside the wire,'} {after}"
+        says = [does, *(f"    opened {told(step)}" for step in steps[-_SHOWN:])]
+        if finished is not None:
+            says.append(f"    finished last: {told(finished)}")
+        stack: list[str] = []
         frames = sys._current_frames()  # noqa: SLF001  # documented in spite of its name
-        threads = dict.fromkeys((self._made_by, collective_log.thread))
-        return Answer(
-            Step(*waiting) if isinstance(waiting, tuple) else waiting,
-            None if finished is None else Step(*finished),
-            collective_log.steps(),
-            [_stack(frames[thread]) for thread in threads if thread in frames],
-            gone=self.exited(set(range(self._world)) - {self._rank}),
-        )
+        for thread in dict.fromkeys((self._made_by, log.thread)):
+            if thread in frames and not closed:
+                stack += ["    its stack, innermost last:", *_stack(frames[thread])]
+        return Answer(says, stack, steps, self.exited(self._others), waiting is None)
 
     def _answer_questions(self) -> None:
         """What the thread does, until the wire is closed or the store is gone."""
@@ -251,9 +176,8 @@ class DesyncReporter:
                 self._report_overdue()
                 while self._store.check([f"{self._mark}/ask/{answered + 1}"]):
                     answered += 1
-                    self._store.set(f"{self._mark}/say/{answered}/{self._rank}", self._answer().to_json())
-            last = replace(self._answer(), closed=True)
-            self._store.set(f"{self._mark}/last/{self._rank}", last.to_json())
+                    self._store.set(f"{self._mark}/say/{answered}/{self._rank}", json.dumps(self._answer()))
+            self._store.set(f"{self._mark}/last/{self._rank}", json.dumps(self._answer(closed=True)))
 
     def _ended(self) -> bool:
         try:
@@ -266,11 +190,11 @@ class DesyncReporter:
         while self._followed and all(work.is_completed() for work in self._followed[0][2]):
             self._followed.popleft()
         if self._followed and time.monotonic() > self._followed[0][0]:
-            _, entry, _ = self._followed[0]
+            _, step, _ = self._followed[0]
             self._followed.clear()  # the later ones wait for it
             _log.error(
                 "rank %d: exchange %s is not complete after %g s\n%s",
-                *(self._rank, Step(*entry), self._timeout, report(self.ask())),
+                *(self._rank, told(step), self._timeout, report(self.ask())),
             )
 
 
@@ -284,67 +208,43 @@ def _end_all() -> None:
         desync_reporter.end()
 
 
-def report(answers: Mapping[int, Answer | str]) -> str:
+def report(answers: Mapping[int, Answer]) -> str:
     """Where the ranks stand, and where their orders part, as lines of text.
 
     Args:
         answers: what :meth:`DesyncReporter.ask` found.
     """
-    known = {rank: told for rank, told in answers.items() if isinstance(told, Answer)}
-    parted = parted_at(answers)
+    parted = parting({rank: answer.steps for rank, answer in answers.items()})
     alike: dict[tuple[str, ...], list[int]] = {}  # ranks by what is said of them
-    for rank, told in answers.items():
-        if isinstance(told, str):
-            lines = [told]
-        else:
-            lines = [_doing(told), *(f"    opened {step}" for step in told.steps[-_SHOWN:])]
-            if told.finished is not None:
-                lines.append(f"    finished last: {told.finished}")
-            if told.waiting is None and not parted and (ahead := _next(rank, known)):
-                lines.append(f"    next: {ahead}")
-            for stack in told.stacks if told.gave_up or not told.closed else ():
-                lines += ["    its stack, innermost last:", *(f"        {frame}" for frame in stack)]
-        alike.setdefault(tuple(lines), []).append(rank)
-    lines = [str(parted)] if parted else []
+    for rank, answer in answers.items():
+        lines = list(answer.says)
+        if answer.computes and parted is None:  # what it has still to open, as those ahead of it opened it
+            number = answer.steps[-1][0] + 1 if answer.steps else 1
+            ahead = {r: step for r, other in answers.items() for step in other.steps if step[0] == number}
+            if ahead:
+                step = next(iter(ahead.values()))
+                lines.append(f"    next: {told(step)}, as {ranks_in_words(list(ahead))} opened it")
+        alike.setdefault((*lines, *answer.stack), []).append(rank)
+    said = [] if parted is None else [parted]
     for (first, *rest), ranks in alike.items():
-        lines += [f"{ranks_in_words(ranks)}: {first}", *rest]
-    return "\n".join(lines)
+        said += [f"{ranks_in_words(ranks)}: {first}", *rest]
+    return "\n".join(said)
 
 
-def parted_at(answers: Mapping[int, Answer | str]) -> Parting | None:
-    """Where the orders of the ranks part, if they do."""
-    return parting({rank: told.steps for rank, told in answers.items() if isinstance(told, Answer)})
+def _answer_in(text: bytes) -> Answer:
+    """What another rank wrote to the store."""
+    answer = Answer(*json.loads(text))
+    return answer._replace(
+        steps=[(number, Operation(*fields), mark) for number, fields, mark in answer.steps]
+    )
 
 
-def _doing(told: Answer) -> str:
-    count = told.steps[-1].number if told.steps else 0
-    what = f"exchange {told.waiting}" if isinstance(told.waiting, Step) else told.waiting
-    if told.gave_up:
-        return f"gave up waiting for {what}" if what else f"gave up after {count} exchanges"
-    if told.closed:
-        return f"closed its wire after {count} exchanges"
-    return f"waits for {what}" if what else f"in code outside the wire, after {count} exchanges"
-
-
-def _next(rank: int, known: Mapping[int, Answer]) -> str | None:
-    """What ``rank`` has still to open, as those who are ahead of it opened it."""
-    steps = known[rank].steps
-    number = steps[-1].number + 1 if steps else 1
-    for told in known.values():
-        for step in told.steps:
-            if step.number == number:
-                ahead = [r for r, told in known.items() if step in told.steps]
-                return f"{step}, as {ranks_in_words(ahead)} opened it"
-    return None
-
-
-def _stack(frame: Any) -> list[str]:
+def _stack(frame: FrameType) -> list[str]:
+    """Lines of text; of the inner frames that say nothing more, one."""
     frames = traceback.extract_stack(frame)
-    own = [Path(f.filename) in _OWN for f in frames]
-    while own[-2:] == [True, True]:
-        own.pop()
+    while [Path(f.filename).parent in _OWN for f in frames[-2:]] == [True, True]:
         frames.pop()
-    return [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames[-_FRAMES:]]
+    return [f"        {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames[-_FRAMES:]]
 
 
 def _runs(process: int) -> bool:

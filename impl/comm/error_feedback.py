@@ -25,13 +25,10 @@ class Errors:
     """The errors of one unit on one rank, hop by hop.
 
     Args:
-        feedback: the policy's.
         shapes: of what each hop encodes, (ranks along the hop's axis and those to come..., S); None
             for a hop whose error is not kept.
-        device: where they lie.
 
     Attributes:
-        feedback: the policy's.
         nbytes: of all errors.
     """
 
@@ -39,11 +36,13 @@ class Errors:
         self, feedback: Feedback, shapes: Sequence[Sequence[int] | None], device: torch.device
     ) -> None:
         self.feedback = feedback
-        self._errors = [
-            None if shape is None else torch.zeros(*shape, dtype=DTYPES[feedback.state], device=device)
-            for shape in shapes
-        ]
-        self.nbytes = sum(error.nbytes for error in self._errors if error is not None)
+        self._hops = len(shapes)
+        self._errors = {  # by hop
+            hop: torch.zeros(*shape, dtype=DTYPES[feedback.state], device=device)
+            for hop, shape in enumerate(shapes)
+            if shape is not None
+        }
+        self.nbytes = sum(error.nbytes for error in self._errors.values())
         self._since = 0  # the step of the last reset
 
     @classmethod
@@ -63,22 +62,23 @@ class Errors:
         Raises:
             ValueError: naming the first hop that differs.
         """
-        if len(shapes) != len(self._errors):
-            raise ValueError(f"errors of {len(self._errors)} hops, but {len(shapes)} send")
-        for hop, (error, shape) in enumerate(zip(self._errors, shapes, strict=True)):
-            if error is not None and tuple(error.shape) != tuple(shape):
-                raise ValueError(f"hop {hop} encodes {tuple(shape)}, its errors are {tuple(error.shape)}")
+        if len(shapes) != self._hops:
+            raise ValueError(f"errors of {self._hops} hops, but {len(shapes)} send")
+        for hop, error in self._errors.items():
+            if tuple(error.shape) != tuple(shapes[hop]):
+                raise ValueError(
+                    f"hop {hop} encodes {tuple(shapes[hop])}, its errors are {tuple(error.shape)}"
+                )
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
         """What elements [start, end) of each row of ``hop`` carry over; None if nothing."""
-        error = self._errors[hop]
+        error = self._errors.get(hop)
         return None if error is None else Carried(error[..., start:end], self.feedback.decay)
 
     def clear(self) -> None:
         """Forget all errors."""
-        for error in self._errors:
-            if error is not None:
-                error.zero_()
+        for error in self._errors.values():
+            error.zero_()
 
     def begin(self, step: int) -> None:
         """Before the reductions of optimizer step ``step``: forget what is older than allowed."""
@@ -88,7 +88,7 @@ class Errors:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the errors by hop, and the step of the last reset, to be loaded again."""
-        state = {f"hop{hop}": error.clone() for hop, error in enumerate(self._errors) if error is not None}
+        state = {f"hop{hop}": error.clone() for hop, error in self._errors.items()}
         return {**state, "since": torch.tensor(self._since)}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
@@ -97,7 +97,7 @@ class Errors:
         Raises:
             ValueError: naming the first that differs.
         """
-        own = {f"hop{hop}": error for hop, error in enumerate(self._errors) if error is not None}
+        own = {f"hop{hop}": error for hop, error in self._errors.items()}
         if odd := sorted((own.keys() | {"since"}) ^ state.keys()):
             raise ValueError(f"{odd[0]!r} is on one side only")
         for name, error in own.items():
@@ -113,9 +113,8 @@ class Errors:
             ValueError: as :meth:`check_state`; nothing is changed then.
         """
         self.check_state(state)
-        for hop, error in enumerate(self._errors):
-            if error is not None:
-                error.copy_(state[f"hop{hop}"])
+        for hop, error in self._errors.items():
+            error.copy_(state[f"hop{hop}"])
         self._since = int(state["since"])
 
 

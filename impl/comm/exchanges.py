@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Literal, Protocol
 
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.comm.fingerprint import Entry
+from impl.comm.fingerprint import Fields, Step
 from impl.comm.watchdog import Watchdog, WireError
+from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
 from impl.transport.zero_copy import Lease
@@ -25,6 +27,7 @@ Kind = Literal["all_gather", "all_to_all", "shift"]
 Start = Callable[[Group, Kind, Tensor, Tensor, int], list[dist.Work]]  # group, kind, received, sent, tag
 
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
+_TAGS: Final = 1 << 30  # of gloo's messages
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -68,37 +71,54 @@ def collective(group: Group, kind: Kind, received: Tensor, sent: Tensor, _: int)
     return [dist.all_to_all_single(received, sent, come, go, group=handle, async_op=True)]
 
 
-class Buffers:
-    """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB.
-
-    Args:
-        device: where it lies.
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How exchanges of one kind, size and purpose travel along an axis.
 
     Attributes:
-        nbytes: of all of it.
+        operation: for the log of collectives.
+        group: the axis's.
+        kind: of exchange.
+        nbytes: of a row that a rank receives from another.
+        row: bytes of this rank's message.
+        rows: that are received.
+        shared: whether its ranks read each other's memory.
+        start: posts them otherwise.
+        limit: what works' ``wait`` is given.
+        booked: rows of the ledger with what an exchange adds to each: bytes, messages.
+        inter_bytes: of them to other nodes.
     """
 
+    operation: Fields
+    group: Group
+    kind: Kind
+    nbytes: int
+    row: int
+    rows: int
+    shared: bool
+    start: Start
+    limit: tuple[timedelta, ...]
+    booked: tuple[tuple[LedgerKey, int, int], ...]
+    inter_bytes: int
+
+
+class Buffers:
+    """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB."""
+
     def __init__(self, device: torch.device) -> None:
-        self.nbytes = 0
         self._device = device
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8."""
-        free = self._free[nbytes]
-        if free:
+        if free := self._free[nbytes]:
             return free.pop()
-        self.nbytes += nbytes
         with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
         """Let it be used again."""
         self._free[buffer.numel()].append(buffer)
-
-    def abandon(self, buffer: Tensor) -> None:
-        """Let it go for good: a message may yet be written there, or be read."""
-        self.nbytes -= buffer.numel()
 
     def clear(self) -> None:
         """Let go of what is free."""
@@ -124,10 +144,10 @@ class Alone:
         self._buffers.give_back(self.send)
 
 
-def begin_lease(watchdog: Watchdog, lease: Lease, entry: Entry) -> Tensor:
+def _acquire(lease: Lease, watchdog: Watchdog, step: Step) -> Tensor:
     """(rows, bytes) of the region that this rank fills, once all have ended the lease before."""
     lease.vacate()
-    with watchdog.waiting(entry):
+    with watchdog.waiting(step):
         return lease.begin()
 
 
@@ -135,54 +155,38 @@ class InMemory:
     """Ranks of one node read each other's rows in place: in a slot of the arena, or where a lease keeps them.
 
     Leased rows are announced in a slot too, so that ranks that part find each other there.
-
-    Args:
-        watchdog: of this rank.
-        arena: of the group.
-        entry: the exchange's place in the order.
-        kind: of exchange.
-        nbytes: of a row that a rank receives from another.
-        row: bytes of this rank's message.
-        lease: on the region where the rows are kept, if any.
     """
 
     def __init__(
-        self,
-        watchdog: Watchdog,
-        arena: Arena,
-        entry: Entry,
-        kind: Kind,
-        *,
-        nbytes: int,
-        row: int,
-        lease: Lease | None,
+        self, watchdog: Watchdog, step: Step, route: Route, arena: Arena, lease: Lease | None
     ) -> None:
-        self._watchdog, self._arena, self._entry, self._lease = watchdog, arena, entry, lease
-        self._start, self._nbytes = arena.group.index * nbytes if kind == "all_to_all" else 0, nbytes
+        self._watchdog, self._step, self._arena, self._lease = watchdog, step, arena, lease
+        start = route.group.index * route.nbytes if route.kind == "all_to_all" else 0
+        self._part = slice(start, start + route.nbytes)  # of each rank's message
         self._rows: Tensor | None = None  # once all have posted theirs
         place = None
         if lease is not None:  # if it has begun, the hop before wrote there
-            place = lease.rows[:0] if lease.begun else begin_lease(watchdog, lease, entry)
-        with watchdog.waiting(entry):
+            place = lease.rows[:0] if lease.begun else _acquire(lease, watchdog, step)
+        with watchdog.waiting(step):
             self._number = arena.claim()
-        self.send = arena.row(self._number)[:row] if place is None else place.view(-1)
+        self.send = arena.row(self._number)[: route.row] if place is None else place.view(-1)
         if lease is not None:
             lease.arriving(self.whole)
 
     def post(self) -> None:
-        self._arena.post(self._number, self._entry[2])
+        self._arena.post(self._number, self._step[2])
 
     def wait(self) -> Tensor:
-        return self.whole()[:, self._start : self._start + self._nbytes]
+        return self.whole()[:, self._part]
 
     def whole(self) -> Tensor:
         if self._rows is not None:
             return self._rows
-        with self._watchdog.waiting(self._entry):
+        with self._watchdog.waiting(self._step):
             rows = self._arena.wait(self._number)
-        if not self._arena.agree(self._number, self._entry[2]):
-            raise self._watchdog.parted(self._entry)
-        self._watchdog.collective_log.finished = self._entry
+        if not self._arena.agree(self._number, self._step[2]):
+            raise self._watchdog.parted(self._step)
+        self._watchdog.collective_log.finished = self._step
         self._rows = rows if self._lease is None else self._lease.rows
         return self._rows
 
@@ -196,69 +200,73 @@ class Distributed:
     """An exchange that torch.distributed carries.
 
     Args:
-        watchdog: of this rank.
-        entry: the exchange's place in the order.
-        start: posts it.
-        received: where the messages arrive.
-        send: this rank's message.
-        rows: of what is received.
-        buffers: whose ``taken`` is given back in the end.
-        taken: of these two tensors, those that are not the caller's memory.
-        limit: what its works' ``wait`` is given.
+        buffers: where its messages lie.
+        place: where instead those of a gather arrive, or this rank's other message lies.
+        lease: on the region where those of a gather arrive, if any.
         pacer: a link that is modelled, if any.
-        inter_bytes: that it must carry before the exchange may complete.
     """
 
     def __init__(
         self,
         watchdog: Watchdog,
-        entry: Entry,
-        start: Callable[[], Sequence[dist.Work]],
-        *,
-        received: Tensor,
-        send: Tensor,
-        rows: int,
+        step: Step,
+        route: Route,
         buffers: Buffers,
-        taken: Sequence[Tensor],
-        limit: tuple[timedelta, ...],
+        *,
+        place: Tensor | None,
+        lease: Lease | None,
         pacer: Pacer | None,
-        inter_bytes: int,
     ) -> None:
-        self.send = send
-        self._watchdog, self._entry, self._start = watchdog, entry, start
-        self._received, self._rows, self._limit = received, rows, limit
-        self._buffers, self._taken = buffers, taken
-        self._pacer, self._inter_bytes, self._carried = pacer, inter_bytes, 0.0
+        self._watchdog, self._step, self._route = watchdog, step, route
+        self._buffers, self._pacer, self._carried = buffers, pacer, 0.0
+        self._taken: list[Tensor] = []
         self._works: Sequence[dist.Work] = ()
         self._under_way = False
+        if lease is not None:
+            place = _acquire(lease, watchdog, step)
+        gathers = route.kind == "all_gather"
+        self._received = self._place(place if gathers else None, route.nbytes * route.rows)
+        if gathers and route.start is point_to_point:
+            # What is sent to all is written where this rank itself receives it.
+            self.send = self._received.view(route.rows, -1)[route.group.index]
+        else:
+            self.send = self._place(None if gathers else place, route.row)
+        if lease is not None:
+            lease.arriving(self.wait)
+
+    def _place(self, given: Tensor | None, nbytes: int) -> Tensor:
+        """What is given, else a buffer."""
+        if given is None:
+            self._taken.append(given := self._buffers.take(nbytes))
+        return given
 
     def post(self) -> None:
+        route = self._route
         self._under_way = True
-        if self._pacer is not None and self._inter_bytes:
-            self._carried = self._pacer.book(self._inter_bytes)
+        if self._pacer is not None and route.inter_bytes:
+            self._carried = self._pacer.book(route.inter_bytes)
+        mark = self._step[2] % _TAGS  # of ranks that part no message fits another
         try:
-            self._works = self._start()
+            self._works = route.start(route.group, route.kind, self._received, self.send, mark)
         except RuntimeError as error:  # gloo says here already that a rank is lost
-            raise self._watchdog.stuck(self._entry, error) from error
-        self._watchdog.follow(self._entry, self._works)
+            raise self._watchdog.stuck(self._step, error) from error
+        self._watchdog.follow(self._step, self._works)
 
     def wait(self) -> Tensor:
         if self._under_way:
-            with self._watchdog.waiting(self._entry):
+            with self._watchdog.waiting(self._step):
                 for work in self._works:
-                    work.wait(*self._limit)
+                    work.wait(*self._route.limit)
                 if (left := self._carried - time.monotonic()) > 0:
                     time.sleep(left)
             self._works, self._under_way = (), False
-            self._watchdog.collective_log.finished = self._entry
-        return self._received.view(self._rows, -1)
+            self._watchdog.collective_log.finished = self._step
+        return self._received.view(self._route.rows, -1)
 
     def whole(self) -> Tensor:
         raise WireError("whole messages are seen only along an axis that shares memory")
 
     def close(self) -> None:
-        for buffer in self._taken:
-            if self._under_way:  # it was not waited for, or in vain
-                self._buffers.abandon(buffer)
-            else:
+        if not self._under_way:  # else a message may yet be written there, or be read
+            for buffer in self._taken:
                 self._buffers.give_back(buffer)

@@ -2,7 +2,7 @@
 
 All ranks run one program, so all must open the same exchanges in the same order; a rank that does
 not leaves the others waiting for a message that never comes.  Each rank keeps a :class:`CollectiveLog`.
-Trails are compared by a count and a 64-bit fingerprint (:data:`impl.plan.traffic.ORDER_BYTES`), which
+Logs are compared by a count and a 64-bit fingerprint (:data:`impl.plan.traffic.ORDER_BYTES`), which
 costs one small message; only when these differ are the histories compared, exchange by exchange.
 
 Pure: no torch, and nothing is sent here.
@@ -14,18 +14,19 @@ import hashlib
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 from threading import get_ident
 from typing import Final, NamedTuple
 
 from impl.plan.topology import ranks_in_words
 
 REMEMBERED: Final = 1024  # exchanges in a history; about 0.2 MB
-_KINDS: Final = 1 << 14  # different exchanges whose hashes are kept at hand
 _PACKED: Final = struct.Struct("<QQ")
 _FACTOR: Final = 0x9E3779B97F4A7C15  # odd, so that no earlier exchange is ever shifted out
 _MASK: Final = (1 << 64) - 1
+
+
+Fields = tuple[str, str, int, int, int, str, str, str, bool]  # an Operation's
 
 
 class Operation(NamedTuple):
@@ -59,31 +60,22 @@ class Operation(NamedTuple):
         return f"{self.kind} of {self.nbytes} B along {group} for {what}"
 
 
-class Step(NamedTuple):
-    """One exchange in its place.
-
-    Attributes:
-        number: of the exchange on this rank, from 1.
-        operation: what it is.
-        fingerprint: of all exchanges up to this one.
-    """
-
-    number: int
-    operation: Operation
-    fingerprint: int
-
-    def __str__(self) -> str:
-        return f"{self.number}, {self.operation}"
+# One exchange in its place on a rank: its number from 1, what it is, the fingerprint of all up to it.  A
+# plain tuple, as every exchange makes one: a named one takes 0.4 us, as much as the rest.
+Step = tuple[int, Operation, int]
 
 
-def _code(operation: Operation) -> int:
-    """64 bits of an operation, the same in every process (``hash`` of text is not)."""
-    return int.from_bytes(hashlib.blake2b(repr(tuple(operation)).encode(), digest_size=8).digest(), "little")
+def told(step: Step) -> str:
+    """The number of an exchange, and what it is."""
+    number, operation, _ = step
+    return f"{number}, {operation}"
 
 
-# Plain tuples where every exchange passes: making a named one takes 0.4 us, as much as the rest.
-Fields = tuple[str, str, int, int, int, str, str, str, bool]  # an Operation's
-Entry = tuple[int, Operation, int]  # a Step's
+@lru_cache(1 << 14)
+def _met(fields: Fields) -> tuple[Operation, int]:
+    """The operation, and 64 bits of it that are the same in every process (``hash`` of text is not)."""
+    code = hashlib.blake2b(repr(fields).encode(), digest_size=8).digest()
+    return Operation(*fields), int.from_bytes(code, "little")
 
 
 class CollectiveLog:
@@ -98,43 +90,30 @@ class CollectiveLog:
         thread: which opened the last exchange; autograd has threads of its own.
     """
 
-    __slots__ = ("_known", "_steps", "count", "fingerprint", "finished", "thread", "waiting")
+    __slots__ = ("_steps", "count", "fingerprint", "finished", "thread", "waiting")
 
     def __init__(self) -> None:
-        self.count = 0
-        self.fingerprint = 0
-        self.waiting: Entry | str | None = None
-        self.finished: Entry | None = None
+        self.count = self.fingerprint = 0
+        self.waiting: Step | str | None = None
+        self.finished: Step | None = None
         self.thread = get_ident()
-        self._known: dict[Fields, tuple[Operation, int]] = {}
-        self._steps: deque[Entry] = deque(maxlen=REMEMBERED)
+        self._steps: deque[Step] = deque(maxlen=REMEMBERED)
 
-    def open(self, fields: Fields) -> Entry:
-        """Enter the next exchange.
-
-        Args:
-            fields: of its :class:`Operation`, in that order.
-        """
-        known = self._known.get(fields) or self._meet(fields)
+    def open(self, fields: Fields) -> Step:
+        """Enter the next exchange, whose :class:`Operation` has these ``fields``."""
+        operation, code = _met(fields)
         self.count += 1
-        self.fingerprint = ((self.fingerprint ^ known[1]) * _FACTOR + 1) & _MASK
+        self.fingerprint = ((self.fingerprint ^ code) * _FACTOR + 1) & _MASK
         self.thread = get_ident()
-        entry = (self.count, known[0], self.fingerprint)
-        self._steps.append(entry)
-        return entry
-
-    def _meet(self, fields: Fields) -> tuple[Operation, int]:
-        if len(self._known) == _KINDS:
-            self._known.clear()
-        operation = Operation(*fields)
-        self._known[fields] = known = operation, _code(operation)
-        return known
+        step = (self.count, operation, self.fingerprint)
+        self._steps.append(step)
+        return step
 
     def steps(self) -> list[Step]:
         """The last :data:`REMEMBERED` exchanges, oldest first; may be asked from another thread."""
         while True:
             try:
-                return [Step(*entry) for entry in tuple(self._steps)]
+                return list(self._steps)
             except RuntimeError:  # the rank opened one meanwhile
                 continue
 
@@ -153,50 +132,32 @@ def unpacked(message: bytes) -> tuple[int, int]:
     return count, fingerprint
 
 
-@dataclass(frozen=True, slots=True)
-class Parting:
-    """Where the orders of ranks part.
-
-    Attributes:
-        number: of the first exchange that differs; of the oldest remembered by all, if ``earlier``.
-        opened: by rank, what it opened there; empty if ``earlier``.
-        earlier: whether they had parted before what is still remembered.
-    """
-
-    number: int
-    opened: Mapping[int, Operation]
-    earlier: bool = False
-
-    def __str__(self) -> str:
-        if self.earlier:
-            return (
-                f"the ranks parted before exchange {self.number}, the oldest that all remember: "
-                "check the order more often"
-            )
-        alike: dict[Operation, list[int]] = {}
-        for rank, operation in sorted(self.opened.items()):
-            alike.setdefault(operation, []).append(rank)
-        sides = (f"{ranks_in_words(ranks)} opened {operation}" for operation, ranks in alike.items())
-        return f"the ranks part at exchange {self.number}: {'; '.join(sides)}"
-
-
-def parting(histories: Mapping[int, Sequence[Step]]) -> Parting | None:
-    """The first exchange in which ranks differ; None if each only is further on than another.
+def parting(histories: Mapping[int, Sequence[Step]]) -> str | None:
+    """The first exchange in which ranks differ, in words; None if each only is further on than another.
 
     Args:
         histories: by rank, its last exchanges, oldest first.
     """
-    told = {rank: steps for rank, steps in histories.items() if steps}
-    if len(told) < 2:
+    known = {rank: steps for rank, steps in sorted(histories.items()) if steps}
+    if len(known) < 2:
         return None
     # A rank that is behind everything that another remembers shares no number with it.
-    oldest = max(steps[0].number for steps in told.values())
-    newest = max(steps[-1].number for steps in told.values())
-    by_number = {rank: {step.number: step for step in steps} for rank, steps in told.items()}
+    oldest, newest = (
+        max(steps[0][0] for steps in known.values()),
+        max(steps[-1][0] for steps in known.values()),
+    )
+    by_number = {rank: {step[0]: step[1:] for step in steps} for rank, steps in known.items()}
     for number in range(oldest, newest + 1):
         here = {rank: steps[number] for rank, steps in by_number.items() if number in steps}
-        if len({step.operation for step in here.values()}) > 1:
-            return Parting(number, {rank: step.operation for rank, step in here.items()})
-        if any(a.fingerprint != b.fingerprint for a, b in pairwise(here.values())):
-            return Parting(number, {}, earlier=True)
+        opened: dict[Operation, list[int]] = {}
+        for rank, (operation, _) in here.items():
+            opened.setdefault(operation, []).append(rank)
+        if len(opened) > 1:
+            sides = (f"{ranks_in_words(ranks)} opened {operation}" for operation, ranks in opened.items())
+            return f"the ranks part at exchange {number}: {'; '.join(sides)}"
+        if len({fingerprint for _, fingerprint in here.values()}) > 1:
+            return (
+                f"the ranks parted before exchange {number}, the oldest that all remember: check the order "
+                "more often"
+            )
     return None

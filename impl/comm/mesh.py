@@ -45,9 +45,7 @@ class Mesh:
     """One rank's view of the topology.
 
     Attributes:
-        topology: nodes and ranks per node.
         rank: this rank, ``node * ranks_per_node + local``.
-        device: where tensors live.
     """
 
     topology: Topology
@@ -68,16 +66,6 @@ class Mesh:
                 f"topology {topology} needs {topology.world} ranks, the process group has {world}"
             )
         return cls(topology, dist.get_rank(), device or torch.device("cpu"))
-
-    @property
-    def node(self) -> int:
-        """This rank's node."""
-        return self.topology.node_of(self.rank)
-
-    @property
-    def local(self) -> int:
-        """This rank's index inside its node."""
-        return self.rank % self.topology.ranks_per_node
 
     def group(self, axis: Axis) -> Group:
         """This rank's group along ``axis``; made at the first call, which all ranks must reach.

@@ -26,10 +26,8 @@ from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, apart
 from impl.comm.collectives import (
     Reduction,
-    Steps,
-    T,
-    Transfer,
     as_frames,
+    finish,
     gather_frames,
     gathered,
     placed,
@@ -95,7 +93,7 @@ def quantized_all_gather(
     tag = Tag("forward", "weights")
     whole = out.view(-1)
     into = as_frames(codec, whole, numel)
-    exchange = _finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat", destination=into))
+    exchange = finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat", destination=into))
     frames = gathered(exchange, axes, nbytes)
     if into is None or frames.data_ptr() != into.data_ptr():
         ops.decode(codec, frames, placed(whole, axes[::-1], numel))
@@ -169,11 +167,11 @@ def quantized_reduce_scatter(
         hops=policy.reduce_axes(mesh.topology),
         tag=Tag("backward", "gradients"),
         chunks=chunked(shard, chunks, common_grain(*policy.gradients)),
-        key=None if key is None else _from(key, mesh.rank),
+        key=None if key is None else dataclasses.replace(key, source=mesh.rank),
         errors=errors,
         stays=True,
     )
-    mean = _finish(reduced(how, reduce, x.detach().reshape(-1)))
+    mean = finish(reduced(how, reduce, x.detach().reshape(-1)))
     return (mean if op == "mean" else mean.mul_(world)).view(shape)
 
 
@@ -219,18 +217,3 @@ def _codec(given: CodecOrText) -> Codec:
 def _check_type(x: Tensor) -> None:
     if x.dtype not in NAMES:
         raise ValueError(f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}")
-
-
-def _from(key: Key, rank: int) -> Key:
-    return dataclasses.replace(key, source=rank)
-
-
-def _finish(steps: Steps[T]) -> T:
-    """Carry a collective to its end and return its result."""
-    results: list[T] = []
-
-    def run() -> Steps[None]:
-        results.append((yield from steps))
-
-    Transfer(run()).wait()
-    return results[0]

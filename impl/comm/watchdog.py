@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 from impl.comm.desync_report import DesyncReporter, report
-from impl.comm.fingerprint import CollectiveLog, Entry, Step
+from impl.comm.fingerprint import CollectiveLog, Step, told
 from impl.comm.mesh import Mesh
 from impl.transport.shared_memory import SharedMemoryError
 
@@ -24,11 +24,9 @@ class Watchdog:
     """Knows which exchange this rank is in, times its waits, and asks the other ranks when one fails.
 
     Args:
-        mesh: this rank's groups.
         timeout: seconds after which a missing rank is an error.
 
     Attributes:
-        trail: the exchanges that this rank opened.
         exposed_seconds: time spent in :meth:`waiting`, accumulated.
     """
 
@@ -36,41 +34,36 @@ class Watchdog:
         self.collective_log = CollectiveLog()
         self.exposed_seconds = 0.0
         self._mesh = mesh
-        self._desync_reporter = self._listed(timeout)
-
-    def _listed(self, timeout: float) -> DesyncReporter | None:
-        """This rank's part in desync reports; None without other ranks, or a store: thread ranks have
-        none.
-        """
+        # This rank's part in desync reports; None without other ranks, or a store: thread ranks have none.
+        self._desync_reporter: DesyncReporter | None = None
         world = dist.group.WORLD if dist.is_initialized() else None
         store = None if world is None or world.size() == 1 else world.get_group_store()
-        if store is None:
-            return None
-        # A clone, so that a thread that stands in one does not hold up the other.
-        own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        listed = DesyncReporter(own, self._mesh.rank, self._mesh.topology.world, self.collective_log, timeout)
-        weakref.finalize(self, listed.end, join=False).atexit = False
-        return listed
+        if store is not None:
+            # A clone, so that a thread that stands in one does not hold up the other.
+            own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+            listed = DesyncReporter(own, mesh.rank, mesh.topology.world, self.collective_log, timeout)
+            weakref.finalize(self, listed.end, join=False).atexit = False
+            self._desync_reporter = listed
 
     def exited(self, ranks: Sequence[int]) -> Sequence[int]:
         """Those of ``ranks`` that no longer run, as far as is known."""
         return () if self._desync_reporter is None else self._desync_reporter.exited(ranks)
 
     @contextlib.contextmanager
-    def waiting(self, entry: Entry) -> Iterator[None]:
+    def waiting(self, step: Step) -> Iterator[None]:
         """While this rank waits in an exchange.
 
         Raises:
             WireError: for what gloo, shared memory or the clock raises inside.
         """
-        self.collective_log.waiting = entry
+        self.collective_log.waiting = step
         begin = time.perf_counter()
         try:
             yield
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             if isinstance(error, SharedMemoryError | WireError):  # says all that there is to say
                 raise
-            raise self.stuck(entry, error) from error
+            raise self.stuck(step, error) from error
         self.collective_log.waiting = None
         self.exposed_seconds += time.perf_counter() - begin
 
@@ -91,15 +84,15 @@ class Watchdog:
         finally:
             self.collective_log.waiting = None
 
-    def stuck(self, entry: Entry, error: Exception) -> WireError:
+    def stuck(self, step: Step, error: Exception) -> WireError:
         """The error of a rank that an exchange failed."""
-        self.collective_log.waiting = entry
-        return self.error(f"could not finish exchange {Step(*entry)}", error)
+        self.collective_log.waiting = step
+        return self.error(f"could not finish exchange {told(step)}", error)
 
-    def parted(self, entry: Entry) -> WireError:
+    def parted(self, step: Step) -> WireError:
         """The error of a rank that finds another exchange in the place of its own."""
-        self.collective_log.waiting = entry
-        return self.error("found that the ranks' exchanges differ", f"it is in exchange {Step(*entry)}")
+        self.collective_log.waiting = step
+        return self.error("found that the ranks' exchanges differ", f"it is in exchange {told(step)}")
 
     def error(self, what: str, why: object) -> WireError:
         """The error of a rank that cannot go on: what, why, and where all ranks stand."""
@@ -117,10 +110,10 @@ class Watchdog:
             return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({lost})")
         return WireError(f"{first}\n{report(found)}")
 
-    def follow(self, entry: Entry, works: Sequence[dist.Work]) -> None:
+    def follow(self, step: Step, works: Sequence[dist.Work]) -> None:
         """On a device the stream waits, not the host: what is overdue there can only be told in the log."""
         if self._mesh.device.type != "cpu" and self._desync_reporter is not None:
-            self._desync_reporter.follow(entry, list(works))
+            self._desync_reporter.follow(step, list(works))
 
     def close(self) -> None:
         """Answer no more desync reports."""

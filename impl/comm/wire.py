@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Final, Literal, Protocol
 
 import torch
@@ -29,17 +28,15 @@ from torch import Tensor
 
 from impl.comm import exchanges
 from impl.comm.exchanges import Kind, Pacer
-from impl.comm.fingerprint import Entry, unpacked
+from impl.comm.fingerprint import unpacked
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Link, Phase, Purpose, Sent, destinations
-from impl.transport.group import Group
 from impl.transport.shared_memory import Arena, Waiting, patience
 from impl.transport.zero_copy import Lease, SharedRegions
 
 TIMEOUT_SECONDS: Final = 120.0
-_TAGS: Final = 1 << 30  # of gloo's messages
 _IMPOSSIBLE: Final = 1 << 40  # exchanges that a rank opened: what came was not a count
 Transport = Literal["backend", "shm"]
 
@@ -101,38 +98,13 @@ class Exchange(Protocol):
         """Give the buffers back."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """How exchanges of one kind, size and purpose travel along an axis.
-
-    Attributes:
-        group: the axis's.
-        shared: whether its ranks read each other's memory.
-        start: posts them otherwise.
-        limit: what works' ``wait`` is given.
-        booked: rows of the ledger with what an exchange adds to each: bytes, messages.
-        inter_bytes: of them to other nodes.
-    """
-
-    group: Group
-    shared: bool
-    start: exchanges.Start
-    limit: tuple[timedelta, ...]
-    booked: tuple[tuple[LedgerKey, int, int], ...]
-    inter_bytes: int
-
-
 class Wire:
     """Sends messages along the axes of a mesh and keeps the ledger.
 
     Args:
-        mesh: this rank's groups.
         transport: what carries messages inside a node.
         pacer: models the link between nodes, where none is shaped.
         timeout: seconds after which a missing rank is an error.
-
-    Attributes:
-        ledger: what was sent.
     """
 
     def __init__(
@@ -153,26 +125,18 @@ class Wire:
         self._buffers = exchanges.Buffers(mesh.device)
         self._arenas: dict[Axis, Arena] = {}
         self._used: dict[str, set[str]] = {}
-        self._routes: dict[tuple[Kind, Axis, int, Tag, bool], _Route] = {}  # the last is whether a ring
+        self._routes: dict[tuple[Kind, Axis, int, Tag, bool], exchanges.Route] = {}  # ring last
 
     @property
     def exposed_seconds(self) -> float:
         """Time spent waiting for messages; near 0 on a CUDA device, where the stream waits."""
         return self._watchdog.exposed_seconds
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Of the messages' buffers, arenas not counted."""
-        return self._buffers.nbytes
-
     def reserve(self, axis: Axis, nbytes: int) -> None:
         """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""
-        group = self.mesh.group(axis)
-        if not self._shares_memory(group):
-            return
-        if axis not in self._arenas or self._arenas[axis].row_bytes < nbytes:
+        if self.shares_memory(axis) and (axis not in self._arenas or self._arenas[axis].row_bytes < nbytes):
             with self._making_memory(axis):
-                self._arenas[axis] = Arena(nbytes, self._waiting(group))
+                self._arenas[axis] = Arena(nbytes, self._waiting(axis))
 
     def regions(self, axis: Axis, lengths: Sequence[int]) -> SharedRegions:
         """Regions of shared memory for leases of gathers along ``axis``; all its ranks must call this.
@@ -187,10 +151,10 @@ class Wire:
         if not self.shares_memory(axis):
             raise WireError(f"the ranks of axis {axis.name} share no memory in which gathers could stay")
         with self._making_memory(axis):
-            return SharedRegions(lengths, self._waiting(self.mesh.group(axis)))
+            return SharedRegions(lengths, self._waiting(axis))
 
-    def _waiting(self, group: Group) -> Waiting:
-        return Waiting(group, self._timeout, self._watchdog.exited)
+    def _waiting(self, axis: Axis) -> Waiting:
+        return Waiting(self.mesh.group(axis), self._timeout, self._watchdog.exited)
 
     @contextlib.contextmanager
     def _making_memory(self, axis: Axis) -> Iterator[None]:
@@ -283,18 +247,16 @@ class Wire:
 
     def shares_memory(self, axis: Axis) -> bool:
         """Whether ranks along ``axis`` read each other's messages in place: then they see whole ones."""
-        return self._shares_memory(self.mesh.group(axis))
+        group = self.mesh.group(axis)
+        return self.transport == "shm" and group.same_node and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
         """Whether nobody but the caller holds memory that messages along ``axis`` arrived in, once received.
 
         gloo's works go when they were waited for; NCCL's and those of thread ranks may outlive that.
         """
-        group = self.mesh.group(axis)
-        return not self._shares_memory(group) and dist.get_backend(group.process_group) == "gloo"
-
-    def _shares_memory(self, group: Group) -> bool:
-        return self.transport == "shm" and group.same_node and group.size > 1
+        backend = dist.get_backend(self.mesh.group(axis).process_group)
+        return backend == "gloo" and not self.shares_memory(axis)
 
     def _exchange(
         self,
@@ -310,62 +272,29 @@ class Wire:
     ) -> Exchange:
         if axis.size == 1:
             return exchanges.Alone(self._buffers, row)
-        entry = self._open(kind, axis, nbytes, tag, ring=ring)
-        route = self._routes.get((kind, axis, nbytes, tag, ring)) or self._route(
-            kind, axis, nbytes, tag, ring
-        )
-        for key, sent, messages in route.booked:
-            self.ledger.book(key, sent, messages)
-        if route.shared:
-            arena = self._arenas.get(axis)
-            if arena is None or (lease is None and arena.row_bytes < row):
-                self.reserve(axis, row if lease is None else 0)
-                arena = self._arenas[axis]
-            return exchanges.InMemory(self._watchdog, arena, entry, kind, nbytes=nbytes, row=row, lease=lease)
+        key = (kind, axis, nbytes, tag, ring)
+        route = self._routes.get(key)
+        if route is None:
+            route = self._routes[key] = self._route(kind, axis, nbytes, row, tag, ring=ring)
+        step = self._watchdog.collective_log.open(route.operation)
+        for booked, sent, messages in route.booked:
+            self.ledger.book(booked, sent, messages)
+        if not route.shared:
+            return exchanges.Distributed(
+                self._watchdog, step, route, self._buffers, place=place, lease=lease, pacer=self._pacer
+            )
+        arena = self._arenas.get(axis)
+        if arena is None or (lease is None and arena.row_bytes < row):
+            self.reserve(axis, row if lease is None else 0)
+            arena = self._arenas[axis]
+        return exchanges.InMemory(self._watchdog, step, route, arena, lease)
 
-        if lease is not None:
-            place = exchanges.begin_lease(self._watchdog, lease, entry)
-        rows = 1 if kind == "shift" else axis.size
-        taken = []
-        received, send = (place, None) if kind == "all_gather" else (None, place)
-        if received is None:
-            received = self._buffers.take(nbytes * rows)
-            taken.append(received)
-        if kind == "all_gather" and route.start is exchanges.point_to_point:
-            # What is sent to all is written where this rank itself receives it.
-            send = received.view(rows, -1)[route.group.index]
-        elif send is None:
-            send = self._buffers.take(row)
-            taken.append(send)
-        mark = entry[2] % _TAGS  # of ranks that part no message fits another
-        exchange = exchanges.Distributed(
-            self._watchdog,
-            entry,
-            partial(route.start, route.group, kind, received, send, mark),
-            received=received,
-            send=send,
-            rows=rows,
-            buffers=self._buffers,
-            taken=taken,
-            limit=route.limit,
-            pacer=self._pacer,
-            inter_bytes=route.inter_bytes,
-        )
-        if lease is not None:
-            lease.arriving(exchange.wait)
-        return exchange
-
-    def _open(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> Entry:
-        """Enter the next exchange in the trail."""
-        phase, purpose, unit = tag.phase, tag.purpose, tag.unit
-        return self._watchdog.collective_log.open(
-            (kind, axis.name, axis.size, axis.stride, nbytes, phase, purpose, unit, ring)
-        )
-
-    def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, ring: bool) -> _Route:
-        """Work out, and note, how such messages travel; remembered."""
+    def _route(
+        self, kind: Kind, axis: Axis, nbytes: int, row: int, tag: Tag, *, ring: bool
+    ) -> exchanges.Route:
+        """Work out, and note, how such messages travel."""
         group, steps = self.mesh.group(axis), kind == "shift"
-        backend, shared = dist.get_backend(group.process_group), not steps and self._shares_memory(group)
+        backend, shared = dist.get_backend(group.process_group), not steps and self.shares_memory(axis)
         direct = backend == "gloo" and not ring
         carrier = "shm" if shared else f"{backend} point to point" if direct else backend
         name = f"{axis.name} (control)" if tag.purpose == "control" else axis.name
@@ -373,8 +302,14 @@ class Wire:
         counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring or steps)
         if steps:  # one of a ring's
             counts = {link: min(count, 1) for link, count in counts.items()}
-        self._routes[kind, axis, nbytes, tag, ring] = route = _Route(
+        described = (tag.phase, tag.purpose, tag.unit)
+        return exchanges.Route(
+            operation=(kind, axis.name, axis.size, axis.stride, nbytes, *described, ring),
             group=group,
+            kind=kind,
+            nbytes=nbytes,
+            row=row,
+            rows=1 if steps else axis.size,
             shared=shared,
             start=exchanges.point_to_point if direct else exchanges.collective,
             limit=patience(backend, timedelta(seconds=self._timeout)),
@@ -384,7 +319,6 @@ class Wire:
             ),
             inter_bytes=counts.get("inter", 0) * nbytes,
         )
-        return route
 
 
 def _counted(told: Sequence[tuple[int, int]]) -> str:

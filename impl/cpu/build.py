@@ -57,19 +57,20 @@ def user_folder() -> Path:
     return caches / "zeropp-bench" / "kernels"
 
 
-def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] | None = None) -> Path:
+def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:
     """The shared library, built if ``folder`` does not hold it whole.
 
     Args:
         folder: where libraries are kept; made if missing.
         compiler: a command; by default the first of COMPILERS that is installed.
-        flags: by default FLAGS.
+        flags: beside those that optimise.
 
     Raises:
         BuildError: without a compiler, if it fails, or if the folder cannot be written.
     """
-    command = _compiler() if compiler is None else compiler
-    flags = FLAGS if flags is None else flags
+    command = compiler or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if command is None:
+        raise BuildError(f"no C++ compiler installed: looked for {', '.join(COMPILERS)}")
     path = folder / f"kernels-{_key(command, flags)}.so"
     if _is_whole(path):
         return path
@@ -87,29 +88,18 @@ def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] | 
     return path
 
 
-def _compiler() -> str:
-    for name in COMPILERS:
-        if found := shutil.which(name):
-            return found
-    raise BuildError(f"no C++ compiler installed: looked for {', '.join(COMPILERS)}")
-
-
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
     """16 hexadecimal digits that change with anything that changes the library."""
     total = hashlib.sha256()
     command = " ".join((*_optimization(compiler), *flags))
-    facts = (_version(compiler), command, platform.machine(), _processor())
+    facts = (_run([compiler, "--version"]), command, platform.machine(), _processor())
     for part in (*(fact.encode() for fact in facts), *(path.read_bytes() for path in (SOURCE, *HEADERS))):
         total.update(len(part).to_bytes(8, "little") + part)
     return total.hexdigest()[:16]
 
 
-def _version(compiler: str) -> str:
-    return _run([compiler, "--version"])
-
-
 def _optimization(compiler: str) -> tuple[str, ...]:
-    return _OPTIMIZATION["clang" if "clang" in _version(compiler) else "gcc"]
+    return _OPTIMIZATION["clang" if "clang" in _run([compiler, "--version"]) else "gcc"]
 
 
 @functools.cache

@@ -24,14 +24,8 @@ from impl.unit.unit import Unit
 class Actions:
     """One engine's, on one rank.
 
-    Args:
-        units: the root's first, then in model order.
-        context: of the units.
-
     Attributes:
-        units: as given.
-        schedule: what to do at each event.
-        reductions: of the units' gradients.
+        units: the root's first, then in model order.
         saved: what autograd keeps of forward passes.
         running: forward calls of hooked modules under way.
         in_forward: whether the model's forward pass is under way, and nothing was refused.
@@ -80,8 +74,7 @@ class Actions:
                     case "wait":
                         if not unit.in_use:
                             self.gather_before(action.unit, phase)
-                        unit.gather(phase)
-                        unit.wait()
+                        unit.bring(phase)
                         self.saved.gathered(unit)
                     case "release":
                         if action.unit not in self.escaped:

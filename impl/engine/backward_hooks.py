@@ -18,17 +18,13 @@ from impl.engine.masters import Masters
 from impl.engine.pytree import tensors_in
 from impl.errors import WrittenError, ZeroError
 from impl.unit.context import UnitContext
-from impl.unit.unit import Unit
 
 
 class BackwardHooks:
     """The backward passes of one sharded model on one rank.
 
     Args:
-        model: the root.
         of_module: indices of the units that travel with a module.
-        actions: on the units.
-        context: of the units.
         masters: told when new gradients are there.
     """
 
@@ -49,8 +45,9 @@ class BackwardHooks:
         for index, unit in enumerate(self._units):
             if unit.geometry.trainable:
                 for number, member in enumerate(unit.members):
-                    for leaf in (member.parameter, member.placeholder):
-                        hook = self._collector(index, number, outside=leaf is member.placeholder)
+                    inside = _weakly(self._collect, index, number)
+                    outside = _weakly(self._collect_outside, index, number)
+                    for leaf, hook in ((member.parameter, inside), (member.placeholder, outside)):
                         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
                             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -81,29 +78,16 @@ class BackwardHooks:
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.grad_fn is not None]
         if module is self._model or not tensors:
             return
-        reference, left = weakref.ref(self), [len(tensors)]
-
-        def passed(_: Tensor) -> None:
-            left[0] -= 1
-            hooks = reference()
-            if left[0] == 0 and hooks is not None:
-                hooks._passed(module)  # noqa: SLF001  # its own hook
-
+        hook = _weakly(self._passed, module, [len(tensors)])
         for tensor in tensors:
-            tensor.register_hook(passed)  # type: ignore[no-untyped-call]
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def gather_before(self, module: nn.Module, outputs: Iterable[Tensor]) -> None:
         """Gather a block's units again when the gradient of one of its outputs arrives."""
-        reference = weakref.ref(self)
-
-        def arrive(_: Tensor) -> None:
-            hooks = reference()
-            if hooks is not None:
-                hooks._arrive(module)  # noqa: SLF001  # its own hook
-
+        hook = _weakly(self._arrive, module)
         for tensor in outputs:
             if tensor.grad_fn is not None:
-                tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     # Events
 
@@ -111,43 +95,33 @@ class BackwardHooks:
         """The gradient of one of ``module``'s outputs is there."""
         if torch.is_grad_enabled():
             raise ZeroError("create_graph=True: gradients of gradients are not supported")
-        self._begin()
+        self._actions.in_backward = self._unfinished = True
         for index in self._of_module[module]:
             self._actions.carry_out(self._actions.schedule.pre_backward(index), "backward")
             unit, started = self._units[index], self._actions.reductions.started
             if unit.geometry.trainable and not unit.gradients.armed and index not in started:
                 unit.gradients.arm()
 
-    def _passed(self, module: nn.Module) -> None:
-        """All gradients of the inputs of one call of ``module`` are there."""
+    def _passed(self, module: nn.Module, left: list[int]) -> None:
+        """Of the gradients of the inputs of one call of ``module``, ``left`` were to come; one is there."""
+        left[0] -= 1
+        if left[0]:
+            return
         self._calls[module] = self._calls.get(module, 1) - 1
         if self._calls[module] == 0:
             for index in self._of_module[module]:
                 self._units[index].release()
-
-    def _begin(self) -> None:
-        self._actions.in_backward = self._unfinished = True
-
-    def _collector(self, index: int, number: int, *, outside: bool) -> Callable[[Tensor], None]:
-        reference = weakref.ref(self)
-
-        def collect(_: Tensor) -> None:
-            hooks = reference()
-            assert hooks is not None  # noqa: S101  # its model is in use
-            (hooks._collect_outside if outside else hooks._collect)(index, number)  # noqa: SLF001  # its own
-
-        return collect
 
     def _collect_outside(self, index: int, number: int) -> None:
         """A gradient arrived at a placeholder; see :meth:`Unit.collect_outside`."""
         if index in self._actions.reductions.started and self._units[index].members[number].whole is None:
             _refuse_next_pass()
         self._units[index].collect_outside(number)
-        self._begin()
+        self._actions.in_backward = self._unfinished = True
 
     def _collect(self, index: int, number: int) -> None:
         """A gradient arrived at a parameter."""
-        self._begin()
+        self._actions.in_backward = self._unfinished = True
         actions, reductions = self._actions, self._actions.reductions
         if index in reductions.started:
             _refuse_next_pass()
@@ -177,7 +151,7 @@ class BackwardHooks:
         self._actions.reductions.finish()
         with contextlib.ExitStack() as ending:
             ending.callback(self._end)
-            ending.callback(release_all, self._units)
+            ending.callback(each, (unit.release for unit in self._units))
         if self._check_every and self._finished % self._check_every == 0:
             self._wire.check_order()
 
@@ -213,6 +187,19 @@ class BackwardHooks:
             )
 
 
+def _weakly(method: Callable[..., None], *args: Any) -> Callable[[Tensor], None]:
+    """A hook on a gradient, which holds the object of ``method`` weakly."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(_: Tensor) -> None:
+        found = reference()
+        if found is None:
+            raise ZeroError("a gradient arrived for a sharded model whose engine is gone")
+        found(*args)
+
+    return hook
+
+
 def _refuse_next_pass() -> None:
     """Refuse a second backward pass without finish_backward() in between."""
     raise ZeroError(
@@ -220,11 +207,6 @@ def _refuse_next_pass() -> None:
         "each backward pass; in reentrant checkpoints a parameter that is used twice brings its "
         "gradient in parts, so use_reentrant=False there"
     )
-
-
-def release_all(units: Iterable[Unit]) -> None:
-    """Release all of them in order, as :func:`each`."""
-    each(unit.release for unit in units)
 
 
 def each(steps: Iterable[Callable[[], None]]) -> None:

@@ -32,9 +32,6 @@ class Zero:
 
     Attributes:
         units: the root's first, then in model order.
-        wire: with the ledger.
-        policy: what is sent, held and computed.
-        scaler: the loss scale.
         clock: what stochastic codecs and feedback go by.
         masters: what an optimizer steps.
         buffers: the model's persistent ones, which are kept equal on all ranks.
@@ -298,7 +295,7 @@ class Zero:
         return dict(self._meter.peak)
 
     def copied(self) -> dict[CopyKey, int]:
-        """Bytes copied between host and device so far (as ``traffic.predict_copies`` foresees)."""
+        """Bytes copied between host and device so far (as ``traffic.predict`` foresees)."""
         return dict(self._host.copied)
 
     # Refusals, also of what watches the model's parameters and optimizers
@@ -330,7 +327,7 @@ def describe(zero: Zero) -> dict[str, Any]:
         "gather": policy.gather,
         "reduce": policy.reduce,
         "transports": zero.wire.describe(),
-        "kernels": ops.kernels_of(device, [policy.weights, *policy.gradients]),
+        "kernels": ops.backend_of(device),
     }
     if (warning := ops.warning_of(device)) is not None:
         said["kernels_warning"] = warning

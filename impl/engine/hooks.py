@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from impl.codecs.reference import DTYPES
 from impl.engine.actions import Actions
-from impl.engine.backward_hooks import BackwardHooks, each, release_all
+from impl.engine.backward_hooks import BackwardHooks, each
 from impl.engine.masters import Masters
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.optimizer_hooks import find
@@ -36,18 +36,10 @@ class Hooks:
     """The passes of one sharded model on one rank, one after the other.
 
     Args:
-        model: whose modules and parameters are hooked.
         units: the root's first, then in model order.
         modules: of each unit, the module that it travels with.
-        context: of the units.
-        masters: told when new gradients are there.
         buffers: of the model; made equal before a forward pass.
         casts_inputs: whether the model was given in another type than it computes in.
-
-    Attributes:
-        actions: on the units, and how far the pass is.
-        backward: hooks on gradients.
-        outside: uses of parameters outside of their modules.
     """
 
     def __init__(
@@ -212,8 +204,8 @@ class Hooks:
             self._seen = None
         addresses = {memory_of(tensor) for tensor in outputs}
         actions.escaped.clear()
-        release_all(  # gathered ahead and not used, or returned by a module
-            unit
+        each(  # gathered ahead and not used, or returned by a module
+            unit.release
             for index, unit in enumerate(self._units)
             if index not in kept and not (unit.gathered and unit.flat.bounds[0] in addresses)
         )
@@ -256,7 +248,7 @@ class Hooks:
     def drop(self) -> None:
         """Lead out of a pass that failed: :meth:`impl.engine.engine.Zero.drop_gradients`."""
         self.actions.running = 0
-        self.outside.drop()
+        self.outside.brought.clear()
         if self.actions.saved.active:
             self.actions.saved.end()
         self._called_alone = None
@@ -276,16 +268,12 @@ class Hooks:
 
 
 class OutsideUses:
-    """Uses of parameters outside of the modules that hold them.
-
-    Args:
-        actions: on the units.
-    """
+    """Uses of parameters outside of the modules that hold them."""
 
     def __init__(self, actions: Actions) -> None:
         self._actions, self._units = actions, actions.units
         self._external: dict[nn.Module, list[int]] = {}  # units that a module uses beside its own
-        self._brought: list[list[int]] = []  # of those, what calls under way have gathered
+        self.brought: list[list[int]] = []  # of those, what calls under way have gathered
         for index, unit in enumerate(self._units):
             unit.used_outside = self._user(index)
 
@@ -301,13 +289,13 @@ class OutsideUses:
     def _pre_forward(self, module: nn.Module, _: Any) -> None:
         # While a block is computed again, uses bring what they need.
         fresh = [] if _recomputing() else [i for i in self._external[module] if not self._units[i].in_use]
-        self._brought.append(fresh)
+        self.brought.append(fresh)
         for index in fresh:
             self._actions.bring(index, self._actions.phase)
 
     def _post_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         addresses = {memory_of(tensor) for tensor in tensors_in(output)}
-        for index in self._brought.pop() if self._brought else ():  # none if an earlier hook failed
+        for index in self.brought.pop() if self.brought else ():  # none if an earlier hook failed
             if self._units[index].flat.bounds[0] not in addresses:
                 self._actions.escaped.discard(index)
                 if index not in self._actions.stays:
@@ -336,10 +324,6 @@ class OutsideUses:
                 "or change it under GatheredParameters; gradients are the masters' "
                 "(Zero.clip_grad_norm_(), impl.parameters.access)"
             )
-
-    def drop(self) -> None:
-        """Lead out of a pass that failed."""
-        self._brought.clear()
 
 
 def _backward_follows(outputs: Iterable[Tensor]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,18 +17,8 @@ from torch import Tensor
 from impl.errors import ZeroError
 from impl.plan.policy import LARGEST_SCALE, LossScale
 
-
-class Gradients(Protocol):
-    """Of one engine: what a scaler does to them."""
-
-    def grad_norm(self, norm_type: float) -> Tensor:
-        """() fp64 global norm; the same bits on all ranks."""
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all of them."""
-
-    def forget_overflow(self) -> None:
-        """Drop the errors that codecs carry: they are of gradients that are not used."""
+if TYPE_CHECKING:
+    from impl.engine.engine import Zero
 
 
 class Stepped(NamedTuple):
@@ -54,7 +44,6 @@ class LossScaler:
         setting: how it begins and moves; None keeps it at 1 and steps whatever comes.
 
     Attributes:
-        scale: by which losses are multiplied now.
         skipped: steps that overflowed so far.
         reached: whether the backward pass that is under way began at a loss that :meth:`scaled` gave.
     """
@@ -90,7 +79,7 @@ class LossScaler:
 
     def step(
         self,
-        gradients: Gradients,
+        zero: Zero,
         optimizers: Sequence[torch.optim.Optimizer],
         max_norm: float | None = None,
         norm_type: float = 2.0,
@@ -100,7 +89,7 @@ class LossScaler:
         Without a loss scale nothing is skipped: a norm that is not finite makes clipped gradients NaN.
 
         Args:
-            gradients: of the engine.
+            zero: the engine.
             optimizers: over its masters, all that step together.
             max_norm: largest global norm; None does not clip.
             norm_type: which norm, as :meth:`impl.engine.engine.Zero.grad_norm` takes it.
@@ -118,9 +107,9 @@ class LossScaler:
         if self._setting is None and max_norm is None:
             _step(optimizers)
             return Stepped(None, done=True)
-        norm = float(gradients.grad_norm(norm_type)) / self.scale
+        norm = float(zero.grad_norm(norm_type)) / self.scale
         if not math.isfinite(norm):
-            gradients.forget_overflow()
+            zero.forget_overflow()
             if self._setting is not None:
                 self._overflowed(self._setting)
                 for optimizer in optimizers:
@@ -130,7 +119,7 @@ class LossScaler:
         if max_norm is not None:
             factor *= min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
         if factor != 1.0:
-            gradients.scale_gradients(factor)
+            zero.scale_gradients(factor)
         _step(optimizers)
         self._since += 1
         if self._setting is not None and self._setting.window and self._since >= self._setting.window:

@@ -17,18 +17,12 @@ LARGEST_POWER: Final = 8  # of a norm: fp32 gradients to this power stay within 
 
 
 class Masters:
-    """Those of one sharded model on one rank.
-
-    Args:
-        units: whose masters they are.
-        wire: what sends a rank's part of the norm.
-    """
+    """Those of one sharded model on one rank."""
 
     def __init__(self, units: Sequence[Unit], wire: Wire) -> None:
         self._units, self._wire = units, wire
-        self._unused: set[int] = (
-            set()
-        )  # by id(): those that no optimizer has stepped since their gradient came
+        # By id(): those that no optimizer has stepped since their gradient came.
+        self._unused: set[int] = set()
 
     def __iter__(self) -> Iterator[Tensor]:
         return (master for unit in self._units for _, master in unit.master_shard.masters)

@@ -18,17 +18,12 @@ _AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are 
 class ModuleBuffers:
     """The persistent buffers of one model on one rank.
 
-    Args:
-        model: whose buffers.
-        wire: what sends.
-
     Attributes:
         nbytes: of all of them: the size of a rank's message.
     """
 
     def __init__(self, model: nn.Module, wire: Wire) -> None:
-        self._wire = wire
-        self._model = model
+        self._model, self._wire = model, wire
         self.nbytes = sum(buffer.nbytes for buffer in self._persistent())
         self._differ = True  # until the first exchange nobody has said that they are equal
 

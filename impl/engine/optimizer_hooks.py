@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
     Optimizer,
@@ -24,74 +24,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from impl.errors import ZeroError
 from impl.unit.unit import Unit
 
+if TYPE_CHECKING:
+    from impl.engine.engine import Zero
+
 NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
-
-
-class Backward(Protocol):
-    """Backward passes of an engine's model."""
-
-    def check_finished(self, what: str) -> None:
-        """Refuse ``what`` after a backward pass that was not finished."""
-
-
-class Outside(Protocol):
-    """Uses of parameters outside of the modules that hold them."""
-
-    def register(self, module: nn.Module, unit: Unit) -> None:
-        """Gather ``unit`` for each forward pass of ``module``."""
-
-
-class Hooks(Protocol):
-    """Passes of an engine's model."""
-
-    @property
-    def backward(self) -> Backward:
-        """Backward passes."""
-
-    @property
-    def outside(self) -> Outside:
-        """Uses outside of modules."""
-
-    def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``entry`` as a forward pass of ``module``."""
-
-    def check_idle(self, what: str) -> None:
-        """Refuse ``what`` inside a forward or backward pass."""
-
-
-class Engine(Protocol):
-    """Whose masters an optimizer may hold."""
-
-    @property
-    def hooks(self) -> Hooks:
-        """Of the engine's model."""
-
-    def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
-        """Masters, among other tensors of an optimizer, have new values."""
-
-    def check_hidden(self, what: str) -> None:
-        """Refuse ``what`` while parameters are seen whole."""
 
 
 class Found(NamedTuple):
     """A parameter of a sharded model: its engine, its unit and its number there."""
 
-    engine: Engine
+    engine: Zero
     unit: Unit
     number: int
 
 
 # Keyed by identity: tensors compare elementwise.
-_owners: MutableMapping[Tensor, weakref.ref[Engine]] = WeakTensorKeyDictionary()
+_owners: MutableMapping[Tensor, weakref.ref[Zero]] = WeakTensorKeyDictionary()
 # What modules of sharded models show; units hold these tensors, so what is kept here holds no unit.
-_visible: MutableMapping[Tensor, tuple[weakref.ref[Engine], weakref.ref[Unit], int]] = (
-    WeakTensorKeyDictionary()
-)
+_visible: MutableMapping[Tensor, tuple[weakref.ref[Zero], weakref.ref[Unit], int]] = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 _watching: list[object] = []
 
 
-def watch_optimizers(engine: Engine, units: Iterable[Unit]) -> None:
+def watch_optimizers(engine: Zero, units: Iterable[Unit]) -> None:
     """From now on steps of optimizers that hold masters of ``units`` are reported to ``engine``."""
     with _lock:
         for unit in units:
@@ -141,7 +96,7 @@ def find(parameter: Tensor) -> Found | None:
     return Found(engine, unit, number)
 
 
-def _owners_of(optimizer: Optimizer) -> set[Engine]:
+def _owners_of(optimizer: Optimizer) -> set[Zero]:
     found = set()
     with _lock:
         for group in optimizer.param_groups:

@@ -12,8 +12,6 @@ class ReductionQueue:
     """The reductions of one backward pass after the other.
 
     Args:
-        units: whose gradients they are.
-        order: see below.
         bucket: elements that may be under way at once; an earlier one is finished before the one that would
             exceed it begins.
 

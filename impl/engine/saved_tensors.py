@@ -59,11 +59,7 @@ def _unpack(saved: _Kept | _Found) -> Tensor:
 
 @dataclass(slots=True)
 class SavedTensors:
-    """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass.
-
-    Attributes:
-        active: whether they are.
-    """
+    """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass."""
 
     active: bool = False
     _starts: list[int] = field(default_factory=list)  # ascending addresses of weights, last gathered

@@ -127,10 +127,18 @@ def load_communication_state(
     if taken != len(state):
         raise ZeroError(f"communication state has {len(state) - taken} entries of unknown units")
     for unit, one in errors.items():
-        unit.reduction.check_feedback(one)
+        feedback, where = unit.reduction.feedback(), f"feedback state of unit {unit.geometry.name!r}"
+        if feedback is None and one:
+            raise ZeroError(f"{where}, which has no feedback")
+        try:
+            if feedback is not None:
+                feedback.check_state(one)
+        except ValueError as error:
+            raise ZeroError(f"{where}: {error}") from None
     clock.step, clock.micro_batch = int(state["step"]), int(state["micro_batch"])
     for unit, one in errors.items():
-        unit.reduction.load_feedback(one)
+        if (feedback := unit.reduction.feedback()) is not None:
+            feedback.load(one)
 
 
 def _identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:

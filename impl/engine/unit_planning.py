@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,16 +23,15 @@ from impl.unit.member import Holder
 GroupOf = Callable[[str, nn.Parameter], int]
 
 
-@dataclass(slots=True)
-class Draft:
-    """A unit before it is laid out: a module, and the parameters that travel with it."""
+class Draft(NamedTuple):
+    """A unit before it is laid out: a module, and the parameters that travel with it, in slot order."""
 
     name: str
     module: nn.Module
     trainable: bool
-    specs: list[ParameterSpec]
-    parameters: list[nn.Parameter]
-    holders: list[list[Holder]]
+    specs: Sequence[ParameterSpec]
+    parameters: Sequence[nn.Parameter]
+    holders: Sequence[Sequence[Holder]]
 
 
 def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
@@ -164,12 +163,10 @@ def drafts_of(
             _, holders, homes = found.setdefault(parameter, (full, [], set()))
             holders.append(Holder(module, key))
             homes.add(owner.get(module, model))
-    drafts: dict[tuple[str, bool], Draft] = {}
-    places = [(ROOT, model), (PERSISTENT, model), *((names[block], block) for block in blocks)]
-    for name, module in places:
-        for trainable in (True, False):
-            draft = Draft(name if trainable else name + FROZEN, module, trainable, [], [], [])
-            drafts[name, trainable] = draft
+    modules = {ROOT: model, PERSISTENT: model, **{names[block]: block for block in blocks}}
+    entries: dict[tuple[str, bool], list[tuple[ParameterSpec, nn.Parameter, list[Holder]]]] = {
+        (name, trainable): [] for name in modules for trainable in (True, False)
+    }
     limits, persist = policy.memory, 0
     for parameter, (full, holders, homes) in found.items():
         if parameter.dtype not in (torch.float32, DTYPES[policy.compute]):
@@ -180,26 +177,21 @@ def drafts_of(
         home = names[next(iter(homes))] if len(homes) == 1 else ""
         if parameter.numel() < limits.persist_below and persist + parameter.numel() <= limits.persist_most:
             home, persist = PERSISTENT, persist + parameter.numel()
-        draft = drafts[home or ROOT, parameter.requires_grad]
         group = group_of(full, parameter) if group_of is not None else 0
-        draft.specs.append(ParameterSpec(full, tuple(parameter.shape), group))
-        draft.parameters.append(parameter)
-        draft.holders.append(holders)
-    held = [draft for draft in drafts.values() if any(spec.numel for spec in draft.specs)]
-    for draft in drafts.values():  # what has no elements travels with what has, so that it is known
-        home = next((one for one in held if one.trainable == draft.trainable), None)
-        if home is not None and not any(spec.numel for spec in draft.specs):
-            home.specs += draft.specs
-            home.parameters += draft.parameters
-            home.holders += draft.holders
-    for draft in held:  # slot order: geometry sorts by group, stably
-        order = sorted(range(len(draft.specs)), key=lambda i: draft.specs[i].group)
-        draft.specs = [draft.specs[i] for i in order]
-        draft.parameters = [draft.parameters[i] for i in order]
-        draft.holders = [draft.holders[i] for i in order]
-    for draft in held:
-        _check_size(draft, limits.largest_unit)
-    return held
+        spec = ParameterSpec(full, tuple(parameter.shape), group)
+        entries[home or ROOT, parameter.requires_grad].append((spec, parameter, holders))
+    held = [key for key, found in entries.items() if any(spec.numel for spec, _, _ in found)]
+    for key, found_here in entries.items():  # what has no elements travels with what has, so that it is known
+        home_of = next((one for one in held if one[1] == key[1]), None)
+        if home_of is not None and key not in held:
+            entries[home_of] += found_here
+    drafts = []
+    for name, trainable in held:
+        in_slots = sorted(entries[name, trainable], key=lambda entry: entry[0].group)  # as geometry does
+        unit = name if trainable else name + FROZEN
+        drafts.append(Draft(unit, modules[name], trainable, *zip(*in_slots, strict=True)))
+        _check_size(drafts[-1], limits.largest_unit)
+    return drafts
 
 
 def geometries_of(drafts: Sequence[Draft], topology: Topology, policy: Policy) -> list[UnitGeometry]:

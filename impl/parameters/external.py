@@ -24,10 +24,6 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     Its unit is gathered before each forward pass of ``module`` and released after it.  May be called before
     the model is sharded (in constructors), or after.
 
-    Args:
-        module: that uses it.
-        parameter: of any shape.
-
     Raises:
         ZeroError: when the model is sharded, if the parameter is not one of it.
     """
@@ -42,11 +38,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Let ``module.name(...)`` be a forward pass of ``module``, as a call of it is; as FSDP2's function does.
 
     For entry points beside ``forward``: ``model.encode(x)``, ``model.loss(x, y)``.  They may call one
-    another, and ``forward`` may call them.  Register after :func:`impl.zero.shard`, on all ranks.
-
-    Args:
-        module: a sharded model, or one of its blocks.
-        name: of its method.
+    another, and ``forward`` may call them.  Register after :func:`impl.zero.shard`, on all ranks; ``module``
+    is a sharded model, or one of its blocks.
 
     Raises:
         ZeroError: if it has no such method or is not sharded; on the first call, if it is a part of a block.

@@ -121,10 +121,6 @@ class Init:
             yield
         finally:
             self._constructing.pop()
-        self.constructed(module)
-
-    def constructed(self, module: nn.Module) -> None:
-        """The constructor of ``module`` has returned: cut what it made."""
         if not any(self._is_block(one) for one in self._constructing):  # else the block is cut as a whole
             whole = self._is_block(module)
             self.cut(module, recurse=whole, at_least=0 if whole else self._whole_below)
@@ -135,22 +131,17 @@ class Init:
         """Cut the parameters of ``module`` that are not cut yet, of ``at_least`` elements each."""
         small = max(at_least, self._policy.memory.persist_below)
         found = {
-            name: parameter
-            for name, parameter in module.named_parameters(recurse=recurse)
-            if cut_of(parameter) is None and _cuttable(parameter) and parameter.numel() >= small
+            name: one
+            for name, one in module.named_parameters(recurse=recurse)
+            # Plain ones with values; others are judged when the model is sharded.
+            if type(one) is nn.Parameter and not one.is_meta and one.is_floating_point()
+            if one.numel() >= small and cut_of(one) is None and whole_cut_of(one) is None
         }
         for trainable in (True, False):
             some = {name: one for name, one in found.items() if one.requires_grad == trainable}
-            some = {name: one for name, one in some.items() if whole_cut_of(one) is None}
             if some:
-                Cut(
-                    type(module).__name__,
-                    some,
-                    self._policy,
-                    mesh=self.mesh,
-                    wire=self.wire,
-                    on_use=self._use,
-                )
+                kind = type(module).__name__
+                Cut(kind, some, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
     def bring(self, cuts: Sequence[Cut]) -> None:
         """Let ``cuts`` be whole at once; others are cut again, unless somebody looks at them."""
@@ -164,10 +155,8 @@ class Init:
                 self._brought.append(cut)
 
     def _is_block(self, module: nn.Module) -> bool:
-        kind = type(module)
-        return (
-            issubclass(kind, self._blocks) if isinstance(self._blocks, type | tuple) else self._blocks(kind)
-        )
+        blocks = self._blocks
+        return isinstance(module, blocks) if isinstance(blocks, type | tuple) else blocks(type(module))
 
     def _use(self, cut: Cut, together: Sequence[Cut], name: str) -> None:
         """A parameter is used while it is cut."""
@@ -197,13 +186,8 @@ def give_values(
     Modules come after the modules that they hold, as constructors return: with the same random numbers
     values are those of a model that was constructed with them.
 
-    Args:
-        model: some or all of its parameters and buffers on the meta device; others are left alone.
-        blocks: its modules that are cut as a whole.
-        mesh: the ranks.
-        policy: that lays them out.
-        initialise: gives a module the values of its own parameters and buffers, in place;
-            ``reset_parameters()`` by default.
+    Parameters and buffers that have values are left alone.  ``blocks`` are cut as a whole; ``initialise`` is
+    as :func:`impl.zero.shard` takes it.
 
     Raises:
         ZeroError: for a module that has no ``reset_parameters()``, or a tensor that was given no values.
@@ -241,34 +225,31 @@ def give_values(
             visit(model, "", inside=False)
 
 
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """Its own parameters and buffers, by name."""
+    return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+
+
 def _on_meta(module: nn.Module) -> list[str]:
-    """Names of the parameters and buffers of its own that have no values."""
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    return [name for name, tensor in own if tensor.is_meta]
+    """Names of those of its own that have no values."""
+    return [name for name, tensor in _own(module).items() if tensor.is_meta]
 
 
 def _make_room(module: nn.Module, device: torch.device) -> dict[str, int]:
     """Memory for the parameters and buffers of its own that have none; they stay the same objects.
 
     All its bits are ones: a NaN that no arithmetic makes, or -1, by which :func:`_check_given` knows it.
-
-    Returns:
-        Their versions, by name.
+    Returns their versions, by name.
     """
     versions = {}
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    for name, tensor in own:
-        if not tensor.is_meta:
-            continue
-        if isinstance(tensor, nn.Parameter):
-            values = torch.empty_like(tensor, device=device)
-            empty: Tensor = nn.Parameter(values, requires_grad=tensor.requires_grad)
+    for name, tensor in _own(module).items():
+        if tensor.is_meta:
+            empty: Tensor = torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
-        else:
-            empty = torch.empty_like(tensor, device=device)
-            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
-        _bits(tensor).fill_(0xFF)
-        versions[name] = tensor._version  # noqa: SLF001  # of it before it is given values
+            _bits(tensor).fill_(0xFF)
+            versions[name] = tensor._version  # noqa: SLF001  # of it before it is given values
     return versions
 
 
@@ -278,12 +259,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _check_given(module: nn.Module, name: str, versions: dict[str, int]) -> None:
-    """Refuse tensors of its own that still hold what :func:`_make_room` left, in whole or in part.
-
-    Raises:
-        ZeroError: naming the first.
-    """
-    own = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+    """Refuse tensors of its own that still hold what :func:`_make_room` left, in whole or in part."""
+    own = _own(module)
     for key, version in versions.items():
         if (tensor := own.get(key)) is None or not tensor.numel():
             continue
@@ -297,18 +274,13 @@ def _check_given(module: nn.Module, name: str, versions: dict[str, int]) -> None
             )
 
 
-def _cuttable(parameter: nn.Parameter) -> bool:
-    """Whether it is a plain one with values; others are judged when the model is sharded."""
-    return type(parameter) is nn.Parameter and not parameter.is_meta and parameter.is_floating_point()
-
-
 # Which constructors are watched: all of them while any thread is inside an Init, as no class can be asked
 # to say that it is done.
 
 _here = threading.local()  # the Init of this thread
 _lock = threading.Lock()
 _watched: dict[type[nn.Module], Any] = {}  # their own constructors
-_inside: list[object] = []
+_inside: list[None] = []  # as many as contexts
 
 
 def active() -> Init | None:
@@ -318,29 +290,22 @@ def active() -> Init | None:
 
 @contextlib.contextmanager
 def _watching() -> Iterator[None]:
-    token = object()
     with _lock:
         if not _inside:
-            for kind in _kinds(nn.Module):
+            for kind in type.__subclasses__(nn.Module):
                 _watch(kind)
             nn.Module.__init_subclass__ = classmethod(_watch_new)  # type: ignore[assignment,arg-type]
-        _inside.append(token)
+        _inside.append(None)
     try:
         yield
     finally:
         with _lock:
-            _inside.remove(token)
+            _inside.pop()
             if not _inside:
                 del nn.Module.__init_subclass__
                 for kind, own in _watched.items():
                     kind.__init__ = own  # type: ignore[method-assign]
                 _watched.clear()
-
-
-def _kinds(base: type[nn.Module]) -> Iterator[type[nn.Module]]:
-    for kind in type.__subclasses__(base):
-        yield kind
-        yield from _kinds(kind)
 
 
 def _watch_new(kind: type[nn.Module], **options: Any) -> None:
@@ -350,6 +315,9 @@ def _watch_new(kind: type[nn.Module], **options: Any) -> None:
 
 
 def _watch(kind: type[nn.Module]) -> None:
+    """Wrap the constructors of ``kind`` and its subclasses."""
+    for sub in type.__subclasses__(kind):
+        _watch(sub)
     if "__init__" not in vars(kind) or kind in _watched:
         return
     own = vars(kind)["__init__"]
@@ -357,11 +325,8 @@ def _watch(kind: type[nn.Module]) -> None:
     @functools.wraps(own)
     def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         init = active()
-        if init is None:
+        with contextlib.nullcontext() if init is None else init.constructing(module):
             own(module, *args, **kwargs)
-        else:
-            with init.constructing(module):
-                own(module, *args, **kwargs)
 
     _watched[kind] = own
     kind.__init__ = construct  # type: ignore[method-assign,assignment]

@@ -17,8 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Tag, Wire
-from impl.engine.initial_weights import sums
 from impl.errors import ZeroError
+from impl.parameters.initial_weights import sums
 from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import Policy
 from impl.unit.master_shard import sliced
@@ -34,20 +34,11 @@ class Cut:
     Args:
         name: whose they are.
         parameters: with their values, by name; all trainable, or none.
-        policy: what lays them out.
+        policy: lays them out.
         mesh: the ranks.
         wire: gives what gathers them; called when that is needed.
         on_use: called with the cut and all cuts of an operation when a parameter is used without its
             values; brings them, or refuses.
-
-    Attributes:
-        geometry: the layout.
-        mesh: the ranks.
-        wire: gives what gathers.
-        piece: (S,) fp32, this rank's slice, on the device where the values were made.
-        pinned: slots that a context shows whole.
-        drawn: for each slot a number of all values that this rank has cut it from; equal on equal ranks.
-        whole: whether the parameters have their values.
     """
 
     def __init__(
@@ -61,25 +52,26 @@ class Cut:
         on_use: Callable[[Cut, Sequence[Cut], str], None],
     ) -> None:
         topology = mesh.topology
-        self.name, self.mesh, self.wire, self._on_use = name, mesh, wire, on_use
+        self.name, self.mesh, self.wire, self.on_use = name, mesh, wire, on_use
+        group, first = policy.group_ranks(topology), next(iter(parameters.values()))
         self.geometry = lay_out(
             name,
             [ParameterSpec(f"{name}.{own}", tuple(one.shape)) for own, one in parameters.items()],
             grain=policy.grain,
             world=topology.world,
             max_padding=math.inf,  # judged when the model is sharded
-            trainable=next(iter(parameters.values())).requires_grad,
-            group=policy.group_ranks(topology),
+            trainable=first.requires_grad,
+            group=group,
         )
-        axes, outside = topology.gather_axes(policy.group_ranks(topology))
-        self._axes = axes[outside:]
-        self._device = next(iter(parameters.values())).device
+        axes, outside = topology.gather_axes(group)
+        self._axes, self._device = axes[outside:], first.device
         self._parameters = [weakref.ref(parameter) for parameter in parameters.values()]
         self._keepers = [_InCut(self, slot.spec.name) for slot in self.geometry.slots]
-        self.piece = torch.empty(0)
-        self.pinned: set[int] = set()
+        self.piece = torch.empty(0)  # (S,) fp32, this rank's slice, on the device where values were made
+        self.pinned: set[int] = set()  # slots that a context shows whole
+        # For each slot a number of all values that this rank has cut it from; equal on equal ranks.
         self.drawn = [0] * len(self.geometry.slots)
-        self.whole = True
+        self.whole = True  # whether the parameters have their values
         self._uses: list[int] = []
         self.cut()
 
@@ -123,17 +115,18 @@ class Cut:
         """Bring the values back, on all ranks of a copy; all of them must call it."""
         if self.whole:
             return
-        low, _ = self.geometry.bounds(self.mesh.rank)
         for number, parameter in enumerate(self.parameters):
-            if parameter is None:
-                continue
-            first, end = self.geometry.overlap(self.geometry.slots[number], self.mesh.rank)
-            values = self.values(number, self.piece[first - low : end - low], self.wire())
-            restore(parameter, values.to(parameter.dtype))
-            _whole[parameter] = weakref.ref(self)
+            if parameter is not None:
+                restore(parameter, self.kept(number, self.wire()).to(parameter.dtype))
+                _whole[parameter] = weakref.ref(self)
         self.piece = torch.empty(0)
         self._uses = self._counts()
         self.whole = True
+
+    def kept(self, number: int, wire: Wire) -> Tensor:
+        """(shape) fp32: parameter ``number`` as ranks keep it while it is cut; all of a copy must call it."""
+        start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
+        return self.values(number, self.piece[start:end], wire)
 
     def values(self, number: int, part: Tensor, wire: Wire) -> Tensor:
         """(shape) fp32: parameter ``number``, of which this rank has ``part`` (elements here,)."""
@@ -153,10 +146,6 @@ class Cut:
             for one in self.parameters
         ]
 
-    def use(self, together: Sequence[Cut], name: str) -> None:
-        """A parameter is used without its values."""
-        self._on_use(self, together, name)
-
 
 class _InCut:
     """Keeper of one parameter of a cut."""
@@ -166,7 +155,8 @@ class _InCut:
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         if not self.cut.whole:  # else brought with another one of this operation
-            self.cut.use([cut for one in together if (cut := cut_of(one)) is not None], self.name)
+            cuts = [cut for one in together if (cut := cut_of(one)) is not None]
+            self.cut.on_use(self.cut, cuts, self.name)
         return parameter
 
 
@@ -200,39 +190,25 @@ def taken_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire:
     cuts = [cut_of(parameter) for parameter in parameters]
     if all(cut is None for cut in cuts):
         return None
-    rank, device = wire.mesh.rank, wire.mesh.device
-    first = cuts[0]
+    rank, first = wire.mesh.rank, cuts[0]
     if first is not None and _same(first, geometry, parameters):
-        return _rounded(first.piece, first.geometry, parameters, rank)
-    shard = torch.zeros(geometry.shard, device=device)
-    low, _ = geometry.bounds(rank)
-    for slot, parameter, cut in zip(geometry.slots, parameters, cuts, strict=True):
-        values: Tensor = parameter
-        if cut is not None:  # one parameter at a time is whole
-            number = cut.number(parameter)
-            start, _ = cut.geometry.bounds(rank)
-            begin, end = cut.geometry.overlap(cut.geometry.slots[number], rank)
-            values = cut.values(number, cut.piece[begin - start : end - start], wire).to(parameter.dtype)
-        begin, end = geometry.overlap(slot, rank)
-        part = values.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
-        shard[begin - low : end - low] = part
-    return shard
+        for slot, parameter in zip(geometry.slots, parameters, strict=True):
+            start, end = geometry.part(slot, rank)
+            part = first.piece[start:end]
+            part.copy_(part.to(parameter.dtype))  # a model may be cast after it was cut
+        return first.piece
+    values = (  # one parameter at a time is whole
+        parameter if cut is None else cut.kept(cut.number(parameter), wire).to(parameter.dtype)
+        for parameter, cut in zip(parameters, cuts, strict=True)
+    )
+    return sliced(geometry, rank, values, wire.mesh.device)
 
 
 def _same(cut: Cut, geometry: UnitGeometry, parameters: Sequence[nn.Parameter]) -> bool:
     """Whether ``cut`` holds just these parameters, at the same places."""
-    places = [(slot.offset, slot.spec.shape) for slot in geometry.slots]
-    own = [(slot.offset, slot.spec.shape) for slot in cut.geometry.slots]
-    sizes = (geometry.padded, geometry.shards) == (cut.geometry.padded, cut.geometry.shards)
+    layout, own = (
+        (one.padded, one.shards, [(slot.offset, slot.spec.shape) for slot in one.slots])
+        for one in (geometry, cut.geometry)
+    )
     one_by_one = zip(cut.parameters, parameters, strict=False)
-    return sizes and places == own and all(mine is given for mine, given in one_by_one)
-
-
-def _rounded(piece: Tensor, geometry: UnitGeometry, parameters: Sequence[nn.Parameter], rank: int) -> Tensor:
-    """``piece`` with the values that the parameters' types have: a model may be cast after it was cut."""
-    low, _ = geometry.bounds(rank)
-    for slot, parameter in zip(geometry.slots, parameters, strict=True):
-        begin, end = geometry.overlap(slot, rank)
-        part = piece[begin - low : end - low]
-        part.copy_(part.to(parameter.dtype))
-    return piece
+    return layout == own and all(mine is given for mine, given in one_by_one)

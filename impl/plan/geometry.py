@@ -16,9 +16,7 @@ from typing import Final
 FROZEN: Final = ".frozen"  # ends the name of a block's second unit, of its frozen parameters
 PERSISTENT: Final = "persistent"  # the unit of parameters too small to be worth a gather each time
 ROOT: Final = "root"  # the unit of parameters outside all blocks
-MUCH_PADDING: Final = (
-    0.05  # of a model's elements: beyond it bytes and memory are marked where they are shown
-)
+MUCH_PADDING: Final = 0.05  # of a model's elements: beyond it bytes and memory are marked where shown
 
 
 class GeometryError(ValueError):
@@ -26,11 +24,7 @@ class GeometryError(ValueError):
 
 
 class PaddingError(GeometryError):
-    """More of a unit would be padding than is allowed.
-
-    Attributes:
-        needed: the least ``max_padding``, in hundredths, that allows it.
-    """
+    """More of a unit would be padding than allowed; ``needed`` is the least ``max_padding`` to allow it."""
 
     def __init__(self, message: str, needed: float) -> None:
         super().__init__(message)
@@ -39,17 +33,11 @@ class PaddingError(GeometryError):
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter before it is laid out.
-
-    Attributes:
-        name: qualified name in the model.
-        shape: its shape.
-        group: optimizer group (weight decay, learning rate) it belongs to.
-    """
+    """A parameter before it is laid out, by its qualified name in the model."""
 
     name: str
     shape: tuple[int, ...]
-    group: int = 0
+    group: int = 0  # the optimizer group (weight decay, learning rate) that it belongs to
 
     @property
     def numel(self) -> int:
@@ -75,20 +63,16 @@ class UnitGeometry:
     """A unit's layout for one world size.
 
     Attributes:
-        name: of the block, and :data:`FROZEN` where it is not trainable.
-        slots: parameters, ordered by optimizer group.
-        padded: elements of the flat buffer, a multiple of ``world * grain``.
         world: all ranks; each ends a gradient's reduction with ``piece = padded / world`` elements.
-        trainable: False for a unit of frozen parameters, which sends no gradients.
         group: ranks that share one copy of the unit, with ``shard = padded / group`` elements each; 0 for
             all.  Ranks ``k * group`` to ``(k + 1) * group - 1`` are one group.
     """
 
-    name: str
-    slots: tuple[Slot, ...]
-    padded: int
+    name: str  # of the block, and :data:`FROZEN` where it is not trainable
+    slots: tuple[Slot, ...]  # parameters, ordered by optimizer group
+    padded: int  # elements of the flat buffer, a multiple of ``world * grain``
     world: int
-    trainable: bool = True
+    trainable: bool = True  # False for a unit of frozen parameters, which sends no gradients
     group: int = 0
 
     @property
@@ -141,9 +125,18 @@ class UnitGeometry:
 
     def overlap(self, slot: Slot, rank: int) -> tuple[int, int]:
         """(first, end) elements of the unit that are both ``slot``'s and in ``rank``'s shard; maybe empty."""
+        low, _ = self.bounds(rank)
+        start, end = self.part(slot, rank)
+        return low + start, low + end
+
+    def part(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """(start, end) of the elements of ``slot`` inside ``rank``'s shard, shard-relative; maybe empty."""
+        return self._clipped(slot.offset, slot.end, rank)
+
+    def _clipped(self, start: int, end: int, rank: int) -> tuple[int, int]:
+        """What of elements [start, end) of the unit is in ``rank``'s shard, shard-relative; maybe empty."""
         low, high = self.bounds(rank)
-        first = min(max(slot.offset, low), high)
-        return first, max(first, min(slot.end, high))
+        return min(max(start, low), high) - low, min(max(end, low), high) - low
 
     def own_piece(self, rank: int) -> tuple[int, int]:
         """(first, end) elements of the shard that ``rank`` alone reduces: they number every element once."""
@@ -160,10 +153,9 @@ class UnitGeometry:
         for slot in self.slots:
             if not bounds or bounds[-1][0] != slot.spec.group:
                 bounds.append((slot.spec.group, slot.offset if bounds else 0))
-        low, high = self.bounds(rank)
         ends = [start for _, start in bounds[1:]] + [self.padded]
         return tuple(
-            (group, min(max(start, low), high) - low, min(max(end, low), high) - low)
+            (group, *self._clipped(start, end, rank))
             for (group, start), end in zip(bounds, ends, strict=True)
         )
 
@@ -176,10 +168,7 @@ class UnitGeometry:
 
     def pads(self, rank: int) -> tuple[tuple[int, int], ...]:
         """(start, end) of the padding inside ``rank``'s shard, shard-relative, none empty."""
-        low, high = self.bounds(rank)
-        clipped = (
-            (min(max(start, low), high) - low, min(max(end, low), high) - low) for start, end in self.gaps
-        )
+        clipped = (self._clipped(start, end, rank) for start, end in self.gaps)
         return tuple((start, end) for start, end in clipped if start < end)
 
 
@@ -193,16 +182,9 @@ def lay_out(
     trainable: bool = True,
     group: int = 0,
 ) -> UnitGeometry:
-    """Place parameters one after the other, ordered by group, each on the grain.
+    """Place parameters one after the other, ordered by group and then as given, each on the grain.
 
-    Args:
-        name: of the unit.
-        parameters: in the order of the model.
-        grain: elements on which parameters and shards start.
-        world: ranks that share the unit.
-        max_padding: largest allowed padding, as a share of the unit's elements.
-        trainable: whether the unit sends gradients.
-        group: ranks that share one copy; 0 for all.
+    ``max_padding`` is a share of the unit's elements; all else is as in :class:`UnitGeometry`.
 
     Raises:
         PaddingError: if padding exceeds ``max_padding``.
@@ -227,11 +209,7 @@ def lay_out(
 
 
 def padding_share(units: Iterable[tuple[int, int]]) -> float:
-    """Padding of a model's units over its elements; 0 without units.
-
-    Args:
-        units: (elements, elements with padding) of each.
-    """
+    """Padding over elements of a model of ``units``, (elements, elements with padding) each; 0 of none."""
     sizes = list(units)
     numel = sum(own for own, _ in sizes)
     return (sum(padded for _, padded in sizes) - numel) / numel if numel else 0.0
@@ -245,10 +223,8 @@ def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
     on the first hop while the last chunk's second is on its way.  Of ``n`` equal chunks at most ``1 - 1 / n``
     of the shorter hop is hidden behind the longer; of 1:3:3:1 seven eighths.
 
-    Args:
-        piece: elements; a rest below ``grain`` belongs to the last chunk.
-        chunks: how many at most.
-        grain: elements on which chunks start, so that no block straddles two.
+    There are at most ``chunks``; they start on ``grain`` elements, so that no block straddles two, and a rest
+    below it belongs to the last.
     """
     whole = max(1, piece // grain)
     weights = [1] * chunks if chunks < 3 else [1, *[3] * (chunks - 2), 1]

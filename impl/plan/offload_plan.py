@@ -6,6 +6,7 @@ unit's shard stays one contiguous tensor that one place steps, encodes and sends
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -27,16 +28,12 @@ class CopyKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What of one unit lies in host memory.
+    """What of one unit lies in host memory."""
 
-    Attributes:
-        shard: this rank's shard itself: the fp32 master with its mean gradient and optimizer state, or the
-            frozen shard, as fp32 or as codes.
-        frames: what is sent of the weights: the encoded shard, and hpZ's secondary frames.
-    """
-
+    # This rank's shard itself: the fp32 master with its mean gradient and optimizer state, or the frozen
+    # shard, as fp32 or as codes.
     shard: bool = False
-    frames: bool = False
+    frames: bool = False  # what is sent of the weights: the encoded shard, and hpZ's secondary frames
 
     @property
     def crosses(self) -> bool:
@@ -48,14 +45,10 @@ ON_DEVICE = Placement()
 
 
 def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
-    """The tier of every unit.
+    """Where every unit's states lie; ``units`` are in model order, shares are of padded elements.
 
     Of a trained unit whose master stays on the device there is no frame to offload, since it is encoded from
     the master on its way out; hpZ's secondary frames of it go to the host all the same.
-
-    Args:
-        offload: the shares, of padded elements: of trained units, and of all.
-        units: in model order.
     """
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
@@ -71,30 +64,20 @@ def realised(policy: Policy, placements: Iterable[Placement], units: Sequence[Un
     That is at least what was asked for and less than a unit more, but for weights of which there is nothing
     to offload: of trained units whose master stays on the device, and of which hpZ keeps no frames.
     """
-    pairs = list(zip(placements, units, strict=True))
-    trained = sum(unit.padded for unit in units if unit.trainable)
-    stepped = sum(unit.padded for placement, unit in pairs if placement.shard and unit.trainable)
-    framed = sum(
-        unit.padded
-        for placement, unit in pairs
-        if placement.frames
-        and (
-            placement.shard or policy.of_unit(trainable=unit.trainable, persistent=unit.persistent).secondary
-        )
-    )
-    return Offload(
-        optimizer=stepped / max(trained, 1), weights=framed / max(sum(unit.padded for unit in units), 1)
-    )
+    trained = stepped = framed = 0
+    for placement, unit in zip(placements, units, strict=True):
+        own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+        trained += unit.padded * unit.trainable
+        stepped += unit.padded * (placement.shard and unit.trainable)
+        framed += unit.padded * (placement.frames and bool(placement.shard or own.secondary))
+    held = sum(unit.padded for unit in units)
+    return Offload(optimizer=stepped / max(trained, 1), weights=framed / max(held, 1))
 
 
 def _chosen(sizes: Sequence[int], share: float) -> frozenset[int]:
     """The first units, by index, that hold at least ``share`` of the sum of ``sizes``; none of no size."""
-    wanted, held = share * sum(sizes), 0
-    chosen: set[int] = set()
-    for index, size in enumerate(sizes):
-        if held >= wanted:
-            break
-        if size:
-            chosen.add(index)
-            held += size
-    return frozenset(chosen)
+    wanted = share * sum(sizes)
+    before = itertools.accumulate(sizes, initial=0)
+    return frozenset(
+        index for index, (size, held) in enumerate(zip(sizes, before, strict=False)) if size and held < wanted
+    )

@@ -38,7 +38,6 @@ class MemoryLimits:
     """How much may be gathered, in elements of the unsharded model.
 
     Attributes:
-        prefetch: elements of coming units that may be gathered ahead of the one in use.
         max_live: elements that may be gathered at once; a unit in use is gathered even beyond it, but
             nothing is gathered ahead or kept.
         max_reuse: a unit stays gathered from forward to backward if fewer elements than these run in
@@ -52,20 +51,19 @@ class MemoryLimits:
             finished before the one that would exceed it begins.
         largest_unit: elements of a unit at most: a block that has more is cut into its parts, and a part
             that cannot be cut is refused, naming it; 0 for no limit.
-        max_padding: share of a unit that may be padding; more is refused, naming the unit.
 
     Raises:
         PolicyError: for limits that are negative, or no number.
     """
 
-    prefetch: int = 50_000_000
+    prefetch: int = 50_000_000  # elements of coming units that may be gathered ahead of the one in use
     max_live: int = 1_000_000_000
     max_reuse: int = 1
     persist_below: int = 0
     persist_most: int = 2**63 - 1
     reduce_bucket: int = 500_000_000
     largest_unit: int = 0
-    max_padding: float = 0.2
+    max_padding: float = 0.2  # share of a unit that may be padding; more is refused, naming the unit
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -77,18 +75,13 @@ class MemoryLimits:
 class LossScale:
     """By what losses are multiplied, so that small gradients survive in fp16.
 
-    Attributes:
-        initial: the first scale.
-        window: steps without an overflow after which a dynamic scale doubles; 0 for a fixed scale.
-        least: below which it does not fall; an overflow at this scale is an error.
-
     Raises:
         PolicyError: for scales that are not positive, or a negative window.
     """
 
     initial: float = 65536.0
-    window: int = 1000
-    least: float = 1.0
+    window: int = 1000  # steps without an overflow after which a dynamic scale doubles; 0 for a fixed scale
+    least: float = 1.0  # below which it does not fall; an overflow at this scale is an error
 
     def __post_init__(self) -> None:
         if not (0 < self.least <= self.initial <= LARGEST_SCALE) or self.window < 0:
@@ -135,27 +128,19 @@ DYNAMIC: Final = LossScale()
 
 
 def parse_loss_scale(text: str) -> LossScale | None:
-    """Read the text form of a loss scale, which prints back: ``dynamic:from1024:window200``, ``512``.
-
-    Returns:
-        None for ``none``.
+    """Read a loss scale, which prints back: ``dynamic:from1024:window200``, ``512``; None for ``none``.
 
     Raises:
         PolicyError: naming the text and what is allowed.
     """
-    head, *options = text.strip().split(":")
-    number = r"[0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?"
-    if head == "none" and not options:
+    given, number = text.strip(), r"[0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?"
+    if given == "none":
         return None
-    if re.fullmatch(number, head) and not options:
-        return LossScale(initial=float(head), window=0, least=min(1.0, float(head)))
-    found: dict[str, float] = {}
-    for option in options:
-        match = re.fullmatch(rf"(from|window)({number})", option)
-        if match is None or match[1] in found:
-            break
-        found[match[1]] = float(match[2])
-    if head != "dynamic" or len(found) != len(options):
+    if re.fullmatch(number, given):
+        return LossScale(initial=float(given), window=0, least=min(1.0, float(given)))
+    options = re.findall(rf":(from|window)({number})", given)
+    found = {name: float(value) for name, value in options}
+    if not re.fullmatch(rf"dynamic(:(from|window){number})*", given) or len(found) != len(options):
         raise PolicyError(
             f"loss scale {text!r}: expected none, a number, or dynamic, then :from<scale>, :window<steps>"
         )
@@ -175,21 +160,18 @@ class Feedback:
     average, which DeepSpeed sets to 0.8, and forgets it every 1024 steps.
 
     Attributes:
-        decay: share of the old error that stays, in [0, 1).
-        reset: optimizer steps after which the error is forgotten; 0 for never.
         hops: ``last`` keeps the error of the last hop alone: between nodes, where sums are already
             sharded inside the node, ``padded / ranks_per_node`` elements a rank; ``all`` also that of the
             first hop, as many as the unsharded gradient has.
-        state: type of the kept error.
 
     Raises:
         PolicyError: for a decay outside [0, 1) or a negative reset.
     """
 
-    decay: float = 0.0
-    reset: int = 0
+    decay: float = 0.0  # share of the old error that stays, in [0, 1)
+    reset: int = 0  # optimizer steps after which the error is forgotten; 0 for never
     hops: Literal["last", "all"] = "last"
-    state: Dtype = "fp32"
+    state: Dtype = "fp32"  # type of the kept error
 
     def __post_init__(self) -> None:
         _one_of("hops", self.hops, ("last", "all"))
@@ -203,26 +185,18 @@ class Feedback:
     def __str__(self) -> str:
         head = "loco" if self.decay else "classic"
         base = FEEDBACKS[head]
-        parts = [head]
-        if self.decay != base.decay:
-            parts.append(f"decay{self.decay!r}")
-        if self.reset != base.reset:
-            parts.append(f"reset{self.reset}")
-        if self.hops != base.hops:
-            parts.append(self.hops)
-        if self.state != base.state:
-            parts.append(self.state)
-        return ":".join(parts)
+        options = [f"decay{self.decay!r}"] if self.decay != base.decay else []
+        options += [f"reset{self.reset}"] if self.reset != base.reset else []
+        options += [self.hops] if self.hops != base.hops else []
+        options += [self.state] if self.state != base.state else []
+        return ":".join([head, *options])
 
 
 FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=1024, hops="all")}
 
 
 def parse_feedback(text: str) -> Feedback | None:
-    """Read the text form of feedback, which prints back: ``classic``, ``loco:decay0.9:reset512:bf16``.
-
-    Returns:
-        None for ``none``.
+    """Read feedback, which prints back: ``classic``, ``loco:decay0.9:reset512:bf16``; None for ``none``.
 
     Raises:
         PolicyError: naming the text and what is allowed.
@@ -263,8 +237,6 @@ class Policy:
             gradients, 3 also the weights; 0 nothing.  Below 3 weights stay gathered until they change.
         group: ranks that share one copy of all that is sharded, while groups hold copies of one another
             (MiCS, 2205.00119; HSDP): 0 for all ranks, ``"node"`` for the ranks of a node.
-        weights: codec of every weight gather (qwZ: an integer codec).
-        gradients: codec of hop 1 (inside a node) and of hop 2 (between nodes) (qgZ).
         gather: ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is
             one library all-gather over the world.
         reduce: ``two_hop`` (inside nodes, then between them), ``one_hop`` (one all-to-all over
@@ -274,16 +246,11 @@ class Policy:
             travels inside them.
         secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none,
             ``"node"`` for the ranks of a node.
-        feedback: of the gradient codecs; None for none.
         reduce_every: gradients are reduced after each ``micro_batch`` and added up in shards, or added up
             locally and reduced once a ``step``, which holds a whole local gradient; ``stage`` is ``step``
             for stages 0 and 1, which hold it anyway, and ``micro_batch`` for 2 and 3.
-        compute: type of gathered weights and of local gradients; sums over micro-batches are fp32.
-        loss_scale: of fp16; None for none.
         frozen: codec in which weights that are not trained are held and sent; None holds fp32 masters
             and sends them as ``weights`` says.
-        memory: limits on what is gathered.
-        offload: what lies in host memory.
         order_every: backward passes between checks that all ranks open the same collectives in one
             order; 0 for never.
         align: elements, beside the codecs' own blocks, on which parameters start; a suite sets
@@ -295,16 +262,16 @@ class Policy:
 
     stage: Stage = 3
     group: int | Literal["node"] = 0
-    weights: Codec = BF16
-    gradients: tuple[Codec, Codec] = (BF16, BF16)
+    weights: Codec = BF16  # of every weight gather (qwZ: an integer codec)
+    gradients: tuple[Codec, Codec] = (BF16, BF16)  # of hop 1, inside a node, and hop 2, between nodes (qgZ)
     gather: Gather = "hierarchical"
     reduce: Reduce = "two_hop"
     chunks: int = 1
     secondary: int | Literal["node"] = 0
-    feedback: Feedback | None = None
+    feedback: Feedback | None = None  # of the gradient codecs
     reduce_every: ReduceEvery = "stage"
-    compute: Dtype = "fp32"
-    loss_scale: LossScale | None = None
+    compute: Dtype = "fp32"  # of gathered weights and local gradients; sums over micro-batches are fp32
+    loss_scale: LossScale | None = None  # of fp16
     frozen: Codec | None = None
     memory: MemoryLimits = MemoryLimits()
     offload: Offload = Offload()
@@ -312,7 +279,7 @@ class Policy:
     align: int = 1
 
     def __post_init__(self) -> None:
-        for codec in (self.weights, *self.gradients, *([] if self.frozen is None else [self.frozen])):
+        for codec in self._codecs:
             if not isinstance(codec, get_args(Codec)):
                 raise PolicyError(
                     f"codec {codec!r} is a {type(codec).__name__}: expected what codec.parse() gives"
@@ -356,7 +323,9 @@ class Policy:
             raise PolicyError(
                 f"chunks = {self.chunks} overlap two hops, and reduce={self.reduce!r} has one; use two_hop"
             )
-        if self.chunks > 1 and any(_one_block(codec) for codec in self.gradients):
+        if self.chunks > 1 and any(
+            not isinstance(codec, Raw) and codec.block == "shard" for codec in self.gradients
+        ):
             raise PolicyError(
                 f"chunks = {self.chunks} cut a shard that {' and '.join(map(str, self.gradients))} give "
                 "one scale as a whole; use a block of elements"
@@ -377,8 +346,11 @@ class Policy:
     @property
     def grain(self) -> int:
         """Elements on which parameters and shards start."""
-        frozen = () if self.frozen is None else (self.frozen,)
-        return math.lcm(self.align, common_grain(self.weights, *self.gradients, *frozen))
+        return math.lcm(self.align, common_grain(*self._codecs))
+
+    @property
+    def _codecs(self) -> tuple[Codec, ...]:
+        return (self.weights, *self.gradients, *(() if self.frozen is None else (self.frozen,)))
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -388,10 +360,8 @@ class Policy:
     def of_unit(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
         """The policy of one unit: most have the model's own.
 
-        Args:
-            trainable: frozen units are sent in the codec in which they are held.
-            persistent: a unit of small parameters stays gathered and travels unquantised, in the type that
-                is computed in where the policy quantises.
+        Frozen units are sent in the codec in which they are held.  A persistent unit, of small parameters,
+        stays gathered and travels unquantised, in the type that is computed in where the policy quantises.
         """
         policy = self
         if persistent:
@@ -463,10 +433,6 @@ class Policy:
         if 1 < self.group_ranks(topology) < topology.world:
             axes = topology.gather_axes(self.group_ranks(topology))[0][::-1]
         return tuple((axis, self.gradients[topology.crosses(axis)]) for axis in axes if axis.size > 1)
-
-
-def _one_block(codec: Codec) -> bool:
-    return not isinstance(codec, Raw) and codec.block == "shard"
 
 
 _INT8 = IntCodec(8, 2048)

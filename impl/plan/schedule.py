@@ -8,7 +8,7 @@ index.  ``gather`` and ``wait`` are idempotent: a unit that is gathered or on it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
@@ -29,26 +29,20 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of units in a forward pass, and how far to gather ahead.
+    """Order of units in a forward pass, and how far to gather ahead."""
 
-    Attributes:
-        sizes: padded elements of each unit, by index.
-        order: indices of the units that run one after the other, in forward order.
-        outer: indices of the units that are in use around all others (the root's).
-        prefetch: elements that may be gathered ahead of the unit in use.
-        max_live: elements that may be gathered at once; nothing is gathered ahead beyond it.
-        kept: units that stay gathered from a forward pass to its backward pass.
-        in_model_order: whether gradients are reduced in model order, whatever ran; else in the order of the
-            forward pass, so that none waits for its turn.
-    """
-
-    sizes: Sequence[int]
-    order: tuple[int, ...]
-    outer: tuple[int, ...]
-    prefetch: int
-    max_live: int = 1 << 62
-    kept: frozenset[int] = frozenset()
+    sizes: Sequence[int]  # padded elements of each unit, by index
+    order: tuple[int, ...]  # the units that run one after the other, in forward order
+    outer: tuple[int, ...]  # the units that are in use around all others (the root's)
+    prefetch: int  # elements that may be gathered ahead of the unit in use
+    max_live: int = 1 << 62  # elements that may be gathered at once; nothing is gathered ahead beyond it
+    kept: frozenset[int] = frozenset()  # units that stay gathered from a forward pass to its backward pass
+    # Gradients are reduced in model order, whatever ran; else in forward's, so that none waits for its turn.
     in_model_order: bool = False
+    # By unit and whether backward: worked out once, as a model has as many events as units.
+    _arrivals: dict[tuple[int, bool], tuple[Action, ...]] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     @classmethod
     def of(cls, policy: Policy, units: Sequence[UnitGeometry]) -> Schedule:
@@ -84,11 +78,6 @@ class Schedule:
     def post_backward(self, unit: int) -> tuple[Action, ...]:
         """All gradients of ``unit`` are there: its weights go, its gradient is sent."""
         return Action("release", unit), Action("reduce", unit)
-
-    @cached_property
-    def _arrivals(self) -> dict[tuple[int, bool], tuple[Action, ...]]:
-        """By unit and whether backward: worked out once, as a model has as many events as units."""
-        return {}
 
     def _arrive(self, unit: int, *, backward: bool) -> tuple[Action, ...]:
         actions = self._arrivals.get((unit, backward))

@@ -1,10 +1,9 @@
 """A lower bound on a step's time, from a schedule, a link and the time of the computation.
 
 Pure: no torch.  It drives the :class:`~impl.plan.schedule.Schedule` that the engine drives.  One computation
-runs
-at a time, the link between nodes carries one message after the other in the order in which they are posted,
-and everything else (messages inside a node, encoding, hooks) takes no time.  What a real step takes beyond it
-is the engine's own.
+runs at a time, the link between nodes carries one message after the other in the order in which they are
+posted, and everything else (messages inside a node, encoding, hooks) takes no time.  What a real step takes
+beyond it is the engine's own.
 """
 
 from __future__ import annotations
@@ -17,30 +16,20 @@ from impl.plan.schedule import Action, Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one unit asks for in a pass, in seconds.
-
-    Attributes:
-        forward, backward: of computation.
-        gather, regather: of its weights on the link, before its forward and its backward pass.
-        reduce: of its gradient on the link.
-    """
+    """What one unit asks for in a pass, in seconds of computation and of the link."""
 
     forward: float
     backward: float
-    gather: float
-    regather: float
-    reduce: float
+    gather: float  # of its weights, before its forward pass
+    regather: float  # and before its backward pass
+    reduce: float  # of its gradient
 
 
 def pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> float:
     """Least seconds of one forward and backward pass, until the last gradient is reduced.
 
     Where in a pass the units around all others compute (an embedding before the blocks, a head after them) is
-    not known: their computation is taken to fill whatever time the link leaves free.
-
-    Args:
-        schedule: whose actions are carried out.
-        loads: of the units, by index.
+    not known: their computation is taken to fill whatever time the link leaves free.  ``loads`` are by index.
     """
     run = _Run(loads)
     inner, outer = schedule.order, schedule.outer
@@ -65,15 +54,11 @@ def pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> float:
 
 
 class _Run:
-    """A pass under way.
-
-    Attributes:
-        now: seconds since it began.
-        reduced: when the last gradient will have left the link.
-    """
+    """A pass under way."""
 
     def __init__(self, loads: Sequence[Load]) -> None:
-        self.now = self.reduced = 0.0
+        self.now = 0.0  # seconds since it began
+        self.reduced = 0.0  # when the last gradient will have left the link
         self._loads, self._backward = loads, False
         self._free = 0.0  # when the link will have sent what was posted
         self._arrival: dict[int, float] = {}  # of the weights of units that are gathered, or on their way
@@ -90,9 +75,8 @@ class _Run:
             match action.kind:
                 case "gather" | "wait":
                     if action.unit not in self._arrival:
-                        self._arrival[action.unit] = self._send(
-                            load.regather if self._backward else load.gather
-                        )
+                        seconds = load.regather if self._backward else load.gather
+                        self._arrival[action.unit] = self._send(seconds)
                     if action.kind == "wait":
                         self.now = max(self.now, self._arrival[action.unit])
                 case "release":

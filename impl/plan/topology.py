@@ -13,17 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One digit of the mixed-radix rank number: the ranks that differ only in it are a group.
+    """One digit of the mixed-radix rank number: the ranks that differ only in it are a group."""
 
-    Attributes:
-        name: for the ledger and the process groups.
-        size: ranks in a group.
-        stride: distance between neighbouring ranks of a group.
-    """
-
-    name: str
-    size: int
-    stride: int
+    name: str  # for the ledger and the process groups
+    size: int  # ranks in a group
+    stride: int  # between neighbouring ranks of a group
 
     def digit(self, rank: int) -> int:
         """Index of ``rank`` inside its group along this axis."""
@@ -85,21 +79,15 @@ class Topology:
         return axis.size > 1 and axis.stride * axis.size > self.ranks_per_node
 
     def check_group(self, what: str, ranks: int) -> None:
-        """Refuse a group size that this topology cannot hold.
-
-        Args:
-            what: the group is, for the message.
-            ranks: that share one copy; 0 is no group and always allowed.
+        """Refuse a group size, of ``what``, that this topology cannot hold; 0 is no group.
 
         Raises:
             ValueError: unless ``ranks`` divides the ranks of a node, or is a multiple of them
                 that divides the world.
         """
-        if ranks == 0:
-            return
-        inside = 0 < ranks <= self.ranks_per_node and self.ranks_per_node % ranks == 0
+        inside = ranks > 0 and self.ranks_per_node % ranks == 0
         across = ranks > 0 and ranks % self.ranks_per_node == 0 and self.world % ranks == 0
-        if not (inside or across):
+        if not (ranks == 0 or inside or across):
             raise ValueError(
                 f"{what} of {ranks} ranks does not fit {self.nodes} nodes x "
                 f"{self.ranks_per_node} ranks: it must divide {self.ranks_per_node}, or be a "
@@ -113,12 +101,8 @@ class Topology:
         digits.  What it holds after the returned number of hops is the secondary shard: a
         backward gather repeats the later hops alone (architecture, decision 5).
 
-        Args:
-            secondary: ranks that share one secondary copy; 0 for none.
-
-        Returns:
-            The axes and the number of leading axes that the secondary spares.  The product of
-            the sizes is the world; a hop of size 1 sends nothing.
+        ``secondary`` ranks share one such copy; 0 for none.  The product of the sizes is the world; a hop of
+        size 1 sends nothing.
 
         Raises:
             ValueError: for a group size that does not fit, see :meth:`check_group`.
@@ -127,15 +111,13 @@ class Topology:
         per_node = self.ranks_per_node
         if secondary == 0:
             return (self.node_axis, self.local_axis), 0
+        if secondary == per_node:
+            return (self.node_axis, self.local_axis), 1
         if secondary < per_node:
             outer = Axis("outer", per_node // secondary, secondary)
             return (self.node_axis, outer, Axis("inner", secondary, 1)), 2
-        if secondary == per_node:
-            return (self.node_axis, self.local_axis), 1
-        nodes_in_group = secondary // per_node
         outer = Axis("outer", self.world // secondary, secondary)
-        inside = Axis("node", nodes_in_group, per_node)
-        return (outer, inside, self.local_axis), 1
+        return (outer, Axis("node", secondary // per_node, per_node), self.local_axis), 1
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

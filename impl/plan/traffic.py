@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import ITEM_BYTES
 from impl.plan.geometry import UnitGeometry, chunked
-from impl.plan.offload_plan import Copied, CopyKey, Direction, Placement, placements_of
+from impl.plan.offload_plan import CopyKey, Direction, Placement, placements_of
 from impl.plan.policy import Policy
 from impl.plan.topology import Axis, Topology
 
@@ -57,19 +57,12 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A regular run: ``steps`` optimizer steps, then evaluation passes on the last weights.
+    """A regular run: ``steps`` optimizer steps, then evaluation passes on the last weights."""
 
-    Attributes:
-        micro_batches: forward and backward passes per step (accumulation).
-        steps: optimizer steps.
-        evaluations: forward passes without gradient after the last step.
-        norms: global norms computed, in total; taken evenly from the steps.
-    """
-
-    micro_batches: int = 1
+    micro_batches: int = 1  # forward and backward passes per step (accumulation)
     steps: int = 1
-    evaluations: int = 0
-    norms: int = 0
+    evaluations: int = 0  # forward passes without gradient after the last step
+    norms: int = 0  # global norms computed, in total; taken evenly from the steps
 
     def events(self, policy: Policy) -> list[Event]:
         """The run as a sequence of passes; ``accumulate`` is a backward pass that reduces nothing."""
@@ -88,40 +81,60 @@ class Load:
 def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
     """How many messages ``rank`` sends over each kind of link in one exchange along ``axis``.
 
-    Args:
-        topology: who shares a node with whom.
-        axis: the group.
-        rank: the sender.
-        ring: all size-1 messages go to the next rank of the group, instead of one to each.
+    In a ``ring`` all size-1 messages go to the next rank of the group, instead of one to each.
     """
-    group = axis.group(rank)
-    me = axis.digit(rank)
+    group, me = axis.group(rank), axis.digit(rank)
     targets = [group[(me + 1) % axis.size]] * (axis.size - 1) if ring else [r for r in group if r != rank]
-    counts: dict[Link, int] = {"inter": 0, "intra": 0}
-    for target in targets:
-        counts["intra" if topology.node_of(target) == topology.node_of(rank) else "inter"] += 1
+    inside = sum(topology.node_of(target) == topology.node_of(rank) for target in targets)
+    counts: dict[Link, int] = {"inter": len(targets) - inside, "intra": inside}
     return {link: count for link, count in counts.items() if count}
 
 
 @dataclass(slots=True)
-class _Book:
-    """Adds up one rank's messages, and its copies between host and device."""
+class Book:
+    """Adds up one rank's messages, and its copies between host and device; sizes are in bytes."""
 
     topology: Topology
     rank: int
-    rows: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-    copied: dict[CopyKey, int] = field(default_factory=lambda: defaultdict(int))
+    sent: dict[LedgerKey, Sent] = field(default_factory=dict)
+    copied: Counter[CopyKey] = field(default_factory=Counter)
 
     def exchange(
         self, phase: Phase, purpose: Purpose, unit: str, axis: Axis, size: int, *, ring: bool = False
     ) -> None:
+        """One message of ``size`` to every other rank along ``axis``."""
         for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
-            row = self.rows[LedgerKey(phase, purpose, unit, axis.name, link)]
-            row[0] += count * size
-            row[1] += count
+            key = LedgerKey(phase, purpose, unit, axis.name, link)
+            nbytes, messages = self.sent.get(key, (0, 0))
+            self.sent[key] = Sent(nbytes + count * size, messages + count)
 
-    def copy(self, direction: Direction, purpose: Copied, unit: str, size: int) -> None:
-        self.copied[CopyKey(direction, purpose, unit)] += size
+    def control(self, size: int, purpose: Purpose = "control") -> None:
+        """What every rank tells all others."""
+        self.exchange("step", purpose, "", self.topology.world_axis, size)
+
+    def gather(
+        self,
+        phase: Phase,
+        purpose: Purpose,
+        unit: str,
+        axes: Iterable[Axis],
+        size: int,
+        *,
+        ring: bool = False,
+    ) -> None:
+        """Hops along ``axes``, each of which forwards all that those before it have made of ``size``."""
+        for axis in axes:
+            self.exchange(phase, purpose, unit, axis, size, ring=ring)
+            size *= axis.size
+
+    def reduction(self, policy: Policy, unit: str, piece: int, grain: int) -> None:
+        """Hops of a reduction of which every rank ends with ``piece`` elements; chunks start on ``grain``."""
+        slices = self.topology.world
+        for axis, codec in policy.reduce_axes(self.topology):
+            slices //= axis.size
+            for start, end in chunked(piece, policy.chunks, grain):
+                size = slices * codec.frame_bytes(end - start)
+                self.exchange("backward", "gradients", unit, axis, size, ring=policy.reduce == "ring")
 
 
 def predict(
@@ -132,57 +145,23 @@ def predict(
     load: Load | Iterable[Event],
     *,
     buffer_bytes: int = 0,
-) -> dict[LedgerKey, Sent]:
-    """Everything that ``rank`` sends, by phase, purpose, unit, hop and link.
+) -> Book:
+    """Everything that ``rank`` sends, and copies between host and device for what is offloaded.
 
-    Args:
-        policy: what is sent.
-        topology: where ranks stand.
-        units: the model's units, in model order, laid out for ``topology.world`` ranks.
-        rank: the sender.
-        load: a regular run, or the sequence of passes; a ``step`` changes the trained weights, ``changed``
-            (:meth:`impl.zero.Zero.weights_changed`) all.
-        buffer_bytes: of the model's persistent buffers, which all ranks keep equal.
+    Copies are the same on every rank: of offloaded masters 4 S to the host per reduction, and the frame to
+    the device once after a step, or, where frames are offloaded, whenever it is sent; of offloaded secondary
+    frames what the spared hops brought, to the host when it is kept and to the device when it is used again.
 
-    Raises:
-        PolicyError: if the policy does not fit the topology.
-    """
-    book = _booked(policy, topology, units, rank, load, buffer_bytes)
-    return {key: Sent(*row) for key, row in book.rows.items()}
-
-
-def predict_copies(
-    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], load: Load | Iterable[Event]
-) -> dict[CopyKey, int]:
-    """Bytes that one rank, any rank, copies between host and device for what is offloaded.
-
-    Of offloaded masters 4 S to the host per reduction, and the frame to the device once after a step, or,
-    where frames are offloaded, whenever it is sent; of offloaded secondary frames what the spared hops
-    brought, to the host when it is kept and to the device when it is used again.
-
-    Args:
-        policy: what is offloaded.
-        topology: where ranks stand.
-        units: as :func:`predict` takes them.
-        load: as :func:`predict` takes it.
+    ``units`` are in model order, laid out for ``topology.world`` ranks.  ``load`` is a regular run, or the
+    sequence of passes; a ``step`` changes the trained weights, ``changed``
+    (:meth:`impl.zero.Zero.weights_changed`) all.  ``buffer_bytes`` are of the model's persistent buffers,
+    which all ranks keep equal.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
     """
-    return dict(_booked(policy, topology, units, 0, load, 0).copied)
-
-
-def _booked(  # noqa: PLR0917  # the arguments of the two functions above
-    policy: Policy,
-    topology: Topology,
-    units: Sequence[UnitGeometry],
-    rank: int,
-    load: Load | Iterable[Event],
-    buffer_bytes: int,
-) -> _Book:
-    """Walk through ``load``."""
     policy.check(topology)
-    book = _Book(topology, rank)
+    book = Book(topology, rank)
     senders = [
         _Sender(book, policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit, placement)
         for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
@@ -190,18 +169,17 @@ def _booked(  # noqa: PLR0917  # the arguments of the two functions above
     kept = kept_units(policy, units)
     buffers_differ, passes = bool(buffer_bytes), 0
     for event in load.events(policy) if isinstance(load, Load) else load:
-        if event in ("forward", "evaluate") and buffers_differ:
-            book.exchange("step", "buffers", "", topology.world_axis, buffer_bytes)
-            buffers_differ = False
         match event:
             case "norm":
-                book.exchange("step", "control", "", topology.world_axis, NORM_BYTES)
+                book.control(NORM_BYTES)
             case "step" | "changed":
                 for sender in senders:
                     if event == "changed" or sender.unit.trainable:
                         sender.weights_changed()
             case "forward" | "evaluate":
-                buffers_differ = bool(buffer_bytes) and (event == "forward" or buffers_differ)
+                if buffers_differ:
+                    book.control(buffer_bytes, "buffers")
+                buffers_differ = bool(buffer_bytes) and event == "forward"
                 for index, sender in enumerate(senders):
                     sender.gather(event, keep=event == "forward" and index in kept)
             case "backward" | "accumulate":
@@ -211,7 +189,7 @@ def _booked(  # noqa: PLR0917  # the arguments of the two functions above
                         sender.reduce()
                 passes += 1
                 if policy.order_every and passes % policy.order_every == 0:
-                    book.exchange("step", "control", "", topology.world_axis, ORDER_BYTES)
+                    book.control(ORDER_BYTES)
     return book
 
 
@@ -219,7 +197,7 @@ def _booked(  # noqa: PLR0917  # the arguments of the two functions above
 class _Sender:
     """One unit on one rank: what it sends next depends on what is still true there."""
 
-    book: _Book
+    book: Book
     policy: Policy
     unit: UnitGeometry
     placement: Placement
@@ -233,49 +211,34 @@ class _Sender:
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
         """The weights are needed; afterwards they stay, or go."""
+        policy, book, placement, name = self.policy, self.book, self.placement, self.unit.name
         if not self.gathered:
-            axes, spared = self.policy.gather_axes(self.book.topology)
+            axes, spared = policy.gather_axes(book.topology)
+            size = policy.weights.frame_bytes(self.unit.shard)
+            secondary = _secondary_bytes(policy, book.topology, self.unit)
+            if self.current:
+                axes, size = axes[spared:], secondary
+            elif placement.shard and (placement.frames or not self.uploaded):
+                book.copied[CopyKey("to_device", "weights", name)] += size
+                self.uploaded = True
+            if placement.frames and secondary:
+                direction: Direction = "to_device" if self.current else "to_host"
+                book.copied[CopyKey(direction, "secondary", name)] += secondary
             purpose: Purpose = "persistent" if self.unit.persistent else "weights"
-            held = self.policy.weights.frame_bytes(self.unit.shard)
-            self._copy(held, _secondary_bytes(self.policy, self.book.topology, self.unit))
-            for number, axis in enumerate(axes):
-                if number >= spared or not self.current:
-                    ring = axis == self.book.topology.world_axis and self.policy.gather == "flat"
-                    self.book.exchange(phase, purpose, self.unit.name, axis, held, ring=ring)
-                held *= axis.size
+            book.gather(phase, purpose, name, axes, size, ring=policy.gather == "flat")
             self.current = spared > 0
-        self.gathered = keep or self.policy.stage < 3
-
-    def _copy(self, frame: int, secondary: int) -> None:
-        """What a gather copies between host and device: ``frame`` bytes sent, ``secondary`` bytes kept."""
-        name, reused = self.unit.name, bool(secondary) and self.current
-        if reused and self.placement.frames:
-            self.book.copy("to_device", "secondary", name, secondary)
-        if not reused and self.placement.shard and (self.placement.frames or not self.uploaded):
-            self.book.copy("to_device", "weights", name, frame)
-            self.uploaded = True
-        if not reused and self.placement.frames and secondary:
-            self.book.copy("to_host", "secondary", name, secondary)
+        self.gathered = keep or policy.stage < 3
 
     def reduce(self) -> None:
         """The gradient is there."""
-        policy, unit, topology = self.policy, self.unit, self.book.topology
+        policy, unit, book = self.policy, self.unit, self.book
         if not unit.trainable:
             return
         if self.placement.shard:
-            self.book.copy("to_host", "gradients", unit.name, MASTER_BYTES * unit.shard)
-        slices = topology.world
-        for axis, codec in policy.reduce_axes(topology):
-            slices //= axis.size
-            for start, end in chunked(unit.piece, policy.chunks, policy.grain):
-                size = slices * codec.frame_bytes(end - start)
-                ring = policy.reduce == "ring"
-                self.book.exchange("backward", "gradients", unit.name, axis, size, ring=ring)
-        axes, codec = policy.replica_axes(topology)
-        held = codec.frame_bytes(unit.piece)
-        for axis in axes:
-            self.book.exchange("backward", "gradients", unit.name, axis, held)
-            held *= axis.size
+            book.copied[CopyKey("to_host", "gradients", unit.name)] += MASTER_BYTES * unit.shard
+        book.reduction(policy, unit.name, unit.piece, policy.grain)
+        axes, codec = policy.replica_axes(book.topology)
+        book.gather("backward", "gradients", unit.name, axes, codec.frame_bytes(unit.piece))
 
 
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
@@ -286,9 +249,7 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     elements run between their forward and their backward, and all that is gathered at once stays within
     ``max_live``.
 
-    Args:
-        policy: with the limits.
-        units: in model order; blocks are kept as a whole, all their units or none.
+    ``units`` are in model order; blocks are kept as a whole, all their units or none.
     """
     limits = policy.memory
     blocks: dict[str, list[int]] = {}
@@ -324,19 +285,12 @@ def memory(
     on top: at most ``prefetch`` elements.
 
     What lies in host memory has ``host_`` before its name (:mod:`impl.plan.offload_plan`).  For it the
-    device holds
-    ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two of the
-    largest mean gradients on their way; the host holds ``host_frames``, those of all fp32 shards there, and
-    its gradients twice where several micro-batches are added up in shards.
+    device holds ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two
+    of the largest mean gradients on their way; the host holds ``host_frames``, those of all fp32 shards
+    there, and its gradients twice where several micro-batches are added up in shards.
 
     Reduces to facts A10 (16 bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit
     shard, which is encoded from the master on the way out.
-
-    Args:
-        policy: what is held.
-        topology: where ranks stand.
-        units: in model order, laid out for ``topology.world`` ranks.
-        micro_batches: of a step.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)
@@ -361,10 +315,13 @@ def memory(
             if placement.shard:
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
     parts["gathered"] = item * _gathered(policy, units)
-    added_up = micro_batches > 1 and not policy.reduces_each_micro_batch
-    parts["local_gradients"] = _local_gradients(units, added_up) * (
-        max(item, MASTER_BYTES) if added_up else item
-    )
+    trained = [unit for unit in units if unit.trainable]
+    if micro_batches > 1 and not policy.reduces_each_micro_batch:
+        parts["local_gradients"] = max(item, MASTER_BYTES) * sum(unit.padded for unit in trained)
+    else:
+        around = sum(unit.padded for unit in trained if unit.outer)
+        largest = max((unit.padded for unit in trained if not unit.outer), default=0)
+        parts["local_gradients"] = item * (around + largest)
     return parts
 
 
@@ -375,15 +332,6 @@ def _gathered(policy: Policy, units: Sequence[UnitGeometry]) -> int:
     around = sum(unit.padded for unit in units if unit.outer)
     kept = sum(units[index].padded for index in kept_units(policy, units) if not units[index].outer)
     return around + max(kept, _largest_block([unit for unit in units if not unit.outer]))
-
-
-def _local_gradients(units: Sequence[UnitGeometry], added_up: bool) -> int:
-    """Most elements of local gradients at once, where those of several micro-batches are added up or not."""
-    sizes = [unit.padded for unit in units if unit.trainable]
-    if added_up:
-        return sum(sizes)
-    inner = [unit.padded for unit in units if unit.trainable and not unit.outer]
-    return sum(sizes) - sum(inner) + max(inner, default=0)
 
 
 def _largest_block(units: Sequence[UnitGeometry]) -> int:

@@ -56,7 +56,6 @@ class Waiting:
     """How a rank waits for the others of its group.
 
     Attributes:
-        group: whose ranks they are.
         timeout: seconds after which a missing rank is an error.
         exited: those of some ranks that no longer run, as far as is known.
     """
@@ -108,9 +107,7 @@ def shared_file(waiting: Waiting, total: int) -> int:
 class Arena:
     """Slots shared by the ranks of one group on one node.
 
-    Args:
-        row_bytes: largest message of one rank.
-        waiting: how ranks wait for each other; all of its group must construct this together.
+    All ranks of ``waiting``'s group must construct it together, for messages of up to ``row_bytes`` a rank.
 
     Raises:
         SharedMemoryError: where anonymous shared files do not exist or cannot be opened.
@@ -202,7 +199,6 @@ class Flags:
 
     Args:
         words: (slot, rank, words of a cache line) int64, in shared memory.
-        waiting: how others wait for them.
     """
 
     def __init__(self, words: Tensor, waiting: Waiting) -> None:

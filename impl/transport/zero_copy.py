@@ -51,9 +51,7 @@ class SharedRegions:
     A region's pages cost memory once, on the node, whatever the number of ranks: in all the largest unit
     of each region.
 
-    Args:
-        lengths: bytes of each region.
-        waiting: how ranks wait for each other; all ranks of its group must construct this together.
+    All ranks of ``waiting``'s group must construct it together, for regions of ``lengths`` bytes.
 
     Raises:
         SharedMemoryError: as :func:`impl.transport.shared_memory.shared_file`.
@@ -160,10 +158,11 @@ class Lease:
     """Lease on the shared-memory region that holds one all-gathered unit, until this rank ends it.
 
     Args:
-        regions: where.
-        region: number of the unit's.
         nbytes: of a row.
         passing: if there are more rows than ranks here.
+
+    Attributes:
+        left: whether what was there is a copy of this rank's alone.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class Lease:
         self._memory: Tensor | None = None  # (bytes,) of the region
         self._rows: Tensor | None = None  # (rows, nbytes) of it
         self._arrive: Callable[[], object] | None = None  # until what is under way is there
-        self._lasts = self._left = False
+        self._lasts = self.left = False
 
     @property
     def begun(self) -> bool:
@@ -221,11 +220,6 @@ class Lease:
         assert self._rows is not None  # noqa: S101  # it has begun
         return self._rows
 
-    @property
-    def left(self) -> bool:
-        """Whether what was there is a copy of this rank's alone."""
-        return self._left
-
     def end(self) -> None:
         """Let the region go; nobody may look at what was there."""
         if self._lasts:
@@ -244,7 +238,7 @@ class Lease:
             if self._arrive is not None:  # also of a gather that was interrupted: nobody may write here later
                 self._arrive()
             self._regions.part(self._region, self.rows.numel())
-            self._left = True
+            self.left = True
             self.end()
 
 

@@ -16,13 +16,9 @@ class UnitContext:
     """What the units of one engine share.
 
     Attributes:
-        wire: what sends.
         policy: the model's; to the parts of a unit, the unit's own.
-        meter: where memory is counted.
         clock: what stochastic codecs and feedback go by.
-        gradients: where buffers of local gradients come from.
-        weights: where buffers of gathered weights come from.
-        host: the host's memory, of units that are offloaded.
+        gradients, weights: where buffers of local gradients and of gathered weights come from.
         under_way: units that are being gathered.
     """
 

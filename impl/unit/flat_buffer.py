@@ -36,8 +36,7 @@ class FlatBuffer:
     """One unit's flat buffer on one rank; the only place that gives parameters their memory.
 
     Args:
-        geometry: of the unit.
-        context: of the engine's units; the policy is this unit's own.
+        geometry, context: of the unit, with its own policy.
         unit: asked for the values of placeholders that are used.
         originals: the model's parameters in slot order; they lose their values.
         holders: for each of them, the modules that hold it.

@@ -16,9 +16,7 @@ class GradientBuffer:
     They lie in a buffer of the pool or, once a message was opened for them, in that message.
 
     Args:
-        geometry: of the unit.
         dtype: of local gradients; what adds up over passes is at least fp32.
-        pool: where buffers come from.
         meter: where messages that hold them are counted; the pool counts its own.
 
     Attributes:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from impl.codecs.codec import Codec, FloatCodec, Raw
-from impl.codecs.rounding_noise import apart
-from impl.comm.collectives import Reduction, Replication, Steps, opened, reduced, replicated
+from impl.codecs.rounding_noise import Noise, apart
+from impl.comm.collectives import Reduction, Steps, opened, reduced, replicated
 from impl.comm.error_feedback import Errors
 from impl.comm.wire import Exchange, Tag
-from impl.errors import ZeroError
 from impl.plan.geometry import UnitGeometry, chunked
 from impl.plan.topology import Axis
 from impl.unit.context import UnitContext
@@ -21,13 +20,7 @@ from impl.unit.master_shard import MasterShard
 
 
 class GradientReduction:
-    """The reductions of one unit on one rank.
-
-    Args:
-        geometry: of the unit.
-        context: with the other units; the policy is this unit's own.
-        owned: this rank's shard, which the mean is of.
-    """
+    """The reductions of one unit on one rank; the policy of ``context`` is this unit's own."""
 
     def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
         policy, wire = context.policy, context.wire
@@ -37,7 +30,7 @@ class GradientReduction:
         self._hops = policy.reduce_axes(topology)
         self._replicas = policy.replica_axes(topology)
         whole = geometry.shards == topology.world
-        self._strides = None if whole else [geometry.piece_stride(axis.stride) for axis, _ in self._hops]
+        self._strides = None if whole else self._strides_of([axis for axis, _ in self._hops])
         self._chunks = chunked(geometry.piece, policy.chunks, policy.grain)
         self._draws = any(codec.stochastic for codec in policy.gradients)
         self._tag = Tag("backward", "gradients", geometry.name)
@@ -68,15 +61,12 @@ class GradientReduction:
         """
         axes, codec = self._replicas
         master_shard = self._master_shard
-        into = (
-            master_shard.place()
-            if master_shard.fresh and not axes and not master_shard.placement.shard
-            else None
-        )
-        how = self._reduction(message, into, goes_on=bool(axes))
+        in_place = master_shard.fresh and not axes and not master_shard.placement.shard
+        how = self._reduction(message, master_shard.place() if in_place else None, goes_on=bool(axes))
         mean = yield from reduced(how, self._policy.reduce, gradient)
         if axes:
-            mean = yield from replicated(self._wire, self._replication(how, axes, codec), how.tag, mean)
+            noise, strides = self._replica_noise(how, codec), self._strides_of(axes)
+            mean = yield from replicated(self._wire, axes, codec, how.tag, mean, strides=strides, noise=noise)
         for start, end in self._pads:
             mean[start:end] = 0
         master_shard.take(mean)
@@ -92,25 +82,27 @@ class GradientReduction:
             strides=self._strides,
             chunks=self._chunks,
             key=self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None,
-            errors=self._feedback(),
+            errors=self.feedback(),
             opened=message,
             out=out,
             goes_on=goes_on,
         )
 
-    def _replication(self, how: Reduction, axes: Sequence[Axis], codec: Codec) -> Replication:
-        """How this rank's mean comes to the other groups."""
+    def _replica_noise(self, how: Reduction, codec: Codec) -> Noise | None:
+        """Random bits of this rank's mean on its way to the other groups."""
+        if not codec.stochastic or how.key is None:
+            return None
         rank, piece = self._wire.mesh.rank, self._geometry.piece
-        noise = None
-        if codec.stochastic and how.key is not None:
-            number = self._geometry.bounds(rank)[0] // piece + rank // self._geometry.shards
-            noise = replace(how.key, hop=len(how.hops)).noise(number * apart(piece))
-        strides = [self._geometry.piece_stride(axis.stride) for axis in axes]
-        return Replication(axes=axes, strides=strides, codec=codec, noise=noise)
+        number = self._geometry.bounds(rank)[0] // piece + rank // self._geometry.shards
+        return replace(how.key, hop=len(how.hops)).noise(number * apart(piece))
 
-    def _feedback(self) -> Errors | None:
-        """The errors that this step's reduction starts with."""
-        if self._policy.feedback is None:
+    def _strides_of(self, axes: Sequence[Axis]) -> list[int]:
+        """Along each axis, pieces of the shard from one rank's to its neighbour's."""
+        return [self._geometry.piece_stride(axis.stride) for axis in axes]
+
+    def feedback(self) -> Errors | None:
+        """The errors that this step's reduction starts with; None without feedback, or frozen."""
+        if self._policy.feedback is None or not self._geometry.trainable:
             return None
         if self._errors is None:
             mesh = self._wire.mesh
@@ -126,31 +118,9 @@ class GradientReduction:
             self._errors.clear()
 
     def feedback_state(self) -> dict[str, Tensor]:
-        """The errors of the gradient codecs, as :meth:`load_feedback` takes them."""
-        errors = self._feedback() if self._geometry.trainable else None
+        """The errors of the gradient codecs, to be loaded again."""
+        errors = self.feedback()
         return {} if errors is None else errors.state()
-
-    def check_feedback(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse errors that :meth:`load_feedback` could not take over.
-
-        Raises:
-            ZeroError: naming the unit and what does not fit.
-        """
-        errors = self._feedback() if self._geometry.trainable else None
-        where = f"feedback state of unit {self._geometry.name!r}"
-        if errors is None and state:
-            raise ZeroError(f"{where}, which has no feedback")
-        try:
-            if errors is not None:
-                errors.check_state(state)
-        except ValueError as error:
-            raise ZeroError(f"{where}: {error}") from None
-
-    def load_feedback(self, state: Mapping[str, Tensor]) -> None:
-        """Take over errors that :meth:`feedback_state` gave, and :meth:`check_feedback` let pass."""
-        errors = self._feedback() if self._geometry.trainable else None
-        if errors is not None:
-            errors.load(state)
 
 
 def _keeps_zeros(codec: Codec) -> bool:

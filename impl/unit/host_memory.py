@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from impl.plan.offload_plan import Copied, CopyKey
+from impl.plan.offload_plan import Copied, CopyKey, Direction
 from impl.plan.traffic import STAGED
 from impl.unit.memory_pool import Meter
 
@@ -53,10 +53,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 class HostMemory:
     """The host's memory, for the units of one engine.
-
-    Args:
-        device: of the engine.
-        meter: where staging is counted.
 
     Attributes:
         copied: bytes by direction, purpose and unit.
@@ -109,15 +105,10 @@ class HostMemory:
             yield arrival
             arrival.event = self._up.record_event()
 
-    def upload(self, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
-        """Copy host memory to the device, on the current stream."""
+    def copy(self, way: Direction, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
+        """Copy between host and device, on the current stream."""
         target.copy_(source, non_blocking=True)
-        self.copied[CopyKey("to_device", purpose, unit)] += source.nbytes
-
-    def keep(self, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
-        """Copy device memory to the host, on the current stream, for later uploads on any."""
-        target.copy_(source, non_blocking=True)
-        self.copied[CopyKey("to_host", purpose, unit)] += source.nbytes
+        self.copied[CopyKey(way, purpose, unit)] += source.nbytes
 
     def stage(self, numel: int) -> Tensor:
         """(numel,) fp32 on the device for what :meth:`download` takes next: the rows of staging, in turn.

@@ -6,29 +6,33 @@ host memory with its gradient, from where its encoded frame comes to the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from impl import ops
 from impl.errors import ZeroError
-from impl.plan.geometry import UnitGeometry
+from impl.plan.geometry import Slot, UnitGeometry
 from impl.plan.offload_plan import Placement
 from impl.unit.context import UnitContext
 from impl.unit.host_memory import MEMORY, Arrival
 
 
-def sliced(geometry: UnitGeometry, rank: int, values: Sequence[Tensor], device: torch.device) -> Tensor:
+def sliced(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:
     """(S,) fp32 of ``rank``: its slice of the laid-out ``values``, one tensor per slot."""
-    low, _ = geometry.bounds(rank)
     shard = torch.zeros(geometry.shard, dtype=torch.float32, device=device)
     for slot, value in zip(geometry.slots, values, strict=True):
-        begin, end = geometry.overlap(slot, rank)
-        if begin < end:
-            part = value.detach().reshape(-1)[begin - slot.offset : end - slot.offset]
-            shard[begin - low : end - low] = part
+        start, end = geometry.part(slot, rank)
+        if start < end:
+            shard[start:end] = part_of(value, geometry, slot, rank)
     return shard
+
+
+def part_of(value: Tensor, geometry: UnitGeometry, slot: Slot, rank: int) -> Tensor:
+    """(elements here,) what of the whole ``value`` of ``slot`` lies in ``rank``'s shard."""
+    first, end = geometry.overlap(slot, rank)
+    return value.detach().reshape(-1)[first - slot.offset : end - slot.offset]
 
 
 def counted_as(part: str, *, host: bool) -> str:
@@ -40,16 +44,14 @@ Version = tuple[int, int]  # of weights: changes that were told of, and what tor
 
 
 class MasterShard:
-    """One rank's shard of one unit.
+    """One rank's shard of one unit; the policy of ``context`` is this unit's own.
 
     Args:
-        geometry: of the unit.
-        context: with the other units; the policy is this unit's own.
-        tier: what of it lies in host memory.
+        placement: what of it lies in host memory.
         shard: (S,) fp32 this rank's slice of the values.
 
     Attributes:
-        tier: as given.
+        codes: (F,) uint8 this rank's frame of weights that are held as codes; None of others.
         masters: leaf views of the master, one per optimizer group, empty where the group has no elements
             here, so that all ranks have as many: (group, view).
         arrival: of what the last gather brought from the host.
@@ -64,7 +66,7 @@ class MasterShard:
         self._meter, self._clock = context.meter, context.clock
         self._codec, self._frame = policy.weights, policy.weights.frame_bytes(geometry.shard)
         self._changes = 0  # of the weights, as far as the engine was told
-        self._codes: Tensor | None = None  # this rank's frame, of weights that are held as codes
+        self.codes: Tensor | None = None
         self._master: Tensor | None = shard.to(MEMORY if placement.shard else mesh.device)  # (S,) fp32
         self._encoded: Tensor | None = None  # (F,) on the host: of an offloaded master
         self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
@@ -89,8 +91,7 @@ class MasterShard:
     @property
     def version(self) -> Version:
         """Differs whenever the weights do: as often as told of, or written in place where torch counts it."""
-        held = self._master if self._codes is None else self._codes
-        return self._changes, held._version  # type: ignore[union-attr]  # noqa: SLF001  # the public way warns for views
+        return self._changes, self.held._version  # noqa: SLF001  # the public way warns for views
 
     def changed(self) -> None:
         """The weights have new values."""
@@ -101,29 +102,24 @@ class MasterShard:
         """(S,) fp32 this rank's shard of the weights, on the host if offloaded; decoded of codes."""
         if self._master is not None:
             return self._master
-        assert self._codes is not None  # noqa: S101  # one of them is there
-        master = torch.empty(self._geometry.shard, dtype=torch.float32, device=self._codes.device)
-        ops.decode(self._codec, self._codes, master)
+        assert self.codes is not None  # noqa: S101  # one of them is there
+        master = torch.empty(self._geometry.shard, dtype=torch.float32, device=self.codes.device)
+        ops.decode(self._codec, self.codes, master)
         return master
 
     @property
     def held(self) -> Tensor:
         """What this rank keeps of its shard: fp32 masters, or codes."""
-        held = self._master if self._codes is None else self._codes
+        held = self._master if self.codes is None else self.codes
         assert held is not None  # noqa: S101  # one of them is there
         return held
 
-    @property
-    def codes(self) -> Tensor | None:
-        """(F,) uint8 this rank's frame of weights that are held as codes; None of others."""
-        return self._codes
-
     def load(self, values: Tensor) -> None:
         """Overwrite the shard with ``values`` (S,) fp32."""
-        if self._codes is None:
+        if self.codes is None:
             self.master.copy_(values)
         else:
-            self._master, self._codes = values.to(self.held.device), None
+            self._master, self.codes = values.to(self.held.device), None
             self._hold_codes()
 
     def load_part(self, start: int, end: int, values: Tensor) -> None:
@@ -131,8 +127,8 @@ class MasterShard:
         master = self.master
         with torch.no_grad():
             master[start:end] = values
-        if self._codes is not None and start < end:
-            self._master, self._codes = master, None
+        if self.codes is not None and start < end:
+            self._master, self.codes = master, None
             self._hold_codes()
 
     def load_codes(self, frame: Tensor) -> None:
@@ -143,37 +139,37 @@ class MasterShard:
         Raises:
             ZeroError: if they are not held as codes, or the frame is of another size.
         """
-        held = 0 if self._codes is None else self._codes.numel()
-        if self._codes is None or frame.numel() != held:
+        held = 0 if self.codes is None else self.codes.numel()
+        if self.codes is None or frame.numel() != held:
             raise ZeroError(f"unit {self._geometry.name!r}: {frame.numel()} bytes of codes, it holds {held}")
         self.arrival.finish()  # of a copy from them to the device
-        self._codes.copy_(frame)
+        self.codes.copy_(frame)
 
     def _hold_codes(self) -> None:
         """Encode the master once and for all, and let it go."""
         codes = self._host.bytes(self._frame, host=self.placement.shard)
         self._encode_master(codes)
-        self._codes, self._master = codes, None
+        self.codes, self._master = codes, None
 
     # Frames
 
     def write_frame(self, frame: Tensor) -> None:
         """Write this rank's frame to a message."""
         if not self.placement.shard:
-            if self._codes is None:
+            if self.codes is None:
                 self._encode_master(frame)
             else:
-                frame.copy_(self._codes)
+                frame.copy_(self.codes)
             return
-        source, name = self._codes if self._codes is not None else self._kept_frame(), self._geometry.name
+        source, name = self.codes if self.codes is not None else self._kept_frame(), self._geometry.name
         if self.placement.frames:
-            self._host.upload(source, frame, "weights", name)
+            self._host.copy("to_device", source, frame, "weights", name)
             return
         if self._sent is None:
             self._sent = self._host.bytes(self._frame, host=False)
             self._meter.add("frames", self._sent.nbytes)
         if self._sent_of != self._encoded_of:
-            self._host.upload(source, self._sent, "weights", name)
+            self._host.copy("to_device", source, self._sent, "weights", name)
             self._sent_of = self._encoded_of
         frame.copy_(self._sent)
 

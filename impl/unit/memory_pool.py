@@ -24,11 +24,7 @@ class Meter:
 class Pool:
     """Flat buffers of one type, taken and given back: a fresh one costs a page fault every 4 KiB.
 
-    Args:
-        dtype: of their elements.
-        device: where they lie.
-        meter: where they are counted, free ones too.
-        part: as what.
+    All are counted as ``part``, free ones too.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
@@ -47,10 +43,8 @@ class Pool:
             self._free = [buffer for buffer in self._free if buffer is not chosen]
         else:
             if self._free:
-                gone = max(self._free, key=Tensor.numel)
-                self._free = [buffer for buffer in self._free if buffer is not gone]
-                self._meter.add(self._part, -gone.nbytes)
-                del gone
+                self._free.sort(key=Tensor.numel)
+                self._meter.add(self._part, -self._free.pop().nbytes)
             chosen = torch.empty(numel, dtype=self._dtype, device=self._device)
             self._meter.add(self._part, chosen.nbytes)
         self._taken[chosen.data_ptr()] = chosen
@@ -65,22 +59,14 @@ class Reserve:
     """Flat buffers of one type, by exact size; free ones never raise the most that was in use at once.
 
     So what is held is at its peak what was in use at once, and a sequence of takes that comes again is served
-    without touching the allocator.
-
-    Args:
-        dtype: of their elements.
-        device: where they lie.
-        meter: where they are counted, free ones too.
-        part: as what.
+    without touching the allocator.  All are counted as ``part``, free ones too.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
         self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
         self._free: dict[int, list[Tensor]] = {}  # by elements
         self._held = self._used = 0  # elements: free and in use, in use
-        self._most = self._lately = (
-            0  # most in use: to which free ones may fill up, and since the last trim()
-        )
+        self._most = self._lately = 0  # in use: to which free ones may fill up, and since the last trim()
 
     def take(self, numel: int) -> Tensor:
         """(numel,) of any content."""

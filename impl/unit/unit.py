@@ -51,20 +51,12 @@ class Unit:
     """One unit on one rank.
 
     Args:
-        geometry: its layout.
         originals: the model's parameters in slot order, with their values.
         holders: for each of them, the modules that hold it.
-        context: of the engine's units.
         placement: what of it lies in host memory.
         cut: (S,) fp32 this rank's slice of the values, if the originals are without them already.
 
     Attributes:
-        state: of the weights.
-        master_shard: this rank's shard, with its mean gradient.
-        flat: the memory of the gathered weights.
-        weight_gather: how they are gathered; holds hpZ's secondary.
-        gradients: local ones of this backward pass.
-        reduction: how gradients become means.
         used_outside: called with the name of a parameter that is used while modules do not show it;
             gathers the unit, or refuses.
     """
@@ -152,7 +144,9 @@ class Unit:
     def wait(self) -> None:
         """Finish gathering: modules hold the parameters, with their values, when this returns."""
         if self._transfer is not None:
-            transfer = self._arrived()  # first: one that was interrupted brought nothing
+            transfer, self._transfer = self._transfer, None
+            self._under_way.discard(self)
+            self.state = State.SHARDED  # first: one that is interrupted brings nothing
             self.master_shard.arrival.join()
             transfer.wait()
             self.flat.unhide()
@@ -222,22 +216,10 @@ class Unit:
             self.flat.hide()
             self.state = State.SHARDED
 
-    def _arrived(self) -> Transfer:
-        """The gather under way, which is not under way any more."""
-        transfer, self._transfer = self._transfer, None
-        assert transfer is not None  # noqa: S101  # GATHERING
-        self._under_way.discard(self)
-        self.state = State.SHARDED
-        return transfer
-
     def _finish_gather(self) -> None:
         """Carry a gather under way to its end; where its unit is next used, it has arrived."""
         if self._transfer is not None:
-            try:
-                self._transfer.wait()
-            except BaseException:  # as in :meth:`wait`: it brought nothing
-                self._arrived()
-                raise
+            self._transfer.wait()
 
     # Gradients
 

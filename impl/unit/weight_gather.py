@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import get_args
 
 from torch import Tensor
 
@@ -57,12 +58,7 @@ from impl.unit.secondary_shard import SecondaryShard
 
 
 class WeightGather:
-    """The all-gathers of one unit on one rank.
-
-    Args:
-        geometry: of the unit.
-        context: of the engine's units; the policy is this unit's own.
-        master_shard: whose frame is gathered.
+    """The all-gathers of one unit on one rank; the policy of ``context`` is this unit's own.
 
     Attributes:
         secondary: hpZ's copy.
@@ -73,15 +69,14 @@ class WeightGather:
         topology = self._wire.mesh.topology
         self._geometry, self._master_shard = geometry, master_shard
         self._codec, self._dtype = policy.weights, DTYPES[policy.compute]
-        self._axes, self._spared = policy.gather_axes(
-            topology
-        )  # hops; of them, those that the secondary spares
+        self._axes, self._spared = policy.gather_axes(topology)  # hops; how many the secondary spares
         self._ring = self._axes == (topology.world_axis,)
         self._frame = policy.weights.frame_bytes(geometry.shard)  # F
         self._secondary_bytes = self._frame * math.prod(axis.size for axis in self._axes[: self._spared])
         self._kept_below_stage_3 = policy.stage < 3
         self._in_place = self._arrives_in_place()
-        self._tags: dict[tuple[Phase, Purpose], Tag] = {}
+        purpose: Purpose = "persistent" if geometry.persistent else "weights"
+        self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
         offloaded = master_shard.placement.frames
         self.secondary = SecondaryShard(geometry.name, context.host, context.meter, offloaded=offloaded)
 
@@ -100,8 +95,7 @@ class WeightGather:
             flat: where the weights are put.
             finish: carries this very gather to its end, where another unit needs its memory before.
         """
-        tag = self._tag(phase, "persistent" if self._geometry.persistent else "weights")
-        axes, nbytes = self._axes, self._frame
+        tag, axes, nbytes = self._tags[phase], self._axes, self._frame
         write: Callable[[Tensor], None] = self._master_shard.write_frame
         if self._spared:
             version = self._master_shard.version
@@ -171,13 +165,6 @@ class WeightGather:
         """Write this rank's frame to the region; in backward it mostly lies there since the forward pass."""
         row = self._geometry.name, self._master_shard.version
         lease.write(row, partial(self._master_shard.write_frame, frame), anew=phase != "backward")
-
-    def _tag(self, phase: Phase, purpose: Purpose) -> Tag:
-        """The same one each time."""
-        tag = self._tags.get((phase, purpose))
-        if tag is None:
-            tag = self._tags[phase, purpose] = Tag(phase, purpose, self._geometry.name)
-        return tag
 
 
 def _pass_on(received: Exchange, frame: Tensor) -> None:

@@ -21,9 +21,6 @@ class WholeValues:
     """Full access to one unit's values.
 
     Whatever overwrites weights ends the life of hpZ's secondary.
-
-    Args:
-        unit: whose they are.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -41,7 +38,7 @@ class WholeValues:
         master = self._master_shard.master
         if self._master_shard.placement.shard:
             master = torch.empty(self._geometry.shard, device=self._wire.mesh.device)
-            self._unit.host.upload(self._master_shard.master, master, "state", self._geometry.name)
+            self._unit.host.copy("to_device", self._master_shard.master, master, "state", self._geometry.name)
         whole = whole_of(self._wire, self._axes, master, self._tag).view(-1)  # (P,)
         return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self._geometry.slots]
 
@@ -57,10 +54,7 @@ class WholeValues:
 
     def part(self, number: int) -> tuple[int, int]:
         """(start, end) of member ``number`` in this rank's shard; maybe empty."""
-        rank = self._wire.mesh.rank
-        low, _ = self._geometry.bounds(rank)
-        first, end = self._geometry.overlap(self._geometry.slots[number], rank)
-        return first - low, end - low
+        return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
 
     # Showing
 

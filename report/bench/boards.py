@@ -7,95 +7,82 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Final
 
 from harness.records.bench_record import Kind, Sample
-from report.bench.dots import Dots
 from report.data.frames import rate_text
-from report.data.text import number, text
+from report.data.text import number
 from report.tables.table import Column
 
-Measure = Callable[[Sample, Sequence[Sample]], list[float]]
+
+@dataclass(frozen=True, slots=True)
+class Shown(Column):
+    """A column of a board: a name or label of the sample, or a measure."""
+
+    measure: str = ""  # a formula of seconds, sizes and names, taken in every round; a row holds the median
+    wide: bool = False  # only the page prints it, not the terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """Definition of one table of a page, with its figure.
-
-    Attributes:
-        name: of the table.
-        title: of the table.
-        caption: describes its columns.
-        labels: further labels of a row, beside the sample's names.
-        measures: functions of a sample and its run to one value per round, by name; a row holds the median
-            over rounds, and as ``<name>_told`` the text with its interval.
-        columns: those that are printed.
-        wide: keys of columns that only the page prints, not the terminal.
-        figure: of the same rows; the page begins with its description.
-    """
+    """Definition of one table of a page, and of the dot plot of its rows; columns are named by their keys."""
 
     name: str
     title: str
-    caption: str
-    labels: Callable[[Sample], dict[str, Any]]
-    measures: dict[str, Measure]
-    columns: tuple[Column, ...]
-    wide: frozenset[str]
-    figure: Dots
+    caption: str  # describes the columns
+    columns: tuple[Shown, ...]  # all measures are among them; the first with intervals is plotted
+    line: str  # what the line at 1 of the plot means
+    row: str  # column whose values have a row of the plot each
+    panel: str  # column whose values have a panel each, side by side
+    below: str | None = None  # column whose values have a row of panels each
+    split: Mapping[str, Sequence[str]] = field(default_factory=dict)  # columns with a figure for each value
+    colours: tuple[str, Mapping[str, str]] | None = None  # a column, and the colour of each of its values
+    log: bool = True  # the plot's axis
+    labels: Callable[[Sample], dict[str, Any]] = lambda sample: {"place": _place(sample)}
+    """Further labels of a row, beside the sample's names."""
+
+    rounds: Callable[[Sample, Sequence[Sample]], dict[str, list[float]]] = lambda *_: {}
+    """Further seconds of a sample by round, from all samples of its run."""
+
+    @property
+    def measures(self) -> dict[str, str]:
+        """By name; a row has the median under the name, and as ``<name>_told`` the text with its interval."""
+        return {column.key.removesuffix("_told"): column.measure for column in self.columns if column.measure}
+
+    @property
+    def plotted(self) -> tuple[str, str]:
+        """Name and title of the plot's measure; the interval is in ``<name>_low`` and ``<name>_high``."""
+        found = next(column for column in self.columns if column.key.endswith("_told"))
+        return found.key.removesuffix("_told"), found.title
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """File names of all figures that there may be."""
+        return tuple("-".join((self.name, *values)) for values in product(*self.split.values()))
 
 
-def _quotient(above: str, below: str | None = None, scale: float = 1.0) -> Measure:
-    """A measure: ``scale * above / below`` in every round, of seconds or sizes by name."""
+def _best_peers(sample: Sample, run: Sequence[Sample]) -> dict[str, list[float]]:
+    """Seconds of DDP and of the faster FSDP2, by the median, in the same place; NaN where there is none."""
 
-    def measure(sample: Sample, _: Sequence[Sample]) -> list[float]:
-        known = sample.timed | {name: [size] * len(sample.seconds) for name, size in sample.sizes.items()}
-        divisors = [1.0] * len(sample.seconds) if below is None else known[below]
-        return [scale * value / divisor for value, divisor in zip(known[above], divisors, strict=True)]
-
-    return measure
-
-
-def _of_copy(sample: Sample, run: Sequence[Sample]) -> list[float]:
-    """Measure: bytes moved per second, over those of the copy."""
-    return _quotient(
-        "reference_seconds", "seconds", sample.sizes["moved_bytes"] / 2 / sample.sizes["element_bytes"]
-    )(sample, run)
-
-
-def _over_best(*names: str) -> Measure:
-    """A measure: tokens per second over those of the fastest of these contenders, same place and run."""
-
-    def measure(sample: Sample, run: Sequence[Sample]) -> list[float]:
+    def best(*names: str) -> list[float]:
         peers = [one for one in run if one.names["contender"] in names and one.place == sample.place]
-        ratios = [[a / b for a, b in zip(peer.seconds, sample.seconds, strict=True)] for peer in peers]
-        return min(ratios, key=statistics.median, default=[math.nan] * len(sample.seconds))
+        seconds = [peer.seconds for peer in peers]
+        return min(seconds, key=statistics.median, default=[math.nan] * len(sample.seconds))
 
-    return measure
-
-
-def _room(phase: str) -> Measure:
-    """A measure: seconds of compute alone over those of communication at the link's rate, in one phase."""
-
-    def measure(sample: Sample, run: Sequence[Sample]) -> list[float]:
-        return _quotient(phase, f"sent_{phase}", sample.place[2] / 8e-6)(sample, run)
-
-    return measure
+    return {"ddp": best("ddp"), "fsdp2": best("fsdp2", "fsdp2-kept")}
 
 
-def _hidden(sample: Sample, _: Sequence[Sample]) -> list[float]:
-    """Measure: seconds that chunks save, over those of the shorter hop."""
-    rounds = zip(sample.reference_seconds, sample.seconds, *sample.parts.values(), strict=True)
-    return [(whole - took) / min(hops) for whole, took, *hops in rounds]
+def _measured(name: str, title: str, measure: str, digits: int = 3, *, wide: bool = False) -> Shown:
+    """A column of medians."""
+    return Shown(name, title, number(digits), measure=measure, wide=wide)
 
 
-def _whole(value: Any) -> str:
-    return f"{value:d}"
-
-
-def _right(value: Any) -> str:
-    return text(value)
+def _ratio(name: str, title: str, measure: str) -> Shown:
+    """A column of medians with their intervals."""
+    return Shown(f"{name}_told", title, str, measure=measure)
 
 
 def _place(sample: Sample) -> str:
@@ -103,52 +90,29 @@ def _place(sample: Sample) -> str:
     return f"{nodes}x{ranks} ranks, {rate_text(rate)}"
 
 
+_OF_COPY: Final = "reference_seconds / seconds * moved_bytes / (2 * element_bytes)"
+_ROUNDS: Final = Shown("rounds", "rounds", "{:d}".format, wide=True)
 _MEDIANS: Final = "Medians over rounds, in brackets 95 % intervals of ratios formed inside a round. "
 _SLOWEST: Final = f"{_MEDIANS}Times are the slowest rank's. "
-_ROUNDS: Final = Column("rounds", "rounds", _whole)
-OPERATIONS: Final = {
-    "encode": "encode",
-    "decode": "decode",
-    "decode_sum": "decode and sum 4",
-    "decode_sum_encode": "decode, sum 4, encode",
-    "encode_carried": "encode, carried error",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-}
 BACKENDS: Final = {
     "cpu": "#0072b2", "cuda": "#009e73", "reference": "#777777", "bitsandbytes": "#cc79a7",
     "torchao": "#e69f00",
 }  # fmt: skip
 TRANSPORTS: Final = {"shm": "shm", "backend": "gloo", "none": "nothing"}
-CONTENDERS: Final = {
-    "alone": "compute alone",
-    "ddp": "DDP",
-    "fsdp2": "FSDP2",
-    "fsdp2-kept": "FSDP2, kept",
-    "deepspeed": "DeepSpeed",
-    "deepspeed-kept": "DeepSpeed, kept",
-    "exact": "ours, fp32",
-    "zeropp": "ours, ZeRO++",
-}
 _CARRIED: Final = ("carried", {"shm": "#0072b2", "gloo": "#e69f00", "nothing": "#000000"})
 
 
 def _of_codec(sample: Sample) -> dict[str, Any]:
-    names, sizes = sample.names, sample.sizes
-    return {
-        "work": OPERATIONS[str(names["operation"])],
-        "elements": f"{names['type']} on {names['device']}, threads: {names['threads']}",
-        "mebibytes": sizes["element_bytes"] / 2**20,
-    }
+    names = sample.names
+    return {"where": f"{names['type']} on {names['device']}, threads: {names['threads']}"}
 
 
 def _of_collective(sample: Sample) -> dict[str, Any]:
-    names, sent = sample.names, sample.sent
-    size = f"{4 * int(names['numel'] or 0) / 2**20:g} MiB"
+    names, sent, size = sample.names, sample.sent, f"{4 * int(sample.names['numel'] or 0) / 2**20:g} MiB"
     return {
         "place": _place(sample),
         "size": size,
-        "where": f"{OPERATIONS[str(names['operation'])]}, {_place(sample)}, {size}",
+        "where": f"{names['operation']}, {_place(sample)}, {size}",
         "run": f"{names['algorithm']}, {names['codec']}",
         "carried": TRANSPORTS[str(names["transport"])],
         "sent_mb": sum(sent.values()) / 1e6,
@@ -160,7 +124,6 @@ def _of_collective(sample: Sample) -> dict[str, Any]:
 def _of_contender(sample: Sample) -> dict[str, Any]:
     return {
         "place": f"{sample.names['model']}, {_place(sample)}",
-        "who": CONTENDERS[str(sample.names["contender"])],
         "carried": TRANSPORTS[str(sample.names["transport"])],
         "last_loss": sample.losses[-1],
     }
@@ -178,41 +141,24 @@ BOARDS: Final[dict[Kind, Board]] = {
             "none of ours and makes its own buffers."
         ),
         labels=_of_codec,
-        measures={
-            "speed": _quotient("reference_seconds", "seconds"),
-            "rate": _quotient("moved_bytes", "seconds", 1e-9),
-            "copy_rate": _quotient("element_bytes", "reference_seconds", 2e-9),
-            "of_copy": _of_copy,
-        },
         columns=(
-            Column("elements", "elements", place=True),
-            Column("work", "operation"),
-            Column("codec", "codec"),
-            Column("backend", "backend"),
-            Column("mebibytes", "MiB", number(3)),
-            Column("rate", "GB/s", number(3)),
-            Column("copy_rate", "copy, GB/s", number(3)),
-            Column("of_copy", "of copy's", number(2)),
-            Column("speed_told", "speed, copy = 1", _right),
+            Shown("where", "where", place=True),
+            Shown("operation", "operation"),
+            Shown("codec", "codec"),
+            Shown("backend", "backend"),
+            Shown("numel", "elements", "{:d}".format, wide=True),
+            _measured("rate", "GB/s", "moved_bytes / seconds / 1e9"),
+            _measured("copy_rate", "copy, GB/s", "2 * element_bytes / reference_seconds / 1e9", wide=True),
+            _measured("of_copy", "of copy's", _OF_COPY, 2, wide=True),
+            _ratio("speed", "speed, copy = 1", "reference_seconds / seconds"),
             _ROUNDS,
-            Column("other", "other arithmetic"),
+            Shown("other", "other arithmetic", wide=True),
         ),
-        wide=frozenset({"mebibytes", "copy_rate", "of_copy", "rounds", "other"}),
-        figure=Dots(
-            name="speeds",
-            title="Speed of codecs, beside a copy",
-            caption=(
-                "Seconds of a copy of the elements over seconds of the operation, in the same round: "
-                "medians with 95 % intervals. Right of the dashed line an operation takes less time than "
-                "the copy."
-            ),
-            measure="speed",
-            label="speed: seconds of a copy / seconds",
-            split={"type": ("fp32", "bf16", "fp16"), "device": ("cpu", "cuda")},
-            row="codec",
-            panel="work",
-            colours=("backend", BACKENDS),
-        ),
+        line="Right of the dashed line an operation takes less time than the copy.",
+        split={"type": ("fp32", "bf16", "fp16"), "device": ("cpu", "cuda")},
+        row="codec",
+        panel="operation",
+        colours=("backend", BACKENDS),
     ),
     "collective": Board(
         name="collectives",
@@ -225,41 +171,25 @@ BOARDS: Final[dict[Kind, Board]] = {
             "inside one. Like for like is fp32."
         ),
         labels=_of_collective,
-        measures={
-            "times": _quotient("reference_seconds", "seconds"),
-            "milliseconds": _quotient("seconds", scale=1e3),
-            "gloo_milliseconds": _quotient("reference_seconds", scale=1e3),
-        },
         columns=(
-            Column("where", "where", place=True),
-            Column("algorithm", "algorithm"),
-            Column("codec", "codec"),
-            Column("carried", "transport"),
-            Column("milliseconds", "ms", number(3)),
-            Column("gloo_milliseconds", "gloo's ms", number(3)),
-            Column("times_told", "times gloo", _right),
-            Column("sent_mb", "MB sent", number(3)),
-            Column("sent_inter_mb", "between nodes", number(3)),
-            Column("reference_sent_mb", "gloo's MB", number(3)),
+            Shown("where", "where", place=True),
+            Shown("algorithm", "algorithm"),
+            Shown("codec", "codec"),
+            Shown("carried", "transport"),
+            _measured("milliseconds", "ms", "1e3 * seconds"),
+            _measured("gloo_milliseconds", "gloo's ms", "1e3 * reference_seconds"),
+            _ratio("times", "times gloo", "reference_seconds / seconds"),
+            Shown("sent_mb", "MB sent", number(3)),
+            Shown("sent_inter_mb", "between nodes", number(3), wide=True),
+            Shown("reference_sent_mb", "gloo's MB", number(3)),
             _ROUNDS,
         ),
-        wide=frozenset({"sent_inter_mb", "rounds"}),
-        figure=Dots(
-            name="times",
-            title="Beside gloo's own",
-            caption=(
-                "Seconds of gloo's own collective of the same fp32 tensor over ours, in the same round: "
-                "medians with 95 % intervals. Right of the dashed line ours is faster. Like for like is "
-                "fp32."
-            ),
-            measure="times",
-            label="times gloo: gloo's seconds / ours",
-            split={"operation": ("all_gather", "reduce_scatter")},
-            row="run",
-            panel="size",
-            below="place",
-            colours=_CARRIED,
-        ),
+        line="Right of the dashed line ours is faster. Like for like is fp32.",
+        split={"operation": ("all_gather", "reduce_scatter")},
+        row="run",
+        panel="size",
+        below="place",
+        colours=_CARRIED,
     ),
     "training": Board(
         name="engine",
@@ -267,50 +197,31 @@ BOARDS: Final[dict[Kind, Board]] = {
         caption=(
             f"{_SLOWEST}Tokens of all ranks. Of compute alone: tokens per second over those of the same "
             "model that steps on every rank by itself and sends nothing. Over DDP, and over the faster of "
-            "FSDP2 with weights released after use and with weights kept for the backward pass: likewise. "
-            "Ours keep the root and the last block. "
-            "shm: shared memory inside nodes, gloo between them. DeepSpeed: its ZeRO-3. Nothing is clipped;"
-            " AdamW, fp32, one thread a rank. CPU ms: that all ranks' processes computed in a step, waiting"
-            " awake included. The last loss is the mean over ranks before the last step: all that train "
-            "without quantising agree in every step."
+            "FSDP2 with weights released after use and with weights kept: likewise. Ours, exact and zeropp, "
+            "keep the root and the last block. shm: shared memory inside nodes, gloo between them. Nothing "
+            "is clipped; AdamW, fp32, one thread a rank. CPU ms: that all ranks' processes computed in a "
+            "step, waiting awake included. The last loss is the mean over ranks before the last step: all "
+            "that train without quantising agree in every step."
         ),
         labels=_of_contender,
-        measures={
-            "of_alone": _quotient("reference_seconds", "seconds"),
-            "speed": _quotient("tokens", "seconds"),
-            "over_ddp": _over_best("ddp"),
-            "over_fsdp2": _over_best("fsdp2", "fsdp2-kept"),
-            "milliseconds": _quotient("seconds", "steps", 1e3),
-            "cpu_milliseconds": _quotient("cpu", "steps", 1e3),
-        },
+        rounds=_best_peers,
         columns=(
-            Column("place", "where", place=True),
-            Column("who", "contender"),
-            Column("carried", "carried by"),
-            Column("speed", "tok/s", number(4)),
-            Column("of_alone_told", "of alone", _right),
-            Column("over_ddp_told", "over DDP", _right),
-            Column("over_fsdp2_told", "over best FSDP2", _right),
-            Column("milliseconds", "ms a step", number(3)),
-            Column("cpu_milliseconds", "CPU ms", number(3)),
-            Column("last_loss", "last loss", number(5)),
+            Shown("place", "where", place=True),
+            Shown("contender", "contender"),
+            Shown("carried", "carried by"),
+            _measured("speed", "tok/s", "tokens / seconds", 4),
+            _ratio("of_alone", "of compute alone", "reference_seconds / seconds"),
+            _ratio("over_ddp", "over DDP", "ddp / seconds"),
+            _ratio("over_fsdp2", "over best FSDP2", "fsdp2 / seconds"),
+            _measured("milliseconds", "ms a step", "1e3 * seconds / steps", wide=True),
+            _measured("cpu_milliseconds", "CPU ms", "1e3 * cpu / steps", wide=True),
+            Shown("last_loss", "last loss", number(5), wide=True),
             _ROUNDS,
         ),
-        wide=frozenset({"milliseconds", "cpu_milliseconds", "last_loss", "rounds"}),
-        figure=Dots(
-            name="engine",
-            title="Training steps beside compute alone",
-            caption=(
-                "Tokens per second over those of the same model stepping by itself on every rank, in the "
-                "same round: medians with 95 % intervals. At the dashed line communication would cost "
-                "nothing. Colours: what carried messages."
-            ),
-            measure="of_alone",
-            label="tokens per second, of compute alone",
-            row="who",
-            panel="place",
-            colours=_CARRIED,
-        ),
+        line="At the dashed line communication would cost nothing. Colours: what carried messages.",
+        row="contender",
+        panel="place",
+        colours=_CARRIED,
     ),
     "step": Board(
         name="steps",
@@ -320,37 +231,19 @@ BOARDS: Final[dict[Kind, Board]] = {
             "nothing, optimizer included. Room: its seconds over those that the link needs for the step's "
             "bytes, in forward and in backward."
         ),
-        labels=lambda sample: {"place": _place(sample)},
-        measures={
-            "of_alone": _quotient("seconds", "reference_seconds"),
-            "milliseconds": _quotient("seconds", scale=1e3),
-            "alone_milliseconds": _quotient("reference_seconds", scale=1e3),
-            "room_forward": _room("forward"),
-            "room_backward": _room("backward"),
-        },
         columns=(
-            Column("policy", "policy"),
-            Column("place", "where"),
-            Column("milliseconds", "ms", number(3)),
-            Column("alone_milliseconds", "alone, ms", number(3)),
-            Column("room_forward", "room, forward", number(3)),
-            Column("room_backward", "backward", number(3)),
-            Column("of_alone_told", "of compute alone", _right),
+            Shown("policy", "policy"),
+            Shown("place", "where"),
+            _measured("milliseconds", "ms", "1e3 * seconds"),
+            _measured("alone_milliseconds", "alone, ms", "1e3 * reference_seconds"),
+            _measured("room_forward", "room, forward", "forward / (8e-6 * sent_forward / rate_mbit)"),
+            _measured("room_backward", "backward", "backward / (8e-6 * sent_backward / rate_mbit)"),
+            _ratio("of_alone", "of compute alone", "seconds / reference_seconds"),
             _ROUNDS,
         ),
-        wide=frozenset({"rounds"}),
-        figure=Dots(
-            name="steps",
-            title="Steps on a link that computation can hide",
-            caption=(
-                "Seconds of a policy's step over those of compute alone, in the same round: medians with 95"
-                " % intervals. At the dashed line everything is hidden."
-            ),
-            measure="of_alone",
-            label="seconds, of compute alone",
-            row="policy",
-            panel="place",
-        ),
+        line="At the dashed line everything is hidden.",
+        row="policy",
+        panel="place",
     ),
     "hops": Board(
         name="hops",
@@ -359,37 +252,22 @@ BOARDS: Final[dict[Kind, Board]] = {
             f"{_SLOWEST}The hops: their messages by themselves, without encoding. Hidden: what chunks save, "
             "over the shorter hop; encoding that chunks hide counts too."
         ),
-        labels=lambda sample: {"place": _place(sample)},
-        measures={
-            "hidden": _hidden,
-            "milliseconds": _quotient("seconds", scale=1e3),
-            "one_chunk_milliseconds": _quotient("reference_seconds", scale=1e3),
-            "first_milliseconds": _quotient("first", scale=1e3),
-            "second_milliseconds": _quotient("second", scale=1e3),
-        },
         columns=(
-            Column("chunks", "chunks", _whole),
-            Column("place", "where"),
-            Column("milliseconds", "ms", number(3)),
-            Column("one_chunk_milliseconds", "in one, ms", number(3)),
-            Column("first_milliseconds", "hop 1, ms", number(3)),
-            Column("second_milliseconds", "hop 2, ms", number(3)),
-            Column("hidden_told", "shorter hop hidden", _right),
+            Shown("chunks", "chunks", "{:d}".format),
+            Shown("place", "where"),
+            _measured("milliseconds", "ms", "1e3 * seconds"),
+            _measured("one_chunk_milliseconds", "in one, ms", "1e3 * reference_seconds"),
+            _measured("first_milliseconds", "hop 1, ms", "1e3 * first"),
+            _measured("second_milliseconds", "hop 2, ms", "1e3 * second"),
+            _ratio("hidden", "shorter hop hidden", "(reference_seconds - seconds) / shorter"),
             _ROUNDS,
         ),
-        wide=frozenset({"rounds"}),
-        figure=Dots(
-            name="hops",
-            title="What chunks hide of the shorter hop",
-            caption=(
-                "Seconds that chunks save over those of the shorter hop, in the same round: medians with 95"
-                " % intervals. At the dashed line all of that hop is hidden."
-            ),
-            measure="hidden",
-            label="share of the shorter hop that chunks hide",
-            row="chunks",
-            panel="place",
-            log=False,
-        ),
+        line="At the dashed line all of that hop is hidden.",
+        row="chunks",
+        panel="place",
+        rounds=lambda sample, _: {
+            "shorter": [min(hops) for hops in zip(*sample.parts.values(), strict=True)]
+        },
+        log=False,
     ),
 }

@@ -1,46 +1,45 @@
-"""Builds the page of a folder of benchmark records: ``report.html``, as :mod:`report.page` does."""
+"""Builds the page of a folder of benchmark records: ``report.html``, as :mod:`report.page` does.
+
+Beside its tables stand dot plots of ratios to the reference, which is the line at 1, in named rows.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from harness.records.bench_record import Bench, Subject, read_all
+from harness.records.bench_record import Bench, read_all
 from harness.records.statistics import Interval, median_interval
 from report import page
 from report.bench.boards import BOARDS, Board
 from report.build import PAGE, Folders, publish
 from report.data.frames import ReportError, groups
 from report.data.text import NOTHING, listed, number
+from report.draw import drawing, theme
+from report.draw.plot import Drawing
 from report.figures import registry
 from report.tables.table import Table
 
-_HEADINGS: Final[dict[Subject, tuple[str, str]]] = {
-    "codecs": ("Codecs against", "a copy"),
-    "collectives": ("Collectives against", "gloo's own"),
-    "engine": ("The engine against", "its peers"),
-    "overlap": ("Communication behind", "computation"),
-}
 _FOLDERS: Final[Folders] = {
-    "figures": (
-        tuple(name for board in BOARDS.values() for name in board.figure.names),
-        ("svg", "pdf", "png", "csv"),
-    ),
-    "tables": (tuple(board.name for board in BOARDS.values()), ("csv", "md", "tex")),
+    "figures": ([name for board in BOARDS.values() for name in board.figures], ("svg", "pdf", "png", "csv")),
+    "tables": ([board.name for board in BOARDS.values()], ("csv", "md", "tex")),
 }
+_WIDE: Final = 300.0  # an axis whose ends have a larger ratio is labelled at decades only
+_MOST_TOLD: Final = 24  # dots that a description names one by one
+_ONE_COLOUR: Final = "#0072b2"
 
 
 def build(results: Path) -> Path:
     """Build the page of a folder of benchmark records, inside it; equal records give equal bytes.
-
-    Returns:
-        The page.
 
     Raises:
         ReportError: if records are of several machines, codes or subjects, or the folder cannot be
@@ -48,26 +47,13 @@ def build(results: Path) -> Path:
         RecordError: for a file that is not a record of this schema, or if there is none.
     """
     benches = read_all(results)
-    for name, found in (
-        ("machines or codes (pools", {bench.pool for bench in benches}),
-        ("subjects (", {bench.subject for bench in benches}),
-    ):
-        if len(found) > 1:
+    for of, name in (("pool", "machines or codes"), ("subject", "subjects")):
+        if len(found := sorted({getattr(bench, of) for bench in benches})) > 1:
             raise ReportError(
-                f"{results}: holds records of {len(found)} {name} {', '.join(sorted(found))}), which are not "
-                "put together; move some aside"
+                f"{results}: holds records of {len(found)} {name} ({', '.join(found)}), which are not put "
+                "together; move some aside"
             )
     return publish(results, _FOLDERS, lambda folder: _write(folder, benches))
-
-
-def tables_of(benches: Sequence[Bench], *, wide: bool = True) -> list[Table]:
-    """The tables of records of one subject; ``wide`` adds the columns that only a page prints."""
-    found = []
-    for board, data in boards_of(benches):
-        whole = table(board, data)
-        kept = tuple(column for column in whole.columns if wide or column.key not in board.wide)
-        found.append(replace(whole, columns=kept))
-    return found
 
 
 def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
@@ -77,23 +63,23 @@ def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
         for bench in benches:
             for sample in (one for one in bench.samples if one.kind == kind):
                 fixed = {"id": bench.id, **sample.names, **board.labels(sample)}
-                measured = {name: of(sample, bench.samples) for name, of in board.measures.items()}
-                by_round = sample.timed | measured
+                by_round = sample.timed | board.rounds(sample, bench.samples)
                 for index, values in enumerate(zip(*by_round.values(), strict=True)):
-                    rows.append(fixed | {"round": index} | dict(zip(by_round, values, strict=True)))
+                    known = {"round": index} | sample.sizes | dict(zip(by_round, values, strict=True))
+                    rows.append(fixed | known)
         if rows:
-            yield board, pd.DataFrame(rows)
+            data = pd.DataFrame(rows)
+            for name, formula in board.measures.items():
+                data[name] = data.eval(formula)
+            yield board, data
 
 
 def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
     """One row per contender over all its runs: medians over rounds, intervals, and both as text."""
-    after = list(data.columns).index("round")
-    names = [name for name in data.columns[1:after] if name != "last_loss"]  # two runs end with two losses
+    fixed = list(data.columns[1 : list(data.columns).index("round")])
     rows = []
-    for key, group in groups(data, names):
-        row = dict(zip(names, key, strict=True)) | {"id": ", ".join(sorted(set(group["id"])))}
-        if "last_loss" in data.columns:
-            row["last_loss"] = group["last_loss"].iloc[-1]
+    for _, group in groups(data, [name for name in fixed if name != "last_loss"]):  # two runs end with two
+        row = group[fixed].iloc[-1].to_dict() | {"id": ", ".join(sorted(set(group["id"])))}
         for name in board.measures:
             found = _median(tuple(group[name]))
             row |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
@@ -102,10 +88,14 @@ def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def table(board: Board, data: pd.DataFrame) -> Table:
-    """The table of all medians with their intervals; empty columns are left out."""
+def table_of(board: Board, data: pd.DataFrame, *, wide: bool) -> Table:
+    """The table of all medians; ``wide`` has the columns that only a page prints, but no empty ones."""
     found = derived(board, data)
-    shown = [column for column in board.columns if not set(found[column.key]) <= {NOTHING, None}]
+    shown = [
+        column
+        for column in board.columns
+        if (wide or not column.wide) and not set(found[column.key]) <= {NOTHING, None}
+    ]
     return Table(board.name, board.title, board.caption, found, tuple(shown))
 
 
@@ -119,31 +109,30 @@ def _median(values: tuple[float, ...]) -> Interval:
 
 def _told(found: Interval) -> str:
     """Format an interval as ``1.23 [1.20, 1.31]``."""
-    digits = number(3)
-    if math.isnan(found.low):
-        return digits(found.estimate)
-    return f"{digits(found.estimate)} [{digits(found.low)}, {digits(found.high)}]"
+    middle, low, high = map(number(3), (found.estimate, found.low, found.high))
+    return middle if math.isnan(found.low) else f"{middle} [{low}, {high}]"
 
 
 def _write(folder: Path, benches: Sequence[Bench]) -> None:
-    heading = _HEADINGS[benches[0].subject]
+    heading = ("zeropp bench", benches[0].subject)
     headline, drawn, tables = [], [], []
     for board, data in boards_of(benches):
-        derive = functools.partial(derived, board)
-        for drawing, rounds in board.figure.drawings(data, derive):
-            headline.append(drawing.alt(rounds))
-            drawn.append(registry.write(drawing, rounds, folder / "figures"))
-        found = table(board, data)
-        tables.append(page.table_on_page(found, found.write(folder / "tables"), folder))
+        for figure, rounds in _drawings(board, data):
+            headline.append(figure.alt(rounds))
+            drawn.append(registry.write(figure, rounds, folder / "figures"))
+        found = table_of(board, data, wide=True)
+        found.write(folder / "tables")
+        tables.append(found)
     text = page.fill(
         title=" ".join(heading),
-        kicker=f"Results of zeropp bench {benches[0].subject}",
+        kicker="Results of a benchmark",
         heading=heading,
         questions=[],
         headline=headline,
         facts=_facts(benches),
-        warnings=[f"Not here: {name}: {why}." for name, why in _missing(benches).items()],
-        figures=[page.figure_on_page(found, folder) for found in drawn if found is not None],
+        warnings=[f"Not in the last run: {name}: {why}." for name, why in benches[-1].missing.items()],
+        figures=drawn,
+        marked=frozenset(),
         missing=[],
         summary=[],
         tables=tables,
@@ -154,26 +143,99 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
     (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
 
 
-def _missing(benches: Sequence[Bench]) -> dict[str, str]:
-    """Warnings about contenders that no run had, and why."""
-    last = benches[-1].missing
-    return {name: why for name, why in last.items() if all(name in bench.missing for bench in benches)}
-
-
 def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
     """Facts for the page's head: where and when the benchmark ran."""
     machine, code = benches[-1].machine, benches[-1].code
     ran = (bench.started[:16].replace("T", " ") for bench in (benches[0], benches[-1]))
-    found = [
-        ("runs", len(benches)),
-        ("ran", " to ".join(dict.fromkeys(ran))),
-        ("processor", machine.get("cpu")),
-        ("cores", machine.get("cores")),
-        ("GPUs", listed([str(gpu.get("name")) for gpu in machine.get("gpus") or []])),
-        ("kernel", machine.get("kernel")),
-        ("torch", machine.get("packages", {}).get("torch")),
-        ("version", code.get("version")),
-        ("commit", str(code.get("commit") or "")[:12]),
-        ("checkout", "changed since its commit" if code.get("dirty") else ""),
-    ]
-    return [(name, str(value)) for name, value in found if value not in (None, "")]
+    found = {
+        "runs": len(benches),
+        "ran": " to ".join(dict.fromkeys(ran)),
+        **{name: machine.get(name) for name in ("cpu", "cores", "kernel")},
+        "GPUs": listed([str(gpu.get("name")) for gpu in machine.get("gpus") or []]),
+        "torch": machine.get("packages", {}).get("torch"),
+        "version": code.get("version"),
+        "commit": str(code.get("commit") or "")[:12] + (", changed since" if code.get("dirty") else ""),
+    }
+    return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
+
+
+def _drawings(board: Board, data: pd.DataFrame) -> Iterator[tuple[Drawing, pd.DataFrame]]:
+    """One figure per value of ``board.split``, with its rounds."""
+    _, title = board.plotted
+    for name, values in zip(board.figures, product(*board.split.values()), strict=True):
+        mine = data
+        for column, value in zip(board.split, values, strict=True):
+            mine = mine[mine[column] == value]
+        if len(mine):
+            drawn = Drawing(
+                name=name,
+                title=", ".join((board.title, *(value.replace("_", "-") for value in values))),
+                draw=lambda rounds: _draw(board, derived(board, rounds)),
+                caption=lambda _: (
+                    f"{title.capitalize()}: medians over rounds with 95 % intervals. {board.line}"
+                ),
+                alt=lambda rounds: _described(board, derived(board, rounds)),
+            )
+            yield drawn, mine
+
+
+def _described(board: Board, rows: pd.DataFrame) -> str:
+    """Alternative text: every dot, or the ranges of many."""
+    measure, title = board.plotted
+    keys = [board.below, board.panel, board.row if len(rows) <= _MOST_TOLD else None]
+    keys += [None if board.colours is None else board.colours[0]]
+    told = []
+    for names, group in groups(rows, [key for key in keys if key]):
+        low, high = group[measure].min(), group[measure].max()
+        found = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
+        told.append(f"{', '.join(map(str, names))}: {found}")
+    return f"{title.capitalize()}, by the median. {'; '.join(told)}."
+
+
+def _draw(board: Board, rows: pd.DataFrame) -> Figure:
+    """Draw rows, with a dashed line at 1."""
+    measure, label = board.plotted
+    lines = [(("",), rows)] if board.below is None else groups(rows, [board.below])
+    titles = list(dict.fromkeys(rows[board.panel]))
+    most = max(here[board.row].nunique() for _, here in lines)
+    height = drawing.bars_height(most, room=1.0, row=0.22) * len(lines) + 0.2
+    figure, grid = drawing.panels(len(titles), len(lines), height=height, width=8.4)
+    column, colours = board.colours or (board.row, dict.fromkeys(rows[board.row], _ONE_COLOUR))
+    ends = rows[[measure, f"{measure}_low", f"{measure}_high"]].to_numpy(float)
+    limits = min(1.0, float(np.nanmin(ends))), max(1.0, float(np.nanmax(ends)))
+    for axes, ((place,), here) in zip(grid, lines, strict=True):
+        names = list(dict.fromkeys(here[board.row]))
+        for ax, title in zip(axes, titles, strict=True):
+            for row in here[here[board.panel] == title].to_dict("records"):
+                at, colour = names.index(row[board.row]), colours[row[column]]
+                found = Interval(row[measure], row[f"{measure}_low"], row[f"{measure}_high"], row["rounds"])
+                drawing.error_bar(ax, at, found, colour)
+                ax.plot(found.estimate, at, "o", color=colour, ms=5, mec="white", mew=0.5, zorder=4)
+            _axis(ax, limits, log=board.log)
+            drawing.row_names(ax, [str(name) for name in names])
+            ax.grid(visible=True, axis="y")
+            head = drawing.wrapped(str(title), 20)
+            ax.set_title(f"{place if ax is axes[0] else ''}\n{head}" if place else head)
+            ax.tick_params(axis="y", labelleft=ax is axes[0])
+    figure.supxlabel(label, fontsize=9)
+    if board.colours is not None:
+        there = [name for name in colours if (rows[column] == name).any()]
+        for name in there:
+            grid[0][0].plot([], [], "o", ms=6, color=colours[name], label=name)
+        drawing.legend_above(figure, grid[0][0], columns=len(there))
+    return figure
+
+
+def _axis(ax: Axes, ends: tuple[float, float], *, log: bool) -> None:
+    """Limits with some air around all intervals and the line at 1, ticks, and that line."""
+    low, high = ends
+    air = 0.1 * (high - low or 1.0)
+    low, high = (low / 1.4, high * 1.4) if log else (low - air, high + air)
+    ax.set_xscale("log" if log else "linear")
+    ax.set_xlim(low, high)
+    ax.axvline(1, color=theme.INK, lw=1.1, ls=(0, (4, 3)), zorder=1)
+    if log and high / low < _WIDE:
+        ticks = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 5)]
+        drawing.log_ticks(ax, [tick for tick in ticks if low <= tick <= high])
+    elif log:
+        drawing.decades(ax, "x")

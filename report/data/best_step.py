@@ -45,18 +45,14 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
             "rest": timed["total"] - timed["forward"] - timed["backward"],
         }
     )
+    by_id = {row["id"]: row for row in frames.trials.to_dict("records")}
     found = {}
-    for row in frames.trials.to_dict("records"):
-        mine = computed[computed["id"] == row["id"]]
-        if mine.empty:
-            continue
-        bound = _bound_of(frames, row, int(steps.loc[row["id"]]))
+    for identity, mine in computed.groupby("id"):
+        bound = _bound_of(frames, by_id[identity], int(steps.loc[identity]))
         parts = mine[["forward", "backward", "rest"]].astype(float).to_numpy()
-        if bound is None or np.isnan(parts).any():
-            found[row["id"]] = math.nan
-            continue
-        seconds = pd.Series([bound(*of_rank) for of_rank in parts], dtype=float)
-        found[row["id"]] = seconds.groupby(mine["index"].to_numpy()).max().median()
+        if bound is not None and not np.isnan(parts).any():
+            seconds = pd.Series([bound(*of_rank) for of_rank in parts], index=mine["index"])
+            found[identity] = seconds.groupby(level=0).max().median()
     return pd.Series(found, dtype=float)
 
 
@@ -75,8 +71,7 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
     computed = pd.to_numeric(timed["cpu_seconds"]).astype(float)
     of_steps = computed.groupby([timed["id"], timed["index"]]).agg(lambda ranks: ranks.sum(skipna=False))
     of_trials = of_steps.groupby("id").agg(lambda steps: steps.median(skipna=False))
-    processors = pd.to_numeric(frames.trials.set_index("id")["processors"]).astype(float)
-    return of_trials / processors.reindex(of_trials.index)
+    return of_trials / frames.trials.set_index("id")["processors"].reindex(of_trials.index)
 
 
 def _bound_of(
@@ -89,7 +84,7 @@ def _bound_of(
     trial, units = frames.ran[row["id"]], frames.units[row["id"]]
     sent = frames.unit_bytes[row["id"]]
     policy = trial.resolved_policy()
-    rate = math.nan if row["achieved_mbit"] is None else row["achieved_mbit"] * BITS_PER_MBIT
+    rate = row["achieved_mbit"] * BITS_PER_MBIT
     if policy is None or not units or (sent and math.isnan(rate)):
         return None
     passes = trial.accumulation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -36,12 +37,15 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
         VOLUME_PARTS[:3],
         default=VOLUME_PARTS[3],
     )
-    sums = between.assign(part=part).groupby(["id", "part"], as_index=False)["bytes"].sum()
+    sums = between.assign(part=part).groupby(["id", "part"], as_index=False)[["bytes"]].sum()
     sums["bytes"] = sums["bytes"] / sums["id"].map(steps)
-    kept = ["id", "strategy", "contender", "place", "nodes", "ranks_per_node", "model", "accumulation"]
-    kept += ["m_bytes", "predicted_bytes", "interface_bytes", "sent_bytes", "where", "cell"]
-    found = table[kept].merge(sums, on="id", how="inner")
-    return found.assign(m=found["bytes"] / found["m_bytes"])
+    return _in_m(sums, table)
+
+
+def _in_m(parts: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """``parts`` of the trials in ``table``, with their bytes in units of M."""
+    found = table[["id", "m_bytes"]].merge(parts, on="id")
+    return found.assign(m=found["bytes"].astype(float) / found["m_bytes"])
 
 
 def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
@@ -81,19 +85,10 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
             _sent_between(p, topology, laid_out, ran.accumulation)
             for p, laid_out in zip(ladder, layouts, strict=True)
         ]
-        parts = {
-            "sent": sent[3],
-            "quantising": sent[2] - sent[3],
-            "copy": sent[1] - sent[2],
-            "hops": sent[0] - sent[1],
-        }
-        rows += [{"id": trial.id, "part": part, "bytes": size} for part, size in parts.items()]
-    found = pd.DataFrame(rows, columns=["id", "part", "bytes"])
-    kept = table[
-        ["id", "strategy", "contender", "place", "nodes", "ranks_per_node", "model", "m_bytes", "cell"]
-    ]
-    merged = kept.merge(found, on="id", how="inner")
-    return merged.assign(m=pd.to_numeric(merged["bytes"]) / merged["m_bytes"])
+        saved = [before - after for before, after in pairwise(sent)]
+        parts = zip(("hops", "copy", "quantising", "sent"), (*saved, sent[-1]), strict=True)
+        rows += [{"id": trial.id, "part": part, "bytes": size} for part, size in parts]
+    return _in_m(pd.DataFrame(rows, columns=["id", "part", "bytes"]), table)
 
 
 def _sent_between(policy: Policy, topology: Topology, units: list[UnitGeometry], micro_batches: int) -> int:
@@ -101,7 +96,7 @@ def _sent_between(policy: Policy, topology: Topology, units: list[UnitGeometry],
     return sum(
         sent.bytes
         for rank in range(topology.world)
-        for key, sent in predict(policy, topology, units, rank, load).items()
+        for key, sent in predict(policy, topology, units, rank, load).sent.items()
         if key.link == "inter"
     )
 
@@ -109,5 +104,6 @@ def _sent_between(policy: Policy, topology: Topology, units: list[UnitGeometry],
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Memory of the rank that holds most, by part, engine beside formula: one row per trial and part."""
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
-    kept = ["id", "strategy", "contender", "place", "where", "cell", "secondary", "seed", "repeat"]
+    kept = ["id", "strategy", "contender", "place", "first", "where", "cell", "secondary", "seed", "repeat"]
+    kept += ["nodes", "ranks_per_node", "model"]
     return table[kept].merge(largest, on="id", how="inner")

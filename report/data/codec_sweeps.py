@@ -6,7 +6,6 @@ import json
 from collections import defaultdict
 from typing import Any, Final
 
-import numpy as np
 import pandas as pd
 
 from harness.suites.trial import Trial
@@ -30,7 +29,11 @@ REFERENCE: Final = "reference"
 def codecs(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Errors of integer codecs by bits and block size: one row per trial, purpose, unit and codec."""
     found = frames.quantisation.merge(table[["id", "contender", "strategy", "seed", "repeat"]], on="id")
-    return _with_codec(found, "codec")
+    parsed = [_integer(text) for text in found["codec"]]
+    found = found.iloc[[place for place, codec in enumerate(parsed) if codec is not None]]
+    rows = [(c.bits, str(c.block), c.asymmetric, ", ".join(str(c).split(":")[2:])) for c in parsed if c]
+    told = pd.DataFrame(rows, index=found.index, columns=["bits", "block", "asymmetric", "options"])
+    return found.join(told)
 
 
 def sweeps(frames: Frames, table: pd.DataFrame, axis: str) -> pd.DataFrame:
@@ -120,20 +123,6 @@ def _lines(found: pd.DataFrame) -> list[str]:
         ", ".join([line, *(fields[name] for name in fields if name and len(values[*panel, name]) > 1)])
         for line, panel, fields in zip(found["line"], panels, held, strict=True)
     ]
-
-
-def _with_codec(rows: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Rows whose ``column`` names an integer codec, with its bits, block and options."""
-    parsed = [
-        parse(text) if isinstance(text, str) and text.startswith("int") else None for text in rows[column]
-    ]
-    kept = rows.loc[np.array([codec is not None for codec in parsed], dtype=bool)].copy()
-    found = [codec for codec in parsed if isinstance(codec, IntCodec)]
-    kept["bits"] = [codec.bits for codec in found]
-    kept["block"] = [str(codec.block) for codec in found]
-    kept["asymmetric"] = [codec.asymmetric for codec in found]
-    kept["options"] = [", ".join(str(codec).split(":")[2:]) for codec in found]
-    return kept
 
 
 def _integer(text: object) -> IntCodec | None:

@@ -49,6 +49,9 @@ NAMES: Final = {
 """Printed names, in the order in which figures and tables list strategies."""
 
 _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
+_LIMITS: Final = (
+    "prefetch", "max_live", "max_reuse", "persist_below", "persist_most", "reduce_bucket", "largest_unit",
+)  # fmt: skip
 _ALWAYS_TOLD: Final = frozenset({"stage", "group", "weights", "gradients", "secondary", "feedback", "frozen"})
 
 
@@ -70,11 +73,12 @@ def changes_of(trial: Trial) -> dict[str, str]:
     ``align`` and ``max_padding`` change the layout, not what is compared, and are left out.
     """
     policy, base = trial.resolved_policy(), trial.base_policy()
-    if policy is None or base is None:
-        return {}
-    topology = trial.topology()
-    fields, usual = _fields(policy, topology), _fields(base, topology)
-    return {name: value for name, value in fields.items() if value != usual[name]}
+    return {} if policy is None or base is None else _differing(policy, base, trial.topology())
+
+
+def _differing(policy: Policy, base: Policy, topology: Topology) -> dict[str, str]:
+    usual = _fields(base, topology)
+    return {name: value for name, value in _fields(policy, topology).items() if value != usual[name]}
 
 
 def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
@@ -93,13 +97,7 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "compute": policy.compute,
         "loss scale": str(policy.loss_scale or "none"),
         "frozen": str(policy.frozen or "none"),
-        "prefetch": str(policy.memory.prefetch),
-        "max live": str(policy.memory.max_live),
-        "max reuse": str(policy.memory.max_reuse),
-        "persist below": str(policy.memory.persist_below),
-        "persist most": str(policy.memory.persist_most),
-        "reduce bucket": str(policy.memory.reduce_bucket),
-        "largest unit": str(policy.memory.largest_unit),
+        **{name.replace("_", " "): str(getattr(policy.memory, name)) for name in _LIMITS},
         "optimizer on the host": f"{policy.offload.optimizer:g}",
         "weights on the host": f"{policy.offload.weights:g}",
         "order checked every": str(policy.order_every),
@@ -143,5 +141,4 @@ def _asked(trial: Trial) -> dict[str, str]:
     """The stage of a DeepSpeed configuration, and its policy's changes from the bare stage."""
     policy, topology = trial.recipe().policy, trial.topology()
     bare = recipe({"zero_optimization": {"stage": policy.stage}}, topology=topology).policy
-    fields, usual = _fields(policy, topology), _fields(bare, topology)
-    return {name: value for name, value in fields.items() if name == "stage" or value != usual[name]}
+    return {"stage": str(policy.stage)} | _differing(policy, bare, topology)

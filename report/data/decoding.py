@@ -25,11 +25,10 @@ def generations(frames: Frames) -> pd.DataFrame:
         over those of its generation of the same number.
     """
     timed = frames.tokens[~frames.tokens["warmup"].astype(bool)]
-    sent = timed.assign(inter_bytes=pd.to_numeric(timed["inter_bytes"]))
-    by_token = sent.groupby(["id", "step", "index"])
-    tokens = by_token.agg(seconds=("seconds", "max")).assign(
-        bytes=by_token["inter_bytes"].sum(min_count=1), exposed=_exposed(timed)
-    )
+    timed = timed.astype({"inter_bytes": float, "exposed": float})
+    by_token = timed.groupby(["id", "step", "index"])
+    tokens = timed.loc[by_token["seconds"].idxmax()].set_index(["id", "step", "index"])  # of the slowest rank
+    tokens["bytes"] = by_token["inter_bytes"].sum(min_count=1)
     first = tokens[tokens.index.get_level_values("index") == 0].groupby(["id", "step"])
     later = tokens[tokens.index.get_level_values("index") > 0].groupby(["id", "step"])
     whole = tokens.groupby(["id", "step"])
@@ -49,23 +48,11 @@ def generations(frames: Frames) -> pd.DataFrame:
     later_tokens = table["sequences"] * (table["tokens"] - 1)
     table["later_tokens_per_second"] = later_tokens / table["later_seconds"]
     table["first"] = table.groupby("contender")["order"].transform("min")
-    table = _beside_baseline(table)
-    return table.sort_values(["nodes", "ranks_per_node", "cell", "place", "first", "seed", "repeat", "step"])
-
-
-def _exposed(timed: pd.DataFrame) -> pd.Series[float]:
-    """Seconds of each token that its slowest rank waited for communication."""
-    slowest = timed.loc[timed.groupby(["id", "step", "index"])["seconds"].idxmax()]
-    return pd.to_numeric(slowest.set_index(["id", "step", "index"])["exposed"]).astype(float)
-
-
-def _beside_baseline(table: pd.DataFrame) -> pd.DataFrame:
     base = table[(table["strategy"] == BASELINE) & (table["contender"] == NAMES[BASELINE])]
-    base = base[[*PAIR, "id", "tokens_per_second"]].rename(
-        columns={"id": "baseline", "tokens_per_second": "baseline_tokens_per_second"}
-    )
-    joined = table.merge(base, on=list(PAIR), how="left")
-    return joined.assign(speedup=joined["tokens_per_second"] / joined["baseline_tokens_per_second"])
+    columns = {"id": "baseline", "tokens_per_second": "baseline_tokens_per_second"}
+    table = table.merge(base[[*PAIR, *columns]].rename(columns=columns), on=list(PAIR), how="left")
+    table["speedup"] = table["tokens_per_second"] / table["baseline_tokens_per_second"]
+    return table.sort_values(["nodes", "ranks_per_node", "cell", "place", "first", "seed", "repeat", "step"])
 
 
 def speedup(group: pd.DataFrame) -> Interval:
@@ -74,8 +61,5 @@ def speedup(group: pd.DataFrame) -> Interval:
     Args:
         group: rows of :func:`generations` of one contender in one cell, with a baseline.
     """
-    keys = list(zip(group["seed"], group["repeat"], group["step"], strict=True))
-    return paired_ratio_interval(
-        dict(zip(keys, group["tokens_per_second"], strict=True)),
-        dict(zip(keys, group["baseline_tokens_per_second"], strict=True)),
-    )
+    ours, base = group["tokens_per_second"], group["baseline_tokens_per_second"]
+    return paired_ratio_interval(ours.to_dict(), base.to_dict())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -72,14 +72,9 @@ def trials(mine: pd.DataFrame) -> str:
     return f"{len(mine)}" + (f" ({taken} {TAKEN})" if taken else "")
 
 
-def rates(mine: pd.DataFrame, differing: Collection[str]) -> str:
+def rates(mine: pd.DataFrame) -> str:
     """The mark of trials in cells whose links had different rates; empty for others."""
-    return f" {RATES}" if mine["cell"].isin(list(differing)).any() else ""
-
-
-def padded(mine: pd.DataFrame) -> str:
-    """The mark of trials whose models' units are padded much; nothing for others."""
-    return labels.padded(float(mine["padding_share"].max()))
+    return f" {RATES}" if mine["rates_differ"].any() else ""
 
 
 def padding_warning(derived: Derived) -> str | None:
@@ -112,7 +107,7 @@ def taken_warning(derived: Derived) -> str | None:
 
 def taken_fact(derived: Derived) -> str | None:
     """Largest part of the CPU time that others took in any trial, as text; None without trials."""
-    taken = derived.finished["taken_share"].astype(float)
+    taken = derived.finished["taken_share"]
     if taken.empty:
         return None
     if taken.isna().all():

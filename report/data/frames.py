@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import pandas as pd
 from pydantic import ValidationError
 
-from harness.records.record import LedgerRow, Record, RecordError, read_all
+from harness.records.record import Record, RecordError, read_all
 from harness.suites.trial import Trial
 from report.data.contender import label_of, order_of, shared_changes
 from report.data.text import plain
@@ -28,17 +29,9 @@ _NOT_OF_A_CELL: Final = (
     "strategy", "policy", "deepspeed_config", "seed", "repeat", "timeout_seconds", "measure_quantisation",
     "validate_every",
 )  # fmt: skip
+_FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
-TRIALS: Final = (
-    "id", "suite", "order", "started", "pool", "strategy", "contender", "place", "cell", "where",
-    "seed", "repeat", "nodes", "ranks_per_node", "world", "processes", "tokens_per_rank", "sequence",
-    "accumulation", "model", "rate_mbit", "achieved_mbit", "weights", "gradients_local",
-    "gradients_node", "secondary", "parameters", "units", "padded", "padding_share", "reference_loss",
-    "predicted_equal", "link_kind", "backend", "kernels", "kernels_warning", "processors", "corpus",
-    "corpus_sha256",
-    "others_share", "steal_share",
-)  # fmt: skip
 STEPS: Final = (
     "id", "rank", "node", "local", "index", "warmup", "total", "forward", "backward", "optimizer",
     "exposed_forward", "exposed_backward", "loss", "gradient_norm", "cpu_seconds",
@@ -69,54 +62,32 @@ class ReportError(RecordError):
 class Frames:
     """A results folder as tables; columns are the constants above, units in their names.
 
-    Attributes:
-        suite: name of the suite, or names joined by a comma.
-        questions: of the suites, where records hold them.
-        pools: hashes of machine and code, one per pool.
-        left_out: failures of another pool, without measurements.
-        trials: one row per finished trial that trained; ``processors`` are the CPUs that all its ranks
-            share, None on GPUs and if ranks may run on several machines; ``others_share`` and
-            ``steal_share`` are the parts of their time that other programs and the hypervisor took.
-        generators: the same of those that generated; their raw values are in ``tokens`` alone.
-        steps: one row per rank and optimizer step; seconds.
-        bytes: sent over the timed steps, by source (``ledger`` or ``predicted``), rank, phase,
-            purpose, link and hop.
-        interfaces: one row per node: what its network interface counted over the timed steps, and
-            the bytes of a packet's headers where the link states them.
-        memory: bytes by part, source (``engine``, ``formula`` or ``process``; ``copied`` and
-            ``copied_formula`` of a step, by direction and purpose) and rank.
-        tokens: one row per rank and decoded token; seconds, and bytes that the rank sent for it.
-        validations: loss on the validation split.
-        quantisation: error of a codec on a unit.
-        links: one row per measurement of a link, ``when`` it was ``calibrated`` or ``probed``.
-        failures: one row per trial without a result.
-        facts: machine, code and what ran, one row per pool and distinct value.
-        ran: the whole trial by id.
-        shared: changes that all policies share, which names leave out.
-        units: name, elements and padded elements of each unit, by id.
-        unit_bytes: what the busiest node sent to other nodes over the timed steps, by id, then by unit,
-            phase and purpose (ledger).
+    In ``trials``, ``processors`` are the CPUs that all ranks share, NaN on GPUs and if ranks may run on
+    several machines; ``others_share`` and ``steal_share`` are the parts of their time that other programs
+    and the hypervisor took, ``taken_share`` both.
     """
 
-    suite: str
-    questions: tuple[str, ...]
-    pools: tuple[str, ...]
-    left_out: int
-    trials: pd.DataFrame
-    generators: pd.DataFrame
-    steps: pd.DataFrame
-    bytes: pd.DataFrame
-    interfaces: pd.DataFrame
+    suite: str  # its name, or names joined by a comma
+    questions: tuple[str, ...]  # of the suites, where records hold them
+    pools: tuple[str, ...]  # hashes of machine and code
+    left_out: int  # failures of another pool, without measurements
+    trials: pd.DataFrame  # one row per finished trial that trained
+    generators: pd.DataFrame  # the same of those that generated; their raw values are in ``tokens`` alone
+    steps: pd.DataFrame  # per rank and optimizer step; seconds
+    bytes: pd.DataFrame  # sent over the timed steps, by all its columns; source: ledger or predicted
+    interfaces: pd.DataFrame  # per node: counted over the timed steps, with the bytes of a packet's headers
+    # By part, rank and source: engine, formula or process; of a step, copied and copied_formula.
     memory: pd.DataFrame
-    tokens: pd.DataFrame
+    tokens: pd.DataFrame  # per rank and decoded token; seconds, and bytes that the rank sent for it
     validations: pd.DataFrame
-    quantisation: pd.DataFrame
-    links: pd.DataFrame
-    failures: pd.DataFrame
-    facts: pd.DataFrame
-    ran: dict[str, Trial]
-    shared: dict[str, str]
-    units: dict[str, list[tuple[str, int, int]]]
+    quantisation: pd.DataFrame  # error of a codec on a unit
+    links: pd.DataFrame  # one row per measurement, ``when`` calibrated or probed
+    failures: pd.DataFrame  # one row per trial without a result
+    facts: pd.DataFrame  # machine, code and what ran: one row per pool and distinct value
+    ran: dict[str, Trial]  # by id
+    shared: dict[str, str]  # changes that all policies share, which names leave out
+    units: dict[str, list[tuple[str, int, int]]]  # by id: name, elements and padded elements of each
+    # What the busiest node sent to others over the timed steps, by id, then unit, phase and purpose.
     unit_bytes: dict[str, dict[tuple[str, str, str], int]]
 
 
@@ -147,31 +118,35 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         _check_one_pool(records)
     trials = {record.id: _trial(record) for record in records}
     shared = shared_changes(list(trials.values()))
-    naming = _Naming(shared, _varying([_flat(trial.canonical()) for trial in trials.values()]))
+    cells = _cells(trials)
+    everything = [_trial_row(r, trials[r.id], shared) | cells[r.id] for r in records]
     ended = [record for record in records if record.failure is None]
     finished = [record for record in ended if trials[record.id].workload == "train"]
     generated = [record for record in ended if trials[record.id].workload == "generate"]
+
+    def trials_of(kept: list[Record]) -> pd.DataFrame:
+        ids = {record.id for record in kept}
+        rows = pd.DataFrame([row for row in everything if row["id"] in ids], columns=list(everything[0]))
+        return rows.astype(dict.fromkeys(_FLOATS, float))
+
+    failed = {record.id: record.failure.model_dump() for record in records if record.failure is not None}
     return Frames(
         suite=", ".join(sorted({record.suite for record in records})),
-        questions=tuple(sorted({question for record in records if (question := _question(record))})),
+        questions=tuple(sorted({record.question for record in records if record.question})),
         pools=tuple(sorted({record.pool for record in records})),
         left_out=found - len(records),
-        trials=_frame([_trial_row(r, trials[r.id], naming) for r in finished], TRIALS),
-        generators=_frame([_trial_row(r, trials[r.id], naming) for r in generated], TRIALS),
-        steps=_frame([row for r in finished for row in _step_rows(r)], STEPS),
+        trials=trials_of(finished),
+        generators=trials_of(generated),
+        steps=_frame(finished, STEPS, lambda r: _of_ranks(r, "steps")),
         bytes=_bytes_frame(finished),
-        interfaces=_frame([row for r in finished for row in _interface_rows(r)], INTERFACES),
-        memory=_frame([row for r in finished for row in _memory_rows(r)], MEMORY),
-        tokens=_frame([row for r in generated for row in _token_rows(r)], TOKENS),
-        validations=_frame(
-            [{"id": r.id, **v.model_dump()} for r in finished for v in r.validations], VALIDATIONS
-        ),
-        quantisation=_frame(
-            [{"id": r.id, **q.model_dump()} for r in finished for q in r.quantisation], QUANTISATION
-        ),
-        links=_frame([row for r in ended for row in _link_rows(r)], LINKS),
-        failures=_frame(
-            [_failure_row(r, trials[r.id], naming) for r in records if r.failure is not None], FAILURES
+        interfaces=_frame(finished, INTERFACES, _interface_rows),
+        memory=_frame(finished, MEMORY, _memory_rows),
+        tokens=_frame(generated, TOKENS, lambda r: _of_ranks(r, "tokens")),
+        validations=_frame(finished, VALIDATIONS, lambda r: (v.model_dump() for v in r.validations)),
+        quantisation=_frame(finished, QUANTISATION, lambda r: (q.model_dump() for q in r.quantisation)),
+        links=_links_frame(ended),
+        failures=pd.DataFrame(
+            [row | failed[row["id"]] for row in everything if row["id"] in failed], columns=list(FAILURES)
         ),
         facts=_facts_frame(records),
         ran=trials,
@@ -181,14 +156,12 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
     )
 
 
-def _question(record: Record) -> str:
-    """The question of the record's suite; empty if the record has none."""
-    return record.question
-
-
-def _frame(rows: list[dict[str, Any]], columns: Iterable[str]) -> pd.DataFrame:
-    """Rows as a frame that has all columns even without rows."""
-    return pd.DataFrame(rows, columns=list(columns))
+def _frame(
+    records: list[Record], columns: Iterable[str], rows: Callable[[Record], Iterable[dict[str, Any]]]
+) -> pd.DataFrame:
+    """Rows of all records, each with its record's id, as a frame that has all columns even without rows."""
+    found = [{"id": record.id, **row} for record in records for row in rows(record)]
+    return pd.DataFrame(found, columns=list(columns))
 
 
 def _trial(record: Record) -> Trial:
@@ -218,19 +191,30 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _cell_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in flat.items() if key.split(".")[0] not in _NOT_OF_A_CELL}
-
-
-def _varying(trials: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Fields of a cell that differ between trials, beside those that are always printed."""
-    cells = [_cell_fields(flat) for flat in trials]
-    keys = sorted({key for cell in cells for key in cell})
-    return tuple(
+def _cells(trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
+    """``cell`` and ``where`` of each trial: hash and description of every field but strategy, policy, seed
+    and repeat.  The description has the fields that are always printed, and those that differ.
+    """
+    cells = {
+        name: {k: v for k, v in _flat(trial.canonical()).items() if k.split(".")[0] not in _NOT_OF_A_CELL}
+        for name, trial in trials.items()
+    }
+    found = {}
+    varying = [
         key
-        for key in keys
-        if key not in _ALWAYS_TOLD and len({json.dumps(cell.get(key), sort_keys=True) for cell in cells}) > 1
-    )
+        for key in sorted({key for cell in cells.values() for key in cell} - {*_ALWAYS_TOLD})
+        if len({json.dumps(cell.get(key), sort_keys=True) for cell in cells.values()}) > 1
+    ]
+    for name, trial in trials.items():
+        text = json.dumps(cells[name], sort_keys=True, separators=(",", ":"))
+        told = [
+            f"{trial.topology()} ranks",
+            rate_text(trial.cluster.rate),
+            f"{trial.tokens_per_rank} tokens/rank",  # others without their table: ``steps``, ``model``
+            *(f"{k.removesuffix('.name').rpartition('.')[2]} {plain(cells[name].get(k))}" for k in varying),
+        ]
+        found[name] = {"cell": hashlib.sha256(text.encode()).hexdigest()[:12], "where": ", ".join(told)}
+    return found
 
 
 def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
@@ -247,51 +231,11 @@ def rate_text(mbit: float | None) -> str:
     return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
 
 
-@dataclass(frozen=True, slots=True)
-class _Naming:
-    """Names of contenders and cells in one folder.
-
-    Attributes:
-        shared: policy changes that all have.
-        varying: fields of cells that differ, beside those that are always printed.
-    """
-
-    shared: Mapping[str, str]
-    varying: tuple[str, ...]
-
-    def contender(self, trial: Trial) -> str:
-        return label_of(trial, self.shared)
-
-    def cell(self, trial: Trial) -> tuple[str, str]:
-        """Hash and description of a trial's cell: every field but strategy, policy, seed and repeat."""
-        cell = _cell_fields(_flat(trial.canonical()))
-        text = json.dumps(cell, sort_keys=True, separators=(",", ":"))
-        told = [
-            f"{trial.topology()} ranks",
-            rate_text(trial.cluster.rate),
-            f"{trial.tokens_per_rank} tokens/rank",
-            *(f"{_spoken(key)} {plain(cell.get(key))}" for key in self.varying),
-        ]
-        return hashlib.sha256(text.encode()).hexdigest()[:12], ", ".join(told)
-
-
-def _spoken(key: str) -> str:
-    """A field's name without its table: ``model`` for ``model.name``, ``steps``."""
-    return key.removesuffix(".name").rpartition(".")[2]
-
-
-def achieved_mbit(record: Record) -> float | None:
-    """Achieved rate of a record's link: median of the probes, else of the calibration; Mbit/s."""
-    if record.link is None:
-        return None
-    values = record.link.probed_mbit or record.link.calibrated_mbit
-    return statistics.median(values) if values else None
-
-
-def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
+def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[str, Any]:
     topology = trial.topology()
     policy = trial.resolved_policy()
-    cell, where = naming.cell(trial)
+    link = record.link
+    measured = (link.probed_mbit or link.calibrated_mbit) if link else None
     return {
         "id": record.id,
         "suite": record.suite,
@@ -299,10 +243,8 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
         "started": record.started,
         "pool": record.pool,
         "strategy": trial.strategy,
-        "contender": naming.contender(trial),
+        "contender": label_of(trial, shared),
         "place": order_of(trial.strategy),
-        "cell": cell,
-        "where": where,
         "seed": trial.seed,
         "repeat": trial.repeat,
         "nodes": topology.nodes,
@@ -314,7 +256,7 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
         "accumulation": trial.accumulation,
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,
-        "achieved_mbit": achieved_mbit(record),
+        "achieved_mbit": statistics.median(measured) if measured else None,
         "weights": str(policy.weights) if policy else "",
         "gradients_local": str(policy.gradients[0]) if policy else "",
         "gradients_node": str(policy.gradients[1]) if policy else "",
@@ -325,7 +267,7 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
         "padding_share": record.padding,
         "reference_loss": record.reference_loss,
         "predicted_equal": record.predicted.equal if record.predicted else None,
-        "link_kind": record.link.kind if record.link else "",
+        "link_kind": link.kind if link else "",
         "backend": str(record.ran.get("backend", "")),
         "kernels": str(record.ran.get("kernels", "")),
         "kernels_warning": plain(record.ran.get("kernels_warning", ""), 300),
@@ -336,16 +278,14 @@ def _trial_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
     }
 
 
-def _taken(record: Record) -> dict[str, float | None]:
-    """Parts of the CPU time that others took over the timed steps; None if not on record."""
-    use = record.processor_use
-    if use is None:
-        return {"others_share": None, "steal_share": None}
-    had = use.processors * use.seconds
-    return {
-        "others_share": max(use.user + use.system - use.ranks, 0.0) / had,  # the system's ticks are samples
-        "steal_share": use.steal / had,
-    }
+def _taken(record: Record) -> dict[str, float]:
+    """Parts of the CPU time that others took over the timed steps; NaN if not on record."""
+    others = steal = math.nan
+    if (use := record.processor_use) is not None:
+        had = use.processors * use.seconds
+        others = max(use.user + use.system - use.ranks, 0.0) / had  # the system's ticks are samples
+        steal = use.steal / had
+    return {"others_share": others, "steal_share": steal, "taken_share": others + steal}
 
 
 def _processors(record: Record, trial: Trial) -> int | None:
@@ -360,44 +300,30 @@ def _processors(record: Record, trial: Trial) -> int | None:
     return cores if isinstance(cores, int) and cores > 0 else None
 
 
-def _step_rows(record: Record) -> list[dict[str, Any]]:
-    return [
-        {"id": record.id, "rank": rank.rank, "node": rank.node, "local": rank.local, **step.model_dump()}
-        for rank in record.ranks
-        for step in rank.steps
-    ]
+def _of_ranks(record: Record, values: Literal["steps", "tokens"]) -> Iterator[dict[str, Any]]:
+    for rank in record.ranks:
+        for value in getattr(rank, values):
+            yield {"rank": rank.rank, "node": rank.node, "local": rank.local, **value.model_dump()}
 
 
-def _token_rows(record: Record) -> list[dict[str, Any]]:
-    return [
-        {"id": record.id, "rank": rank.rank, **token.model_dump()}
-        for rank in record.ranks
-        for token in rank.tokens
-    ]
-
-
-def _interface_rows(record: Record) -> list[dict[str, Any]]:
+def _interface_rows(record: Record) -> Iterator[dict[str, Any]]:
     headers = record.link.details.get("header_bytes") if record.link else None
-    return [
-        {"id": record.id, "header_bytes": headers, **counters.model_dump()}
-        for counters in record.interfaces or []
-    ]
+    for counters in record.interfaces or []:
+        yield {"header_bytes": headers, **counters.model_dump()}
 
 
 def _bytes_frame(records: list[Record]) -> pd.DataFrame:
     """Ledger and prediction, summed over units."""
-    rows: list[dict[str, Any]] = []
-    for record in records:
-        predicted: list[list[LedgerRow]] = record.predicted.ledgers if record.predicted else []
+
+    def rows(record: Record) -> Iterator[dict[str, Any]]:
+        predicted = dict(enumerate(record.predicted.ledgers if record.predicted else []))
         for place, rank in enumerate(record.ranks):
-            sources = {
-                "ledger": rank.ledger or [],
-                "predicted": predicted[place] if place < len(predicted) else [],
-            }
-            for source, ledger in sources.items():
-                where = {"id": record.id, "source": source, "rank": rank.rank, "node": rank.node}
-                rows += [where | entry.model_dump(exclude={"unit"}) for entry in ledger]
-    frame = _frame(rows, BYTES)
+            where = {"rank": rank.rank, "node": rank.node}
+            for source, ledger in (("ledger", rank.ledger), ("predicted", predicted.get(place))):
+                for entry in ledger or []:
+                    yield {"source": source, **where, **entry.model_dump(exclude={"unit"})}
+
+    frame = _frame(records, BYTES, rows)
     return frame.groupby(list(BYTES[:-2]), as_index=False, sort=False)[["bytes", "messages"]].sum()
 
 
@@ -411,84 +337,58 @@ def _unit_bytes(record: Record) -> dict[tuple[str, str, str], int]:
     return {key: max(nodes.values()) for key, nodes in sent.items()}
 
 
-def _memory_rows(record: Record) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def _memory_rows(record: Record) -> Iterator[dict[str, Any]]:
     for rank in record.ranks:
         memory = rank.memory
-        parts = [("engine", name, size) for name, size in memory.engine.items()]
-        parts += [("formula", name, size) for name, size in memory.formula.items()]
-        parts.append(("process", "peak_rss", memory.peak_rss))
-        if memory.peak_device is not None:
-            parts.append(("process", "peak_device", memory.peak_device))
         timed = max(1, sum(not step.warmup for step in rank.steps))
-        parts += [("copied", name, size // timed) for name, size in memory.copied.items()]
-        parts += [("copied_formula", name, size // timed) for name, size in memory.copied_formula.items()]
-        rows += [
-            {"id": record.id, "rank": rank.rank, "source": source, "part": part, "bytes": size}
-            for source, part, size in parts
-        ]
-    return rows
-
-
-def _link_rows(record: Record) -> list[dict[str, Any]]:
-    link = record.link
-    if link is None:
-        return []
-    measured = [("calibrated", value) for value in link.calibrated_mbit]
-    measured += [("probed", value) for value in link.probed_mbit]
-    return [
-        {
-            "id": record.id,
-            "order": record.order,
-            "kind": link.kind,
-            "why": link.why,
-            "when": when,
-            "requested_mbit": link.requested_mbit,
-            "achieved_mbit": value,
-            "message_bytes": link.message_bytes,
+        device = {} if memory.peak_device is None else {"peak_device": memory.peak_device}
+        parts = {
+            "engine": memory.engine,
+            "formula": memory.formula,
+            "process": {"peak_rss": memory.peak_rss, **device},
+            "copied": {name: size // timed for name, size in memory.copied.items()},
+            "copied_formula": {name: size // timed for name, size in memory.copied_formula.items()},
         }
-        for when, value in measured
-    ]
+        for source, sizes in parts.items():
+            for part, size in sizes.items():
+                yield {"rank": rank.rank, "source": source, "part": part, "bytes": size}
 
 
-def _failure_row(record: Record, trial: Trial, naming: _Naming) -> dict[str, Any]:
-    cell, where = naming.cell(trial)
-    topology = trial.topology()
-    named = {
-        "contender": naming.contender(trial),
-        "where": where,
-        "cell": cell,
-        "strategy": trial.strategy,
-        "place": order_of(trial.strategy),
-        "parameters": record.parameters,
-        "nodes": topology.nodes,
-        "ranks_per_node": topology.ranks_per_node,
-    }
-    repetition = {"id": record.id, "seed": trial.seed, "repeat": trial.repeat}
-    return repetition | named | (record.failure.model_dump() if record.failure else {})
+def _links_frame(records: list[Record]) -> pd.DataFrame:
+    """Measurements of links; a calibration, which all records of its sweep repeat, once."""
+
+    def rows(record: Record) -> Iterator[dict[str, Any]]:
+        if (link := record.link) is not None:
+            fixed = {"order": record.order, **link.model_dump(include=set(LINKS))}
+            for when, values in (("calibrated", link.calibrated_mbit), ("probed", link.probed_mbit)):
+                yield from (fixed | {"when": when, "achieved_mbit": value} for value in values)
+
+    found = _frame(records, LINKS, rows).astype({"requested_mbit": float, "achieved_mbit": float})
+    again = found.duplicated(["kind", "requested_mbit", "when", "achieved_mbit"])
+    return found[~(found["when"].eq("calibrated") & again)]
 
 
 def _environment(record: Record) -> dict[str, Any]:
     """Facts of one record under dotted names: machine, code, and algorithms used."""
-    facts = _flat({"machine": record.machine, "code": record.code, "ran": record.ran})
+    facts: dict[str, Any] = {"machine": record.machine, "code": record.code, "ran": record.ran}
     if record.link is not None:
-        facts |= {"link.kind": record.link.kind, "link.why": record.link.why}
-        facts |= {f"link.{key}": value for key, value in record.link.details.items()}
-    return facts
+        facts["link"] = {"kind": record.link.kind, "why": record.link.why, **record.link.details}
+    return _flat(facts)
 
 
 def _facts_frame(records: list[Record]) -> pd.DataFrame:
     """Each distinct value of each fact in each pool, with how many records have it."""
-    counts: dict[tuple[str, str, str], int] = {}
-    for record in records:
-        for fact, value in _environment(record).items():
-            text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-            counts[record.pool, fact, text] = counts.get((record.pool, fact, text), 0) + 1
     rows = [
-        {"pool": pool, "fact": fact, "value": value, "records": n}
-        for (pool, fact, value), n in counts.items()
+        (
+            record.pool,
+            fact,
+            value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str),
+        )
+        for record in records
+        for fact, value in _environment(record).items()
     ]
-    return _frame(rows, FACTS).sort_values(["pool", "fact", "value"], ignore_index=True)
+    found = pd.DataFrame(rows, columns=["pool", "fact", "value"])
+    return found.groupby(["pool", "fact", "value"]).size().rename("records").reset_index()[list(FACTS)]
 
 
 def _without_old_failures(records: list[Record]) -> list[Record]:
@@ -507,19 +407,19 @@ def _check_one_pool(records: list[Record]) -> None:
     Raises:
         ReportError: naming each pool, its records and the facts that differ.
     """
-    pools: dict[str, list[Record]] = {}
-    for record in records:
-        pools.setdefault(record.pool, []).append(record)
+    pools = {record.pool: record for record in reversed(records)}
     if len(pools) == 1:
         return
+    sizes = Counter(record.pool for record in records)
     told = "; ".join(
-        f"{pool}: {len(members)} records, such as {members[0].id}" for pool, members in sorted(pools.items())
+        f"{pool}: {sizes[pool]} records, such as {one.id}" for pool, one in sorted(pools.items())
     )
-    first = [_flat({"machine": m[0].machine, "code": m[0].code}) for _, m in sorted(pools.items())]
-    differing = sorted(
-        key for key in {k for facts in first for k in facts} if len({str(f.get(key)) for f in first}) > 1
-    )
-    values = "; ".join(f"{key}: {' / '.join(str(f.get(key)) for f in first)}" for key in differing[:6])
+    facts = [_flat({"machine": one.machine, "code": one.code}) for _, one in sorted(pools.items())]
+    texts = {
+        key: [str(of_pool.get(key)) for of_pool in facts] for key in sorted({k for f in facts for k in f})
+    }
+    differing = [f"{key}: {' / '.join(found)}" for key, found in texts.items() if len(set(found)) > 1]
+    values = "; ".join(differing[:6])
     raise ReportError(
         f"records of {len(pools)} pools (other machine or code) are not drawn together: {told}. "
         f"They differ in {values or 'facts that are not recorded'}. Move one pool to a folder of its own"

@@ -25,6 +25,8 @@ from report.data.frames import Frames, groups
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
 TRAINING: Final = ("forward", "backward", "step")  # phases of a training step
 OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
+SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
+_SOURCES: Final = ("ledger", "predicted")
 PAIR: Final = ("cell", "seed", "repeat")  # trials that ran under the same conditions
 
 
@@ -47,19 +49,18 @@ def trials(frames: Frames) -> pd.DataFrame:
         best_seconds: the larger of these two; NaN where the schedule's is not known.
         share, schedule_share, ideal_share: best_seconds, schedule_seconds and ideal_seconds / step_seconds.
         processors_busy: processor_seconds / step_seconds.
-        taken_share: the part of the CPU time that other programs and the hypervisor took.
         m_bytes: M times the micro-batches of a step; M is the bytes between nodes of one hierarchical
             all-gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
         tflops: model TFLOP/s of a rank, for presets.
         first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
         validation_step: optimizer steps before that validation, warm-ups included.
     """
-    table = frames.trials.assign(taken_share=taken_share(frames.trials))
+    table = frames.trials
     for found in (_times(frames), _traffic(frames), _first_loss(frames), _final_loss(frames)):
         table = table.merge(found, on="id", how="left")
     tokens = table["tokens_per_rank"] * table["world"] * table["accumulation"]
     table["tokens_per_second"] = tokens / table["step_seconds"]
-    rate = pd.to_numeric(table["achieved_mbit"]).astype(float) * BITS_PER_MBIT
+    rate = table["achieved_mbit"] * BITS_PER_MBIT
     table["wire_seconds"] = np.where(table["egress_bytes"] == 0, 0.0, 8 * table["egress_bytes"] / rate)
     table["ideal_seconds"] = table[["compute_seconds", "wire_seconds"]].max(axis=1, skipna=False)
     table["schedule_seconds"] = table["id"].map(schedule_seconds(frames, timed_steps(frames)))
@@ -68,13 +69,8 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["processor_seconds"] = table["id"].map(processor_seconds(frames))
     either = table[["schedule_seconds", "processor_seconds"]].max(axis=1)
     table["best_seconds"] = either.where(table["schedule_seconds"].notna())
-    for name, seconds in (
-        ("share", "best_seconds"),
-        ("schedule_share", "schedule_seconds"),
-        ("ideal_share", "ideal_seconds"),
-        ("processors_busy", "processor_seconds"),
-    ):
-        table[name] = table[seconds] / table["step_seconds"]
+    for name, bound in zip(SHARES, ("best", "schedule", "ideal", "processor"), strict=True):
+        table[name] = table[f"{bound}_seconds"] / table["step_seconds"]
     model = ["nodes", "ranks_per_node", "model", "accumulation"]  # peers have no units of their own
     table["padded"] = table.groupby(model)["padded"].transform("max")
     table["m_bytes"] = (2.0 * table["padded"] * (table["nodes"] - 1)).replace(0.0, np.nan)
@@ -84,19 +80,8 @@ def trials(frames: Frames) -> pd.DataFrame:
         for row in table[["id", "step_seconds", "processes"]].to_dict("records")
     ]
     table["first"] = table.groupby("contender")["order"].transform("min")
-    table["rate_mbit"] = pd.to_numeric(table["rate_mbit"]).astype(float)
-    table["achieved_mbit"] = pd.to_numeric(table["achieved_mbit"]).astype(float)
     cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "where"]
     return table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
-
-
-def taken_share(table: pd.DataFrame) -> pd.Series[float]:
-    """Part of the CPU time that other programs and the hypervisor took; NaN if not known.
-
-    Args:
-        table: with the columns of ``frames.trials``.
-    """
-    return pd.to_numeric(table["others_share"]).astype(float) + pd.to_numeric(table["steal_share"])
 
 
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
@@ -143,34 +128,24 @@ def timed_steps(frames: Frames) -> pd.Series[int]:
 
 
 def _traffic(frames: Frames) -> pd.DataFrame:
-    steps = timed_steps(frames)
-    between = frames.bytes[(frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)]
-    ledger, predicted = (between[between["source"] == name] for name in ("ledger", "predicted"))
-    has_ledger = frames.bytes[frames.bytes["source"] == "ledger"]["id"].unique()
-    found = pd.DataFrame(index=pd.Index(frames.trials["id"], name="id"))
-    totals = {
-        "sent_bytes": ledger.groupby("id")["bytes"].sum(),
-        "predicted_bytes": predicted.groupby("id")["bytes"].sum(),
-        "interface_bytes": frames.interfaces.groupby("id")["tx_bytes"].sum(),
-        "header_bytes": _headers(frames),
-    }
-    for name, total in totals.items():
-        found[name] = total.reindex(found.index) / steps.reindex(found.index)
-    for source, column in (("ledger", "sent_bytes"), ("predicted", "predicted_bytes")):
-        whole = frames.bytes[frames.bytes["source"] == source]["id"].unique()
-        found.loc[found.index.isin(whole), column] = found[column].fillna(0)
-    busiest = ledger.groupby(["id", "node"])["bytes"].sum().groupby("id").max()
-    counted = frames.interfaces.groupby("id")["tx_bytes"].max()
-    egress = busiest.reindex(found.index)
-    egress[found.index.isin(has_ledger)] = egress.fillna(0)
-    found["egress_bytes"] = egress.fillna(counted.reindex(found.index)) / steps.reindex(found.index)
-    return found.astype(float).reset_index()
-
-
-def _headers(frames: Frames) -> pd.Series[float]:
-    """Bytes of packet headers over the timed steps, where the link states their size."""
-    counted = frames.interfaces.dropna(subset=["header_bytes"])
-    return (counted["tx_packets"] * counted["header_bytes"].astype(float)).groupby(counted["id"]).sum()
+    """Bytes per step between nodes of each trial; NaN where there is no ledger, prediction or interface."""
+    between = (frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)
+    sent = frames.bytes.assign(bytes=frames.bytes["bytes"].where(between, 0).astype(float))
+    of_source = {name: sent[sent["source"] == name].groupby("id")["bytes"].sum() for name in _SOURCES}
+    of_node = sent[sent["source"] == "ledger"].groupby(["id", "node"])["bytes"].sum()
+    counted = frames.interfaces.set_index("id")
+    headers = counted["tx_packets"] * counted["header_bytes"].astype(float)
+    by_trial = counted["tx_bytes"].astype(float).groupby("id")
+    found = pd.DataFrame(
+        {
+            "sent_bytes": of_source["ledger"],
+            "predicted_bytes": of_source["predicted"],
+            "interface_bytes": by_trial.sum(),
+            "header_bytes": headers.groupby("id").sum(min_count=1),
+            "egress_bytes": of_node.groupby("id").max().combine_first(by_trial.max()),
+        }
+    )
+    return found.div(timed_steps(frames), axis=0).reset_index(names="id")
 
 
 def _first_loss(frames: Frames) -> pd.DataFrame:
@@ -198,15 +173,15 @@ def pairs(table: pd.DataFrame) -> pd.DataFrame:
         nodes over its, ledger) and ``interface_ratio``.  Trials without a baseline are left out.
     """
     base = table[(table["strategy"] == BASELINE) & (table["contender"] == NAMES[BASELINE])]
-    columns = [*PAIR, "id", "step_seconds", "sent_bytes", "interface_bytes"]
-    base = base[columns].drop_duplicates(list(PAIR))
-    renamed = {c: f"baseline_{c}" for c in columns[4:]} | {"id": "baseline"}
-    joined = table.merge(base.rename(columns=renamed), on=list(PAIR), how="inner")
-    joined["speedup"] = joined["baseline_step_seconds"] / joined["step_seconds"]
-    joined["allowed"] = joined["baseline_step_seconds"] / joined["best_seconds"]
+    columns = {"id": "baseline", "step_seconds": "baseline_seconds"}
+    columns |= {name: f"baseline_{name}" for name in ("sent_bytes", "interface_bytes")}
+    base = base[[*PAIR, *columns]].drop_duplicates(list(PAIR)).rename(columns=columns)
+    joined = table.merge(base, on=list(PAIR))
+    joined["speedup"] = joined["baseline_seconds"] / joined["step_seconds"]
+    joined["allowed"] = joined["baseline_seconds"] / joined["best_seconds"]
     joined["bytes_ratio"] = joined["sent_bytes"] / joined["baseline_sent_bytes"]
     joined["interface_ratio"] = joined["interface_bytes"] / joined["baseline_interface_bytes"]
-    return joined.rename(columns={"baseline_step_seconds": "baseline_seconds"})
+    return joined
 
 
 def speedup(group: pd.DataFrame) -> Interval:
@@ -215,11 +190,7 @@ def speedup(group: pd.DataFrame) -> Interval:
     Args:
         group: rows of :func:`pairs` of one contender in one cell.
     """
-    keys = list(zip(group["seed"], group["repeat"], strict=True))
-    return paired_ratio_interval(
-        dict(zip(keys, group["baseline_seconds"], strict=True)),
-        dict(zip(keys, group["step_seconds"], strict=True)),
-    )
+    return paired_ratio_interval(group["baseline_seconds"].to_dict(), group["step_seconds"].to_dict())
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
@@ -231,8 +202,12 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
         table: from :func:`trials`.
     """
     kept = table[table["rate_mbit"].notna() | (table["link_kind"] == "real")]
-    rates = kept.assign(achieved_mbit=pd.to_numeric(kept["achieved_mbit"])).dropna(subset=["achieved_mbit"])
-    medians = rates.groupby(["cell", "contender"])["achieved_mbit"].median().groupby("cell")
+    medians = (
+        kept.dropna(subset=["achieved_mbit"])
+        .groupby(["cell", "contender"])["achieved_mbit"]
+        .median()
+        .groupby("cell")
+    )
     spread = medians.max() / medians.min() - 1
     return {str(cell): float(value) for cell, value in spread.items() if value > RATES_AGREE_WITHIN}
 
@@ -271,7 +246,7 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
         spaces between them.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
-    rows: list[dict[str, object]] = []
+    rows: list[tuple[object, ...]] = []
     measured = pairs[pairs["achieved_mbit"].notna() & (pairs["contender"] != NAMES[BASELINE])]
     for key, group in groups(measured, keys):
         cells = [of_cell for _, of_cell in groups(group, ["cell"])]
@@ -285,11 +260,9 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
             for (r0, s0), (r1, s1) in pairwise(points)
             if (s0 - 1) * (s1 - 1) < 0
         ]
-        row: dict[str, object] = dict(zip(keys, key, strict=True))
-        row |= {"low_mbit": points[0][0], "high_mbit": points[-1][0]}
-        row |= {"low_speedup": points[0][1], "high_speedup": points[-1][1]}
-        row |= {"records": " ".join(sorted({*group["id"], *group["baseline"]}))}
-        rows.append(row | {"break_even_mbit": max(crossings, default=math.nan)})
+        records = " ".join(sorted({*group["id"], *group["baseline"]}))
+        ends = (points[0][0], points[-1][0], points[0][1], points[-1][1])
+        rows.append((*key, *ends, max(crossings, default=math.nan), records))
     names = ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "break_even_mbit", "records"]
     return pd.DataFrame(rows, columns=[*keys, *names])
 
@@ -306,18 +279,13 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
         ``place`` without the rate.
     """
     shaped = table.dropna(subset=["rate_mbit"])
-    keys = ["elsewhere", "seed", "repeat"]
-    elsewhere = [cell_without_rate(frames, identity) for identity in shaped["id"]]
-    shaped = shaped.assign(elsewhere=elsewhere, rate_mbit=pd.to_numeric(shaped["rate_mbit"]).astype(float))
-    named = shaped["contender"]
-    ours = shaped[named == NAMES[PROPOSED]].assign(full_rate=lambda t: 4 * t["rate_mbit"])
-    base = shaped[named == NAMES[BASELINE]]
-    columns = [*keys, "rate_mbit", "id", "tokens_per_second", "achieved_mbit"]
-    joined = ours.merge(
-        base[columns].rename(columns={"rate_mbit": "full_rate", "id": "baseline"}),
-        on=[*keys, "full_rate"],
-        suffixes=("", "_baseline"),
-    )
+    shaped = shaped.assign(elsewhere=[cell_without_rate(frames, identity) for identity in shaped["id"]])
+    ours = shaped[shaped["contender"] == NAMES[PROPOSED]].assign(full_rate=lambda t: 4 * t["rate_mbit"])
+    base = shaped[shaped["contender"] == NAMES[BASELINE]]
+    base = base.rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
+    keys = ["elsewhere", "seed", "repeat", "full_rate"]
+    columns = [*keys, "baseline", "tokens_per_second", "achieved_mbit"]
+    joined = ours.merge(base[columns], on=keys, suffixes=("", "_baseline"))
     joined["parity"] = joined["tokens_per_second"] / joined["tokens_per_second_baseline"]
     return joined.sort_values(["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"], ignore_index=True)
 
@@ -337,19 +305,11 @@ def split(frames: Frames) -> pd.DataFrame:
     communication was not measured (peers), it stays inside forward and backward.
     """
     slowest = _slowest(_timed(frames))
-    forward = slowest["exposed_forward"].astype(float)
-    backward = slowest["exposed_backward"].astype(float)
-    parts = pd.DataFrame(
-        {
-            "id": slowest["id"],
-            "forward": slowest["forward"] - forward.fillna(0),
-            "exposed in forward": forward,
-            "backward": slowest["backward"] - backward.fillna(0),
-            "exposed in backward": backward,
-            "optimizer": slowest["optimizer"],
-            "other": slowest["total"] - slowest["forward"] - slowest["backward"] - slowest["optimizer"],
-        }
-    )
+    parts = slowest[["id", "forward", "backward", "optimizer"]].copy()
+    parts["other"] = slowest["total"] - slowest[["forward", "backward", "optimizer"]].sum(axis=1)
+    for name in ("forward", "backward"):
+        exposed = slowest[f"exposed_{name}"].astype(float)
+        parts = parts.assign(**{name: parts[name] - exposed.fillna(0), f"exposed in {name}": exposed})
     means = parts.groupby("id").mean()
     means["other"] = means["other"].clip(lower=0)
     long = means.reset_index().melt(id_vars="id", var_name="part", value_name="seconds")
@@ -358,32 +318,21 @@ def split(frames: Frames) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Derived:
-    """Raw tables with the derived tables that figures share, computed once.
-
-    Attributes:
-        frames: raw tables.
-        trials: from :func:`trials`.
-        pairs: from :func:`pairs`.
-        differing: from :func:`rates_differ`.
-        generations: from :func:`report.data.decoding.generations`.
-    """
+    """Raw tables with the derived tables that figures share, computed once."""
 
     frames: Frames
-    trials: pd.DataFrame
+    trials: pd.DataFrame  # of the function of that name, as all below; with a column ``rates_differ``
     pairs: pd.DataFrame
-    differing: dict[str, float]
+    differing: dict[str, float]  # of rates_differ
     generations: pd.DataFrame
 
     @property
     def finished(self) -> pd.DataFrame:
-        """One row per finished trial, trained or generated: the columns of ``frames.trials`` and
-        ``taken_share``.
-        """
+        """One row per finished trial, trained or generated: the columns of ``frames.trials``."""
         columns = [*self.frames.trials.columns, "first"]
         generated = self.generations.drop_duplicates("id")[columns]
         both = [table for table in (self.trials[columns], generated) if len(table)]
-        found = pd.concat(both, ignore_index=True) if both else generated
-        return found.assign(taken_share=taken_share(found))
+        return pd.concat(both, ignore_index=True) if both else generated
 
     @property
     def disturbed(self) -> frozenset[str]:
@@ -395,4 +344,6 @@ class Derived:
 def derive(frames: Frames) -> Derived:
     """Compute all derived tables."""
     table = trials(frames)
-    return Derived(frames, table, pairs(table), rates_differ(table), generations(frames))
+    differing = rates_differ(table)
+    table["rates_differ"] = table["cell"].isin(list(differing))
+    return Derived(frames, table, pairs(table), differing, generations(frames))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
@@ -43,6 +43,12 @@ def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """A count with its noun: ``1 seed``, ``3 seeds``; ``plural`` where an s is not enough."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
+
+
+def span(counts: Collection[float], noun: str) -> str:
+    """The range of some counts with their noun: ``5 steps``, or ``5 to 40 steps``."""
+    low, high = int(min(counts)), int(max(counts))
+    return counted(high, noun) if low == high else f"{low} to {high} {noun}s"
 
 
 def byte_unit(largest: float) -> tuple[float, str]:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle
 from typing import Any, Final, Literal
 
 import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from harness.records.statistics import Interval
 from report.draw import theme
 
 LINE_POINTS: Final = 10.5  # height of a label, with its air
 ROW_INCHES: Final = 0.3  # height of a bar with its air
+_APART: Final = 1.35  # least ratio of neighbouring ticks
 _LABEL_LETTERS: Final = 20  # of a label in one line
 
 
@@ -32,29 +35,38 @@ def panels(
     return figure, [list(row) for row in axes]
 
 
+def panels_of(
+    count: int, columns: int, *, height: float, width: float = theme.WIDTH
+) -> tuple[Figure, list[Axes]]:
+    """Create a figure of ``count`` axes in rows of ``columns``; ``height`` is that of a row, in inches."""
+    rows = -(-count // columns)
+    figure, grid = panels(columns, rows, height=0.4 + rows * height, width=width)
+    places = [ax for row in grid for ax in row]
+    for ax in places[count:]:
+        ax.set_axis_off()
+    return figure, places[:count]
+
+
 def bars_height(rows: int, *, room: float = 0.95, row: float = ROW_INCHES) -> float:
     """Height in inches of a figure with this many horizontal bars."""
     return room + row * max(rows, 2)
 
 
-def log_ticks(ax: Axes, values: Sequence[float], *, axis: str = "x", unit: str = "") -> None:
-    """Make a log axis with plain tick labels at ``values``."""
-    kept = sorted({float(v) for v in values if v > 0})
-    getattr(ax, f"set_{axis}scale")("log")
-    part = ax.xaxis if axis == "x" else ax.yaxis
-    part.set_major_locator(FixedLocator(_thinned(kept)))
-    part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
-    part.set_minor_locator(NullLocator())
-    part.set_minor_formatter(NullFormatter())
-
-
-def _thinned(values: list[float], ratio: float = 1.35) -> list[float]:
-    """The values that are far enough apart on a log axis to be legible."""
+def log_ticks(ax: Axes, values: Sequence[float]) -> None:
+    """Make the x axis logarithmic with plain labels at ``values`` that are far enough apart to be legible."""
     kept: list[float] = []
-    for value in values:
-        if not kept or value / kept[-1] >= ratio:
+    for value in sorted(float(v) for v in values if v > 0):
+        if not kept or value / kept[-1] >= _APART:
             kept.append(value)
-    return kept
+    ax.set_xscale("log")
+    _ticks(ax.xaxis, kept)
+
+
+def _ticks(axis: Axis, at: Sequence[float]) -> None:
+    """Plain labels at these places and no others."""
+    axis.set_major_locator(FixedLocator(at))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def decades(ax: Axes, axis: str = "y") -> None:
@@ -67,9 +79,7 @@ def decades(ax: Axes, axis: str = "y") -> None:
         ticks = [step * 10.0**power for power in powers for step in steps]
         if sum(low <= tick <= high for tick in ticks) > 1:
             break
-    part.set_major_locator(FixedLocator(ticks))
-    part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    part.set_minor_locator(NullLocator())
+    _ticks(part, ticks)
     (ax.set_xlim if axis == "x" else ax.set_ylim)(low, high)
 
 
@@ -84,14 +94,11 @@ class Look:
 
 def looks_of(contenders: Sequence[tuple[str, str]]) -> dict[str, Look]:
     """Styles by contender, from (strategy, contender): variants of one strategy differ in dashes."""
-    dashes = ("-", "--", ":", "-.")
-    seen: dict[str, int] = {}
-    looks: dict[str, Look] = {}
-    for strategy, contender in contenders:
-        turn = seen.setdefault(strategy, 0)
-        seen[strategy] += 1
-        looks[contender] = Look(theme.colour(strategy), theme.marker(strategy), dashes[turn % len(dashes)])
-    return looks
+    dashes: dict[str, Iterator[str]] = defaultdict(lambda: cycle(("-", "--", ":", "-.")))
+    return {
+        contender: Look(theme.colour(strategy), theme.marker(strategy), next(dashes[strategy]))
+        for strategy, contender in contenders
+    }
 
 
 def shades(count: int) -> list[str]:
@@ -99,15 +106,26 @@ def shades(count: int) -> list[str]:
     return list(sns.color_palette("viridis", count + 1).as_hex())[:count]  # the last is too pale
 
 
-def error_bar(ax: Axes, at: float, found: Interval, colour: str, *, across: bool) -> None:
-    """Draw an interval; ``across`` draws it horizontally at height ``at``.  NaN ends draw nothing."""
-    if math.isnan(found.low):
-        return
-    line = [found.low, found.high]
-    place = [at, at]
-    ax.plot(
-        *((line, place) if across else (place, line)), color=colour, lw=1.4, solid_capstyle="butt", zorder=3
-    )
+def error_bar(ax: Axes, at: float, found: Interval, colour: str) -> None:
+    """Draw an interval as a horizontal line at height ``at``; NaN ends draw nothing."""
+    if not math.isnan(found.low):
+        ends = [found.low, found.high]
+        ax.plot(ends, [at, at], color=colour, lw=1.4, solid_capstyle="butt", zorder=3)
+
+
+def value_dots(ax: Axes, values: pd.Series[float], place: float, colour: str) -> None:
+    """Draw each value as a dot under the row's interval, so that both are visible."""
+    ax.plot(values, [place + 0.2] * len(values), "o", color=colour, ms=3, mec="white", mew=0.4, zorder=4)
+
+
+def interval_bar(
+    ax: Axes, place: float, found: Interval, values: pd.Series[float], *, colour: str, text: str
+) -> None:
+    """Draw a horizontal bar with its interval, each value as a dot, and its label to the right of all."""
+    ax.barh(place, found.estimate, 0.66, color=colour)
+    error_bar(ax, place, found, theme.INK)
+    value_dots(ax, values, place, theme.INK)
+    beside(ax, float(np.nanmax([found.estimate, found.high, values.max()])), place, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +136,13 @@ class Ending:
     y: float
     text: str
     colour: str
+
+
+def trend(ax: Axes, middle: pd.Series[float], values: pd.Series[float], name: str, look: Look) -> Ending:
+    """Draw a line through middles and every value as a small dot, both by place; returns the line's label."""
+    ax.plot(middle.index, middle, look.line, color=look.colour, marker=look.marker, mec="white", mew=0.6)
+    ax.plot(values.index, values, ".", color=look.colour, ms=2.5, alpha=0.45, zorder=1.9)
+    return Ending(float(middle.index[-1]), float(middle.iloc[-1]), name, look.colour)
 
 
 def label_ends(ax: Axes, endings: Sequence[Ending], height_inches: float) -> None:
@@ -176,62 +201,48 @@ def spread(
 ) -> list[float]:
     """Positions of labels without overlap, moved as little as possible from the wanted ones.
 
-    Pool adjacent violators, then clipped to the limits.
-
     Args:
         values: wanted centres, sorted.
         sizes: of the labels.
         within: limits of their edges; ignored if too narrow for all.
     """
-    below = [0.0]  # from the first middle to each, where labels touch
-    for one, other in pairwise(sizes):
-        below.append(below[-1] + (one + other) / 2)
-    groups: list[list[float]] = []  # [sum of wished starts, members]
-    for value, offset in zip(values, below, strict=True):
-        groups.append([value - offset, 1])
-        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
-            last = groups.pop()
-            groups[-1][0] += last[0]
-            groups[-1][1] += last[1]
-    starts = [group[0] / group[1] for group in groups for _ in range(int(group[1]))]
+    from scipy.optimize import isotonic_regression
+
+    middles = np.cumsum(sizes) - np.asarray(sizes) / 2
+    below = middles - middles[0]  # from the first middle to each, where labels touch
+    starts = isotonic_regression(np.asarray(values) - below).x
     if within is not None and sum(sizes) <= within[1] - within[0]:
-        lowest, highest = within[0] + sizes[0] / 2, within[1] - sizes[-1] / 2 - below[-1]
-        starts = [min(max(start, lowest), highest) for start in starts]
-    return [start + offset for start, offset in zip(starts, below, strict=True)]
+        starts = starts.clip(within[0] + sizes[0] / 2, within[1] - sizes[-1] / 2 - below[-1])
+    return [float(start) for start in starts + below]
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Data of stacked horizontal bars: one row per name, one colour per part.
+def stacked_bars(
+    ax: Axes,
+    values: pd.DataFrame,
+    colours: Mapping[str, str],
+    labels: Mapping[str, str],
+    hatched: pd.DataFrame | None = None,
+) -> None:
+    """Draw stacked horizontal bars with their legend entries.
 
-    Attributes:
-        rows: names, top first.
-        values: parts as columns, rows as above.
+    Args:
+        ax: where; its rows run from top to bottom.
+        values: names as rows, parts as columns.
         colours: by part.
         labels: printed names of the parts; a part's own name where it has none.
         hatched: which values are hatched, as ``values``; None for none.
     """
-
-    rows: Sequence[str]
-    values: pd.DataFrame
-    colours: dict[str, str]
-    labels: dict[str, str]
-    hatched: pd.DataFrame | None = None
-
-    def draw(self, ax: Axes, *, height: float = 0.62) -> None:
-        """Draw the bars and their legend entries; the axes' rows run from top to bottom."""
-        places = np.arange(len(self.rows))
-        left = np.zeros(len(self.rows))
-        for part in self.values.columns:
-            sizes = self.values[part].to_numpy(dtype=float)
-            colour = self.colours.get(part, theme.OTHER)
-            bars = ax.barh(places, sizes, height, left=left, color=colour, edgecolor="white", linewidth=0.5)
-            ax.barh(0, 0, color=colour, label=self.labels.get(part, part))  # the legend's, never hatched
-            if self.hatched is not None:
-                for bar, hatched in zip(bars, self.hatched[part], strict=True):
-                    bar.set_hatch(theme.HATCH if hatched else "")
-            left += np.nan_to_num(sizes)
-        row_names(ax, self.rows)
+    places, left = np.arange(len(values)), np.zeros(len(values))
+    for part in values.columns:
+        sizes = values[part].to_numpy(dtype=float)
+        colour = colours.get(part, theme.OTHER)
+        bars = ax.barh(places, sizes, 0.62, left=left, color=colour, edgecolor="white", linewidth=0.5)
+        ax.barh(0, 0, color=colour, label=labels.get(part, part))  # the legend's, never hatched
+        if hatched is not None:
+            for bar, marked in zip(bars, hatched[part], strict=True):
+                bar.set_hatch(theme.HATCH if marked else "")
+        left += np.nan_to_num(sizes)
+    row_names(ax, list(values.index))
 
 
 def wrapped(name: str, limit: int = 24) -> str:

@@ -18,43 +18,29 @@ from report.data.text import listed
 _MOST_NAMES: Final = 4  # in a sentence of a caption
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Drawing:
-    """Drawing of one tidy table of raw values with a column ``id`` (records).
+    """Drawing of one tidy table of raw values with a column ``id`` (records)."""
 
-    Attributes:
-        name: file name without suffix, and anchor on the page.
-        title: heading on the page.
-        draw: makes the figure, or None for an empty table.
-        caption: what is shown, with its formula.
-        alt: alternative text, with the main numbers.
-    """
-
-    name: str
+    name: str  # file name without suffix, and anchor on the page
     title: str
-    draw: Callable[[pd.DataFrame], Figure | None]
-    caption: Callable[[pd.DataFrame], str]
-    alt: Callable[[pd.DataFrame], str]
+    draw: Callable[[pd.DataFrame], Figure]  # of a table with rows
+    caption: Callable[[pd.DataFrame], str]  # what is shown, with its formula
+    alt: Callable[[pd.DataFrame], str]  # alternative text, with the main numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plot(Drawing):
-    """One figure of a suite's report.
+    """One figure of a suite's report."""
 
-    Attributes:
-        suite: the suite to run when there is no data.
-        data: the table, sometimes with a column ``baseline`` of further records; empty when the
-            records hold nothing to draw.
-    """
-
-    suite: str
-    data: Callable[[Derived], pd.DataFrame]
+    data: Callable[[Derived], pd.DataFrame]  # without rows if the records hold nothing to draw
+    suite: str = "quickstart"  # to run when there is no data
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
-    """Sorted ids of the records behind a figure's data."""
-    columns = [column for column in ("id", "baseline") if column in data.columns]
-    return tuple(sorted({str(value) for column in columns for value in data[column].dropna()}))
+    """Sorted ids of the records behind a figure's data, those of column ``baseline`` among them."""
+    ids = data.filter(["id", "baseline"]).melt()["value"].dropna()
+    return tuple(sorted({str(identity) for identity in ids}))
 
 
 def titles_of(data: pd.DataFrame) -> dict[str, str]:
@@ -108,3 +94,22 @@ def contenders(data: pd.DataFrame) -> list[tuple[str, str]]:
     """Distinct (strategy, contender) pairs, in list order."""
     found = data.drop_duplicates("contender").sort_values(["place", "first"], kind="stable")
     return list(zip(found["strategy"], found["contender"], strict=True))
+
+
+def by_contender(data: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
+    """(strategy, contender, its rows) in list order."""
+    return [(*named, data[data["contender"] == named[1]]) for named in contenders(data)]
+
+
+def by_cell_and_contender(data: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
+    """(name, strategy, rows) of each contender of each cell; the name ends with the cell's short title."""
+    return [
+        (f"{contender}, {title}" if title else contender, strategy, group)
+        for title, of_cell in by_cell(data)
+        for strategy, contender, group in by_contender(of_cell)
+    ]
+
+
+def by_cell(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """(short title, rows) of each cell: the title has the fields in which it differs from the others."""
+    return [(title, data[data["cell"] == cell]) for cell, title in titles_of(data).items()]

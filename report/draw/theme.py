@@ -114,7 +114,6 @@ def style() -> Iterator[None]:
     base = sns.axes_style("ticks") | sns.plotting_context("paper")
     own = {
         "axes.edgecolor": "#9a9a9a",
-        "axes.formatter.use_mathtext": False,
         "axes.grid": True,
         "axes.labelcolor": INK,
         "axes.labelsize": 9,
@@ -124,21 +123,16 @@ def style() -> Iterator[None]:
         "axes.titlelocation": "left",
         "axes.titlesize": 9.5,
         "axes.titleweight": "bold",
-        "figure.constrained_layout.use": True,
-        "figure.dpi": 100,
-        "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
         "font.size": 8.5,
         "grid.color": GRID,
         "grid.linewidth": 0.6,
-        "axes.axisbelow": True,
         "legend.fontsize": 8,
         "legend.frameon": False,
         "lines.linewidth": 1.6,
         "lines.markersize": 5,
         "pdf.fonttype": 42,
         "savefig.dpi": 160,
-        "svg.fonttype": "path",
         "svg.hashsalt": "zeropp-bench",
         "text.color": INK,
         "text.parse_math": False,  # names come from records and may hold a dollar sign

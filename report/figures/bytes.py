@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,6 +17,11 @@ from report.draw.plot import Plot, contenders, peers_note, unpublished_note
 
 _PLACE: Final = ["nodes", "ranks_per_node", "model", "accumulation"]
 _LEAST: Final = -1e-9  # M; what is spared is not below it but for rounding
+_MARKS: Final[dict[str, tuple[str, str, int]]] = {  # beside the ledger's bars: marker, colour and size
+    "predicted": ("|", theme.INK, 13),
+    "interface": ("o", theme.INK, 4),
+    "published rule": ("x", theme.RULE, 6),
+}
 _SPARED: Final = {
     "sent": "sent",
     "quantising": "spared by quantising",
@@ -43,21 +47,19 @@ def _volume_data(derived: Derived) -> pd.DataFrame:
     return found[kept].merge(table[["id", *named]], on="id")
 
 
-def _draw_volume(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    groups = [group for _, group in data.groupby(_PLACE, sort=True)]
-    shown = [contenders(group) for group in groups]
-    rows = sum(max(len(names), 2) for names in shown)
-    heights = [max(len(names), 2) for names in shown]
-    figure, grid = drawing.panels(
-        2, len(groups), height=0.75 + 0.55 * len(groups) + 0.32 * rows, sharey="row", height_ratios=heights
-    )
-    for (left, right), group, names in zip(grid, groups, shown, strict=True):
-        _volume_bars(left, group, names)
-        _spared_bars(right, group, names)
+def _draw_volume(data: pd.DataFrame) -> Figure:
+    groups = [group for _, group in data.groupby(_PLACE)]
+    rows = [max(group["contender"].nunique(), 2) for group in groups]
+    height = 0.75 + 0.55 * len(groups) + 0.32 * sum(rows)
+    figure, grid = drawing.panels(2, len(groups), height=height, sharey="row", height_ratios=rows)
+    for (left, right), group in zip(grid, groups, strict=True):
+        _volume_bars(left, group)
+        spared = _wide(group, "split", list(_SPARED))
+        spared = spared.mask((spared < _LEAST).any(axis=1))  # more than 16 bits: nothing is spared
+        drawing.stacked_bars(right, spared, theme.SPARED, _SPARED)
+        drawing.same_rows(right)
         if len(groups) > 1:
-            left.set_title(", ".join(_told(group)))
+            left.set_title(_told(group))
     grid[-1][0].set_xlabel("bytes between nodes per step, in M")
     grid[-1][1].set_xlabel("against flat collectives in 16 bits, in M")
     drawing.legend_above(figure, grid[0][0], columns=2)
@@ -65,45 +67,34 @@ def _draw_volume(data: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def _told(group: pd.DataFrame) -> list[str]:
+def _told(group: pd.DataFrame) -> str:
     first = group.iloc[0]
-    told = [f"{first['nodes']}x{first['ranks_per_node']} ranks", plain(first["model"])]
-    return told + ([f"{first['accumulation']} micro-batches"] if first["accumulation"] > 1 else [])
+    told = f"{first['nodes']}x{first['ranks_per_node']} ranks, {plain(first['model'])}"
+    return told + (f", {first['accumulation']} micro-batches" if first["accumulation"] > 1 else "")
 
 
-def _wide(group: pd.DataFrame, kind: str, names: list[str], parts: list[str]) -> pd.DataFrame:
+def _wide(group: pd.DataFrame, kind: str, parts: list[str]) -> pd.DataFrame:
+    """Medians in M of one kind: contenders in list order as rows, parts as columns."""
     rows = group[group["kind"] == kind]
     table = rows.pivot_table(index="contender", columns="part", values="m", aggfunc="median")
+    names = [contender for _, contender in contenders(group)]
     return table.reindex(index=names, columns=[part for part in parts if part in table.columns])
 
 
-def _volume_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) -> None:
-    names = [contender for _, contender in shown]
-    values = _wide(group, "ledger", names, list(bytes_and_memory.VOLUME_PARTS))
-    drawing.Stack(names, values, theme.VOLUME, {}).draw(ax)
-    totals = {
-        kind: group[group["kind"] == kind].groupby("contender")["m"].median().reindex(names)
-        for kind in ("predicted", "interface")
-    }
-    places = np.arange(len(names))
-    marks = {"predicted": ("|", theme.INK, 13), "interface": ("o", theme.INK, 4)}
-    for kind, (marker, colour, size) in marks.items():
-        ax.plot(totals[kind], places, marker, color=colour, ms=size, mfc="none", mew=1.2, label=kind)
-    theirs = [published.total(*found) for found in shown]
-    if not np.isnan(theirs).all():
-        ax.plot(theirs, places, "x", color=theme.RULE, ms=6, mew=1.5, label="published rule")
-    for place, total in enumerate(values.sum(axis=1)):
-        most = np.nanmax([total, *(series.iloc[place] for series in totals.values()), theirs[place]])
-        drawing.beside(ax, float(most), place, f"{total or most:.3f}", points=7)
-    ax.set_xlim(0, np.nanmax([values.sum(axis=1).max(), *totals["interface"], *theirs]) * 1.2)
-
-
-def _spared_bars(ax: Axes, group: pd.DataFrame, shown: list[tuple[str, str]]) -> None:
-    names = [contender for _, contender in shown]
-    values = _wide(group, "split", names, list(_SPARED))
-    values = values.mask((values < _LEAST).any(axis=1))  # more than 16 bits: nothing is spared
-    drawing.Stack(names, values, theme.SPARED, _SPARED).draw(ax)
-    drawing.same_rows(ax)
+def _volume_bars(ax: Axes, group: pd.DataFrame) -> None:
+    values = _wide(group, "ledger", list(bytes_and_memory.VOLUME_PARTS))
+    drawing.stacked_bars(ax, values, theme.VOLUME, {})
+    totals = pd.DataFrame({"ledger": values.sum(axis=1)})
+    for kind in ("predicted", "interface"):
+        totals[kind] = group[group["kind"] == kind].groupby("contender")["m"].median()
+    totals["published rule"] = [published.total(*found) for found in contenders(group)]
+    places = range(len(totals))
+    for name, (marker, colour, size) in _MARKS.items():
+        if totals[name].notna().any():
+            ax.plot(totals[name], places, marker, color=colour, ms=size, mfc="none", mew=1.2, label=name)
+    for place, (most, total) in enumerate(zip(totals.max(axis=1), totals["ledger"], strict=True)):
+        drawing.beside(ax, most, place, f"{total or most:.3f}", points=7)
+    ax.set_xlim(0, totals[["ledger", "interface", "published rule"]].max().max() * 1.2)
 
 
 def _unsplit_in_words(data: pd.DataFrame) -> str:
@@ -115,16 +106,17 @@ def _unsplit_in_words(data: pd.DataFrame) -> str:
 
 
 def _volume_caption(data: pd.DataFrame) -> str:
-    places = [group for _, group in data.groupby(_PLACE, sort=True)]
-    m = [group["m_bytes"].iloc[0] / group["accumulation"].iloc[0] / 1e6 for group in places]
-    sizes = "; ".join(
-        f"{', '.join(_told(group))}: {size:.2f} MB" for group, size in zip(places, m, strict=True)
-    )
+    m = data["m_bytes"] / data["accumulation"] / 1e6
+    places = [group for _, group in data.groupby(_PLACE)]
+    sizes = "; ".join(f"{_told(group)}: {m[group.index[0]]:.2f} MB" for group in places)
+    with_ledger = data[data["kind"] == "ledger"]["contender"]
+    without = (data["kind"] == "interface") & ~data["contender"].isin(with_ledger)
+    unledgered = "; the interfaces' where there is no ledger" if without.any() else ""
     several = "Of several micro-batches: the mean of one. " if data["accumulation"].gt(1).any() else ""
     return (
         "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
         f"padded elements x (nodes - 1) ({sizes}). Left: the ledger by purpose "
-        f"(bars and numbers{_unledgered(data)}), what impl.plan.traffic predicts ( | ), what the network "
+        f"(bars and numbers{unledgered}), what impl.plan.traffic predicts ( | ), what the network "
         "interfaces counted, headers included ( o ), and the rule printed in the ZeRO++ blog, 3M for ZeRO-3 "
         "and 0.75M for ZeRO++, applied to each technique ( x; only the two totals were printed there); the "
         f"rule leaves out scales and control. {unpublished_note(data)}Right: computed from the same units, "
@@ -134,13 +126,6 @@ def _volume_caption(data: pd.DataFrame) -> str:
     )
 
 
-def _unledgered(data: pd.DataFrame) -> str:
-    """Caption text on contenders without a ledger; empty if there are none."""
-    counted = {kind: set(mine["contender"]) for kind, mine in data.groupby("kind")}
-    without = counted.get("interface", set()) - counted.get("ledger", set())
-    return "; the interfaces' where there is no ledger" if without else ""
-
-
 def _volume_alt(data: pd.DataFrame) -> str:
     totals = data[data["kind"] == "ledger"].groupby(["contender", "id"], sort=False)["m"].sum()
     told = [f"{name} {value:.3f}" for name, value in totals.groupby("contender", sort=False).median().items()]
@@ -148,20 +133,15 @@ def _volume_alt(data: pd.DataFrame) -> str:
 
 
 def _link_data(derived: Derived) -> pd.DataFrame:
-    links = derived.frames.links
-    told = ["kind", "requested_mbit", "when", "achieved_mbit"]
-    again = links["when"].eq("calibrated") & links.duplicated(told)  # records repeat their calibration
-    shaped = links[links["requested_mbit"].notna() & ~again]
-    share = pd.to_numeric(shaped["achieved_mbit"]) / pd.to_numeric(shaped["requested_mbit"])
+    shaped = derived.frames.links.dropna(subset=["requested_mbit"])
+    share = shaped["achieved_mbit"] / shaped["requested_mbit"]
     named = derived.trials[["id", "strategy", "contender", "place", "first"]]
     return shaped.assign(share=share).merge(named, on="id")
 
 
-def _draw_link(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
+def _draw_link(data: pd.DataFrame) -> Figure:
     figure, ((ax,),) = drawing.panels(1, height=2.5)
-    requested = pd.to_numeric(data["requested_mbit"]).astype(float)
+    requested = data["requested_mbit"]
     several = len(requested.unique()) > 1
     if several:
         drawing.log_ticks(ax, sorted(requested.unique()))
@@ -197,19 +177,14 @@ def _draw_link(data: pd.DataFrame) -> Figure | None:
 def _link_caption(data: pd.DataFrame) -> str:
     kinds = data.drop_duplicates(["kind", "why"])
     told = "; ".join(f"{row.kind} ({row.why})" for row in kinds.itertuples())
+    over_trials = len(data["requested_mbit"].unique()) == 1 and data["when"].eq("calibrated").any()
+    where = "; a calibration stands before the first trial that it served" if over_trials else ""
     return (
         "The link between nodes: rate achieved by messages of at least "
         f"{data['message_bytes'].min() / 1e6:.3g} MB before the sweep (calibrated) and right after each "
-        f"trial (probed), as a share of the rate asked for{_calibrations_in_words(data)}. "
+        f"trial (probed), as a share of the rate asked for{where}. "
         f"Kind of link: {told}."
     )
-
-
-def _calibrations_in_words(data: pd.DataFrame) -> str:
-    """Caption text on the position of calibrations, which belong to no trial, on an axis of trials."""
-    if len(data["requested_mbit"].unique()) > 1 or not data["when"].eq("calibrated").any():
-        return ""
-    return "; a calibration stands before the first trial that it served"
 
 
 def _link_alt(data: pd.DataFrame) -> str:
@@ -221,22 +196,6 @@ def _link_alt(data: pd.DataFrame) -> str:
 
 
 PLOTS: Final = (
-    Plot(
-        name="volume",
-        title="Bytes between nodes",
-        suite="quickstart",
-        data=_volume_data,
-        draw=_draw_volume,
-        caption=_volume_caption,
-        alt=_volume_alt,
-    ),
-    Plot(
-        name="link",
-        title="The link, as asked for and as it was",
-        suite="quickstart",
-        data=_link_data,
-        draw=_draw_link,
-        caption=_link_caption,
-        alt=_link_alt,
-    ),
+    Plot("volume", "Bytes between nodes", _draw_volume, _volume_caption, _volume_alt, _volume_data),
+    Plot("link", "The link, as asked for and as it was", _draw_link, _link_caption, _link_alt, _link_data),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -18,8 +19,12 @@ from report.data.text import counted, listed
 from report.draw import drawing, theme
 from report.draw.plot import Plot, common_to, titles_of
 
-_KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
+_KEPT: Final = [
+    "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "swept", "line",
+    "held", "bits", "block", "step_seconds", "sent_bytes", "m", "validation_loss",
+]  # fmt: skip
 _REFERENCE: Final = "ZeRO-3, 16 bits"
+_LINE: Final = ["strategy", "line", "held"]  # what trials of one line share
 _SWEEP_VALUES: Final = {
     "step_seconds": "seconds per step",
     "m": "bytes between nodes, in M",
@@ -33,24 +38,16 @@ def _error_data(derived: Derived) -> pd.DataFrame:
     return found[several]
 
 
-def _block_places(values: pd.Series[str]) -> dict[str, float]:
-    """Log2 of each block size; a single scale per shard is right of the largest."""
-    sizes = sorted({int(value) for value in values if value != "shard"})
-    places = {str(size): float(np.log2(size)) for size in sizes}
-    if (values == "shard").any():
-        places["shard"] = (max(places.values()) if places else 0.0) + 1.5
-    return places
-
-
-def _error_axis(data: pd.DataFrame) -> tuple[str, str]:
-    """Columns for the x axis and the lines: blocks on the axis if they vary, else bits."""
-    return ("block", "bits") if len(data["block"].unique()) > 1 else ("bits", "block")
-
-
 def _places(data: pd.DataFrame, axis: str) -> dict[str, float]:
-    if axis == "block":
-        return _block_places(data["block"])
-    return {str(bits): float(bits) for bits in sorted(data["bits"].unique())}
+    """Where each value stands: bits as they are, blocks at their log2, one scale per shard right of them."""
+    values = {str(value) for value in data[axis]}
+    sizes = sorted(int(value) for value in values if value != "shard")
+    if axis == "bits":
+        return {str(bits): float(bits) for bits in sizes}
+    places = {str(size): float(np.log2(size)) for size in sizes}
+    if "shard" in values:
+        places["shard"] = max(places.values(), default=0.0) + 1.5
+    return places
 
 
 def _mark_places(ax: Axes, places: dict[str, float], axis: str) -> None:
@@ -59,30 +56,23 @@ def _mark_places(ax: Axes, places: dict[str, float], axis: str) -> None:
     ax.set_xlabel("elements per block" if axis == "block" else "bits per element")
 
 
-def _line_name(line: str, value: object, options: str) -> str:
-    told = f"{value} bits" if line == "bits" else f"blocks of {value}"
-    return f"{told}, {options}" if options else told
-
-
-def _draw_error(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
+def _draw_error(data: pd.DataFrame) -> Figure:
     purposes = sorted(data["purpose"].unique(), reverse=True)
     figure, grid = drawing.panels(2, len(purposes), height=0.3 + 2.3 * len(purposes))
     for row, purpose in zip(grid, purposes, strict=True):
         mine = data[data["purpose"] == purpose]
-        axis, line = _error_axis(mine)
+        axis, line = ("block", "bits") if len(mine["block"].unique()) > 1 else ("bits", "block")
         places = _places(mine, axis)
         for ax, value in zip(row, ("vnmse", "largest"), strict=True):
             endings = []
             lines = groups(mine.sort_values([line, "options"], kind="stable"), [line, "options"])
             for ((held, options), group), colour in zip(lines, drawing.shades(len(lines)), strict=True):
-                at = group[axis].astype(str).map(places)
-                middle = group.groupby(at)[value].median()
-                ax.plot(middle.index, middle, "o-", color=colour, mec="white", mew=0.6)
-                ax.plot(at, group[value], ".", color=colour, ms=2.5, alpha=0.4)
-                name = _line_name(line, held, options)
-                endings.append(drawing.Ending(float(middle.index[-1]), float(middle.iloc[-1]), name, colour))
+                values = group.set_index(group[axis].astype(str).map(places))[value]
+                middle = values.groupby(level=0).median()
+                name = f"{held} bits" if line == "bits" else f"blocks of {held}"
+                name += f", {options}" if options else ""
+                look = drawing.Look(colour, "o", "-")
+                endings.append(drawing.trend(ax, middle, values, name, look))
             drawing.decades(ax)
             _mark_places(ax, places, axis)
             drawing.label_ends(ax, endings, 1.7)
@@ -102,47 +92,22 @@ def _error_caption(data: pd.DataFrame) -> str:
 
 
 def _error_alt(data: pd.DataFrame) -> str:
-    medians = data.groupby(["purpose", "codec"], sort=False)["vnmse"].median()
-    told = [
-        f"{key[0]} {key[1]} {value:.2g}" for key, value in zip(medians.index.to_list(), medians, strict=True)
-    ]
+    medians = data.groupby(["purpose", "codec"], sort=False, as_index=False)["vnmse"].median()
+    told = [f"{row.purpose} {row.codec} {row.vnmse:.2g}" for row in medians.itertuples()]
     return f"Median vNMSE: {listed(told[:14])}."
 
 
 def _sweep_data(derived: Derived, axis: str) -> pd.DataFrame:
     found = codec_sweeps.sweeps(derived.frames, derived.trials, axis)
-    found = found.assign(m=found["sent_bytes"] / found["m_bytes"])
-    kept = [
-        *_KEPT,
-        "swept",
-        "line",
-        "held",
-        "bits",
-        "block",
-        "step_seconds",
-        "sent_bytes",
-        "m",
-        "validation_loss",
-    ]
-    return found[kept]
+    return found.assign(m=found["sent_bytes"] / found["m_bytes"])[_KEPT]
 
 
-def _block_data(derived: Derived) -> pd.DataFrame:
-    return _sweep_data(derived, "block")
-
-
-def _bits_data(derived: Derived) -> pd.DataFrame:
-    return _sweep_data(derived, "bits")
-
-
-def _draw_sweep(data: pd.DataFrame, axis: str) -> Figure | None:
-    if data.empty:
-        return None
+def _draw_sweep(data: pd.DataFrame, axis: str) -> Figure:
     values = [value for value in _SWEEP_VALUES if data[value].notna().any()]
     titles = titles_of(data)
     swept_rows = data[data["swept"] != codec_sweeps.REFERENCE].astype({"bits": int})
     found = groups(swept_rows, ["swept", "cell"])
-    beside = [_names_of_lines(mine) for _, mine in found]
+    beside = [[_line_of(*key) for key, _ in groups(mine, _LINE)] for _, mine in found]
     panel = max(1.6, *(drawing.labels_inches([*names, _REFERENCE]) for names in beside))
     figure, grid = drawing.panels(len(values), len(found), height=0.3 + (panel + 0.6) * len(found), width=8.2)
     for row, ((swept, cell), mine) in zip(grid, found, strict=True):
@@ -165,13 +130,9 @@ def _draw_sweep(data: pd.DataFrame, axis: str) -> Figure | None:
     return figure
 
 
-def _line_of(strategy: object, line: object) -> str:
-    return f"{NAMES.get(str(strategy), strategy)}, {line}"
-
-
-def _names_of_lines(mine: pd.DataFrame) -> list[str]:
-    """Labels of the lines of one panel."""
-    return [_line_of(key[0], key[1]) for key, _ in groups(mine, ["strategy", "line", "held"])]
+def _line_of(strategy: str, line: str, _held: str) -> str:
+    """Label of a line."""
+    return f"{NAMES.get(strategy, strategy)}, {line}"
 
 
 def _sweep_lines(
@@ -179,28 +140,15 @@ def _sweep_lines(
 ) -> list[drawing.Ending]:
     """Draw one line per strategy and fixed fields; returns their end labels."""
     ends = []
-    lines = groups(mine.sort_values(["place", "line"], kind="stable"), ["strategy", "line", "held"])
-    shades = drawing.shades(len(lines))
-    for index, ((strategy, line, _), group) in enumerate(lines):
-        alone = sum(key[0] == strategy for key, _ in lines) == 1
-        colour = theme.colour(str(strategy)) if alone else shades[index]
-        middle = group.groupby(group[axis].astype(str).map(places))[value].median().dropna()
-        if middle.empty:
-            continue
-        marker = theme.marker(str(strategy))
-        ax.plot(middle.index, middle, color=colour, marker=marker, mec="white", mew=0.6, zorder=3)
-        ax.plot(group[axis].astype(str).map(places), group[value], ".", color=colour, ms=2.5, alpha=0.4)
-        name = _line_of(strategy, line)
-        ends.append(drawing.Ending(float(middle.index[-1]), float(middle.iloc[-1]), name, colour))
+    lines = groups(mine.sort_values(["place", "line"], kind="stable"), _LINE)
+    for (key, group), shade in zip(lines, drawing.shades(len(lines)), strict=True):
+        alone = sum(other[0] == key[0] for other, _ in lines) == 1
+        look = drawing.Look(theme.colour(key[0]) if alone else shade, theme.marker(key[0]), "-")
+        values = group.set_index(group[axis].astype(str).map(places))[value]
+        middle = values.groupby(level=0).median().dropna()
+        if len(middle):
+            ends.append(drawing.trend(ax, middle, values, _line_of(*key), look))
     return ends
-
-
-def _draw_block(data: pd.DataFrame) -> Figure | None:
-    return _draw_sweep(data, "block")
-
-
-def _draw_bits(data: pd.DataFrame) -> Figure | None:
-    return _draw_sweep(data, "bits")
 
 
 def _sweep_caption(data: pd.DataFrame) -> str:
@@ -222,32 +170,16 @@ def _sweep_alt(data: pd.DataFrame) -> str:
     return f"{'; '.join(told[:12])}."
 
 
+def _sweep(name: str, title: str, axis: str, suite: str) -> Plot:
+    """The figure of the sweeps along ``axis``."""
+    return Plot(
+        name, title, partial(_draw_sweep, axis=axis), _sweep_caption, _sweep_alt,
+        partial(_sweep_data, axis=axis), suite,
+    )  # fmt: skip
+
+
 PLOTS: Final = (
-    Plot(
-        name="error",
-        title="Quantisation error",
-        suite="block_size",
-        data=_error_data,
-        draw=_draw_error,
-        caption=_error_caption,
-        alt=_error_alt,
-    ),
-    Plot(
-        name="block_sweep",
-        title="Block size",
-        suite="block_size",
-        data=_block_data,
-        draw=_draw_block,
-        caption=_sweep_caption,
-        alt=_sweep_alt,
-    ),
-    Plot(
-        name="bits_sweep",
-        title="Bits",
-        suite="bits",
-        data=_bits_data,
-        draw=_draw_bits,
-        caption=_sweep_caption,
-        alt=_sweep_alt,
-    ),
+    Plot("error", "Quantisation error", _draw_error, _error_caption, _error_alt, _error_data, "block_size"),
+    _sweep("block_sweep", "Block size", "block", "block_size"),
+    _sweep("bits_sweep", "Bits", "bits", "bits"),
 )

@@ -15,7 +15,7 @@ from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import Derived
 from report.data.text import byte_unit, listed, number
 from report.draw import drawing, theme
-from report.draw.plot import Plot, common_to, contenders, titles_of
+from report.draw.plot import Plot, by_cell, by_contender, common_to, contenders
 
 _KEPT: Final = [
     "id", "baseline", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "step",
@@ -28,22 +28,19 @@ def _data(derived: Derived) -> pd.DataFrame:
     return derived.generations[_KEPT]
 
 
-def _draw(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    titles = titles_of(data)
-    shown = {cell: contenders(data[data["cell"] == cell]) for cell in titles}
-    height = sum(drawing.bars_height(len(names), row=0.34) for names in shown.values())
-    figure, grid = drawing.panels(3, len(titles), height=height, sharey="row")
+def _draw(data: pd.DataFrame) -> Figure:
+    cells = by_cell(data)
+    height = sum(drawing.bars_height(mine["contender"].nunique(), row=0.34) for _, mine in cells)
+    figure, grid = drawing.panels(3, len(cells), height=height, sharey="row")
     size, unit = byte_unit(float(np.nan_to_num(data[["first_bytes", "later_bytes"]].max().max())))
-    for row, (cell, title) in zip(grid, titles.items(), strict=True):
-        mine = data[data["cell"] == cell]
+    for row, (title, mine) in zip(grid, cells, strict=True):
         # Without ZeRO-3 beside them there is no ratio of ours, and the published ones stand alone.
         top = float(np.nanmax([mine["speedup"].max(), published.generation()["speedup"].max()]))
-        drawing.row_names(row[0], [contender for _, contender in shown[cell]])
-        for place, (strategy, contender) in enumerate(shown[cell]):
-            group, colour = mine[mine["contender"] == contender], theme.colour(strategy)
-            _speed(row[0], group, place, colour)
+        drawing.row_names(row[0], [contender for _, contender in contenders(mine)])
+        for place, (strategy, _, group) in enumerate(by_contender(mine)):
+            colour, speeds = theme.colour(strategy), group["tokens_per_second"]
+            found = median_interval(list(speeds))
+            drawing.interval_bar(row[0], place, found, speeds, colour=colour, text=number(3)(found.estimate))
             _ratio(row[1], group, place, colour, 1.25 * top)
             for offset, part, alpha in ((-0.16, "first_bytes", 1.0), (0.16, "later_bytes", 0.45)):
                 sent = group[part].median() / size
@@ -64,23 +61,13 @@ def _draw(data: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def _speed(ax: Axes, group: pd.DataFrame, place: int, colour: str) -> None:
-    found = median_interval(list(group["tokens_per_second"]))
-    ax.barh(place, found.estimate, 0.6, color=colour)
-    drawing.error_bar(ax, place, found, theme.INK, across=True)
-    values = group["tokens_per_second"]
-    ax.plot(values, [place + 0.2] * len(values), "o", color=theme.INK, ms=2.5, mec="white", mew=0.4, zorder=4)
-    most = np.nanmax([found.estimate, found.high, values.max()])
-    drawing.beside(ax, float(most), place, number(3)(found.estimate))
-
-
 def _ratio(ax: Axes, group: pd.DataFrame, place: int, colour: str, end: float) -> None:
     paired = group.dropna(subset=["baseline"])
     if paired.empty:
         return
     found = decoding.speedup(paired)
     ax.barh(place, found.estimate, 0.6, color=colour)
-    drawing.error_bar(ax, place, found, theme.INK, across=True)
+    drawing.error_bar(ax, place, found, theme.INK)
     most = float(np.nanmax([found.estimate, found.high]))  # an interval of few pairs may leave the panel
     label = most if most < 0.85 * end else found.estimate
     drawing.beside(ax, label, place - (0.24 if label < most else 0), f"{found.estimate:.2f}")
@@ -113,13 +100,5 @@ def _alt(data: pd.DataFrame) -> str:
 
 
 PLOTS: Final = (
-    Plot(
-        name="generation",
-        title="Decoding with sharded weights",
-        suite="generation",
-        data=_data,
-        draw=_draw,
-        caption=_caption,
-        alt=_alt,
-    ),
+    Plot("generation", "Decoding with sharded weights", _draw, _caption, _alt, _data, "generation"),
 )

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from report.data import metrics
 from report.data.frames import groups, rate_text
 from report.data.metrics import Derived
-from report.data.text import byte_unit, counted, listed
+from report.data.text import byte_unit, counted, listed, span
 from report.draw import drawing, theme
-from report.draw.plot import Plot, common_to, contenders, titles_of
+from report.draw.plot import Plot, by_cell, by_cell_and_contender, by_contender, common_to, contenders
 
 _KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
 _SAME_LOSS: Final = 1e-6  # relative; trials of other rates compute the same sums in the same order
@@ -31,23 +31,15 @@ def _loss_data(derived: Derived) -> pd.DataFrame:
     return found.assign(inter_bytes=pd.to_numeric(found["inter_bytes"]))[often]
 
 
-def _draw_loss(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    titles = titles_of(data)
-    sent, unit = byte_unit(data["inter_bytes"].max())
-    figure, grid = drawing.panels(3, len(titles), height=0.45 + 2.3 * len(titles), sharey="row")
-    for row, (cell, title) in zip(grid, titles.items(), strict=True):
-        mine = data[data["cell"] == cell]
+def _draw_loss(data: pd.DataFrame) -> Figure:
+    size, unit = byte_unit(data["inter_bytes"].max())
+    cells = by_cell(data.assign(inter_bytes=data["inter_bytes"] / size))
+    figure, grid = drawing.panels(3, len(cells), height=0.45 + 2.3 * len(cells), sharey="row")
+    for row, (title, mine) in zip(grid, cells, strict=True):
         looks = drawing.looks_of(contenders(mine))
         for ax, (column, told) in zip(row, _CURVES.items(), strict=True):
-            for _, contender in contenders(mine):
-                _loss_line(
-                    ax,
-                    mine[mine["contender"] == contender].assign(inter_bytes=mine["inter_bytes"] / sent),
-                    column,
-                    looks[contender],
-                )
+            for _, contender, group in by_contender(mine):
+                _loss_line(ax, group, column, looks[contender])
             ax.set_xlabel(told.format(unit))
             ax.set_xlim(left=0)
             ax.locator_params(axis="x", nbins=5)  # three panels stand side by side
@@ -112,24 +104,15 @@ def _without_rate(group: pd.DataFrame) -> pd.DataFrame:
 
 def _after_steps(data: pd.DataFrame) -> str:
     """Caption text such as ``after 5 steps`` or ``after 5 to 40 steps``."""
-    low, high = int(data["validation_step"].min()), int(data["validation_step"].max())
-    return f"after {counted(high, 'step')}" if low == high else f"after {low} to {high} steps"
+    return f"after {span(data['validation_step'], 'step')}"
 
 
-def _draw_final(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    titles = titles_of(data)
-    names, losses_of = [], []
-    for cell, title in titles.items():
-        mine = data[data["cell"] == cell]
-        for strategy, contender in contenders(mine):
-            names.append(f"{contender}, {title}" if title else contender)
-            losses_of.append((strategy, mine[mine["contender"] == contender]["validation_loss"]))
-    figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(names)))
-    drawing.row_names(ax, names)
-    for place, (strategy, losses) in enumerate(losses_of):
-        colour = theme.colour(strategy)
+def _draw_final(data: pd.DataFrame) -> Figure:
+    rows = by_cell_and_contender(data)
+    figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(rows)))
+    drawing.row_names(ax, [name for name, _, _ in rows])
+    for place, (_, strategy, group) in enumerate(rows):
+        colour, losses = theme.colour(strategy), group["validation_loss"]
         ax.plot([losses.min(), losses.max()], [place, place], color=colour, lw=1.2, alpha=0.6)
         ax.plot(losses, [place] * len(losses), ".", color=colour, ms=5, alpha=0.6)
         ax.plot(losses.mean(), place, theme.marker(strategy), color=colour, mec="white", ms=7)
@@ -142,42 +125,39 @@ def _draw_final(data: pd.DataFrame) -> Figure | None:
 
 
 def _final_caption(data: pd.DataFrame) -> str:
+    rates = int(data["same_at_rates"].max())
+    once = f" The same at each of {rates} rates of the link, and drawn once." if rates > 1 else ""
     return (
         f"Loss of the last validation, {_after_steps(data)} (warm-ups included): each run (dots), their mean "
-        f"(marker and number), and from the lowest to the highest (line).{_said_once(data)} "
+        f"(marker and number), and from the lowest to the highest (line).{once} "
         f"{counted(data['seed'].nunique(), 'seed')}, {counted(data['repeat'].nunique(), 'repeat')}. The axis "
         f"does not start at 0. {common_to(data)}"
     )
 
 
-def _said_once(data: pd.DataFrame) -> str:
-    rates = int(data["same_at_rates"].max())
-    return f" The same at each of {rates} rates of the link, and drawn once." if rates > 1 else ""
-
-
 def _final_alt(data: pd.DataFrame) -> str:
-    means = data.groupby(["cell", "contender"], sort=False)["validation_loss"].mean()
-    told = [f"{key[1]} {value:.4f}" for key, value in zip(means.index.to_list(), means, strict=True)]
+    means = data.groupby(["cell", "contender"], sort=False, as_index=False)["validation_loss"].mean()
+    told = [f"{row.contender} {row.validation_loss:.4f}" for row in means.itertuples()]
     return f"Validation loss {_after_steps(data)}: {listed(told[:12])}."
 
 
 PLOTS: Final = (
     Plot(
-        name="loss",
-        title="Loss against steps, time and bytes",
-        suite="convergence",
-        data=_loss_data,
-        draw=_draw_loss,
-        caption=_loss_caption,
-        alt=_loss_alt,
+        "loss",
+        "Loss against steps, time and bytes",
+        _draw_loss,
+        _loss_caption,
+        _loss_alt,
+        _loss_data,
+        "convergence",
     ),
     Plot(
-        name="final_loss",
-        title="Final validation loss",
-        suite="convergence",
-        data=_final_data,
-        draw=_draw_final,
-        caption=_final_caption,
-        alt=_final_alt,
+        "final_loss",
+        "Final validation loss",
+        _draw_final,
+        _final_caption,
+        _final_alt,
+        _final_data,
+        "convergence",
     ),
 )

@@ -6,34 +6,24 @@ then the page names the suite to run).
 
 from __future__ import annotations
 
+import base64
 import io
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
-from matplotlib.figure import Figure
 
+from report.data import footnotes
 from report.data.metrics import Derived
 from report.draw import theme
-from report.draw.plot import Drawing, Plot
+from report.draw.plot import Drawing, Plot, records_behind
 from report.figures import bytes as bytes_figures
 from report.figures import codecs, generation, loss, memory, scaling, speed, step
 
-_BY_NAME: Final = {
-    plot.name: plot
-    for module in (
-        speed,
-        step,
-        scaling,
-        generation,
-        bytes_figures,
-        loss,
-        memory,
-        codecs,
-    )
-    for plot in module.PLOTS
-}
+_MODULES: Final = (speed, step, scaling, generation, bytes_figures, loss, memory, codecs)
+_BY_NAME: Final = {plot.name: plot for module in _MODULES for plot in module.PLOTS}
 _ORDER: Final = (
     "speedup", "ablation", "throughput", "beside_published", "parity", "generation", "scaling", "step_split",
     "volume", "loss", "final_loss", "memory", "largest_model", "error", "block_sweep", "bits_sweep", "link",
@@ -50,49 +40,37 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure that was drawn.
-
-    Attributes:
-        plot: its definition.
-        data: raw values behind it.
-        svg: the drawing.
-        files: written paths by suffix.
-    """
+    """A figure that was drawn, with the raw values behind it."""
 
     plot: Drawing
     data: pd.DataFrame
-    svg: str
-    files: dict[str, Path]
+    svg: bytes
+
+    @property
+    def image(self) -> str:
+        """The drawing as a data URI."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode('ascii')}"
+
+    def records(self, marked: AbstractSet[str]) -> list[tuple[str, str]]:
+        """Ids of the records behind it, each with its footnote mark if it is in ``marked``."""
+        return [(name, footnotes.TAKEN if name in marked else "") for name in records_behind(self.data)]
 
 
 def draw(plot: Plot, derived: Derived, folder: Path) -> Drawn | None:
-    """Draw a figure and write it as SVG, PDF, PNG and CSV of its raw values.
-
-    Args:
-        plot: its definition.
-        derived: the records.
-        folder: where its files go.
-
-    Returns:
-        None if the records hold nothing to draw.
-    """
-    return write(plot, plot.data(derived), folder)
+    """Draw a figure into ``folder``; None if the records hold nothing to draw."""
+    data = plot.data(derived)
+    return None if data.empty else write(plot, data, folder)
 
 
-def write(plot: Drawing, data: pd.DataFrame, folder: Path) -> Drawn | None:
-    """Draw a table and write the figure and the table to ``folder``; None if there is nothing to draw."""
+def write(plot: Drawing, data: pd.DataFrame, folder: Path) -> Drawn:
+    """Draw a table with rows, and write it as SVG, PDF, PNG and CSV of its raw values."""
+    rendered = {}
     with theme.style():
         figure = plot.draw(data)
-        if figure is None:
-            return None
-        files = {suffix: folder / f"{plot.name}.{suffix}" for suffix in (*_METADATA, "csv")}
-        for suffix in _METADATA:
-            files[suffix].write_bytes(_rendered(figure, suffix))
-    data.to_csv(files["csv"], index=False, lineterminator="\n")
-    return Drawn(plot, data, files["svg"].read_text(encoding="utf-8"), files)
-
-
-def _rendered(figure: Figure, suffix: str) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix, metadata=_METADATA[suffix], bbox_inches="tight", pad_inches=0.05)
-    return buffer.getvalue()
+        for form, metadata in _METADATA.items():
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=form, metadata=metadata, bbox_inches="tight", pad_inches=0.05)
+            rendered[form] = buffer.getvalue()
+            (folder / f"{plot.name}.{form}").write_bytes(rendered[form])
+    data.to_csv(folder / f"{plot.name}.csv", index=False, lineterminator="\n")
+    return Drawn(plot, data, rendered["svg"])

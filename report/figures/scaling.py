@@ -13,7 +13,7 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import listed, number
 from report.draw import drawing, theme
-from report.draw.plot import Plot, common_to, contenders, peers_note
+from report.draw.plot import Plot, by_contender, common_to, contenders, peers_note
 
 _FEWEST: Final = 3  # numbers of nodes that make a line
 _HELD: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumulation"]
@@ -35,9 +35,7 @@ def _scaling_data(derived: Derived) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else table[_KEPT].iloc[:0]
 
 
-def _draw_scaling(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
+def _draw_scaling(data: pd.DataFrame) -> Figure:
     panels = groups(data, ["kind", "title"])
     figure, grid = drawing.panels(
         len(panels), height=2.9, width=max(theme.WIDTH, 3.4 * len(panels)), sharey=True
@@ -45,14 +43,10 @@ def _draw_scaling(data: pd.DataFrame) -> Figure | None:
     looks = drawing.looks_of(contenders(data))
     for ax, ((_, title), mine) in zip(grid[0], panels, strict=True):
         endings = []
-        for _, contender in contenders(mine):
-            of_one, look = mine[mine["contender"] == contender], looks[contender]
-            middle = of_one.groupby("nodes")["tokens_per_second"].median()
-            ax.plot(
-                middle.index, middle, look.line, color=look.colour, marker=look.marker, mec="white", mew=0.6
-            )
-            ax.plot(of_one["nodes"], of_one["tokens_per_second"], ".", color=look.colour, ms=2.5, alpha=0.45)
-            endings.append(drawing.Ending(middle.index[-1], middle.iloc[-1], contender, look.colour))
+        for _, contender, group in by_contender(mine):
+            speeds = group.set_index("nodes")["tokens_per_second"]
+            middle = speeds.groupby(level=0).median()
+            endings.append(drawing.trend(ax, middle, speeds, contender, looks[contender]))
         ax.set_title(title)
         ax.set_xticks(sorted(mine["nodes"].unique()))
         ax.set_xlabel("nodes")
@@ -75,11 +69,10 @@ def _scaling_caption(data: pd.DataFrame) -> str:
 
 def _scaling_alt(data: pd.DataFrame) -> str:
     told = []
-    for (_, title), panel in groups(data, ["kind", "title"]):
-        for _, contender in contenders(panel):
-            middle = panel[panel["contender"] == contender].groupby("nodes")["tokens_per_second"].median()
-            points = [f"{value:.0f} on {nodes}" for nodes, value in middle.items()]
-            told.append(f"{contender}, {title}: {listed(points)}")
+    for (title, contender), group in groups(data, ["title", "contender"]):
+        middle = group.groupby("nodes")["tokens_per_second"].median()
+        points = listed([f"{value:.0f} on {nodes}" for nodes, value in middle.items()])
+        told.append(f"{contender}, {title}: {points}")
     return f"Lines of tokens per second over nodes. {'; '.join(told)}."
 
 
@@ -94,30 +87,26 @@ def _largest_data(derived: Derived) -> pd.DataFrame:
     return found if (~found["trained"].astype(bool)).any() and found["trained"].any() else found.iloc[:0]
 
 
-def _draw_largest(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    shown = contenders(data)
+def _draw_largest(data: pd.DataFrame) -> Figure:
+    shown = by_contender(data)
     figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(shown), row=0.36))
-    drawing.row_names(ax, [contender for _, contender in shown])
-    for place, (strategy, contender) in enumerate(shown):
-        largest, smallest = _bounds(data, contender)
+    drawing.row_names(ax, [contender for _, contender, _ in shown])
+    for place, (strategy, _, group) in enumerate(shown):
+        largest, smallest = _bounds(group)
         ax.barh(place, largest, 0.62, color=theme.colour(strategy))
         ax.plot(smallest, place, "x", color=theme.INK, ms=6, label="" if place else "next size: not run")
         words = f"{number(3)(largest)} M" + (f", not {number(3)(smallest)} M" if smallest > 0 else "")
         drawing.beside(ax, np.fmax(largest, smallest), place, words, points=8)
-    ax.set_xlim(0, np.nanmax([_bounds(data, contender) for _, contender in shown]) * 1.25)
+    ax.set_xlim(0, np.nanmax([_bounds(group) for _, _, group in shown]) * 1.25)
     ax.set_xlabel("largest model that trained, million parameters")
     drawing.legend_above(figure, ax, columns=1, side="right")
     return figure
 
 
-def _bounds(data: pd.DataFrame, contender: str) -> tuple[float, float]:
+def _bounds(group: pd.DataFrame) -> tuple[float, float]:
     """Million parameters of the largest model that trained (0 if none), and of the next that did not fit."""
-    mine = data[data["contender"] == contender]
-    trained = mine["trained"].astype(bool)
-    largest = mine[trained]["parameters"].max() / 1e6 if trained.any() else 0.0
-    return largest, mine[~trained]["parameters"].min() / 1e6
+    trained, millions = group["trained"].astype(bool), group["parameters"] / 1e6
+    return millions[trained].max() if trained.any() else 0.0, millions[~trained].min()
 
 
 def _largest_caption(data: pd.DataFrame) -> str:
@@ -133,30 +122,22 @@ def _largest_caption(data: pd.DataFrame) -> str:
 
 
 def _largest_alt(data: pd.DataFrame) -> str:
-    told = []
-    for _, contender in contenders(data):
-        largest, smallest = _bounds(data, contender)
-        told.append(f"{contender} {largest:.3g} M, not {smallest:.3g} M")
+    told = [
+        "{} {:.3g} M, not {:.3g} M".format(contender, *_bounds(group))
+        for _, contender, group in by_contender(data)
+    ]
     return f"Bars of the largest model that trained: {listed(told)}. {NAMES['zero3']} shards all states."
 
 
 PLOTS: Final = (
+    Plot("scaling", "More nodes", _draw_scaling, _scaling_caption, _scaling_alt, _scaling_data, "nodes"),
     Plot(
-        name="scaling",
-        title="More nodes",
-        suite="nodes",
-        data=_scaling_data,
-        draw=_draw_scaling,
-        caption=_scaling_caption,
-        alt=_scaling_alt,
-    ),
-    Plot(
-        name="largest_model",
-        title="The largest model under a memory limit",
-        suite="stages",
-        data=_largest_data,
-        draw=_draw_largest,
-        caption=_largest_caption,
-        alt=_largest_alt,
+        "largest_model",
+        "The largest model under a memory limit",
+        _draw_largest,
+        _largest_caption,
+        _largest_alt,
+        _largest_data,
+        "stages",
     ),
 )

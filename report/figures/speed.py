@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Final
+from itertools import cycle
+from typing import Final
 
 import numpy as np
 import pandas as pd
@@ -13,9 +13,16 @@ from matplotlib.figure import Figure
 from report.data import footnotes, metrics, published
 from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.metrics import Derived
-from report.data.text import listed
+from report.data.text import listed, span
 from report.draw import drawing, theme
-from report.draw.plot import Plot, common_to, contenders, peers_note, titles_of
+from report.draw.plot import (
+    Plot,
+    by_cell_and_contender,
+    by_contender,
+    common_to,
+    contenders,
+    peers_note,
+)
 
 _PANEL_INCHES: Final = 2.35
 KEPT: Final = [
@@ -24,61 +31,37 @@ KEPT: Final = [
 ]  # fmt: skip
 
 
-def _sizes(data: pd.DataFrame) -> list[tuple[tuple[int, int, int], str]]:
-    """(nodes, ranks per node, tokens per rank) of each panel with its title."""
-    keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
-    found = [
-        (int(a), int(b), int(c)) for a, b, c in data[keys].drop_duplicates().sort_values(keys).to_numpy()
-    ]
-    one_place = len({(nodes, ranks) for nodes, ranks, _ in found}) == 1
+def _by_size(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """(title, rows) of each panel: a batch per rank on a number of nodes and ranks."""
+    place = ["nodes", "ranks_per_node"]
+    several = len(data[place].drop_duplicates()) > 1
     return [
-        (size, f"{size[2]} tokens per rank" + ("" if one_place else f", {size[0]}x{size[1]} ranks"))
-        for size in found
-    ]
-
-
-def _of_size(data: pd.DataFrame, size: tuple[int, int, int]) -> pd.DataFrame:
-    nodes, ranks, tokens = size
-    return data[
-        (data["nodes"] == nodes) & (data["ranks_per_node"] == ranks) & (data["tokens_per_rank"] == tokens)
+        (f"{tokens} tokens per rank" + (f", {nodes}x{ranks} ranks" if several else ""), mine)
+        for (nodes, ranks, tokens), mine in data.groupby([*place, "tokens_per_rank"])
     ]
 
 
 def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[drawing.Ending]:
     """Draw one line per contender through its cells' middles, raw values as dots; returns the end labels."""
-    endings = []
     looks = drawing.looks_of(contenders(data))
-    for strategy, contender in contenders(data):
-        mine = data[data["contender"] == contender]
-        middle = _middles(mine, value)
-        colour = theme.colour(strategy)
-        ax.plot(
-            middle["achieved_mbit"], middle[value], looks[contender].line, color=colour,
-            marker=theme.marker(strategy), mec="white", mew=0.6, zorder=3,
-        )  # fmt: skip
-        ax.plot(mine["achieved_mbit"], mine[value], ".", color=colour, ms=2.5, alpha=0.45, zorder=2)
-        last = middle.iloc[-1]
-        endings.append(drawing.Ending(last["achieved_mbit"], last[value], contender, colour))
-    return endings
+    return [_line(ax, mine, value, name, looks[name]) for _, name, mine in by_contender(data)]
 
 
-def _middles(data: pd.DataFrame, value: str) -> pd.DataFrame:
-    """Cells by rate, with their median of ``value``; of speed-ups the geometric mean, as in the Summary."""
+def _line(ax: Axes, data: pd.DataFrame, value: str, name: str, look: drawing.Look) -> drawing.Ending:
+    """Draw a line through the cells' medians of ``value``; of speed-ups their geometric means, as in the
+    Summary.
+    """
     cells = data.groupby("cell")
-    middle = cells[["achieved_mbit", value]].median()
+    middle = cells[value].median()
     if value == "speedup":
-        middle[value] = cells[value].agg(lambda ratios: math.exp(np.log(ratios).mean()))
-    return middle.sort_values("achieved_mbit")
+        middle = cells[value].agg(lambda ratios: np.exp(np.log(ratios).mean()))
+    middle = middle.set_axis(cells["achieved_mbit"].median()).sort_index()
+    return drawing.trend(ax, middle, data.set_index("achieved_mbit")[value], name, look)
 
 
 def _rate_axis(ax: Axes, data: pd.DataFrame) -> None:
     rates = data.groupby("cell")["achieved_mbit"].median()
     drawing.log_ticks(ax, [float(f"{rate:.2g}") for rate in rates])
-
-
-def with_differing(rows: pd.DataFrame, derived: Derived) -> pd.DataFrame:
-    """Rows with a column ``rates_differ``: whether their cell's links had different rates."""
-    return rows.assign(rates_differ=rows["cell"].isin(list(derived.differing)))
 
 
 def _mark_differing(ax: Axes, data: pd.DataFrame, value: str) -> None:
@@ -94,21 +77,15 @@ def differing_in_words(data: pd.DataFrame) -> str:
 
 
 def _throughput_data(derived: Derived) -> pd.DataFrame:
-    rows = with_differing(metrics.several_rates(derived.trials), derived)
-    return rows[[*KEPT, "step_seconds", "tokens_per_second", "rates_differ"]]
+    return metrics.several_rates(derived.trials)[[*KEPT, "step_seconds", "tokens_per_second", "rates_differ"]]
 
 
-def _draw_throughput(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    sizes = _sizes(data)
+def _draw_throughput(data: pd.DataFrame) -> Figure:
+    sizes = _by_size(data)
     columns = 3 if len(sizes) == 3 else min(len(sizes), 2)
-    rows = -(-len(sizes) // columns)
     width = max(theme.WIDTH, 3.2 * columns)
-    figure, grid = drawing.panels(columns, rows, height=0.5 + _PANEL_INCHES * rows, width=width)
-    places = [ax for row in grid for ax in row]
-    for ax, (size, title) in zip(places, sizes, strict=False):
-        mine = _of_size(data, size)
+    figure, places = drawing.panels_of(len(sizes), columns, height=_PANEL_INCHES, width=width)
+    for ax, (title, mine) in zip(places, sizes, strict=True):
         _rate_axis(ax, mine)
         endings = _lines(ax, mine, "tokens_per_second")
         ax.set_ylim(0, mine["tokens_per_second"].max() * 1.08)
@@ -117,8 +94,6 @@ def _draw_throughput(data: pd.DataFrame) -> Figure | None:
         ax.set_ylabel("tokens/s")
         ax.set_xlabel("achieved rate of a node's link, Mbit/s")
         drawing.label_ends(ax, endings, _PANEL_INCHES * 0.72)
-    for ax in places[len(sizes) :]:
-        ax.set_axis_off()
     return figure
 
 
@@ -146,34 +121,18 @@ def _speedup_data(derived: Derived) -> pd.DataFrame:
     rows = derived.pairs[derived.pairs["nodes"] > 1]
     if not (rows["contender"] != NAMES[BASELINE]).any():
         return rows.iloc[:0]
-    kept = [
-        *KEPT,
-        "baseline",
-        "baseline_seconds",
-        "step_seconds",
-        "schedule_seconds",
-        "processor_seconds",
-        "best_seconds",
-        "speedup",
-        "allowed",
-        "share",
-        "schedule_share",
-        "ideal_share",
-        "processors_busy",
-        "rates_differ",
-    ]
-    return with_differing(rows, derived)[kept]
+    kept = [*KEPT, "baseline", "baseline_seconds", "step_seconds", "schedule_seconds", "processor_seconds"]
+    kept += ["best_seconds", "speedup", "allowed", *metrics.SHARES, "rates_differ"]
+    return rows[kept]
 
 
-def _draw_speedup(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
+def _draw_speedup(data: pd.DataFrame) -> Figure:
     over_rates = metrics.several_rates(data)
     return _speedup_lines(over_rates) if len(over_rates) else _speedup_dots(data)
 
 
 def _speedup_lines(data: pd.DataFrame) -> Figure:
-    sizes = _sizes(data)
+    sizes = _by_size(data)
     rows = 2 if data["share"].notna().any() else 1
     beside = drawing.labels_inches([contender for _, contender in contenders(data)])
     panel = max(1.6, beside)  # without titles and ticks
@@ -185,8 +144,7 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
         sharex="col",
         sharey="row",
     )
-    for column, (size, title) in enumerate(sizes):
-        mine = _of_size(data, size)
+    for column, (title, mine) in enumerate(sizes):
         for row, value in enumerate(["speedup", "share"][:rows]):
             ax = grid[row][column]
             _rate_axis(ax, mine)
@@ -212,32 +170,22 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
 
 def _of_schedule(ax: Axes, data: pd.DataFrame) -> None:
     """Draw the schedule's share under the markers of the attainable share."""
-    for strategy, contender in contenders(data):
-        mine = data[data["contender"] == contender]
+    for strategy, _, mine in by_contender(data):
         middle = mine.groupby("cell")[["achieved_mbit", "schedule_share"]].median()
         colour = theme.colour(strategy)
         ax.plot(middle["achieved_mbit"], middle["schedule_share"], "_", color=colour, ms=9, mew=1.3, zorder=2)
 
 
 def _speedup_dots(data: pd.DataFrame) -> Figure:
-    titles = titles_of(data)
-    names: list[str] = []
-    groups = []
-    for cell, title in titles.items():
-        for strategy, contender in contenders(data[data["cell"] == cell]):
-            group = data[(data["cell"] == cell) & (data["contender"] == contender)]
-            mark = f" {footnotes.RATES}" if group["rates_differ"].any() else ""
-            names.append((f"{contender}, {title}" if title else contender) + mark)
-            groups.append((strategy, group))
-    figure, ((left, right),) = drawing.panels(
-        2, height=drawing.bars_height(len(names), row=0.38), sharey=True
-    )
-    drawing.row_names(left, names)
-    for place, (strategy, group) in enumerate(groups):
+    rows = by_cell_and_contender(data)
+    height = drawing.bars_height(len(rows), row=0.38)
+    figure, ((left, right),) = drawing.panels(2, height=height, sharey=True)
+    drawing.row_names(left, [name + footnotes.rates(group) for name, _, group in rows])
+    for place, (_, strategy, group) in enumerate(rows):
         colour = theme.colour(strategy)
         found = metrics.speedup(group)
-        drawing.error_bar(left, place, found, colour, across=True)
-        pairs_as_dots(left, group["speedup"], place, colour)
+        drawing.error_bar(left, place, found, colour)
+        drawing.value_dots(left, group["speedup"], place, colour)
         left.plot(found.estimate, place, theme.marker(strategy), color=colour, mec="white", mew=0.6, zorder=4)
         left.annotate(
             f"{found.estimate:.2f}", (found.estimate, place), (0, 7), textcoords="offset points", ha="center",
@@ -263,11 +211,6 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
     return figure
 
 
-def pairs_as_dots(ax: Axes, speedups: pd.Series[float], place: int, colour: str) -> None:
-    """Draw each pair as a dot under the row's interval, so that both are visible."""
-    ax.plot(speedups, [place + 0.2] * len(speedups), "o", color=colour, ms=3, mec="white", mew=0.4, zorder=4)
-
-
 def _speedup_caption(data: pd.DataFrame) -> str:
     shown = (
         "markers: geometric mean over pairs, small dots: single pairs; intervals are in the Summary table"
@@ -289,10 +232,8 @@ def _above_in_words(data: pd.DataFrame) -> str:
     drawn = data.groupby(["cell", "contender"])["share"].median()
     if not drawn.round(2).gt(1).any():
         return ""
-    shares = data[["schedule_share", "ideal_share", "processors_busy"]]
-    return footnotes.above_in_words(
-        shares, marked=not len(metrics.several_rates(data))
-    )  # lines have no marks
+    lines = len(metrics.several_rates(data))  # which have no marks
+    return footnotes.above_in_words(data[list(metrics.SHARES[1:])], marked=not lines)
 
 
 def _knows_processors(data: pd.DataFrame) -> bool:
@@ -315,15 +256,15 @@ def interval_in_words(data: pd.DataFrame) -> str:
     pairs = data.groupby(["cell", "contender"]).size()
     if pairs.max() == 1:
         return "of one pair, so without an interval"
-    told = f"{pairs.min()} to {pairs.max()}" if pairs.min() < pairs.max() else str(pairs.max())
-    return f"with its 95 % interval (line; Student's t from {told} pairs, wide for few)"
+    return f"with its 95 % interval (line; Student's t from {span(pairs, 'pair')}, wide for few)"
 
 
 def _speedup_alt(data: pd.DataFrame) -> str:
-    told = []
-    for (_, contender), group in data.groupby(["cell", "contender"], sort=False):
-        if contender != NAMES[BASELINE]:
-            told.append(f"{contender} ({group['where'].iloc[0]}) {metrics.speedup(group).estimate:.2f}")
+    told = [
+        f"{contender} ({where}) {metrics.speedup(group).estimate:.2f}"
+        for (where, contender), group in data.groupby(["where", "contender"], sort=False)
+        if contender != NAMES[BASELINE]
+    ]
     return f"Speed-up over ZeRO-3: {listed(told[:12])}{', and others' if len(told) > 12 else ''}."
 
 
@@ -331,32 +272,21 @@ def _beside_data(derived: Derived) -> pd.DataFrame:
     return metrics.beside_published(derived.pairs)[[*KEPT, "baseline", "speedup"]]
 
 
-def _draw_beside(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
+def _draw_beside(data: pd.DataFrame) -> Figure:
     theirs = published.throughput()
     figure, ((left, right),) = drawing.panels(2, height=2.9, sharey=True)
     _rate_axis(left, data)
     endings = []
-    for place, (size, title) in enumerate(_sizes(data)):
-        mine = _of_size(data, size)
-        colour = theme.BATCHES[place % len(theme.BATCHES)]
-        middle = _middles(mine, "speedup")
-        left.plot(middle["achieved_mbit"], middle["speedup"], "D-", color=colour, mec="white", mew=0.6)
-        left.plot(mine["achieved_mbit"], mine["speedup"], ".", color=colour, ms=2.5, alpha=0.45)
-        last = middle.iloc[-1]
+    for (title, mine), colour in zip(_by_size(data), cycle(theme.BATCHES), strict=False):
         name = title.replace(" tokens per rank", " tok.").replace(" ranks", "")
-        endings.append(drawing.Ending(last["achieved_mbit"], last["speedup"], name, colour))
+        endings.append(_line(left, mine, "speedup", name, drawing.Look(colour, "D", "-")))
     drawing.log_ticks(right, list(theirs["inter_node_gbps"]))
     published_ends = []
-    for place, (tokens, group) in enumerate(theirs.groupby("tokens_per_gpu")):
-        colour = (theme.PUBLISHED, theme.FAINT)[place % 2]
-        medians = group.groupby("inter_node_gbps", as_index=False)["speedup"].median()
-        right.plot(medians["inter_node_gbps"], medians["speedup"], "o-", color=colour, mfc="white")
-        right.plot(group["inter_node_gbps"], group["speedup"], ".", color=colour, ms=3)
-        last = medians.iloc[-1]
-        end = drawing.Ending(last["inter_node_gbps"], last["speedup"], f"{tokens} tok.", colour)
-        published_ends.append(end)
+    colours = cycle((theme.PUBLISHED, theme.FAINT))
+    for (tokens, group), colour in zip(theirs.groupby("tokens_per_gpu"), colours, strict=False):
+        ratios, look = group.set_index("inter_node_gbps")["speedup"], drawing.Look(colour, "o", "-")
+        medians = ratios.groupby(level=0).median()
+        published_ends.append(drawing.trend(right, medians, ratios, f"{tokens} tok.", look))
     top = max(data["speedup"].max(), theirs["speedup"].max()) * 1.08
     for ax in (left, right):
         ax.set_ylim(0, top)
@@ -394,14 +324,17 @@ def _parity_data(derived: Derived) -> pd.DataFrame:
     return found[[*kept, "tokens_per_second_baseline", "parity"]]
 
 
-def _draw_parity(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
+def _draw_parity(data: pd.DataFrame) -> Figure:
     theirs = published.parity()
-    keys = ["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"]
-    groups = [group for _, group in data.groupby(keys)]
-    several = len(data[["nodes", "ranks_per_node"]].drop_duplicates()) > 1
-    names = [_parity_name(group.iloc[0], with_place=several) for group in groups]
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
+    several = len(data[keys[:2]].drop_duplicates()) > 1
+    found = list(data.groupby(keys))
+    groups = [group for _, group in found]
+    names = [
+        (f"{nodes}x{ranks} ranks " if several else "")
+        + f"{tokens} tokens/rank, {rate:g} over {full:g} Mbit/s"
+        for (nodes, ranks, tokens, rate, full), _ in found
+    ]
     names += [
         f"published {row.model}, {row.low_gbps:g} over {row.high_gbps:g} Gbit/s"
         for row in theirs.itertuples()
@@ -423,12 +356,6 @@ def _draw_parity(data: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def _parity_name(first: pd.Series[Any], *, with_place: bool) -> str:
-    place = f"{first['nodes']}x{first['ranks_per_node']} ranks " if with_place else ""
-    rates = f"{first['rate_mbit']:g} over {first['full_rate']:g} Mbit/s"
-    return f"{place}{first['tokens_per_rank']} tokens/rank, {rates}"
-
-
 def _parity_caption(data: pd.DataFrame) -> str:
     return (
         "Parity: tokens per second of ZeRO++ on a link of a quarter of the rate over ZeRO-3 on the full one, "
@@ -446,40 +373,32 @@ def _parity_alt(data: pd.DataFrame) -> str:
 
 
 PLOTS: Final = (
+    Plot("speedup", "Speed-up over ZeRO-3", _draw_speedup, _speedup_caption, _speedup_alt, _speedup_data),
     Plot(
-        name="speedup",
-        title="Speed-up over ZeRO-3",
-        suite="quickstart",
-        data=_speedup_data,
-        draw=_draw_speedup,
-        caption=_speedup_caption,
-        alt=_speedup_alt,
+        "throughput",
+        "Throughput against bandwidth",
+        _draw_throughput,
+        _throughput_caption,
+        _throughput_alt,
+        _throughput_data,
+        "bandwidth",
     ),
     Plot(
-        name="throughput",
-        title="Throughput against bandwidth",
-        suite="bandwidth",
-        data=_throughput_data,
-        draw=_draw_throughput,
-        caption=_throughput_caption,
-        alt=_throughput_alt,
+        "beside_published",
+        "Speed-up beside the published",
+        _draw_beside,
+        _beside_caption,
+        _beside_alt,
+        _beside_data,
+        "bandwidth",
     ),
     Plot(
-        name="beside_published",
-        title="Speed-up beside the published",
-        suite="bandwidth",
-        data=_beside_data,
-        draw=_draw_beside,
-        caption=_beside_caption,
-        alt=_beside_alt,
-    ),
-    Plot(
-        name="parity",
-        title="Parity at a quarter of the bandwidth",
-        suite="bandwidth",
-        data=_parity_data,
-        draw=_draw_parity,
-        caption=_parity_caption,
-        alt=_parity_alt,
+        "parity",
+        "Parity at a quarter of the bandwidth",
+        _draw_parity,
+        _parity_caption,
+        _parity_alt,
+        _parity_data,
+        "bandwidth",
     ),
 )

@@ -13,8 +13,8 @@ from report.data.contender import COMBINATIONS, NAMES, PROPOSED, TECHNIQUES
 from report.data.metrics import Derived
 from report.data.text import listed, number
 from report.draw import drawing, theme
-from report.draw.plot import Plot, common_to, contenders, peers_note, titles_of
-from report.figures.speed import KEPT, differing_in_words, interval_in_words, pairs_as_dots, with_differing
+from report.draw.plot import Plot, by_cell, by_contender, common_to, contenders, peers_note
+from report.figures.speed import KEPT, differing_in_words, interval_in_words
 
 
 def _ablation_data(derived: Derived) -> pd.DataFrame:
@@ -25,34 +25,26 @@ def _ablation_data(derived: Derived) -> pd.DataFrame:
     ]
     ran = rows.groupby("cell")["strategy"].transform(lambda names: len(set(names) & set(COMBINATIONS)))
     kept = [*KEPT, "baseline", "baseline_seconds", "step_seconds", "speedup", "bytes_ratio", "sent_bytes"]
-    return with_differing(rows, derived)[ran == len(COMBINATIONS)][[*kept, "rates_differ"]]
+    return rows[ran == len(COMBINATIONS)][[*kept, "rates_differ"]]
 
 
-def _draw_ablation(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    titles = titles_of(data)
-    figure, grid = drawing.panels(2, len(titles), height=drawing.bars_height(8) * len(titles), sharey=True)
-    for (left, right), (cell, title) in zip(grid, titles.items(), strict=True):
-        mine = data[data["cell"] == cell]
-        shown = contenders(mine)
-        drawing.row_names(left, [contender for _, contender in shown])
-        for place, (strategy, contender) in enumerate(shown):
-            group = mine[mine["contender"] == contender]
-            found = metrics.speedup(group)
-            left.barh(place, found.estimate, 0.66, color=theme.colour(strategy))
-            drawing.error_bar(left, place, found, theme.INK, across=True)
-            pairs_as_dots(left, group["speedup"], place, theme.INK)
-            high = np.nanmax([found.high, group["speedup"].max()])
-            drawing.beside(left, max(high, found.estimate), place, f"{found.estimate:.2f}")
+def _draw_ablation(data: pd.DataFrame) -> Figure:
+    cells = by_cell(data)
+    figure, grid = drawing.panels(2, len(cells), height=drawing.bars_height(8) * len(cells), sharey=True)
+    for (left, right), (title, mine) in zip(grid, cells, strict=True):
+        drawing.row_names(left, [contender for _, contender in contenders(mine)])
+        for place, (strategy, _, group) in enumerate(by_contender(mine)):
+            found, colour = metrics.speedup(group), theme.colour(strategy)
+            told = f"{found.estimate:.2f}"
+            drawing.interval_bar(left, place, found, group["speedup"], colour=colour, text=told)
             ratio = group["bytes_ratio"].median()
-            right.barh(place, ratio, 0.66, color=theme.colour(strategy))
+            right.barh(place, ratio, 0.66, color=colour)
             drawing.beside(right, ratio, place, f"{ratio:.3f}")
         top = mine["speedup"].max()
         left.set_xlim(0, max(top, min(left.dataLim.x1, 1.5 * top)) * 1.18)
         right.set_xlim(0, mine["bytes_ratio"].max() * 1.18)
         drawing.same_rows(right)
-        left.set_title(f"{title} {footnotes.RATES}".strip() if mine["rates_differ"].any() else title)
+        left.set_title(f"{title}{footnotes.rates(mine)}".strip())
     grid[-1][0].set_xlabel("speed-up over ZeRO-3")
     grid[-1][1].set_xlabel("bytes between nodes over ZeRO-3's")
     return figure
@@ -60,8 +52,7 @@ def _draw_ablation(data: pd.DataFrame) -> Figure | None:
 
 def _ablation_caption(data: pd.DataFrame) -> str:
     told = []
-    for cell, title in titles_of(data).items():
-        mine = data[data["cell"] == cell]
+    for title, mine in by_cell(data):
         found = {s: metrics.speedup(g).estimate for s, g in mine.groupby("strategy")}
         product = float(np.prod([found[name] for name in TECHNIQUES]))
         where = f" ({title})" if title else ""
@@ -89,32 +80,21 @@ def _split_data(derived: Derived) -> pd.DataFrame:
     return derived.trials[[*KEPT, "step_seconds"]].merge(parts, on="id")
 
 
-def _draw_split(data: pd.DataFrame) -> Figure | None:
-    if data.empty:
-        return None
-    titles = titles_of(data)
-    columns = 1 if len(titles) == 1 else 2
-    rows = -(-len(titles) // columns)
-    cells = list(titles)
-    shown = {cell: contenders(data[data["cell"] == cell]) for cell in cells}
-    most = max(len(names) for names in shown.values())
-    height = 0.35 + rows * (0.55 + 0.26 * max(most, 2))
-    figure, grid = drawing.panels(columns, rows, height=height)
-    places = [ax for row in grid for ax in row]
-    for ax, cell in zip(places, cells, strict=False):
-        mine = data[data["cell"] == cell]
+def _draw_split(data: pd.DataFrame) -> Figure:
+    cells = by_cell(data)
+    columns = 1 if len(cells) == 1 else 2
+    most = max(mine["contender"].nunique() for _, mine in cells)
+    figure, places = drawing.panels_of(len(cells), columns, height=0.55 + 0.26 * max(most, 2))
+    for ax, (title, mine) in zip(places, cells, strict=True):
         table = mine.pivot_table(index="contender", columns="part", values="seconds", aggfunc="mean")
-        names = [contender for _, contender in shown[cell]]
-        parts = [part for part in theme.PARTS if part in table.columns]
-        values = table.reindex(index=names, columns=parts)
-        drawing.Stack(names, values, theme.PARTS, {}).draw(ax)
+        names = [contender for _, contender in contenders(mine)]
+        values = table.reindex(index=names, columns=[part for part in theme.PARTS if part in table.columns])
+        drawing.stacked_bars(ax, values, theme.PARTS, {})
         for place, total in enumerate(values.sum(axis=1)):
             drawing.beside(ax, float(total), place, number()(total))
         ax.set_xlim(0, values.sum(axis=1).max() * 1.12)
-        ax.set_title(titles[cell])
-    for ax in places[len(cells) :]:
-        ax.set_axis_off()
-    for ax in places[max(0, len(cells) - columns) : len(cells)]:
+        ax.set_title(title)
+    for ax in places[-columns:]:
         ax.set_xlabel("seconds per step")
     drawing.legend_above(figure, places[0], columns=6)
     return figure
@@ -139,29 +119,15 @@ def _unexposed_in_words(data: pd.DataFrame) -> str:
 
 
 def _split_alt(data: pd.DataFrame) -> str:
-    exposed = data[data["part"].str.startswith("exposed")].groupby(["where", "contender", "id"], sort=False)
-    shares = exposed["seconds"].sum().groupby(["where", "contender"], sort=False).mean()
-    told = [f"{key[1]} ({key[0]}) {v:.3g} s" for key, v in zip(shares.index.to_list(), shares, strict=True)]
+    keys, exposed = ["where", "contender"], data[data["part"].str.startswith("exposed")]
+    waited = exposed.groupby([*keys, "id"], sort=False)["seconds"].sum().groupby(keys, sort=False).mean()
+    told = [f"{row.contender} ({row.where}) {row.seconds:.3g} s" for row in waited.reset_index().itertuples()]
     return f"Stacked bars of a step's time; exposed communication: {listed(told[:10]) or 'not measured'}."
 
 
 PLOTS: Final = (
     Plot(
-        name="ablation",
-        title="Ablation",
-        suite="ablation",
-        data=_ablation_data,
-        draw=_draw_ablation,
-        caption=_ablation_caption,
-        alt=_ablation_alt,
+        "ablation", "Ablation", _draw_ablation, _ablation_caption, _ablation_alt, _ablation_data, "ablation"
     ),
-    Plot(
-        name="step_split",
-        title="Where a step's time goes",
-        suite="quickstart",
-        data=_split_data,
-        draw=_draw_split,
-        caption=_split_caption,
-        alt=_split_alt,
-    ),
+    Plot("step_split", "Where a step's time goes", _draw_split, _split_caption, _split_alt, _split_data),
 )

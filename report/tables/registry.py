@@ -16,7 +16,7 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, number
 from report.draw import theme
-from report.draw.plot import contenders, unpublished_note
+from report.draw.plot import by_contender, unpublished_note
 from report.tables.settings import setting as settings
 from report.tables.summary import summary, time
 from report.tables.table import Column, Table, placed
@@ -49,10 +49,11 @@ def generation(derived: Derived) -> Table:
     table = derived.generations
     if table.empty:
         return Table("generation", "Generation", caption, pd.DataFrame(), columns)
-    rows: list[dict[str, Any]] = []
-    for (cell,), of_cell in groups(table, ["cell"]):
-        for _, contender in contenders(of_cell):
-            rows.append(_generation_row(table[(table["cell"] == cell) & (table["contender"] == contender)]))
+    rows = [
+        _generation_row(mine)
+        for _, of_cell in groups(table, ["cell"])
+        for _, _, mine in by_contender(of_cell)
+    ]
     for one in published.generation().to_dict("records"):
         for name in ("zero3", "zeropp"):
             told = f"published: {NAMES[name]}, {one['model']} on {one['gpus']} GPUs"
@@ -70,7 +71,7 @@ def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
         "where": mine["where"].iloc[0],
         "contender": mine["contender"].iloc[0],
         "generations": len(mine),
-        "generations_told": footnotes.trials(mine.assign(taken_share=metrics.taken_share(mine))),
+        "generations_told": footnotes.trials(mine),
         "tokens_per_second": speed.estimate,
         "tokens_per_second_low": speed.low,
         "tokens_per_second_high": speed.high,
@@ -99,33 +100,22 @@ def volume(derived: Derived) -> Table:
     between = derived.trials[derived.trials["nodes"] > 1]
     keys = ["nodes", "ranks_per_node", "model", "accumulation"]
     for (nodes, ranks, model, _), of_place in groups(between.sort_values(keys, kind="stable"), keys):
-        for strategy, contender in contenders(of_place):
-            mine = of_place[of_place["contender"] == contender]
-            m = (
-                parts[parts["id"].isin(mine["id"])]
-                .groupby(["id", "part"])["m"]
-                .sum()
-                .groupby("part")
-                .median()
-            )
+        for strategy, contender, mine in by_contender(of_place):
+            m = parts[parts["id"].isin(mine["id"])].groupby("part")["m"].median()
             row: dict[str, Any] = {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender}
-            row |= {
-                part: float(m.get(part, 0.0 if len(m) else math.nan))
-                for part in bytes_and_memory.VOLUME_PARTS
-            }
-            row |= {
-                "predicted": (mine["predicted_bytes"] / mine["m_bytes"]).median(),
-                "ledger": (mine["sent_bytes"] / mine["m_bytes"]).median(),
-                "interface": (mine["interface_bytes"] / mine["m_bytes"]).median(),
-                "published": published.total(strategy, contender),
-                "m_bytes": mine["m_bytes"].median(),
-            }
+            parted = m.reindex(bytes_and_memory.VOLUME_PARTS, fill_value=0.0 if len(m) else math.nan)
+            row |= {str(part): size for part, size in parted.items()}
+            for name, sent in (("predicted",) * 2, ("ledger", "sent"), ("interface",) * 2):
+                row[name] = (mine[f"{sent}_bytes"] / mine["m_bytes"]).median()
+            row |= {"published": published.total(strategy, contender), "m_bytes": mine["m_bytes"].median()}
             rows.append(row)
+    heads = ("Forward gather", "Backward gather", "Gradients")
     columns = (
         Column("contender", "Contender"),
-        Column(bytes_and_memory.VOLUME_PARTS[0], "Forward gather", number(3)),
-        Column(bytes_and_memory.VOLUME_PARTS[1], "Backward gather", number(3)),
-        Column(bytes_and_memory.VOLUME_PARTS[2], "Gradients", number(3)),
+        *(
+            Column(part, head, number(3))
+            for part, head in zip(bytes_and_memory.VOLUME_PARTS, heads, strict=False)
+        ),
         Column("predicted", "Predicted", number(4)),
         Column("ledger", "Ledger", number(4)),
         Column("interface", "Interface", number(4)),
@@ -143,11 +133,10 @@ def checks(derived: Derived) -> Table:
     """Table of checks: bytes against prediction, first loss against that of a single process."""
     rows: list[dict[str, Any]] = []
     for (where,), of_place in groups(derived.trials, ["where"]):
-        for _, contender in contenders(of_place):
-            mine = of_place[of_place["contender"] == contender]
+        for _, contender, mine in by_contender(of_place):
             equal = mine["predicted_equal"].dropna().astype(bool)
             stated = mine["sent_bytes"] + mine["header_bytes"]
-            reference = mine["reference_loss"].astype(float)
+            reference = mine["reference_loss"]
             rows.append(
                 {
                     "where": where,
@@ -190,12 +179,10 @@ def parity(derived: Derived) -> Table:
             "zero3": group["tokens_per_second_baseline"].median(),
             "unit": "tokens/s",
             "parity": (ratio := float(np.exp(np.log(group["parity"]).mean()))),
-            "parity_told": number(3)(ratio) + footnotes.rates(behind, derived.differing),
             "pairs": len(group),
-            **_trials(behind),
+            **_behind(derived, {*group["id"], *group["baseline"]}, "parity_told", ratio),
         }
         for key, group in groups(ours, keys)
-        for behind in [_behind(derived, {*group["id"], *group["baseline"]})]
     ]
     rows += [
         {
@@ -242,12 +229,10 @@ def break_even(derived: Derived) -> Table:
     )
     rows: list[dict[str, Any]] = []
     for row in metrics.break_even(derived.pairs).to_dict("records"):
-        behind = _behind(derived, str(row["records"]).split())
-        told = {
-            "where": f"{row['nodes']}x{row['ranks_per_node']} ranks, {row['tokens_per_rank']} tokens/rank",
-            "break_even_told": number(3)(row["break_even_mbit"]) + footnotes.rates(behind, derived.differing),
-        }
-        rows.append({str(key): value for key, value in row.items()} | told | _trials(behind))
+        where = f"{row['nodes']}x{row['ranks_per_node']} ranks, {row['tokens_per_rank']} tokens/rank"
+        ids = str(row["records"]).split()
+        marked = _behind(derived, ids, "break_even_told", row["break_even_mbit"])
+        rows.append({str(key): value for key, value in row.items()} | {"where": where} | marked)
     caption = (
         "Highest achieved rate at which the contender and ZeRO-3 are equally fast, on the straight line "
         "between neighbouring measured rates (logarithmic), of which the lowest and the highest stand beside "
@@ -257,14 +242,13 @@ def break_even(derived: Derived) -> Table:
     return placed("break_even", "Break-even", caption, rows, *columns)
 
 
-def _behind(derived: Derived, records: Iterable[object]) -> pd.DataFrame:
-    """Trials with these ids."""
-    return derived.trials[derived.trials["id"].isin(list(records))]
-
-
-def _trials(behind: pd.DataFrame) -> dict[str, Any]:
-    """Columns of a row: number of trials, and CPU time that others took, for its marks."""
+def _behind(derived: Derived, records: Iterable[object], marked: str, value: float) -> dict[str, Any]:
+    """Columns of a row of the trials with these ids: their number, the CPU time that others took, and, in
+    column ``marked``, a value with its marks.
+    """
+    behind = derived.trials[derived.trials["id"].isin(list(records))]
     return {
+        marked: number(3)(value) + footnotes.rates(behind),
         "trials": len(behind),
         "trials_told": footnotes.trials(behind),
         "taken_share": behind["taken_share"].max(),
@@ -279,46 +263,21 @@ def _marks_in_words(rows: list[dict[str, Any]], marked: str) -> str:
 def memory(derived: Derived) -> Table:
     """Table of memory of the rank that holds most: engine beside formula, by part, and the process."""
     found = bytes_and_memory.memory(derived.frames, derived.trials)
-    found = found.merge(derived.trials[["id", "first", "nodes", "ranks_per_node", "model"]], on="id")
-    rows: list[dict[str, Any]] = []
     places = ["nodes", "ranks_per_node", "model"]
-    for key, group in groups(found.sort_values(places, kind="stable"), places):
-        for _, contender in contenders(group):
-            mine = group[group["contender"] == contender]
-            sizes = mine.groupby(["source", "part"])["bytes"].median() / 2**20
-            row: dict[str, Any] = {"where": f"{key[0]}x{key[1]} ranks, {key[2]}", "contender": contender}
-            row |= {
-                f"{pair[0]}_{pair[1]}_mib": size
-                for pair, size in zip(sizes.index.to_list(), sizes, strict=True)
-                if pair[0] in {"engine", "formula", "process"}
-            }
-            for source in ("copied", "copied_formula"):
-                told = sizes.get(source)
-                row[f"{source}_step_mib"] = math.nan if told is None else told.sum()
-            for source in ("engine", "formula"):
-                known = [size for name, size in row.items() if name.startswith(f"{source}_")]
-                row[f"{source}_mib"] = sum(known) if known else math.nan
-            measured = {name.removeprefix("engine_") for name in row if name.startswith("engine_")} - {"mib"}
-            bare = [part for part in measured if f"formula_{part}" not in row]
-            row["beyond_mib"] = sum(row[f"engine_{part}"] for part in bare)
-            row["covered_mib"] = row["engine_mib"] - row["beyond_mib"]
-            rows.append(row)
+    rows = [
+        {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(mine)}
+        for (nodes, ranks, model), group in groups(found.sort_values(places, kind="stable"), places)
+        for _, contender, mine in by_contender(group)
+    ]
     if not any(row["beyond_mib"] for row in rows):  # then Sum says it all
         rows = [row | {"beyond_mib": math.nan, "covered_mib": math.nan} for row in rows]
     data = pd.DataFrame(rows)
-    parts = [
-        name
-        for name in data.columns
-        if name.startswith("engine_") and name != "engine_mib" and data[name].gt(0).any()
-    ]
-    usual = [f"engine_{part}_mib" for part in theme.MEMORY]  # as in the figure; others after them
-    parts.sort(key=lambda name: usual.index(name) if name in usual else len(usual))
+    held = found[(found["source"] == "engine") & (found["bytes"] > 0)]["part"].unique()
+    usual = [part for part in theme.MEMORY if part in held]  # as in the figure; others after them
+    parts = [*usual, *sorted(set(held) - set(usual))]
     columns = (
         Column("contender", "Contender"),
-        *(
-            Column(c, c.removeprefix("engine_").removesuffix("_mib").replace("_", " "), number(3))
-            for c in parts
-        ),
+        *(Column(f"engine_{part}_mib", part.replace("_", " "), number(3)) for part in parts),
         Column("engine_mib", "Sum", number(4)),
         Column("beyond_mib", "Without formula", number(3)),
         Column("covered_mib", "With formula", number(4)),
@@ -345,6 +304,24 @@ def memory(derived: Derived) -> Table:
     return placed("memory", "Memory per rank", caption, rows, *columns)
 
 
+def _memory_row(mine: pd.DataFrame) -> dict[str, float]:
+    """MiB of one contender by source and part, and sums: of parts with and without a formula too."""
+    sizes = mine.groupby(["source", "part"])["bytes"].median() / 2**20
+    told = sizes.drop(["copied", "copied_formula"], level="source", errors="ignore").reset_index()
+    row = {f"{source}_{part}_mib": float(size) for source, part, size in told.to_numpy()}
+    of_source = {name: found.droplevel(0) for name, found in sizes.groupby(level="source")}
+    for name, source in (
+        ("engine",) * 2,
+        ("formula",) * 2,
+        ("copied_step", "copied"),
+        ("copied_formula_step", "copied_formula"),
+    ):
+        row[f"{name}_mib"] = of_source[source].sum() if source in of_source else math.nan
+    engine, formula = (of_source.get(source, sizes.iloc[:0]) for source in ("engine", "formula"))
+    row["beyond_mib"] = engine[~engine.index.isin(formula.index)].sum()
+    return row | {"covered_mib": row["engine_mib"] - row["beyond_mib"]}
+
+
 def quantisation(derived: Derived) -> Table:
     """Table of the median vNMSE of each codec, by block size."""
     caption = (
@@ -363,8 +340,6 @@ def largest_error(derived: Derived) -> Table:
 def _errors(derived: Derived, name: str, title: str, caption: str, value: str) -> Table:
     """Errors with one row per tensor, bits and kind of codec, and one column per block size."""
     found = derived.frames.quantisation
-    if found.empty:
-        return Table(name, title, caption, pd.DataFrame(), ())
     parts = [[*str(codec).split(":", 2), "", ""][:3] for codec in found["codec"]]
     kinds = [f"{head} {options}".strip() for head, _, options in parts]
     told = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts])
@@ -374,9 +349,7 @@ def _errors(derived: Derived, name: str, title: str, caption: str, value: str) -
         values=value,
         aggfunc="median" if value == "vnmse" else "max",
     )
-    blocks = sorted(
-        wide.columns, key=lambda block: (not block.isdecimal(), int(block) if block.isdecimal() else 0)
-    )
+    blocks = sorted(wide.columns, key=lambda block: float(block) if block.isdecimal() else math.inf)
     columns = (
         Column("purpose", "Of"),
         Column("kind", "Codec"),
@@ -387,26 +360,15 @@ def _errors(derived: Derived, name: str, title: str, caption: str, value: str) -
 
 def links(derived: Derived) -> Table:
     """Table of requested and achieved rates of links."""
-    found = derived.frames.links
-    again = found["when"].eq("calibrated") & found.duplicated(
-        ["kind", "requested_mbit", "when", "achieved_mbit"]
-    )
-    found = found[~again]  # each record of a sweep repeats its calibration
-    shaped = found.assign(requested=pd.to_numeric(found["requested_mbit"]).astype(float).fillna(np.inf))
-    keys = ["kind", "requested", "when"]
-    rows = [
-        {
-            "kind": key[0],
-            "requested_mbit": key[1] if np.isfinite(key[1]) else math.nan,
-            "when": key[2],
-            "measurements": len(group),
-            "median_mbit": group["achieved_mbit"].median(),
-            "lowest_mbit": group["achieved_mbit"].min(),
-            "highest_mbit": group["achieved_mbit"].max(),
-            "share": group["achieved_mbit"].median() / key[1] if np.isfinite(key[1]) else math.nan,
-        }
-        for key, group in groups(shaped.sort_values(keys), keys)
-    ]
+    aggregates = {
+        "measurements": "size",
+        "median_mbit": "median",
+        "lowest_mbit": "min",
+        "highest_mbit": "max",
+    }
+    rates = derived.frames.links.groupby(["kind", "requested_mbit", "when"], dropna=False)
+    data = rates.agg(**{name: ("achieved_mbit", how) for name, how in aggregates.items()}).reset_index()
+    data["share"] = data["median_mbit"] / data["requested_mbit"]
     columns = (
         Column("kind", "Kind"),
         Column("requested_mbit", "Requested, Mbit/s", number(3)),
@@ -418,7 +380,7 @@ def links(derived: Derived) -> Table:
         Column("share", "of requested", number(3)),
     )
     caption = "Rate of a node's link: calibrated before the sweep, probed after each trial."
-    return Table("links", "Links", caption, pd.DataFrame(rows), columns)
+    return Table("links", "Links", caption, data, columns)
 
 
 def published_throughput(derived: Derived) -> Table:
@@ -480,19 +442,10 @@ def environment(derived: Derived) -> Table:
 
 
 _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
-    "summary": summary,
-    "time": time,
-    "generation": generation,
-    "volume": volume,
-    "checks": checks,
-    "parity": parity,
-    "break_even": break_even,
-    "memory": memory,
-    "quantisation": quantisation,
-    "largest_error": largest_error,
-    "links": links,
-    "published_throughput": published_throughput,
-    "setting": setting,
-    "environment": environment,
-}
-NAMES_OF_FILES: Final = (*_MAKERS, "failures")
+    maker.__name__: maker
+    for maker in (
+        summary, time, failures, generation, volume, checks, parity, break_even, memory, quantisation,
+        largest_error, links, published_throughput, setting, environment,
+    )
+}  # fmt: skip
+NAMES_OF_FILES: Final = tuple(_MAKERS)

@@ -8,24 +8,24 @@ from typing import Any, Final
 import pandas as pd
 
 from harness.records.statistics import median_interval
+from harness.suites import labels
 from report.data import footnotes, metrics
 from report.data.contender import BASELINE, NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import NOTHING, counted, number
-from report.draw.plot import contenders
+from report.data.text import NOTHING, number, span
+from report.draw.plot import by_contender
 from report.tables.table import Column, Table, placed
 
-_SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")
 _MEDIANS: Final = (
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds",
-    "processor_seconds", "best_seconds", *_SHARES, "achieved_mbit", "validation_loss", "m_bytes",
+    "processor_seconds", "best_seconds", *metrics.SHARES, "achieved_mbit", "validation_loss", "m_bytes",
 )  # fmt: skip
 _PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the median step: with two, no median of their own
 _OF_TIME: Final = (
     "where", "contender", "trials", "trials_told", "step_seconds", "compute_seconds", "wire_seconds",
-    "exposed_seconds", "schedule_seconds", "processor_seconds", "best_seconds", *_SHARES, "others_share",
-    "steal_share", "taken_share", "tflops",
+    "exposed_seconds", "schedule_seconds", "processor_seconds", "best_seconds", *metrics.SHARES,
+    "others_share", "steal_share", "taken_share", "tflops",
 )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def time(derived: Derived) -> Table:
         "these two. Share of ideal: of max(compute, wire), which no schedule reaches. Taken by others: what "
         "programs that are no ranks, and the machine's host, had of the processors' time, in the trial in "
         f"which it was most{_unknown_in_words(derived)}. TFLOPs: of the model, per rank, by Megatron's "
-        f"formula without recomputation.{_marks_in_words(derived, rows, *_SHARES)}"
+        f"formula without recomputation.{_marks_in_words(derived, rows, *metrics.SHARES)}"
     )
     return placed("time", "Time and processors", caption, rows, *columns)
 
@@ -97,35 +97,29 @@ def _marks_in_words(derived: Derived, rows: list[dict[str, Any]], *keys: str) ->
     """Caption text for the marks in these columns and beside the numbers of trials."""
     data = pd.DataFrame(rows)
     told = footnotes.in_words(str(row[key]) for row in rows for key in ("trials_told", *keys))
-    shares = [key for key in keys if key in _SHARES]
+    shares = [key for key in keys if key in metrics.SHARES]
     if len(data) and data[shares].astype(float).round(2).gt(1).to_numpy().any():
-        told += f" {footnotes.above_in_words(derived.trials[list(_SHARES[1:])])}"
+        told += f" {footnotes.above_in_words(derived.trials[list(metrics.SHARES[1:])])}"
     return told.rstrip()
 
 
 def _loss_in_words(derived: Derived) -> str:
-    steps = [int(step) for step in derived.trials["validation_step"].dropna()]
-    if not steps:
+    steps = derived.trials["validation_step"].dropna()
+    if steps.empty:
         return ""
-    many = f"{min(steps)} to {max(steps)} steps" if min(steps) < max(steps) else counted(max(steps), "step")
     return (
         " Validation loss: mean cross-entropy, in nats, on data held back from training, at the end of each "
-        f"trial, after {many}; less is better."
+        f"trial, after {span(steps, 'step')}; less is better."
     )
 
 
 def _rows(derived: Derived) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for (cell,), of_cell in groups(derived.trials, ["cell"]):
-        for _, contender in contenders(of_cell):
-            mine = of_cell[of_cell["contender"] == contender]
-            paired = derived.pairs[
-                (derived.pairs["cell"] == cell) & (derived.pairs["contender"] == contender)
-            ]
-            row = _row(mine, paired)
-            row["speedup_told"] += footnotes.rates(mine, derived.differing)
-            rows.append(row)
-    return rows
+    pairs = derived.pairs
+    return [
+        _row(mine, pairs[pairs["id"].isin(mine["id"])])
+        for _, of_cell in groups(derived.trials, ["cell"])
+        for _, _, mine in by_contender(of_cell)
+    ]
 
 
 def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
@@ -140,33 +134,27 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         "step_seconds_low": step.low,
         "step_seconds_high": step.high,
         "sent_mb": (sent := mine["sent_bytes"].median() / 1e6),
-        "sent_told": number(3)(sent) + footnotes.padded(mine),
-        "speedup": math.nan,
-        "speedup_low": math.nan,
-        "speedup_high": math.nan,
+        "sent_told": number(3)(sent) + labels.padded(float(mine["padding_share"].max())),
+        **dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan),
         "speedup_told": NOTHING,
         "pairs": len(paired),
-        "pairs_lowest": math.nan,
-        "pairs_highest": math.nan,
+        **dict.fromkeys(("pairs_lowest", "pairs_highest"), math.nan),
         "pairs_told": NOTHING,
+        **{key: mine[key].median() for key in _MEDIANS},
+        **{key: (mine[key] * mine["step_seconds"]).median() / step.estimate for key in _PER_SECOND},
+        **{key: mine[key].max() for key in ("others_share", "steal_share", "taken_share")},
+        **{key: paired[key].median() for key in ("bytes_ratio", "interface_ratio")},
     }
-    for key in _MEDIANS:
-        row[key] = mine[key].median()
-    for key in _PER_SECOND:
-        row[key] = (mine[key] * mine["step_seconds"]).median() / step.estimate
-    for key in ("others_share", "steal_share", "taken_share"):
-        row[key] = mine[key].max()
-    for key in ("bytes_ratio", "interface_ratio"):
-        row[key] = paired[key].median() if len(paired) else math.nan
     if len(paired):
         found = metrics.speedup(paired)
         row |= {"speedup": found.estimate, "speedup_low": found.low, "speedup_high": found.high}
         row["speedup_told"] = f"{found.estimate:.2f}"
-        if not math.isnan(found.low) and first["contender"] != NAMES[BASELINE]:
-            row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
     if len(paired) and first["contender"] != NAMES[BASELINE]:
+        if not math.isnan(found.low):
+            row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
         lowest, highest = paired["speedup"].min(), paired["speedup"].max()
         row |= {"pairs_lowest": lowest, "pairs_highest": highest}
         between = f": {lowest:.2f} to {highest:.2f}" if len(paired) > 1 else ""
         row["pairs_told"] = f"{len(paired)}{between}"
+    row["speedup_told"] += footnotes.rates(mine)
     return row

@@ -29,19 +29,12 @@ _MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$:@/])")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A printed column.
+    """A printed column."""
 
-    Attributes:
-        key: of the data.
-        title: header.
-        format: formats a value as text; numbers are right-aligned.
-        place: whether it says where the row ran, which following rows may share.
-    """
-
-    key: str
+    key: str  # of the data
     title: str
-    format: Callable[[Any], str] = text
-    place: bool = False
+    format: Callable[[Any], str] = text  # of a value; numbers are right-aligned
+    place: bool = False  # whether it says where the row ran, which following rows may share
 
     @property
     def numeric(self) -> bool:
@@ -51,21 +44,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One table.
+    """One table."""
 
-    Attributes:
-        name: file name without suffix, and anchor on the page.
-        title: heading.
-        caption: what the columns are.
-        data: raw values; all its columns go into the CSV.
-        columns: those that are printed, in order.
-    """
-
-    name: str
+    name: str  # file name without suffix, and anchor on the page
     title: str
     caption: str
-    data: pd.DataFrame
-    columns: tuple[Column, ...]
+    data: pd.DataFrame  # raw values; all its columns go into the CSV
+    columns: tuple[Column, ...]  # those that are printed, in order
 
     def rows(self) -> list[list[str]]:
         """Printed cells, row by row, not escaped."""
@@ -108,34 +93,20 @@ class Table:
     def latex(self) -> str:
         """A ``table`` float with a ``tabular`` in booktabs' rules."""
         head = [latex(column.title) for column in self.columns]
-        body = [[latex(cell) for cell in row] for row in self.rows()]
-        lines = [" & ".join(cells) + r" \\" for cells in body]
-        align = "".join("r" if column.numeric else "l" for column in self.columns)
-        return "\n".join(
-            [
-                r"\begin{table}",
-                r"\centering",
-                rf"\caption{{{latex(self.title)}. {latex(self.caption)}}}",
-                rf"\label{{tab:{self.name}}}",
-                rf"\begin{{tabular}}{{{align}}}",
-                r"\toprule",
-                " & ".join(head) + r" \\",
-                r"\midrule",
-                *lines,
-                r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
-                "",
-            ]
+        cells = pd.DataFrame([[latex(cell) for cell in row] for row in self.rows()], columns=head)
+        return cells.to_latex(
+            index=False,
+            escape=False,
+            column_format="".join("r" if column.numeric else "l" for column in self.columns),
+            caption=f"{latex(self.title)}. {latex(self.caption)}",
+            label=f"tab:{self.name}",
+            position="htbp",  # with which pandas centres it
         )
 
-    def write(self, folder: Path) -> dict[str, Path]:
-        """Write all formats; returns their paths by suffix."""
-        forms = {"csv": self.csv(), "md": self.markdown(), "tex": self.latex()}
-        files = {suffix: folder / f"{self.name}.{suffix}" for suffix in forms}
-        for suffix, path in files.items():
-            path.write_text(forms[suffix], encoding="utf-8", newline="\n")
-        return files
+    def write(self, folder: Path) -> None:
+        """Write all formats."""
+        for suffix, written in {"csv": self.csv(), "md": self.markdown(), "tex": self.latex()}.items():
+            (folder / f"{self.name}.{suffix}").write_text(written, encoding="utf-8", newline="\n")
 
 
 def latex(value: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.bench.collectives import Setting, measure
+from harness.bench.collectives import measure
 from harness.cluster.rank import Rank
 from harness.records.bench_record import together
 from impl.comm.mesh import Mesh
@@ -21,8 +21,9 @@ from tests.support.ranks import on_processes
 pytestmark = pytest.mark.bench
 
 
-def _measure(mesh: Mesh, setting: Setting) -> Any:
-    return measure(Rank(mesh.rank, mesh.topology, None, None, lambda _: None, 1), setting)  # type: ignore[arg-type]
+def _measure(mesh: Mesh, mebibytes: int) -> Any:
+    rank = Rank(mesh.rank, mesh.topology, None, None, lambda _: None, 1)  # type: ignore[arg-type]
+    return measure(rank, mebibytes=mebibytes, seconds=15.0)
 
 
 @pytest.mark.timeout(600)
@@ -30,10 +31,9 @@ def _measure(mesh: Mesh, setting: Setting) -> Any:
 @pytest.mark.parametrize("mebibytes", [1, 16, 64])
 def test_collective(benchmark: Any, topology: Topology, mebibytes: int) -> None:
     """Every algorithm, codec and transport, on one machine, unshaped."""
-    setting = Setting((mebibytes,), None, seconds=15.0)
     ranks: list[Any] = []
     benchmark.pedantic(
-        lambda: ranks.extend(on_processes(topology, _measure, setting)), rounds=1, iterations=1
+        lambda: ranks.extend(on_processes(topology, _measure, mebibytes)), rounds=1, iterations=1
     )
     for sample in together(ranks):
         pairs = zip(sample.reference_seconds, sample.seconds, strict=True)

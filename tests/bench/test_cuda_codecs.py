@@ -21,10 +21,12 @@ from impl.codecs import reference
 from impl.codecs.codec import Codec, parse
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key, Noise
-from impl.cuda import kernels
+from impl.cuda.kernels import Kernels
+from impl.cuda.launch import on_device
 
 pytestmark = pytest.mark.gpu
 
+kernels = Kernels(on_device)
 SIZE = 256 << 20  # bytes of elements
 SOURCES = 8
 KEY = Key(0, 0, 0, "unit", "gradients")

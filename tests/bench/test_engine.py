@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from harness.bench import deepspeed_peer
-from harness.bench.engine import DEEPSPEED, NAMES, Setting, measure, unequal
+from harness.bench import peers
+from harness.bench.engine import DEEPSPEED, NAMES, measure, unequal
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample, together
 from impl.comm.mesh import Mesh
@@ -21,20 +21,18 @@ from tests.support.ranks import on_processes
 pytestmark = pytest.mark.bench
 
 
-def _measure(mesh: Mesh, setting: Setting) -> list[Sample]:
-    return measure(Rank(mesh.rank, mesh.topology, None, None, lambda _: None, 1), setting)  # type: ignore[arg-type]
+def _measure(mesh: Mesh, names: list[str]) -> list[Sample]:
+    rank = Rank(mesh.rank, mesh.topology, None, None, lambda _: None, 1)  # type: ignore[arg-type]
+    return measure(rank, names=names, model="gpt-small", seconds=60.0)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("topology", [Topology(1, 4), Topology(2, 2)], ids=str)
 def test_step(benchmark: Any, topology: Topology) -> None:
     """All contenders, on one machine, unshaped."""
-    names = [name for name in NAMES if name not in DEEPSPEED or deepspeed_peer.why_missing() is None]
-    setting = Setting(tuple(names), None, 60.0)
+    names = [name for name in NAMES if name not in DEEPSPEED or peers.why_missing("deepspeed") is None]
     ranks: list[Any] = []
-    benchmark.pedantic(
-        lambda: ranks.extend(on_processes(topology, _measure, setting)), rounds=1, iterations=1
-    )
+    benchmark.pedantic(lambda: ranks.extend(on_processes(topology, _measure, names)), rounds=1, iterations=1)
     samples = together(ranks)
     assert unequal(samples) is None
     for sample in samples:

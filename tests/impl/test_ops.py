@@ -15,8 +15,6 @@ from impl.codecs import reference
 from impl.codecs.codec import parse
 from impl.cpu import build
 
-CODEC = parse("int8:8")
-
 
 @pytest.fixture
 def _fresh() -> Iterator[None]:
@@ -33,7 +31,7 @@ def test_a_cuda_device_uses_the_kernels_where_cupy_is_installed(
 ) -> None:
     """Without CuPy a CUDA device runs the reference, and the name says so."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found)
-    assert ops.backend_of(torch.device("cuda"), CODEC) == backend
+    assert ops.backend_of(torch.device("cuda")) == backend
     warning = ops.warning_of(torch.device("cuda"))
     assert warning == (None if found else "no CUDA kernels: CuPy is not installed")
 
@@ -46,7 +44,7 @@ def test_a_cpu_uses_the_kernels_that_were_built(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(build, "user_folder", lambda: tmp_path)
     ops.prepare(torch.device("cpu"))
     assert len(list(tmp_path.glob("*.so"))) == 1
-    assert ops.backend_of(torch.device("cpu"), CODEC) == "cpu"
+    assert ops.backend_of(torch.device("cpu")) == "cpu"
     assert ops.warning_of(torch.device("cpu")) is None
 
 
@@ -63,7 +61,7 @@ def test_a_cpu_without_a_compiler_uses_the_reference_and_says_why(monkeypatch: p
     ops.encode(codec, x, got)
     reference.encode(codec, x, wanted)
     assert torch.equal(got, wanted)
-    assert ops.backend_of(torch.device("cpu"), CODEC) == "reference"
+    assert ops.backend_of(torch.device("cpu")) == "reference"
     warning = ops.warning_of(torch.device("cpu"))
     assert warning == "no C++ kernels: c++ failed with status 1: error: hm"
 
@@ -75,7 +73,7 @@ def test_a_library_that_cannot_be_loaded_is_a_warning(
     """A file that the loader refuses leaves the reference, and its words."""
     (tmp_path / "kernels.so").write_bytes(b"no library")
     monkeypatch.setattr(build, "library", lambda _: tmp_path / "kernels.so")
-    assert ops.backend_of(torch.device("cpu"), CODEC) == "reference"
+    assert ops.backend_of(torch.device("cpu")) == "reference"
     warning = ops.warning_of(torch.device("cpu"))
     assert warning is not None
     assert "kernels.so" in warning
@@ -84,7 +82,7 @@ def test_a_library_that_cannot_be_loaded_is_a_warning(
 def test_a_device_without_kernels_is_refused() -> None:
     """A device of another kind raises, naming it."""
     with pytest.raises(ValueError, match="no kernels for device meta: expected one of cpu, cuda"):
-        ops.backend_of(torch.device("meta"), CODEC)
+        ops.backend_of(torch.device("meta"))
 
 
 def test_a_sum_encoded_again_equals_its_two_steps() -> None:

@@ -179,7 +179,7 @@ def _ledger(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width
                 optimizer.zero_grad()
                 events.append("step")
     units = [unit.geometry for unit in zero.units]
-    wanted = predict(policy, mesh.topology, units, mesh.rank, events, buffer_bytes=zero.buffers.nbytes)
+    wanted = predict(policy, mesh.topology, units, mesh.rank, events, buffer_bytes=zero.buffers.nbytes).sent
     got = zero.wire.ledger.rows()
     assert got == wanted, got.items() ^ wanted.items()
     return True

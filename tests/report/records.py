@@ -205,7 +205,7 @@ def _generated(trial: Trial, topology: Topology, policy: Policy | None) -> dict[
     noise = np.random.default_rng(int(trial.id, 16))
     units, rate = units_of(topology), trial.cluster.rate or 20_000.0
     passes = [
-        [sum(s.bytes for key, s in predict(policy, topology, units, rank, ["evaluate"] * count).items()
+        [sum(s.bytes for key, s in predict(policy, topology, units, rank, ["evaluate"] * count).sent.items()
              if key.link == "inter") for count in (1, 2)]
         for rank in range(topology.world)
     ]  # fmt: skip
@@ -246,7 +246,7 @@ def _ledgers(
         return []
     load = Load(micro_batches=trial.accumulation, steps=trial.steps, norms=trial.steps)
     return [
-        [_ledger_row(key, sent) for key, sent in predict(policy, topology, units, rank, load).items()]
+        [_ledger_row(key, sent) for key, sent in predict(policy, topology, units, rank, load).sent.items()]
         for rank in range(topology.world)
     ]
 

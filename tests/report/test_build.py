@@ -307,7 +307,7 @@ def test_an_interrupted_build_leaves_the_previous_report(
     shutil.copytree(quickstart, folder)
     before = _snapshot(folder)
 
-    def interrupted(_: object) -> str:
+    def interrupted(*_: object) -> str:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("report.page.render", interrupted)

@@ -14,21 +14,20 @@ from hypothesis import strategies as st
 
 from harness import cli
 from harness.bench import codecs as bench_codecs
-from harness.bench import deepspeed_peer, overlap
 from harness.bench import engine as bench_engine
+from harness.bench import overlap, peers
 from harness.bench.collectives import any_inside
-from harness.bench.rounds import Rounds, interleaved
+from harness.bench.rounds import interleaved
 from harness.cluster import link, processes
 from harness.cluster.rank import Progress, Rank
 from harness.records import bench_record
-from harness.records.bench_record import Bench, BenchError, Sample, together
+from harness.records.bench_record import Bench, Sample, together
 from harness.records.record import RecordError
-from impl import ops
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Axis, Topology
 from tests.harness.test_cli import folder, refused
-from tests.report.bench.bench_records import codecs, collectives, engine
+from tests.report.bench.bench_records import OPERATIONS, codecs, collectives, engine
 from tests.support.ranks import on_threads
 
 __all__ = ["folder"]  # a fixture
@@ -74,6 +73,14 @@ def test_a_backend_that_is_not_here(folder: Path, capsys: pytest.CaptureFixture[
     assert "backend 'cuda' is not here: torch finds no CUDA device" in error
 
 
+@pytest.mark.parametrize("below", ["", "there"])
+def test_results_that_are_no_folder(folder: Path, capsys: pytest.CaptureFixture[str], below: str) -> None:
+    """A file where the results should go is noticed before anything is measured, not after."""
+    (folder / "file").write_text("", encoding="utf-8")
+    error = refused(folder, capsys, "bench", "engine", "--results", str(Path("file", below)))
+    assert "is no folder" in error
+
+
 def test_other_machines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Records of another machine or code are not joined."""
     bench_record.write(folder / "results" / "bench-codecs", codecs())
@@ -90,7 +97,7 @@ def test_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (folder / "results" / "bench-codecs" / "report.html").exists()
     (found,) = bench_record.read_all(folder / "results" / "bench-codecs")
     own = {s.names["operation"] for s in found.samples if s.names["codec"] == "int8:64"}
-    assert own == set(bench_codecs.OPERATIONS)
+    assert own == set(OPERATIONS)
     for sample in found.samples:
         assert len(sample.seconds) >= bench_codecs.FEWEST_ROUNDS
     assert cli.main(["show", "bench-codecs"]) == cli.OK
@@ -100,8 +107,10 @@ def test_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_moved_bytes() -> None:
     """Bytes moved are those that each operation must read and write once."""
-    setting = bench_codecs.Setting(("int4:256",), ("reference",), ("fp32",), 1, 1, 0.0)
-    samples = {sample.names["operation"]: sample for sample in bench_codecs.measure(local(), setting)}
+    found = bench_codecs.measure(
+        local(), codecs=["int4:256"], backends=["reference"], kinds=["fp32"], mebibytes=1, seconds=0.0
+    )
+    samples = {sample.names["operation"]: sample for sample in found}
     elements, frame = 4 << 18, parse("int4:256").frame_bytes(1 << 18)
     assert {name: sample.sizes["moved_bytes"] for name, sample in samples.items()} == {
         "encode": elements + frame,
@@ -113,15 +122,16 @@ def test_moved_bytes() -> None:
 
 
 def test_every_backend_serves_what_it_is_timed_for() -> None:
-    """A codec is timed only on backends that have kernels for it, and on the reference."""
-    here, missing = bench_codecs.found()
-    assert set(here) | set(missing) == set(bench_codecs.BACKENDS)
-    names = tuple(name for name in here if name in ("cpu", "reference"))
-    setting = bench_codecs.Setting(("int8:64", "mxfp4"), names, ("fp32",), 1, 1, 0.0)
+    """A codec is timed on every backend that is here."""
+    names = tuple(name for name in ("cpu", "reference") if bench_codecs.why_missing(name) is None)
     said: list[Progress] = []
     rank = Rank(0, None, None, None, said.append, 1)  # type: ignore[arg-type]
-    for sample in bench_codecs.measure(rank, setting):
-        assert ops.operations_of(str(sample.names["backend"])).supports(parse(str(sample.names["codec"])))
+    texts = ("int8:64", "mxfp4")
+    samples = bench_codecs.measure(
+        rank, codecs=texts, backends=names, kinds=["fp32"], mebibytes=1, seconds=0.0
+    )
+    timed = {(sample.names["backend"], sample.names["codec"]) for sample in samples}
+    assert timed == {(name, text) for name in names for text in texts}
     assert said[-1].step < said[-1].steps
 
 
@@ -179,8 +189,9 @@ def test_contenders_take_turns(contenders: int, most: int, seconds: float) -> No
             prepared.append(index)
             return index
 
-        rounds = Rounds(min(2, most), most, seconds)
-        return interleaved(rank, [contender(number) for number in range(contenders)], "", rounds, prepare)
+        rounds = min(2, most), most
+        runs = [contender(number) for number in range(contenders)]
+        return interleaved(rank, runs, "", rounds, prepare, seconds=seconds)
 
     (found,) = on_threads(Topology(1, 1), body)
     done = len(found[0])
@@ -259,11 +270,9 @@ def test_records_refuse(tmp_path: Path) -> None:
     path.write_text(json.dumps(data | {"schema_version": 99}), encoding="utf-8")
     with pytest.raises(RecordError, match="schema version 99"):
         bench_record.read_all(tmp_path)
-    with pytest.raises((BenchError, RecordError)):
-        bench_record.check_pool(tmp_path, "another")
 
 
-@pytest.mark.skipif(deepspeed_peer.why_missing() is None, reason="DeepSpeed is installed")
+@pytest.mark.skipif(peers.why_missing("deepspeed") is None, reason="DeepSpeed is installed")
 def test_deepspeed_is_optional(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSpeed that is asked for and missing is refused, with how to install it."""
     assert "pip install" in refused(folder, capsys, "bench", "engine", "--contender", "deepspeed")
@@ -278,14 +287,14 @@ def test_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [word for name in ("fsdp2", "exact", "exact-backend") for word in ("--contender", name)]
     assert cli.main(["bench", "engine", *arguments, *chosen]) == cli.OK
     out = capsys.readouterr().out
-    assert "of alone" in out
+    assert "of compute alone" in out
     assert "over best FSDP2" in out
     (found,) = bench_record.read_all(folder / "results" / "bench-engine")
     names = [(sample.names["contender"], sample.names["transport"]) for sample in found.samples]
     assert names == [("alone", "none"), ("fsdp2", "backend"), ("exact", "shm"), ("exact", "backend")]
     for sample in found.samples:
-        assert len(sample.seconds) == bench_engine.FEWEST_ROUNDS
-        assert len(sample.losses) == bench_engine.STEPS * (bench_engine.FEWEST_ROUNDS + 1)
+        assert len(sample.seconds) == bench_engine.ROUNDS[0]
+        assert len(sample.losses) == bench_engine.STEPS * (bench_engine.ROUNDS[0] + 1)
         assert sample.reference_seconds == found.samples[0].seconds
         assert sample.losses[-1] < sample.losses[0]
     assert found.samples[0].losses[0] == pytest.approx(found.samples[1].losses[0], rel=1e-6)
@@ -362,7 +371,7 @@ def test_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     *steps, hops = found.samples
     assert [sample.names["policy"] for sample in steps] == list(overlap.POLICIES)
     for step in steps:
-        assert len(step.seconds) == overlap.FEWEST_ROUNDS
+        assert len(step.seconds) == overlap.ROUNDS[0]
         pairs = zip(step.parts["forward"], step.parts["backward"], step.reference_seconds, strict=True)
         assert all(max(forward, backward) < whole for forward, backward, whole in pairs)
     zero3, zeropp = (step.sizes for step in steps)
@@ -371,7 +380,7 @@ def test_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert zeropp["sent_backward"] < zeropp["sent_forward"] < zero3["sent_forward"]
     assert hops.names["numel"] == 1 << 18
     assert hops.sizes["first_sent"] == 2 * hops.sizes["second_sent"]
-    assert len(hops.seconds) == overlap.FEWEST_ROUNDS
+    assert len(hops.seconds) == overlap.ROUNDS[0]
     rate = float(hops.names["rate_mbit"] or 0)
     # Tokens that the link has saved cannot carry more than a burst.
     frames = 8e-6 * 2 * (hops.sizes["second_sent"] - link.shape(rate).burst)
@@ -404,8 +413,7 @@ def test_computation_has_its_room(forward: int, backward: int, ahead: float, beh
 @given(st.integers(1, 1 << 10), st.lists(st.floats(1e-3, 1e2), min_size=3, max_size=3))
 def test_the_second_hop_is_the_longer(mebibytes: int, first: list[float]) -> None:
     """At the rate of two hops the second takes three times as long as the slowest rank's first did."""
-    setting = overlap.Setting(0.0, mebibytes=mebibytes)
-    rate = overlap.rate_for_hops([first, [took / 2 for took in first]], setting)
+    rate = overlap.rate_for_hops([first, [took / 2 for took in first]], mebibytes)
     topology = Topology(*overlap.TOPOLOGY_OF_HOPS)
-    row = parse(overlap.CODEC).frame_bytes(setting.numel // topology.world)
+    row = parse(overlap.CODEC).frame_bytes((mebibytes << 18) // topology.world)
     assert 8e-6 * topology.ranks_per_node * row / rate == pytest.approx(3 * sorted(first)[1], rel=0.01)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.cluster.link import Exchange, counters
-from harness.cluster.rank import Progress, Rank
+from harness.cluster.link import counters
+from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
-from harness.runs.strategies import build_optimizer, prepare
+from harness.runs.optimizers import built
+from harness.runs.strategies import prepare
 from harness.suites.trial import Trial
 from harness.workloads.models import build
 
@@ -62,10 +63,10 @@ def announce_and_hang(rank: Rank, path: str) -> None:
     time.sleep(600)
 
 
-def exchange(rank: Rank, what: Exchange) -> tuple[list[float], int, int]:
+def exchanged(rank: Rank, what: tuple[int, int]) -> tuple[list[float], int, int]:
     """Exchange messages; achieved rates, and what the interface sent meanwhile."""
     before = counters(rank.port.interface or "lo")
-    rates = what.run(rank.pacer)
+    rates = exchange(rank, *what)
     sent = counters(rank.port.interface or "lo") - before
     return rates, sent.tx_bytes, sent.tx_packets
 
@@ -75,7 +76,7 @@ def train(rank: Rank, trial: Trial) -> list[float]:
     torch.manual_seed(trial.seed)
     model = build(trial.model, trial.sequence)
     strategy = prepare(trial, model, rank, torch.device("cpu"))
-    optimizer = build_optimizer(trial.optimizer, strategy)
+    optimizer = built(trial.optimizer, strategy.parameters())
     world, losses = trial.topology().world, []
     mine = range(world) if trial.strategy == "single" else [rank.rank]
     for step in range(trial.steps):

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from harness.cluster import link, namespaces
 from harness.cluster.link import (
     HEADER_BYTES,
-    Exchange,
     Link,
     LinkError,
     Pacer,
@@ -39,11 +38,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def exchanged(
-    joined: Link, tmp_path: Path, what: Exchange, per_node: int = 1
+    joined: Link, tmp_path: Path, nbytes: int, repetitions: int, per_node: int = 1
 ) -> list[tuple[list[float], int, int]]:
     topology = Topology(joined.setting.nodes, per_node)
     launch = Launch(topology, joined.ports, joined.paced_mbit, 1, 60, tmp_path / "log")
-    return run_ranks(targets.exchange, what, launch)
+    return run_ranks(targets.exchanged, (nbytes, repetitions), launch)
 
 
 # Pure parts
@@ -153,7 +152,7 @@ def test_a_keeper_that_is_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_impossible_namespaces_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for, they raise the kernel's reason and what to do; under auto the link is paced, saying why."""
 
-    def refuse(process: object, request: str) -> dict[str, object]:
+    def refuse(process: object) -> dict[str, object]:
         raise LinkError("no network namespaces here: unshare(NEWUSER|NEWNET): Operation not permitted")
 
     monkeypatch.setattr(link, "_answer", refuse)
@@ -170,8 +169,8 @@ def test_the_keeper_reports_what_failed() -> None:
     """A keeper that cannot make its nodes answers with the error and ends."""
     request = json.dumps({"nodes": 2, "prefix": "a-name-that-is-too-long", "shape": None})
     done = subprocess.run(
-        [sys.executable, "-m", "harness.cluster.namespaces"],
-        input=request + "\n",
+        [sys.executable, "-m", "harness.cluster.namespaces", request],
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
@@ -191,7 +190,7 @@ def test_joining_a_process_that_is_gone_is_refused() -> None:
 def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
     """Through the pacer a message runs at the rate, and not faster."""
     with open_link(Setting("paced", 2, 40.0), "abc123") as joined:
-        found = exchanged(joined, tmp_path, Exchange(500_000, 2, (0, 1)))
+        found = exchanged(joined, tmp_path, 500_000, 2)
     for rates, _, _ in found:
         assert all(5 < rate <= 40.1 for rate in rates)
 
@@ -204,12 +203,12 @@ def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
 def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -> None:
     """Each node sends at the rate and no faster; its interface counts the messages plus 66 bytes a packet."""
     setting = Setting("namespaces", nodes, 50.0)
-    what = Exchange(message_bytes(50.0), 3, tuple(range(0, nodes * per_node, per_node)))
+    nbytes, repetitions = message_bytes(50.0), 3
     with open_link(setting, "abc123") as joined:
         assert joined.kind == "namespaces"
-        found = exchanged(joined, tmp_path, what, per_node)
+        found = exchanged(joined, tmp_path, nbytes, repetitions, per_node)
         assert counters(joined.ports[0].interface or "", joined.ports[0].holder or 0).tx_bytes > 0
-    sent = (what.repetitions + 1) * what.message_bytes
+    sent = (repetitions + 1) * nbytes
     for rates, tx_bytes, tx_packets in found[::per_node]:
         assert all(5 < rate < 52 for rate in rates)
         assert (tx_bytes - HEADER_BYTES * tx_packets) / sent == pytest.approx(1, abs=0.005)
@@ -221,7 +220,7 @@ def test_two_links_do_not_disturb_each_other(tmp_path: Path) -> None:
     first = open_link(Setting("namespaces", 2, 50.0), "abc123")
     with open_link(Setting("namespaces", 2, 80.0), "abc123") as second:
         first.close()
-        found = exchanged(second, tmp_path, Exchange(message_bytes(80.0), 1, (0, 1)))
+        found = exchanged(second, tmp_path, message_bytes(80.0), 1)
         assert all(rates[0] < 83 for rates, _, _ in found)
 
 
@@ -266,9 +265,8 @@ from harness.cluster.link import *
 from tests.harness.cluster.test_link import exchanged
 if __name__ == "__main__":
     with open_link(Setting("namespaces", 2, 50.0), "abc123") as joined:
-        print(joined.details["mode"], joined.ports[0].user_namespace)
-        what = Exchange(message_bytes(50.0), 2, (0, 1))
-        for rates, sent, packets in exchanged(joined, Path({str(tmp_path)!r}), what):
+        print(joined.details["mode"])
+        for rates, sent, packets in exchanged(joined, Path({str(tmp_path)!r}), message_bytes(50.0), 2):
             print(min(rates), max(rates))
 """
     (tmp_path / "main.py").write_text(code)
@@ -281,7 +279,7 @@ if __name__ == "__main__":
         check=False,
     )
     first, *rates = done.stdout.splitlines()
-    assert first == "rootless True", done.stderr
+    assert first == "rootless", done.stderr
     assert all(5 < float(rate) < 52 for line in rates for rate in line.split())
     assert len(rates) == 2
 

@@ -12,9 +12,7 @@ from harness.docpages import DOCS
 from harness.docpages.codecs import SHOWN, formula
 from harness.laws import command
 from harness.laws.subject import REPRESENTATIVE, missing
-from impl.codecs.codec import Codec, FloatCodec, IntCodec, Law, Raw, parse
-from impl.cpu import kernels as cpu_kernels
-from impl.cuda import kernels as cuda_kernels
+from impl.codecs.codec import Codec, FloatCodec, Law, Raw, parse
 
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
@@ -90,13 +88,6 @@ def test_the_formula_of_shared_scales_is_their_worst(text: str) -> None:
     codec = parse(text)
     most = max(codec.error_bound(0.0, 1 + i / 64) / (1 + i / 64) for i in range(64))
     assert most == pytest.approx(1 / float(formula(codec).partition(" / ")[2]), rel=1e-3)
-
-
-def test_kernels_answer_without_a_compiler_or_a_device() -> None:
-    """What the table says of kernels is what both backends say of themselves."""
-    for backend in (cpu_kernels, cuda_kernels):
-        assert not backend.supports(Raw("bf16"))
-        assert backend.supports(IntCodec(4, 256))
 
 
 def test_the_default_is_every_kind_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,21 +253,6 @@ def test_the_largest_block_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--backend", "reference", "--codec", "int8:2147483647", "--examples", "5"]
     assert cli.main(["check", "codecs", *arguments]) == cli.OK
     assert "int8:2147483647 on reference" in capsys.readouterr().out
-
-
-def test_a_codec_without_kernels_is_said_to_have_none(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The reference does not stand in silently: the line names it, and alone it is refused."""
-    monkeypatch.setattr("harness.laws.subject.missing", lambda _: None)
-    monkeypatch.setattr(
-        "harness.laws.subject.served", lambda codec, name: str(codec) != "mxfp4" or name == "reference"
-    )
-    arguments = ["check", "codecs", "--examples", "2", "--codec", "mxfp4", "--backend", "cpu"]
-    assert cli.main(arguments) == cli.REFUSED
-    assert "cpu: no kernels for mxfp4" in capsys.readouterr().err
-    assert cli.main([*arguments, "--backend", "reference"]) == cli.OK
-    assert "cpu: no kernels for mxfp4; the reference serves them" in capsys.readouterr().out
 
 
 def test_every_law_has_a_column() -> None:

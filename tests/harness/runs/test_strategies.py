@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from harness.cluster.processes import ALLOCATOR, LaunchError, run_ranks
-from harness.runs.strategies import Sharded
-from harness.suites.trial import Optimizer, Trial
-from impl.plan.policy import Policy
+from harness.runs.strategies import Strategy
+from harness.suites.trial import Trial
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
 from tests.harness.cluster.test_processes import local
@@ -87,9 +86,8 @@ def test_an_impossible_optimizer_is_refused(tmp_path: Path, optimizer: dict[str,
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 1.5), ("cuda", None)])
 def test_exposed_time_is_unknown_on_gpus(device: str, seconds: float | None) -> None:
     """Where the stream waits and not the process, the time it waited is unknown rather than 0."""
-    wire = SimpleNamespace(mesh=SimpleNamespace(device=torch.device(device)), exposed_seconds=1.5)
-    engine: Any = SimpleNamespace(wire=wire)
-    assert Sharded(torch.nn.Linear(1, 1), engine, Policy(), Optimizer(), 1).exposed_seconds() == seconds
+    wire: Any = SimpleNamespace(mesh=SimpleNamespace(device=torch.device(device)), exposed_seconds=1.5)
+    assert Strategy(torch.nn.Linear(1, 1), {}, wire).exposed_seconds() == seconds
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)

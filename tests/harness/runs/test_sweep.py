@@ -239,8 +239,8 @@ def test_a_link_that_cannot_be_is_refused_once(tmp_path: Path, monkeypatch: pyte
     """Without namespaces the trials that ask for them are refused; auto runs paced, and says why."""
     asked = []
 
-    def refuse(process: object, request: str) -> dict[str, object]:
-        asked.append(request)
+    def refuse(process: subprocess.Popen[str]) -> dict[str, object]:
+        asked.append(process.args)
         raise LinkError("no network namespaces here: Operation not permitted")
 
     monkeypatch.setattr(link, "_answer", refuse)

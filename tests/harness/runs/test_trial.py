@@ -225,7 +225,6 @@ def training(row: LedgerRow) -> int:
     ("changes", "words"),
     [
         ({"corpus": "/nowhere"}, "/nowhere"),
-        ({"model": {"name": "gpt-tin"}}, "gpt-tiny"),
         ({"policy": {"secondary": 3}}, "hpZ group of 3 ranks does not fit"),
         ({"policy": {}}, "padding"),
         ({"cluster": {"device": "cuda"}}, "this machine has 0"),

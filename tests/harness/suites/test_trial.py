@@ -220,3 +220,10 @@ def test_bad_codec(text: str) -> None:
     """A codec that means nothing is refused where it is named."""
     with pytest.raises(ValidationError):
         PolicyChanges(weights=text)
+
+
+def test_an_unknown_model_is_refused_where_it_is_named() -> None:
+    """With the names there are; a function of the user's is not looked for."""
+    with pytest.raises(ValidationError, match=r"expected one of gpt-tiny, .*; did you mean 'gpt-small'"):
+        Model(name="gpt-smal")
+    assert Model(name="no_such_module:f").name == "no_such_module:f"

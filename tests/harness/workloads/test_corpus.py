@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from harness.errors import CorpusError
 from harness.workloads import corpus
-from harness.workloads.corpus import Corpus, check, load
+from harness.workloads.corpus import Corpus, Text, check, load
 
 LETTERS = np.arange(10_000, dtype=np.uint16).astype(np.uint8)
-SMALL = Corpus("small", 1, "", LETTERS[:9_500], LETTERS[9_500:])
+SMALL = Corpus("small", "", LETTERS[:9_500], LETTERS[9_500:])
 keys = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 2**63 - 1),
@@ -28,25 +28,26 @@ keys = st.fixed_dictionaries(
 
 @given(keys, st.integers(1, 4), st.integers(1, 400))
 def test_batches_are_windows(key: dict[str, int], sequences: int, length: int) -> None:
-    """A batch is windows of training text, one token longer than a sequence, and int64."""
-    batch = SMALL.batch(**key, sequences=sequences, length=length)
-    assert batch.shape == (sequences, length + 1)
-    assert batch.dtype == np.int64
-    assert (np.diff(batch) % 256 == 1).all()  # consecutive bytes of the text
+    """A batch is windows of training text and the next byte at each position, int64."""
+    read, answer = Text(SMALL, length).batch(**key, sequences=sequences)
+    assert read.shape == answer.shape == (sequences, length)
+    assert read.dtype == answer.dtype == np.int64
+    assert (np.diff(read) % 256 == 1).all()  # consecutive bytes of the text
+    assert ((answer - read) % 256 == 1).all()
 
 
 @given(keys, keys)
 def test_batches_depend_on_their_key(one: dict[str, int], other: dict[str, int]) -> None:
     """Equal keys draw equal batches, different keys different ones."""
-    draw = [SMALL.batch(**key, sequences=8, length=16) for key in (one, one, other)]
+    draw = [Text(SMALL, 16).batch(**key, sequences=8)[0] for key in (one, one, other)]
     assert (draw[0] == draw[1]).all()
     assert (draw[0] == draw[2]).all() == (one == other)
 
 
 def test_batches_are_pinned() -> None:
     """The first batch of seed 0 is the same on every machine and with every version of numpy."""
-    batch = SMALL.batch(seed=0, step=0, micro_batch=0, rank=0, sequences=3, length=1)
-    assert batch[:, 0].tolist() == [107, 234, 99]
+    read, _ = Text(SMALL, 1).batch(seed=0, step=0, micro_batch=0, rank=0, sequences=3)
+    assert read[:, 0].tolist() == [107, 234, 99]
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(1, 100))
@@ -54,12 +55,13 @@ def test_batches_are_pinned() -> None:
 def test_validation(batches: int, world: int, sequences: int, length: int) -> None:
     """Validation windows lie in the validation split, spread from its start to its end."""
     found = [
-        SMALL.validation_batches(batches=batches, rank=rank, world=world, sequences=sequences, length=length)
+        Text(SMALL, length).validation_batches(batches=batches, rank=rank, world=world, sequences=sequences)
         for rank in range(world)
     ]
-    assert all(batch.shape == (sequences, length + 1) for one in found for batch in one)
-    flat = np.concatenate([np.concatenate(one) for one in found])
+    assert all(part.shape == (sequences, length) for one in found for pair in one for part in pair)
+    flat = np.concatenate([read for one in found for read, _ in one])
     assert (np.diff(flat) % 256 == 1).all()
+    assert ((np.concatenate([answer for one in found for _, answer in one]) - flat) % 256 == 1).all()
     starts = {int(row[0]) for row in flat}
     assert int(SMALL.validation[0]) in starts
     if len(flat) > 1:
@@ -74,7 +76,6 @@ def test_split(tmp_path: Path) -> None:
     found = load(str(tmp_path))
     assert bytes(found.train) == b"a" * 499 + b"\n" + b"b" * 450
     assert bytes(found.validation) == b"b" * 50
-    assert found.files == 2
     assert found.sha256 == hashlib.sha256(b"a" * 499 + b"\n" + b"b" * 500).hexdigest()
 
 
@@ -100,9 +101,9 @@ def test_check_agrees(tmp_path_factory: pytest.TempPathFactory, size: int, lengt
         return True
 
     def draw() -> None:
-        found = load(str(file))
-        found.batch(seed=0, step=0, micro_batch=0, rank=0, sequences=1, length=length)
-        found.validation_batches(batches=1, rank=0, world=1, sequences=1, length=length)
+        found = Text(load(str(file)), length)
+        found.batch(seed=0, step=0, micro_batch=0, rank=0, sequences=1)
+        found.validation_batches(batches=1, rank=0, world=1, sequences=1)
 
     assert possible(lambda: check(str(file), length)) == possible(draw)
 

@@ -8,6 +8,7 @@ import torch
 from harness.errors import CorpusError
 from harness.suites.trial import Model, Trial
 from harness.workloads import samples
+from harness.workloads.corpus import Text
 from harness.workloads.data import Data
 from harness.workloads.masked_text import NO_TARGET
 from harness.workloads.models import build
@@ -74,7 +75,9 @@ def test_another_form_is_refused(one: Trial, words: str) -> None:
 
 def test_a_users_model_reads_what_the_corpus_is() -> None:
     """``module:function`` gets text, and images where its corpus is the images."""
-    assert isinstance(samples.load(Trial(model=Model(name="a:b"))), samples.NextByte)
+    text = samples.load(Trial(model=Model(name="a:b")))
+    assert isinstance(text, Text)
+    assert not text.masks
     images, _ = samples.load(Trial(model=Model(name="a:b"), corpus="glyphs")).batch(
         seed=0, step=0, micro_batch=0, rank=0, sequences=2
     )

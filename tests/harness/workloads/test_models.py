@@ -217,7 +217,6 @@ def test_a_function_of_another_signature_is_refused(name: str, arguments: dict[s
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Model(name="gpt-smal"), "did you mean 'gpt-small'"),
         (Model(arguments={"widht": 3}), "did you mean 'width'"),
         (Model(arguments={"width": 0}), "width = 0"),
         (Model(arguments={"layers": 1.5}), "layers = 1.5"),

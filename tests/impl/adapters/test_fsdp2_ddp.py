@@ -17,25 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from impl.adapters.fsdp2_ddp import (
-    HostError,
-    InDDP,
-    InFSDP2,
-    fsdp2_groups,
-    hosted_units,
-    join_ddp,
-    join_fsdp2,
-)
-from impl.adapters.traffic import (
-    BASES,
-    HOSTED,
-    GroupGeometry,
-    Host,
-    check_host,
-    predict_ddp,
-    predict_fsdp2,
-    predict_hosted,
-)
+from impl.adapters.ddp import InDDP
+from impl.adapters.fsdp2 import InFSDP2
+from impl.adapters.joined import HostError, fsdp2_groups, hosted_units
+from impl.adapters.traffic import BASES, HOSTED, GroupGeometry, Host, check_host, predict_hosted
 from impl.codecs.codec import Codec, parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
@@ -104,12 +89,12 @@ def wrapped(host: Host, model: nn.Module, shape: tuple[int, ...]) -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     for block in find_blocks(model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def joined_with(host: Host, model: Any, wire: Wire, policy: Policy) -> InFSDP2 | InDDP:
-    return join_fsdp2(model, wire, policy) if host == "fsdp2" else join_ddp(model, wire, policy)
+    return InFSDP2(model, wire, policy) if host == "fsdp2" else InDDP(model, wire, policy)
 
 
 def train(mesh: Mesh, case: Case) -> Trained:
@@ -293,7 +278,10 @@ def test_a_hierarchical_gather_crosses_each_link_once(
     """All ranks together send every rank's frame once to each other node."""
     group = GroupGeometry("g", (ParameterSpec("w", shape),), (True,), topology.world)
     policy = replace(BASES["fsdp2"], weights=codec)
-    sent = [predict_fsdp2(policy, topology, [group], rank, ["evaluate"]) for rank in range(topology.world)]
+    sent = [
+        predict_hosted("fsdp2", policy, topology, [group], rank=rank, events=["evaluate"])
+        for rank in range(topology.world)
+    ]
     inter = sum(one.bytes for rows in sent for key, one in rows.items() if key.link == "inter")
     assert inter == topology.world * codec.frame_bytes(group.shard) * (topology.nodes - 1)
 
@@ -307,8 +295,8 @@ def test_ddp_reduces_once_a_step(topology: Topology, accumulation: int, steps: i
     units = plan_units(net(), topology, policy)
     one: list[Event] = ["forward", "backward", "step"]
     many: list[Event] = [*["forward", "backward"] * accumulation, "norm", "step", "evaluate", "step"]
-    once = predict_ddp(policy, topology, units, 0, one)
-    often = predict_ddp(policy, topology, units, 0, many * steps)
+    once = predict_hosted("ddp", policy, topology, units, rank=0, events=one)
+    often = predict_hosted("ddp", policy, topology, units, rank=0, events=many * steps)
     assert often == {key: Sent(sent.bytes * steps, sent.messages * steps) for key, sent in once.items()}
 
 
@@ -373,16 +361,16 @@ def _refusals(mesh: Mesh) -> list[str]:
             body()
         said.append(str(caught.value))
 
-    expect(lambda: join_fsdp2(net(), wire, EXACT["fsdp2"]))
-    expect(lambda: join_fsdp2(net(), wire, replace(EXACT["fsdp2"], secondary="node")))
-    expect(lambda: join_fsdp2(wrapped("fsdp2", net(), (2, 1)), wire, EXACT["fsdp2"]))
+    expect(lambda: InFSDP2(net(), wire, EXACT["fsdp2"]))
+    expect(lambda: InFSDP2(net(), wire, replace(EXACT["fsdp2"], secondary="node")))
+    expect(lambda: InFSDP2(wrapped("fsdp2", net(), (2, 1)), wire, EXACT["fsdp2"]))
     pairs = net()
     fully_shard([pairs.embed, pairs.head], mesh=init_device_mesh("cpu", (2,)))
     fully_shard(pairs, mesh=init_device_mesh("cpu", (2,)))
-    join_fsdp2(pairs, wire, EXACT["fsdp2"])
+    InFSDP2(pairs, wire, EXACT["fsdp2"])
     expect(lambda: pairs(inputs(0, mesh.rank)))
     ddp = wrapped("ddp", net(), ())
-    join_ddp(ddp, wire, EXACT["ddp"])
+    InDDP(ddp, wire, EXACT["ddp"])
     expect(lambda: ddp(inputs(0, mesh.rank)).backward())
     return said
 
@@ -396,5 +384,5 @@ def test_what_a_host_refuses_when_it_runs() -> None:
         assert "secondary = node" in said[1]
         assert "on a device mesh of (2, 1), expected (2,)" in said[2]
         assert "call fully_shard() on one module at a time" in said[3]
-        assert "what join_ddp() returned is gone" in said[4]
+        assert "the InDDP of its model is gone" in said[4]
         assert all("\n" not in line for line in said)

@@ -20,9 +20,8 @@ from torch import Tensor
 from harness.laws.rounding_edges import edge_rows
 from impl.codecs import reference
 from impl.codecs.codec import Blocked, Codec, IntCodec, Raw, parse
-from impl.codecs.reference import Carried
+from impl.codecs.reference import Carried, Operations
 from impl.codecs.rounding_noise import Key, Noise
-from impl.ops import Operations
 from tests.support.strategies import blocked_codecs, blocks_of_values, codecs, stochastic_codecs
 
 
@@ -117,6 +116,26 @@ def check(
     reference.decode(codec, wanted, decoded)
     backend.kernels.decode(codec, got, again)
     assert same(again, decoded), f"{codec} of {tuple(x.shape)} to {out}: {backend.run.ran[-1:]}"
+
+
+def without_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take away what the reference does with blocks: nothing is left to it unnoticed."""
+    for name in ("_encode_blocks", "_decode_blocks"):
+        monkeypatch.delattr(reference, name)
+
+
+def use_all(backend: Backend, codec: Codec, *, carries: bool) -> None:
+    """Run every operation on 3 rows of 1000 elements."""
+    x = torch.randn(3, 1000, device=backend.device)
+    noise, frames = noise_of(codec, x.shape[:-1]), garbage(codec, x.shape, x.device)
+    carried = Carried(torch.zeros_like(x), 0.8) if carries else None
+    backend.kernels.encode(codec, x, frames, noise=noise, carried=carried)
+    backend.kernels.decode(codec, frames, x)
+    backend.kernels.decode_sum(codec, frames, x[0])
+    again, total = Carried(torch.zeros_like(x[0])) if carries else None, noise_of(codec, torch.Size([]))
+    backend.kernels.decode_sum_encode(
+        codec, codec, frames.clone(), frames[0], 1000, noise=total, carried=again
+    )
 
 
 def check_carried(

@@ -199,26 +199,32 @@ def test_what_is_overdue_on_a_device_is_logged_once(caplog: pytest.LogCaptureFix
     assert "\nrank 1: in code outside the wire, after 0 exchanges" in text
 
 
-def test_an_answer_survives_the_store() -> None:
+def test_what_a_rank_says_survives_the_store() -> None:
     """What a rank says of itself arrives as it was."""
-    collective_log = CollectiveLog()
+    store, logs = dist.HashStore(), [CollectiveLog(), CollectiveLog()]
     for n in (1, 2, 1):
-        collective_log.open(("shift", "node", 2, 1, 8 * n, "step", "state", "u", n == 2))
-    steps = collective_log.steps()
-    for waiting in (None, "shared memory along local to be made", steps[2]):
-        answer = Answer(waiting, steps[1], steps, [["a.py:1 in f: g()"]], gave_up=True, gone=[3])
-        assert Answer.from_json(answer.to_json().encode()) == answer
+        logs[1].finished = logs[1].open(("shift", "node", 2, 1, 8 * n, "step", "state", "u", n == 2))
+    reporters = [DesyncReporter(store, rank, 2, logs[rank], 60) for rank in range(2)]
+    logs[1].waiting = "shared memory along local to be made"
+    answer = reporters[0].ask()[1]
+    for reporter in reporters:
+        reporter.end()
+    shift = "shift of {} B along node (2 ranks{}) for step state u"
+    assert list(answer.says) == [
+        "waits for shared memory along local to be made",
+        f"    opened 1, {shift.format(8, '')}",
+        f"    opened 2, {shift.format(16, ', ring')}",
+        f"    opened 3, {shift.format(8, '')}",
+        f"    finished last: 3, {shift.format(8, '')}",
+    ]
+    assert answer.steps == logs[1].steps()
+    assert answer.stack[0] == "    its stack, innermost last:"
+    assert not answer.gone
+    assert not answer.computes
 
 
 def test_ranks_that_stand_alike_are_told_together() -> None:
     """A report of many ranks names those of which the same is said in one place."""
-    collective_log = CollectiveLog()
-    collective_log.open(("shift", "node", 4, 1, 8, "step", "state", "u", False))
-    steps = collective_log.steps()
-    waits = Answer(steps[0], None, steps, [])
-    lines = report({0: waits, 1: "has exited", 2: waits, 3: waits}).splitlines()
-    assert lines == [
-        "ranks 0, 2 and 3: waits for exchange 1, shift of 8 B along node (4 ranks) for step state u",
-        "    opened 1, shift of 8 B along node (4 ranks) for step state u",
-        "rank 1: has exited",
-    ]
+    waits = Answer(["waits for exchange 1", "    opened 1"])
+    lines = report({0: waits, 1: Answer(["has exited"]), 2: waits, 3: waits}).splitlines()
+    assert lines == ["ranks 0, 2 and 3: waits for exchange 1", "    opened 1", "rank 1: has exited"]

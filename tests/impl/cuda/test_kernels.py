@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from impl.codecs import reference
 from impl.codecs.codec import Raw, parse
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key
@@ -29,6 +28,8 @@ from tests.impl.codecs.properties import (
     test_sums_are_those_of_the_reference,
     test_sums_encoded_again_are_those_of_the_reference,
     test_the_full_product,
+    use_all,
+    without_reference,
 )
 
 __all__ = [
@@ -89,14 +90,25 @@ DEMANDED = [
 
 def test_every_codec_with_scales_has_kernels() -> None:
     """No codec with scales is left to the reference, whatever its rounding and rotation."""
-    kernels = Kernels(nothing)
-    for text in DEMANDED:
+    launches: list[Launch] = []
+    kernels, x = Kernels(lambda launch, _: launches.append(launch)), torch.zeros(256)
+
+    def launched(text: str) -> bool:
+        launches.clear()
         codec = parse(text)
-        assert kernels.supports(codec)
-        assert kernels.supports(parse(f"{text}:stochastic"))
+        frame = torch.zeros(codec.frame_bytes(256), dtype=torch.uint8)
+        kernels.encode(codec, x, frame, noise=noise_of(codec, x.shape[:-1]))
+        encoding = len(launches)
+        kernels.decode(codec, frame, x)
+        return 0 < encoding < len(launches)
+
+    for text in DEMANDED:
+        assert launched(text)
+        assert launched(f"{text}:stochastic")
+        codec = parse(text)
         if not isinstance(codec, Raw) and codec.block not in {1, 7}:
-            assert kernels.supports(parse(f"{text}:hadamard32:stochastic"))
-    assert not kernels.supports(parse("bf16"))  # a cast
+            assert launched(f"{text}:hadamard32:stochastic")
+    assert not launched("bf16")  # a cast
 
 
 @pytest.mark.parametrize(
@@ -107,18 +119,8 @@ def test_nothing_is_left_to_the_reference(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str, *, carries: bool
 ) -> None:
     """Where there are kernels, no operation calls the reference's."""
-    codec, x = parse(text), torch.randn(3, 1000, device=backend.device)
-    noise, frames = noise_of(codec, x.shape[:-1]), garbage(codec, x.shape, x.device)
-    carried = Carried(torch.zeros_like(x), 0.8) if carries else None
-    for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
-        monkeypatch.delattr(reference, name)
-    backend.kernels.encode(codec, x, frames, noise=noise, carried=carried)
-    backend.kernels.decode(codec, frames, x)
-    backend.kernels.decode_sum(codec, frames, x[0])
-    again, total = Carried(torch.zeros_like(x[0])) if carries else None, noise_of(codec, torch.Size([]))
-    backend.kernels.decode_sum_encode(
-        codec, codec, frames.clone(), frames[0], 1000, noise=total, carried=again
-    )
+    without_reference(monkeypatch)
+    use_all(backend, parse(text), carries=carries)
 
 
 def nothing(launch: Launch, device: torch.device) -> None:

@@ -166,7 +166,7 @@ def test_an_hpz_group_of_all_ranks_saves_no_traffic_between_nodes() -> None:
     sent = [
         sum(
             one.bytes
-            for key, one in predict(of_one, FOUR, plan_units(model(), FOUR, of_one), 0, Load()).items()
+            for key, one in predict(of_one, FOUR, plan_units(model(), FOUR, of_one), 0, Load()).sent.items()
             if key.link == "inter"
         )
         for of_one in (policy, without)

@@ -16,7 +16,6 @@ from impl.parameters.access import set_full_fp32_param
 from impl.parameters.gathered import GatheredParameters
 from impl.plan.policy import MemoryLimits, Policy, preset
 from impl.plan.topology import Topology
-from impl.unit.secondary_shard import Life
 from impl.zero import Zero, shard
 from tests.support.models import Net
 from tests.support.ranks import on_threads
@@ -117,12 +116,12 @@ def test_a_change_ends_the_life_of_the_secondary() -> None:
         net, zero = made(mesh, policy)
         loss = net(batch(0, mesh.rank))
         unit = next(unit for unit in zero.units if unit.geometry.name == "blocks.1")
-        assert unit.weight_gather.secondary.life is Life.CURRENT
+        assert unit.weight_gather.secondary.current
         loss.backward()
         zero.finish_backward()
         with torch.no_grad(), GatheredParameters(weight(net), modifier_rank=0):
             weight(net).mul_(2)
-        assert unit.weight_gather.secondary.life is Life.STALE
+        assert not unit.weight_gather.secondary.current
         with torch.no_grad():
             return loss, net(batch(0, mesh.rank))
 

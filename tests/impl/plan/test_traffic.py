@@ -23,7 +23,7 @@ def inter_bytes(policy: Policy, topology: Topology, load: Load) -> int:
     return sum(
         sent.bytes
         for rank in range(topology.world)
-        for key, sent in predict(policy, topology, [unit], rank, load).items()
+        for key, sent in predict(policy, topology, [unit], rank, load).sent.items()
         if key.link == "inter"
     )
 

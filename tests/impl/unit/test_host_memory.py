@@ -20,7 +20,7 @@ from impl.engine.engine import describe
 from impl.plan.offload_plan import Copied, CopyKey
 from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, PolicyError, Stage, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import ADAM_BYTES, Event, memory, predict_copies
+from impl.plan.traffic import ADAM_BYTES, Event, memory, predict
 from impl.unit.host_memory import ACCOUNTING, Arrival, HostMemory
 from impl.zero import Zero, shard
 from tests.support.models import Odd
@@ -97,7 +97,7 @@ def equal(topology: Topology, net: nn.Module, policy: Policy, passes: list[str],
             assert bool((same | (value.isnan() & other.state[name].isnan())).all()), (rank, name)
         assert one.copied == {}
         units = [unit.geometry for unit in other.zero.units]
-        assert other.copied == predict_copies(policy, topology, units, other.events)
+        assert other.copied == predict(policy, topology, units, 0, other.events).copied
         assert one.zero.wire.ledger.rows() == other.zero.wire.ledger.rows()
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from harness.bench import engine as bench_engine
 from harness.bench import overlap as bench_overlap
-from harness.bench.codecs import CODECS, OPERATIONS
+from harness.bench.codecs import CODECS
 from harness.records.bench_record import Bench, Sample, Subject
 from impl.codecs.codec import parse
 from tests.report.records import CODE, MACHINE, POOL
 
+OPERATIONS = ("encode", "decode", "decode_sum", "decode_sum_encode", "encode_carried")
 _NUMEL = 1 << 20
 
 
@@ -83,7 +84,7 @@ def engine(*, ours: float = 2.0) -> Bench:
             kind="training",
             names={
                 "contender": contender, "transport": transport, "nodes": nodes, "ranks_per_node": 4 // nodes,
-                "rate_mbit": rate, "model": bench_engine.MODEL, "sequence": bench_engine.SEQUENCE,
+                "rate_mbit": rate, "model": "gpt-small", "sequence": bench_engine.SEQUENCE,
                 "sequences": bench_engine.SEQUENCES,
             },
             sizes={"parameters": 3_312_384, "tokens": 6144, "steps": 3},
@@ -107,8 +108,8 @@ def overlap(*, of_alone: float = 1.05, hidden: float = 0.9) -> Bench:
             kind="step",
             names={
                 "policy": policy, "nodes": 2, "ranks_per_node": 1, "rate_mbit": 80.0,
-                "model": bench_overlap.MODEL, "layers": bench_overlap.LAYERS,
-                "sequence": bench_overlap.SEQUENCE, "sequences": bench_overlap.SEQUENCES,
+                "model": "gpt-small", "layers": 16,
+                "sequence": bench_engine.SEQUENCE, "sequences": 96,
             },
             sizes={"parameters": 9_630_976, "sent_forward": 1_000_000, "sent_backward": 2_000_000},
             seconds=[0.4 * of_alone, 0.5 * of_alone],
@@ -122,7 +123,7 @@ def overlap(*, of_alone: float = 1.05, hidden: float = 0.9) -> Bench:
     hops = Sample(
         kind="hops",
         names={
-            "chunks": bench_overlap.CHUNKS, "codec": "int4:256", "numel": bench_overlap.MEBIBYTES << 18,
+            "chunks": 4, "codec": "int4:256", "numel": 128 << 18,
             "nodes": 2, "ranks_per_node": 2, "rate_mbit": 1000.0,
         },
         sizes={"first_sent": 8_650_752, "second_sent": 4_325_376},

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from harness.bench import command
+from harness.bench import engine as bench_engine
 from harness.records import bench_record
 from harness.records.bench_record import Bench
 from harness.records.record import RecordError
-from report.bench.boards import BOARDS, CONTENDERS, TRANSPORTS
-from report.bench.dots import rows_of
+from report.bench.boards import BOARDS, TRANSPORTS
 from report.bench.page import boards_of, build, derived
 from report.data.frames import ReportError
 from tests.report.bench.bench_records import codecs, collectives, engine, overlap
@@ -33,7 +33,7 @@ def rows(*benches: Bench) -> pd.DataFrame:
 def test_ratios_are_of_pairs() -> None:
     """A speed is the median over rounds of the copy's seconds over the operation's, of one round."""
     record = codecs(("int8:256",))
-    for sample, row in zip(record.samples, rows_of(rows(record)), strict=True):
+    for sample, row in zip(record.samples, rows(record).to_dict("records"), strict=True):
         pairs = zip(sample.reference_seconds, sample.seconds, strict=True)
         assert row["speed"] == pytest.approx(statistics.median(copy / took for copy, took in pairs))
         assert row["speed_low"] <= row["speed"] <= row["speed_high"]
@@ -114,8 +114,8 @@ def test_what_overlap_hides() -> None:
 
 
 PAGES: dict[str, tuple[Callable[[], Bench], tuple[str, ...], tuple[str, ...]]] = {
-    "codecs": (codecs, ("codecs",), ("speeds-fp32-cpu",)),
-    "collectives": (collectives, ("collectives",), ("times-all_gather", "times-reduce_scatter")),
+    "codecs": (codecs, ("codecs",), ("codecs-fp32-cpu",)),
+    "collectives": (collectives, ("collectives",), ("collectives-all_gather", "collectives-reduce_scatter")),
     "engine": (engine, ("engine",), ("engine",)),
     "overlap": (overlap, ("steps", "hops"), ("steps", "hops")),
 }
@@ -141,7 +141,7 @@ def test_tables_fit_a_terminal(subject: str) -> None:
     """Tables need no more than 100 columns, with every name that can stand in them, and cut nothing."""
     record = PAGES[subject][0]()
     if subject == "engine":
-        pairs = [(name, transport) for name in CONTENDERS for transport in TRANSPORTS]
+        pairs = [(name, transport) for name in bench_engine.NAMES for transport in TRANSPORTS]
         samples = [
             record.samples[0].model_copy(
                 update={"names": record.samples[0].names | {"contender": name, "transport": transport}}
@@ -153,7 +153,7 @@ def test_tables_fit_a_terminal(subject: str) -> None:
     command.show([record], out)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
-    assert subject != "engine" or all(name in text for name in CONTENDERS.values())
+    assert subject != "engine" or all(name in text for name in bench_engine.NAMES)
 
 
 def test_every_kind_of_sample_has_its_board() -> None:
@@ -161,10 +161,8 @@ def test_every_kind_of_sample_has_its_board() -> None:
     for record in (codecs(), collectives(), engine(), overlap()):
         for board, data in boards_of([record]):
             found = derived(board, data)
-            figure = board.figure
-            used = {column.key for column in board.columns} | {figure.measure, figure.row, figure.panel}
-            assert used | set(figure.split) <= set(found.columns)
-            assert board.wide <= {column.key for column in board.columns}
+            used = {column.key for column in board.columns} | {board.plotted[0], board.row, board.panel}
+            assert used | set(board.split) <= set(found.columns)
     assert set(BOARDS) == {
         sample.kind for made in (codecs, collectives, engine, overlap) for sample in made().samples
     }

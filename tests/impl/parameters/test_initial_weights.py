@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from impl.comm.mesh import Mesh
-from impl.engine.initial_weights import differing, sums
 from impl.parameters.init import Init
+from impl.parameters.initial_weights import differing, sums
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard

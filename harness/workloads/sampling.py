@@ -1,0 +1,62 @@
+"""Which samples of a data set make a batch: what a draw gives follows from its key alone.  No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Pair = tuple[NDArray[Any], NDArray[np.int64]]  # what a model reads, and what it is to answer
+
+
+class Samples(ABC):
+    """A data set from which batches are drawn.
+
+    Attributes:
+        sha256: of the whole data set.
+        train: what training samples are taken from.
+        validation: what validation samples are taken from.
+    """
+
+    sha256: str
+    train: Any
+    validation: Any
+
+    def count(self, part: Any) -> int:
+        """Number of samples in a part, ``train`` or ``validation``."""
+        return len(part)
+
+    @abstractmethod
+    def at(self, part: Any, numbers: list[int], keys: list[str]) -> Pair:
+        """The samples of a part by number; what else is random in one follows from its key."""
+
+    def batch(self, *, seed: int, step: int, micro_batch: int, rank: int, sequences: int) -> Pair:
+        """``sequences`` training samples, B, of one micro-batch of one rank, by the arguments alone.
+
+        ``step`` counts from 0, warm-ups included.
+        """
+        keys = [f"{seed}/{step}/{micro_batch}/{rank}/{index}" for index in range(sequences)]
+        count = self.count(self.train)
+        return self.at(self.train, [draw(key, count) for key in keys], keys)
+
+    def validation_batches(self, *, batches: int, rank: int, world: int, sequences: int) -> list[Pair]:
+        """A rank's ``batches`` of B samples, spread evenly over the split and dealt to all ranks.
+
+        They depend on neither seed nor step.
+        """
+        last, gaps = self.count(self.validation) - 1, max(batches * world * sequences - 1, 1)
+        found = []
+        for batch in range(batches):
+            first = (batch * world + rank) * sequences
+            places = range(first, first + sequences)
+            keys = [f"validation/{place}" for place in places]
+            found.append(self.at(self.validation, [place * last // gaps for place in places], keys))
+        return found
+
+
+def draw(key: str, count: int) -> int:
+    """A pseudo-random number below ``count``: a hash of ``key``, equal in every version of every library."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "little") % count

@@ -1,0 +1,134 @@
+"""DDP with our collectives: it averages gradients through its communication hook.
+
+As a policy of stage 0 does: reduced in hops, then the mean gathered.  Everything goes through one
+:class:`~impl.comm.wire.Wire`, and :mod:`impl.adapters.traffic` predicts its ledger.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from impl.adapters.joined import HostError, Joined
+from impl.comm.collectives import Steps, Transfer, reduced, replicated
+from impl.comm.wire import Wire
+from impl.engine.unit_planning import plan_units
+from impl.plan.geometry import Slot, UnitGeometry
+from impl.plan.policy import Policy
+
+
+@dataclass(slots=True)
+class _Unit:
+    """One unit's gradients on their way from DDP's buckets and back."""
+
+    geometry: UnitGeometry
+    flat: Tensor  # (padded,) fp32; padding stays zero
+    back: list[tuple[Tensor, Slot]] = field(default_factory=list)  # gradients in DDP's buckets
+
+
+class InDDP(Joined):
+    """DDP with its gradients carried; all ranks must make it, before the first backward pass, and keep it.
+
+    DDP's buckets decide when gradients arrive; what travels together are the units of a policy of stage 0,
+    one a block of the model, so that bytes do not depend on buckets.  Buckets fill units; a full unit's
+    reduction starts at once and moves on whenever the next one starts; the last bucket waits for all.
+    Buckets come in one order on all ranks, so units do too.
+
+    ``model`` is in DDP over all ranks of ``wire.mesh``.  ``policy``, of stage 0, says codecs of gradients,
+    reduce and chunks; all else is as in :data:`~impl.adapters.traffic.BASES`.
+
+    Raises:
+        HostError: for a mesh that is not on the CPU.
+        PolicyError, GeometryError: for a policy that DDP cannot carry out, or that does not fit the model.
+    """
+
+    def __init__(self, model: DistributedDataParallel, wire: Wire, policy: Policy) -> None:
+        super().__init__("ddp", wire, policy)
+        self.units = plan_units(model.module, wire.mesh.topology, policy)
+        self._model = model
+        trained = [unit for unit in self.units if unit.trainable]
+        self._replicas = policy.replica_axes(wire.mesh.topology)
+        piece = max((unit.piece for unit in trained), default=0)
+        self._reserve(*self._replicas, piece, piece)
+        parameters = dict(model.module.named_parameters())
+        self._units = [_Unit(unit, torch.zeros(unit.padded)) for unit in trained]
+        self._places = {
+            parameters[slot.spec.name]: (unit, slot) for unit in self._units for slot in unit.geometry.slots
+        }
+        self._transfers: list[Transfer] = []
+        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        model.register_comm_hook(None, self._taker())
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their 2-norm is at most ``max_norm``; every rank has all of them.
+
+        Returns the () norm before.
+        """
+        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+
+    def _taker(self) -> Callable[[Any, Any], Any]:
+        """The hook: DDP keeps it where Python's garbage collector cannot look, so it holds us weakly.
+
+        Without annotations, which DDP would compare with its own types.
+        """
+        reference = weakref.ref(self)
+
+        def take(_, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+            joined = reference()
+            if joined is None:
+                raise HostError("DDP reduces gradients, but the InDDP of its model is gone: keep it")
+            return joined._take(bucket)  # noqa: SLF001  # its own hook
+
+        return take
+
+    def _take(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """A bucket's local gradients are there; the future's value is its buffer, once it holds the mean."""
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            unit, slot = self._places[parameter]
+            unit.flat[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)
+            unit.back.append((gradient, slot))
+            if len(unit.back) == len(unit.geometry.slots):
+                for transfer in self._transfers:  # the units under way go on by one
+                    transfer.proceed()
+                self._transfers = [transfer for transfer in self._transfers if not transfer.complete]
+                self._transfers.append(Transfer(self._averaging(unit)))
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._futures.append((future, bucket.buffer()))
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def _averaging(self, unit: _Unit) -> Steps[None]:
+        axes, codec = self._replicas
+        how = self._reduction(unit.geometry.name, unit.geometry.piece, goes_on=bool(axes))
+        mean = yield from reduced(how, self.policy.reduce, unit.flat)  # (piece,) fp32
+        if axes:  # one rank has the whole mean
+            strides = [axis.stride for axis in axes]
+            mean = yield from replicated(
+                self.wire, axes, codec, how.tag, mean, strides=strides
+            )  # (padded,) fp32
+        for gradient, slot in unit.back:
+            gradient.copy_(mean[slot.offset : slot.end].view(slot.spec.shape))
+
+    def _finish(self) -> None:
+        """The last bucket is there: wait for everything and hand it back."""
+        for unit in self._units:
+            if len(unit.back) != len(unit.geometry.slots):
+                raise HostError(
+                    f"DDP brought {len(unit.back)} of {len(unit.geometry.slots)} gradients of unit "
+                    f"{unit.geometry.name!r}: none may be frozen or ignored after InDDP took it"
+                )
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers.clear()
+        for unit in self._units:
+            unit.back.clear()
+        for future, buffer in self._futures:
+            future.set_result(buffer)
+        self._futures.clear()

@@ -1,0 +1,211 @@
+"""FSDP2 with our collectives: it gathers weights (qwZ) and scatters gradients (qgZ) through them.
+
+They come in by the protocols of ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.  Everything goes
+through one :class:`~impl.comm.wire.Wire`, and :mod:`impl.adapters.traffic` predicts its ledger::
+
+    for block in blocks:
+        fully_shard(block, mesh=device_mesh)
+    fully_shard(model, mesh=device_mesh)
+    joined = InFSDP2(model, Wire(mesh), preset("qwz+qgz"))
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+from torch.distributed.tensor import DTensor
+
+from impl import ops
+from impl.adapters.joined import HostError, Joined, fsdp2_groups
+from impl.adapters.traffic import GroupGeometry
+from impl.codecs.reference import NAMES
+from impl.comm.collectives import Steps, Transfer, as_frames, gather_frames, gathered, placed, reduced
+from impl.comm.wire import Tag, Wire
+from impl.plan.geometry import ROOT
+from impl.plan.policy import Policy
+from impl.plan.topology import Topology
+from impl.plan.traffic import Phase
+
+_TINY: Final = 1e-6  # added to a norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does
+
+
+class InFSDP2(Joined):
+    """A model that ``fully_shard`` sharded, with its gathers and scatters carried; all ranks must make it.
+
+    Make it before the first forward pass.  Gathered weights and mean gradients are what FSDP2's
+    own collectives bring, but for the codecs, and for the order of sums from three ranks on.
+
+    ``model`` is the root, itself an ``FSDPModule`` over all ranks of ``wire.mesh``.  ``policy`` says codecs
+    of weights and gradients, gather, reduce and chunks; all else is as it is by default.
+
+    Raises:
+        HostError: for a model that is not sharded as a whole, a device mesh that is not all ranks in one
+            dimension, or a mesh that is not on the CPU; in the first pass, for modules that share one
+            parameter group.
+        PolicyError: for a policy that FSDP2 cannot carry out (:func:`~impl.adapters.traffic.check_host`).
+    """
+
+    def __init__(self, model: nn.Module, wire: Wire, policy: Policy) -> None:
+        super().__init__("fsdp2", wire, policy)
+        _check_sharded(model, wire.mesh.topology)
+        modules: dict[str, Any] = {
+            name: one for name, one in model.named_modules() if isinstance(one, FSDPModule)
+        }
+        blocks = [module for name, module in modules.items() if name]
+        self.units = groups = fsdp2_groups(model, blocks, wire.mesh.topology)
+        self._model = model
+        self._phase: Phase = "forward"
+        largest = max(group.shard for group in groups)
+        axes, _ = policy.gather_axes(wire.mesh.topology)
+        self._reserve(axes, policy.weights, largest, max(group.piece for group in groups))
+        for group in groups:
+            module = modules["" if group.name == ROOT else group.name]
+            module.set_custom_all_gather(_Gather(self, group))
+            module.set_custom_reduce_scatter(_Scatter(self, group))
+        # Prepended after FSDP2's own hook, so that it runs before it: the root's gather is tagged too.
+        model.register_forward_pre_hook(self._enter, prepend=True)
+        model.register_forward_hook(self._leave)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global 2-norm is at most ``max_norm``; all ranks must call it.
+
+        ``torch.nn.utils.clip_grad_norm_`` would send its sums past the wire.  Returns the () fp64 norm before
+        scaling.
+        """
+        found = [parameter.grad for parameter in self._model.parameters()]
+        gradients = [grad.to_local() for grad in found if isinstance(grad, DTensor)]
+        total = torch.zeros((), dtype=torch.float64)
+        for gradient in gradients:
+            total += gradient.double().square().sum()
+        norm = self.wire.all_gather_small(total.view(1)).sum().sqrt()  # of (world, 1) fp64
+        factor = (max_norm / (norm + _TINY)).clamp(max=1.0).float()
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return norm
+
+    def _enter(self, *_: Any) -> None:
+        self._phase = "forward" if torch.is_grad_enabled() else "evaluate"
+
+    def _leave(self, *_: Any) -> None:
+        self._phase = "backward"
+
+    def gathering(self, group: GroupGeometry, shard: Tensor, whole: Tensor) -> Steps[None]:
+        """Gather ``shard`` (S,) of all ranks into ``whole`` (world * S,), in rank order."""
+        policy, numel = self.policy, shard.numel()
+        axes, _ = policy.gather_axes(self.wire.mesh.topology)
+        nbytes = policy.weights.frame_bytes(numel)
+
+        def write(frame: Tensor) -> None:
+            ops.encode(policy.weights, shard, frame)
+
+        into = as_frames(policy.weights, whole, numel)
+        tag = Tag(self._phase, "weights", group.name)
+        ring = policy.gather == "flat"
+        exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring, destination=into)
+        frames = gathered(exchange, axes, nbytes)
+        if into is None or frames.data_ptr() != into.data_ptr():
+            ops.decode(policy.weights, frames, placed(whole, axes[::-1], numel))
+        exchange.close()
+
+    def check(self, group: GroupGeometry, what: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
+        """Refuse a message that is not the group's, naming the group and what does not fit."""
+        world = self.wire.mesh.topology.world
+        if ranks != world:
+            raise HostError(
+                f"FSDP2 {what} {group.name!r} over {ranks} ranks, the mesh has {world}: groups after forward "
+                "are not carried; use reshard_after_forward=True"
+            )
+        if dtype not in NAMES:
+            raise HostError(f"FSDP2 {what} {group.name!r} in {dtype}; expected {', '.join(NAMES.values())}")
+        if what == "gathers" and numel != group.shard:
+            raise HostError(
+                f"FSDP2 gathers {numel} elements of each rank for {group.name!r}, its parameters make "
+                f"{group.shard}: call fully_shard() on one module at a time, without a placement of your own"
+            )
+
+
+class _Pending(dist.Work):
+    """A gather under way, as FSDP2 waits for it."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__()
+        self._transfer = transfer
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Carry the gather to its end; the wire's own timeout holds."""
+        self._transfer.wait()
+        return True
+
+
+class _OfGroup(DefaultAllocMixin):
+    """One parameter group's collective; each has a buffer of its own."""
+
+    def __init__(self, joined: InFSDP2, group: GroupGeometry) -> None:
+        self._joined, self._group = joined, group
+
+
+class _Gather(_OfGroup, AllGather):
+    """FSDP2's all-gather of one parameter group.
+
+    The work is handed back also where FSDP2 would block, so that the gather for the next block's backward
+    travels while this block computes; all ranks post and wait in FSDP2's one order.
+    """
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work:
+        """Gather ``input_tensor`` (S,), which may lie in ``output_tensor`` (world * S,)."""
+        self._joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
+        return _Pending(Transfer(self._joined.gathering(self._group, input_tensor, output_tensor)))
+
+
+class _Scatter(_OfGroup, ReduceScatter):
+    """FSDP2's reduce-scatter of one parameter group; done when it returns, as FSDP2 on a CPU expects."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce ``input_tensor`` (world * S,) to this rank's part ``output_tensor`` (S,)."""
+        joined, name = self._joined, self._group.name
+        joined.check(self._group, "reduces", output_tensor.numel(), input_tensor.dtype, group.size())
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise HostError(f"FSDP2 reduces {name!r} by {op}; expected a mean or a sum")
+        how = joined._reduction(name, output_tensor.numel())  # noqa: SLF001  # its own
+
+        def run() -> Steps[None]:
+            mean = yield from reduced(how, joined.policy.reduce, input_tensor)  # (S,) fp32
+            output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(group.size()))
+
+        Transfer(run()).wait()
+
+
+def _check_sharded(model: nn.Module, topology: Topology) -> None:
+    """Refuse a model that is not sharded as a whole over all ranks, in one dimension."""
+    if not isinstance(model, FSDPModule):
+        raise HostError(
+            f"{type(model).__name__} is not sharded: call fully_shard() on it and its blocks first"
+        )
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise HostError(f"parameter {name!r} is not sharded: fully_shard() must not ignore it")
+        shape = tuple(parameter.device_mesh.shape)
+        if shape != (topology.world,):
+            raise HostError(
+                f"parameter {name!r} lies on a device mesh of {shape}, expected ({topology.world},): "
+                "replicas (HSDP) and other axes are not carried"
+            )

@@ -1,0 +1,136 @@
+"""What FSDP2 and DDP share when our collectives are inside them: they keep their training loop.
+
+What a host sends by itself is not ours and in no ledger: DDP's one broadcast of weights when it is made
+and of its buckets' order after the first step, and buffers unless ``broadcast_buffers=False``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from impl import ops
+from impl.adapters.traffic import GroupGeometry, Host, check_host, chunks_of, predict_hosted
+from impl.codecs.codec import Codec
+from impl.comm.collectives import Reduction
+from impl.comm.wire import Tag, Wire
+from impl.engine.unit_planning import find_blocks, plan_units
+from impl.plan.geometry import ROOT, ParameterSpec, UnitGeometry
+from impl.plan.policy import Policy
+from impl.plan.topology import Axis, Topology
+from impl.plan.traffic import Event, LedgerKey, Sent
+
+
+class HostError(RuntimeError):
+    """A host asks for what our collectives cannot do; the message names the numbers."""
+
+
+class Joined:
+    """A host with our collectives on one rank; the ledger is its wire's."""
+
+    units: Sequence[GroupGeometry | UnitGeometry]  # what travels together
+
+    def __init__(self, host: Host, wire: Wire, policy: Policy) -> None:
+        check_host(host, policy)
+        policy.check(wire.mesh.topology)
+        if wire.mesh.device.type != "cpu":
+            raise HostError(
+                f"our collectives inside {host} are carried on the CPU, the mesh is on {wire.mesh.device}"
+            )
+        ops.prepare(wire.mesh.device)
+        self._host, self.wire, self.policy = host, wire, policy
+
+    def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
+        """What this rank sends in the passes of ``events``."""
+        mesh = self.wire.mesh
+        return predict_hosted(
+            self._host, self.policy, mesh.topology, self.units, rank=mesh.rank, events=events
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Algorithms, transports and kernels that ran, for the record."""
+        gathers, device = self._host == "fsdp2", self.wire.mesh.device
+        warning = ops.warning_of(device)
+        return {
+            "gather": self.policy.gather if gathers else "none",
+            "host": self._host,
+            "reduce": self.policy.reduce,
+            "transports": self.wire.describe(),
+            "kernels": ops.backend_of(device),
+            **({} if warning is None else {"kernels_warning": warning}),
+        }
+
+    def _reserve(self, axes: Iterable[Axis], codec: Codec, shard: int, piece: int) -> None:
+        """Make room in shared memory for the largest messages, so that each arena is made once.
+
+        The largest gather, along ``axes`` in ``codec``, has messages of ``shard`` elements, and the largest
+        reduction ends with ``piece`` elements of a rank.
+        """
+        held = codec.frame_bytes(shard)
+        for axis in axes:
+            self.wire.reserve(axis, held)
+            held *= axis.size
+        slices = self.wire.mesh.topology.world
+        for axis, own in self.policy.reduce_axes(self.wire.mesh.topology):
+            largest = max(own.frame_bytes(end - start) for start, end in chunks_of(self.policy, piece))
+            self.wire.reserve(axis, slices * largest)
+            slices //= axis.size
+
+    def _reduction(self, name: str, piece: int, *, goes_on: bool = False) -> Reduction:
+        return Reduction(
+            wire=self.wire,
+            hops=self.policy.reduce_axes(self.wire.mesh.topology),
+            tag=Tag("backward", "gradients", name),
+            chunks=chunks_of(self.policy, piece),
+            stays=True,
+            goes_on=goes_on,
+        )
+
+
+def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topology) -> list[GroupGeometry]:
+    """What FSDP2 gathers together: each of ``blocks``, and the rest with ``model``, the root, first.
+
+    ``model`` may be sharded, or not yet, or on the meta device.  On ``blocks`` ``fully_shard`` is called by
+    themselves; they may lie in one another.
+
+    Raises:
+        HostError: for a parameter without dimensions, which FSDP2 cannot cut.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    owners = [model, *blocks]
+    groups = []
+    for owner in owners:
+        own = set(owner.modules())
+        inside = {
+            below for other in owners if other is not owner and other in own for below in other.modules()
+        }
+        found: dict[nn.Parameter, str] = {}
+        for module in owner.modules():
+            if module in inside:
+                continue
+            for key, parameter in module.named_parameters(recurse=False):
+                name = names[module]
+                found.setdefault(parameter, f"{name}.{key}" if name else key)
+        for parameter, name in found.items():
+            if parameter.dim() == 0:
+                raise HostError(f"FSDP2 cannot cut parameter {name!r}: it has no dimension")
+        specs = tuple(ParameterSpec(name, tuple(parameter.shape)) for parameter, name in found.items())
+        trained = tuple(parameter.requires_grad for parameter in found)
+        groups.append(GroupGeometry(names[owner] or ROOT, specs, trained, topology.world))
+    return [group for group in groups if group.parameters]
+
+
+def hosted_units(
+    host: Host, model: nn.Module, topology: Topology, policy: Policy
+) -> list[GroupGeometry] | list[UnitGeometry]:
+    """What travels together of an unwrapped model, on the meta device too; the blocks are our engine's.
+
+    Raises:
+        PolicyError, GeometryError, HostError: as the adapters when they join it.
+    """
+    check_host(host, policy)
+    if host == "fsdp2":
+        return fsdp2_groups(model, find_blocks(model), topology)
+    return plan_units(model, topology, policy)
