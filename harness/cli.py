@@ -173,9 +173,10 @@ def list_checkpoints(
         try:
             manifest = read_manifest(path)
             optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
+            nbytes = sum(file.nbytes for file in manifest.files)
             said = (
                 f"{train_command.told_steps(manifest)}, {manifest.numel:,} elements in "
-                f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {manifest.nbytes:,} bytes "
+                f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {nbytes:,} bytes "
                 f"in {len(manifest.files)} files, from {manifest.topology} ranks at stage "
                 f"{manifest.of.get('stage')}; {manifest.writer}; "
             )

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import tempfile
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import typer
+from typer import Option
 
 from harness.cluster import interrupts
-from harness.cluster.rank import Progress
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.runs.forecast import this_host
 from harness.suites.model_sizes import PRESETS, GPTShape
+from harness.suites.trial import Cluster, Model, Optimizer, PolicyChanges, Trial
 from impl.checkpoint.manifest import Manifest, read_manifest, resolve
 from impl.deepspeed.config_file import DeepSpeedError, load
-from impl.deepspeed.recipe import Recipe, laid_out
+from impl.deepspeed.keys import ZERO
+from impl.deepspeed.recipe import Recipe, laid_out, recipe
 from impl.plan.topology import Topology
 
 if TYPE_CHECKING:
-    from harness.train.loop import Asked, Job
+    from harness.train.loop import Job
 
 LONGEST_SECONDS: Final = 7 * 86400.0
 DEFAULT: Final = GPTShape(layers=4, width=256, heads=4)
 MOST_LAYERS: Final = 10_000  # each takes time to be laid out
 MOST: Final = 1_000_000_000  # steps, sequences of a rank, tokens of a sequence
+LR: Final = 3e-4  # where neither flags nor the configuration say one, or that says "auto"
 MOST_PARAMETERS: Final = 1e15
 _LENGTHS: Final = {"1.5b": 1024, "10b": 1024, "18b": 512}
-_ONE: Final = "only 1: there is no tensor, model or pipeline parallelism here"
 
 
 class TrainError(Exception):
@@ -39,70 +43,57 @@ class TrainError(Exception):
 
 def train(
     *,
-    preset: Annotated[
-        Literal["1.5b", "10b", "18b"] | None, typer.Option(help="Shape of a tutorial's model.")
-    ] = None,
-    num_layers: Annotated[
-        int | None, typer.Option(min=1, max=MOST_LAYERS, help="Transformer blocks.")
-    ] = None,
-    hidden_size: Annotated[int | None, typer.Option(min=1, help="Width.")] = None,
-    num_attention_heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads; they divide the width.")
-    ] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(min=256, help="Rows of the embedding; data are bytes.")
-    ] = None,
-    seq_length: Annotated[int | None, typer.Option(min=1, max=MOST, help="Tokens of a sequence.")] = None,
+    preset: Annotated[Literal["1.5b", "10b", "18b"] | None, Option(help="Shape of a tutorial.")] = None,
+    num_layers: Annotated[int | None, Option(min=1, max=MOST_LAYERS, help="Transformer blocks.")] = None,
+    hidden_size: Annotated[int | None, Option(min=1, help="Width.")] = None,
+    num_attention_heads: Annotated[int | None, Option(min=1, help="Heads; they divide the width.")] = None,
+    vocab_size: Annotated[int | None, Option(min=256, help="Rows of the embedding; data are bytes.")] = None,
+    seq_length: Annotated[int | None, Option(min=1, max=MOST, help="Tokens of a sequence.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Sequences of a rank in a micro-batch.")
+        int | None, Option(min=1, max=MOST, help="Sequences of a rank in a micro-batch.")
     ] = None,
     checkpoint_activations: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--checkpoint-activations",
             "--deepspeed-activation-checkpointing",
             help="Run blocks again in the backward pass instead of keeping their activations.",
         ),
     ] = False,
-    fp16: Annotated[bool, typer.Option("--fp16", help="Compute in fp16, with a loss scale.")] = False,
-    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bf16.")] = False,
-    zero_stage: Annotated[int | None, typer.Option(min=0, max=3, help="Of ZeRO.")] = None,
+    fp16: Annotated[bool, Option("--fp16", help="Compute in fp16, with a loss scale.")] = False,
+    bf16: Annotated[bool, Option("--bf16", help="Compute in bf16.")] = False,
+    zero_stage: Annotated[int | None, Option(min=0, max=3, help="Of ZeRO.")] = None,
     deepspeed_config: Annotated[
         Path | None,
-        typer.Option(
-            "--deepspeed_config", "--deepspeed-config", help="File in JSON; see docs/guide/deepspeed.md."
-        ),
+        Option("--deepspeed_config", "--deepspeed-config", help="File in JSON; see docs/guide/deepspeed.md."),
     ] = None,
-    model_parallel_size: Annotated[int, typer.Option(help="Only 1.")] = 1,
-    tensor_model_parallel_size: Annotated[int, typer.Option(help="Only 1.")] = 1,
-    pipeline_model_parallel_size: Annotated[int, typer.Option(help="Only 1.")] = 1,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Virtual nodes; under torchrun, its own.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, max=64, help="Ranks of each node.")] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where states and models lie.")] = "cpu",
-    steps: Annotated[int, typer.Option(min=1, max=MOST, help="Optimizer steps.")] = 10,
+    model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1,
+    tensor_model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1,
+    pipeline_model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1,
+    nodes: Annotated[int | None, Option(min=1, help="Virtual nodes; under torchrun, its own.")] = None,
+    ranks_per_node: Annotated[int | None, Option(min=1, max=64, help="Ranks of each node.")] = None,
+    device: Annotated[Literal["cpu", "cuda"], Option(help="Where states and models lie.")] = "cpu",
+    steps: Annotated[int, Option(min=1, max=MOST, help="Optimizer steps.")] = 10,
     lr: Annotated[
-        float | None,
-        typer.Option(min=0, help="Learning rate; 3e-4 where the configuration does not say one either."),
+        float | None, Option(min=0, help="Learning rate; else the configuration's, or 3e-4.")
     ] = None,
-    corpus: Annotated[str, typer.Option(help="stdlib, a file or a folder.")] = "stdlib",
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and batches.")] = 0,
+    corpus: Annotated[str, Option(help="stdlib, a file or a folder.")] = "stdlib",
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Of weights and batches.")] = 0,
     max_padding: Annotated[
-        float | None,
-        typer.Option(min=0, help="Share of a unit's elements that may be padding; 0.2 if not given."),
+        float | None, Option(min=0, help="Most padding of a unit, as a share; 0.2.")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Folder of checkpoints: one after the last step.")] = None,
+    save: Annotated[Path | None, Option(help="Folder of checkpoints: one after the last step.")] = None,
     save_every: Annotated[
-        int | None,
-        typer.Option("--save-every", "--save-interval", min=1, help="And one every so many steps."),
+        int | None, Option("--save-every", "--save-interval", min=1, help="And one every so many steps.")
     ] = None,
-    keep: Annotated[int | None, typer.Option(min=1, help="Checkpoints to keep, the newest.")] = None,
+    keep: Annotated[int | None, Option(min=1, help="Checkpoints to keep, the newest.")] = None,
     resume: Annotated[
-        Path | None, typer.Option("--load", help="A checkpoint, or a folder of them, to go on from.")
+        Path | None, Option("--load", help="A checkpoint, or a folder of them, to go on from.")
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print the memory at each stage, and stop.")] = False,
+    plan: Annotated[bool, Option("--plan", help="Print the memory at each stage, and stop.")] = False,
 ) -> None:
     """Train a GPT by a DeepSpeed configuration, with the flags of its tutorials; print a line a step."""
-    from harness.train.loop import Asked, Checkpoints, job_of
+    from harness.train.loop import Job
 
     for flag, size in (
         ("--model-parallel-size", model_parallel_size),
@@ -110,7 +101,7 @@ def train(
         ("--pipeline-model-parallel-size", pipeline_model_parallel_size),
     ):
         if size != 1:
-            raise TrainError(f"{flag} {size}: {_ONE}")
+            raise TrainError(f"{flag} {size}: only 1: there is no tensor, model or pipeline parallelism here")
     if save is None and (save_every or keep):
         raise TrainError(f"{'--save-every' if save_every else '--keep'}: where to? give --save FOLDER")
     if fp16 and bf16:
@@ -121,38 +112,53 @@ def train(
         _check_writable(save)
     if resume is not None:
         read_manifest(resolve(resume))
-    asked = Asked(
-        shape=shape,
-        sequence=seq_length or _LENGTHS.get(preset or "", 128),
-        batch=batch_size,
-        recompute=checkpoint_activations,
-        precision="fp16" if fp16 else "bf16" if bf16 else None,
-        stage=zero_stage,
-        lr=lr,
-        steps=steps,
-        corpus=corpus,
-        seed=seed,
-        max_padding=max_padding,
-        topology=topology,
-        device=device,
-        torchrun=torchrun,
-        threads=max(1, machine.cores() // topology.world),
-        checkpoints=Checkpoints(load=resume, save=save, every=save_every, keep=keep),
-    )
     try:
         configuration = {} if deepspeed_config is None else load(deepspeed_config)
     except DeepSpeedError as error:  # names the file
         raise TrainError(str(error)) from None
+    precision = "fp16" if fp16 else "bf16" if bf16 else None
+    changes = PolicyChanges(max_padding=max_padding)
+    sequence = seq_length or _LENGTHS.get(preset or "", 128)
     try:
-        job, found = job_of(configuration, asked)
+        table = _configured(configuration, batch=batch_size, precision=precision, stage=zero_stage, lr=lr)
+        found = recipe(table, topology=topology)
+        found = replace(found, policy=changes.applied(found.policy))
+        adam = {"type": "AdamW", "lr": LR if lr is None else lr}
+        if found.optimizer is not None:
+            adam = asdict(found.optimizer) | {"betas": list(found.optimizer.betas)}
+        trial = Trial(
+            strategy="recipe",
+            deepspeed_config=json.dumps(table),
+            policy=changes,
+            cluster=Cluster(
+                nodes=topology.nodes,
+                ranks_per_node=topology.ranks_per_node,
+                link="real" if torchrun else "none",
+                device=device,
+                transport="nccl" if device == "cuda" else "shm",
+                launcher="torchrun" if torchrun else "local",
+            ),
+            model=Model(name="gpt-small", arguments=asdict(shape)),
+            corpus=corpus,
+            sequence=sequence,
+            tokens_per_rank=(found.micro_batch or 1) * sequence,
+            accumulation=found.accumulation,
+            optimizer=Optimizer(name=adam.pop("type"), arguments=adam),
+            clip=found.clip,
+            steps=steps,
+            warmup=0,
+            seed=seed,
+            threads=max(1, machine.cores() // topology.world),
+        )
     except (Refusal, ValueError) as error:
         raise TrainError(f"{deepspeed_config or 'flags'}: {error}") from None
+    job = Job(trial, shape, checkpoint_activations, load=resume, save=save, every=save_every, keep=keep)
     speaks = not torchrun or os.environ.get("RANK", "0") == "0"
-    problem = _refused(job, found, asked, speaks=speaks)
+    problem = _refused(job, found, speaks=speaks)
     if problem and not plan:
         raise TrainError(f"too big for memory: {problem}; the table says what other stages need")
     if not plan:
-        _run(job, asked)
+        _run(job)
 
 
 def told_steps(manifest: Manifest) -> str:
@@ -170,12 +176,39 @@ def told_steps(manifest: Manifest) -> str:
     return f"step {done}, of which {skipped} {'was' if skipped == 1 else 'were'} skipped for an overflow"
 
 
-def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, bool]:
-    """Where ranks stand, and whether torchrun has started them.
+def _configured(
+    config: Mapping[str, Any], batch: int | None, precision: str | None, stage: int | None, lr: float | None
+) -> dict[str, Any]:
+    """The configuration, completed by the flags; refused if one contradicts it."""
+    table = copy.deepcopy(dict(config))
+    flags: list[tuple[str, tuple[str, ...], Any]] = [
+        ("--zero-stage", (ZERO, "stage"), stage),
+        (f"--{precision}", (str(precision), "enabled"), precision and True),
+        ("--batch-size", ("train_micro_batch_size_per_gpu",), batch),
+    ]
+    if isinstance(adam := table.get("optimizer"), dict):
+        params = adam.get("params")
+        auto = isinstance(params, dict) and params.get("lr") == "auto"
+        flags.append(("--lr", ("optimizer", "params", "lr"), LR if auto and lr is None else lr))
+    for flag, (*sections, key), value in flags:
+        if value is None:
+            continue
+        place = table
+        for section in sections:
+            if place.get(section) is None:
+                place[section] = {}
+            place = place[section]
+            if not isinstance(place, dict):
+                raise Refusal(f"{flag}, but the configuration's {section} = {json.dumps(place)}")
+        said = place.get(key)
+        if said not in (None, "auto", value):
+            raise Refusal(f"{flag} {json.dumps(value)}, but the configuration's {key} = {json.dumps(said)}")
+        place[key] = value
+    return table
 
-    Raises:
-        TrainError: for other numbers than torchrun's.
-    """
+
+def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, bool]:
+    """Where ranks stand, and whether torchrun has started them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # as torch.distributed.is_torchelastic_launched()
         return Topology(nodes or 1, ranks_per_node or 2), False
     world = _torchrun("WORLD_SIZE")
@@ -187,11 +220,7 @@ def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, 
 
 
 def _torchrun(name: str) -> int:
-    """A count that torchrun leaves in the environment.
-
-    Raises:
-        TrainError: if it is not there, or none.
-    """
+    """A count that torchrun leaves in the environment."""
     said = os.environ.get(name, "")
     if not said.isdecimal() or not int(said):
         raise TrainError(f"{name} = {said!r}: under torchrun (TORCHELASTIC_RUN_ID is set) expected a count")
@@ -199,11 +228,7 @@ def _torchrun(name: str) -> int:
 
 
 def _check_writable(folder: Path) -> None:
-    """Refuse a folder that checkpoints cannot be written into, before any time is spent on training.
-
-    Raises:
-        TrainError: naming what is in the way.
-    """
+    """Refuse a folder that checkpoints cannot be written into, before any time is spent on training."""
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=place):
@@ -215,20 +240,11 @@ def _check_writable(folder: Path) -> None:
 def _shape(
     preset: str | None, layers: int | None, width: int | None, heads: int | None, vocab: int | None
 ) -> GPTShape:
-    """The preset's shape, or a small one, with what the flags change.
-
-    Raises:
-        TrainError: if heads do not divide the width, or for more parameters than any machine lays out.
-    """
+    """The preset's shape, or a small one, with what the flags change."""
     base = DEFAULT if preset is None else PRESETS[f"gpt-{preset}"]
     assert isinstance(base, GPTShape)  # noqa: S101  # all of these names are
-    shape = replace(
-        base,
-        layers=layers or base.layers,
-        width=width or base.width,
-        heads=heads or base.heads,
-        vocab=vocab or base.vocab,
-    )
+    given: dict[str, Any] = {"layers": layers, "width": width, "heads": heads, "vocab": vocab}
+    shape = replace(base, **{name: size for name, size in given.items() if size is not None})
     if shape.width % shape.heads:
         raise TrainError(f"--hidden-size {shape.width}: {shape.heads} heads do not divide it")
     if (numel := 12 * shape.layers * shape.width**2 + shape.vocab * shape.width) > MOST_PARAMETERS:
@@ -236,17 +252,8 @@ def _shape(
     return shape
 
 
-def _print(found: Recipe) -> None:
-    for finding in found.findings:
-        print(finding)
-
-
-def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | None:
-    """Print what became of each key and what each stage needs; why it does not fit, if it does not.
-
-    Raises:
-        TrainError: if the model cannot be laid out.
-    """
+def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
+    """Print what became of each key and what each stage needs; why it does not fit, if it does not."""
     from harness.train.memory_table import GB, activation_bytes, needs, table, too_large
     from harness.workloads import models
     from impl.engine.unit_planning import plan_units
@@ -254,6 +261,7 @@ def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | N
     from impl.plan.geometry import PaddingError
 
     trial, policy = job.trial, recipe.policy
+    topology, cuda = trial.topology(), trial.cluster.device == "cuda"
     with models.unfilled():
         model = models.GPT(job.shape, trial.sequence)
     held = activation_bytes(
@@ -261,32 +269,28 @@ def _refused(job: Job, recipe: Recipe, asked: Asked, *, speaks: bool) -> str | N
         recompute=job.recompute,
     )  # fmt: skip
     try:
-        recipe = laid_out(recipe, plan_units(model, asked.topology, policy))
-        found = needs(model, policy, asked.topology, micro_batches=trial.accumulation, activations=held)
+        recipe = laid_out(recipe, plan_units(model, topology, policy))
+        found = needs(model, policy, topology, micro_batches=trial.accumulation, activations=held)
     except (ValueError, ZeroError) as error:
-        if speaks:
-            _print(recipe)
         option = f": --max-padding {error.needed:.2f}" if isinstance(error, PaddingError) else ""
         raise TrainError(f"{error}{option}") from None
+    finally:
+        for finding in recipe.findings if speaks else ():
+            print(finding)
     if speaks:
-        _print(recipe)
         numel = sum(parameter.numel() for parameter in model.parameters())
         whole, share = found[0].adam, found[1].adam
         print(
-            f"{numel / 1e9:.4g} B parameters on {asked.topology.world} ranks ({asked.topology}): Adam's "
+            f"{numel / 1e9:.4g} B parameters on {topology.world} ranks ({topology}): Adam's "
             f"states are {whole / GB:.4g} GB, and {share / GB:.4g} GB on each rank from stage 1 on"
         )
-        print(table(found, policy.stage, cuda=asked.device == "cuda"), flush=True)
-    here = asked.topology.world if not asked.torchrun else _torchrun("LOCAL_WORLD_SIZE")
-    return too_large(found[policy.stage], asked.topology, this_host(), cuda=asked.device == "cuda", here=here)
+        print(table(found, policy.stage, cuda=cuda), flush=True)
+    here = topology.world if trial.cluster.launcher == "local" else _torchrun("LOCAL_WORLD_SIZE")
+    return too_large(found[policy.stage], topology, this_host(), cuda=cuda, here=here)
 
 
-def _run(job: Job, asked: Asked) -> None:
-    """Start the ranks, or be one, and print what rank 0 says.
-
-    Raises:
-        TrainError: if a rank could not do what it was asked.
-    """
+def _run(job: Job) -> None:
+    """Start the ranks, or be one, and print what rank 0 says."""
     from harness.cluster.link import Setting, open_link
     from harness.cluster.processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
     from harness.train.loop import train as train_rank
@@ -294,24 +298,23 @@ def _run(job: Job, asked: Asked) -> None:
     from impl.engine.loss_scaler import LossScaleError
     from impl.errors import ZeroError
 
-    def say(progress: Progress) -> None:
-        print(progress.text, flush=True)
-
     interrupts.take_over()
-    setting = Setting("real" if asked.torchrun else "none", asked.topology.nodes, None)
+    trial, cluster = job.trial, job.trial.cluster
+    torchrun = cluster.launcher == "torchrun"
+    setting = Setting(cluster.link, cluster.nodes, None)
     with open_link(setting, f"{os.getpid():x}"[-6:]) as link:
         launch = Launch(
-            topology=asked.topology,
+            topology=trial.topology(),
             ports=link.ports,
             paced_mbit=None,
-            threads=asked.threads,
+            threads=trial.threads or 1,
             timeout_seconds=LONGEST_SECONDS,
             log=Path(tempfile.gettempdir()) / f"zeropp-train-{os.getpid()}.log",
-            backend="cpu:gloo,cuda:nccl" if asked.device == "cuda" else "gloo",
+            backend="cpu:gloo,cuda:nccl" if cluster.device == "cuda" else "gloo",
         )
-        start: Any = run_in_place if asked.torchrun else run_ranks
+        start: Any = run_in_place if torchrun else run_ranks
         try:
-            start(train_rank, job, launch, say)
+            start(train_rank, job, launch, lambda progress: print(progress.text, flush=True))
         except LaunchError as error:
             raise TrainError(f"{error} (log: {error.log})") from None
         except (*REFUSALS, CheckpointError, LossScaleError, ZeroError) as error:

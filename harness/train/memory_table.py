@@ -27,26 +27,11 @@ MB: Final = 1e6
 _BLOCK_BYTES: Final = 34  # kept for backward of a block in 16 bits, per token and channel (2205.05198, eq. 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes of one rank's states in one memory (device or host).
-
-    Attributes:
-        adam: fp32 weights and two moments: 12 bytes for each of a rank's elements.
-        gradients: reduced gradients of a rank's shard, fp32, and those not reduced yet.
-        weights: all-gathered, in the compute type.
-        other: what the policy adds: hpZ's secondary shard, carried errors, frozen codes, frames.
-    """
-
-    adam: int
-    gradients: int
-    weights: int
-    other: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return self.adam + self.gradients + self.weights + self.other
+_COLUMNS: Final = {  # of the table: parts of :func:`impl.plan.traffic.memory`; the rest is "other"
+    "Adam's states": ("masters", "optimizer"),
+    "gradients": ("gradients", "local_gradients"),
+    "weights": ("gathered",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +39,25 @@ class Need:
     """Memory need of one rank at one stage, in bytes.
 
     Attributes:
-        stage: of ZeRO.
-        device: states on the device.
+        device: states on the device, by the table's columns.
         host: states offloaded to host memory, not in ``device``.
         activations: an estimate; on the device.
     """
 
     stage: Stage
-    device: Held
-    host: Held
+    device: dict[str, int]
+    host: dict[str, int]
     activations: int
 
     @property
     def adam(self) -> int:
         """Adam's states, on device and host."""
-        return self.device.adam + self.host.adam
+        return self.device["Adam's states"] + self.host["Adam's states"]
 
     @property
     def training(self) -> int:
         """Peak of a step on the device, which exceeds that of building the model."""
-        return self.device.total + self.activations
+        return sum(self.device.values()) + self.activations
 
 
 def needs(
@@ -86,7 +70,7 @@ def needs(
         policy: at the stage that is asked for.
         topology: nodes x ranks per node.
         micro_batches: of a step.
-        activations: bytes, see :func:`activation_bytes`.
+        activations: bytes, of :func:`activation_bytes`.
 
     Raises:
         PolicyError, GeometryError, ZeroError: if the model's units cannot be planned.
@@ -96,15 +80,14 @@ def needs(
         at = _at(policy, stage)
         held = memory(at, topology, plan_units(model, topology, at), micro_batches=micro_batches)
         host = {part.removeprefix(HOST): size for part, size in on_host(held).items()}
-        found.append(Need(stage, _held(on_device(held)), _held(host), activations))
+        found.append(Need(stage, _columns(on_device(held)), _columns(host), activations))
     return found
 
 
-def _held(parts: dict[str, int]) -> Held:
-    """Group the bytes by part of one memory into the table's columns."""
-    groups = ("masters", "optimizer"), ("gradients", "local_gradients"), ("gathered",)
-    adam, gradients, weights = (sum(parts.get(name, 0) for name in group) for group in groups)
-    return Held(adam, gradients, weights, sum(parts.values()) - adam - gradients - weights)
+def _columns(parts: dict[str, int]) -> dict[str, int]:
+    """Bytes of one memory by the table's columns."""
+    found = {name: sum(parts.get(part, 0) for part in group) for name, group in _COLUMNS.items()}
+    return {**found, "other": sum(parts.values()) - sum(found.values())}
 
 
 def _at(policy: Policy, stage: Stage) -> Policy:
@@ -116,18 +99,11 @@ def _at(policy: Policy, stage: Stage) -> Policy:
 
 
 def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length: int, recompute: bool) -> int:
-    """Estimate the activation bytes that a micro-batch keeps for backward, at most.
+    """Estimate the activation bytes that a micro-batch of ``sequences`` of ``length`` tokens keeps, at most.
 
     A block keeps about 34 bytes a token and channel in 16 bits (2205.05198 without the attention's scores,
     which the fused kernel does not keep); recomputed ones keep their input, and one at a time all of it.  The
     logits and their gradient come on top, in the compute type and in fp32.
-
-    Args:
-        shape: of the model.
-        policy: for the compute type.
-        sequences: of a micro-batch.
-        length: tokens of a sequence.
-        recompute: whether blocks are run again in the backward pass.
     """
     item = ITEM_BYTES[policy.compute]
     place = sequences * length * shape.width
@@ -137,30 +113,19 @@ def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length:
 
 
 def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
-    """Format the needs as lines of text, in GB of 1e9 bytes, or MB for small models.
+    """Format the needs of all stages as lines of text, in GB of 1e9 bytes, or MB for small models.
 
-    With offload each stage has two rows, of the device and of the host.
-
-    Args:
-        found: of all stages.
-        chosen: the stage to mark.
-        cuda: whether the device is a GPU, with memory apart from the host's.
+    With offload each stage has two rows, of the device and of the host; without ``cuda`` both are one memory.
     """
     unit, name = (GB, "GB of 1e9") if max(need.training for need in found) >= GB / 10 else (MB, "MB of 1e6")
-    offloads = any(need.host.total for need in found)
-    head = [
-        "stage", *(["on"] if offloads else []), "Adam's states", "gradients", "weights", "other",
-        "activations*", "in a step",
-    ]  # fmt: skip
+    offloads = any(sum(need.host.values()) for need in found)
+    head = ["stage", *(["on"] if offloads else []), *found[0].device, "activations*", "in a step"]
     rows = []
     for need in found:
         mark = f"{need.stage}{' <' if need.stage == chosen else ''}"
-        for place, held, kept in (
-            ("device", need.device, need.activations), ("host", need.host, 0),
-        ):  # fmt: skip
-            if place == "host" and not offloads:
-                continue
-            sizes = (held.adam, held.gradients, held.weights, held.other, kept, held.total + kept)
+        places = ("device", need.device, need.activations), ("host", need.host, 0)
+        for place, held, kept in places if offloads else places[:1]:
+            sizes = (*held.values(), kept, sum(held.values()) + kept)
             rows.append([mark, *([place] if offloads else []), *(f"{size / unit:.3f}" for size in sizes)])
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = [
@@ -182,24 +147,15 @@ def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
 
 
 def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: int) -> str | None:
-    """Why ranks with this need do not fit this machine; None if they do.
-
-    Args:
-        need: of one rank.
-        topology: of all ranks.
-        host: this machine.
-        cuda: whether device states are on GPUs.
-        here: number of ranks on this machine.
-    """
-    held = need.training + need.host.total  # one memory
-    if cuda:
-        have = min(host.gpus, default=0)
-        if need.training > have:
-            return (
-                f"a rank needs {need.training / GB:.2f} GB at stage {need.stage}, a GPU here has "
-                f"{have / GB:.2f} GB"
-            )
-        held = need.host.total
+    """Why ranks with this need, ``here`` of them on this machine, do not fit it; None if they do."""
+    offloaded = sum(need.host.values())
+    have = min(host.gpus, default=0)
+    if cuda and need.training > have:
+        return (
+            f"a rank needs {need.training / GB:.2f} GB at stage {need.stage}, a GPU here has "
+            f"{have / GB:.2f} GB"
+        )
+    held = offloaded if cuda else need.training + offloaded  # one memory
     whole = here * (held + PROCESS_BYTES)
     if whole <= host.memory:
         return None

@@ -39,7 +39,10 @@ def together(wire: Wire, attempt: Callable[[], Any]) -> list[Any]:
     except Exception as error:
         failure = error
         mine = {"error": _line(error)}
-    told = _told(wire, mine)
+    data = bytearray(json.dumps(mine).encode().ljust(MESSAGE_BYTES))
+    sent = torch.frombuffer(data, dtype=torch.uint8).to(wire.mesh.device)
+    rows = wire.all_gather_small(sent).cpu().numpy()  # (ranks, MESSAGE_BYTES)
+    told = [json.loads(row.tobytes()) for row in rows]
     errors = {rank: one["error"] for rank, one in enumerate(told) if "error" in one}
     if errors:
         alike = len(errors) == len(told) and len(set(errors.values())) == 1
@@ -59,13 +62,3 @@ def _line(error: Exception) -> str:
     while len(json.dumps(words)) > _ERROR_BYTES:
         words = words[: len(words) * 9 // 10].rstrip(".") + "..."
     return words
-
-
-def _told(wire: Wire, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of all ranks."""
-    data = json.dumps(mine).encode()
-    if len(data) > MESSAGE_BYTES:
-        raise ValueError(f"a message of {len(data)} bytes, {MESSAGE_BYTES} allowed")
-    sent = torch.frombuffer(bytearray(data.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
-    rows = wire.all_gather_small(sent.to(wire.mesh.device)).cpu().numpy()  # (ranks, MESSAGE_BYTES)
-    return [json.loads(row.tobytes()) for row in rows]

@@ -11,43 +11,37 @@ import fcntl
 import os
 import shutil
 import weakref
-from io import FileIO
+from contextlib import suppress
+from io import BufferedWriter
 from pathlib import Path
 from typing import Final
 
 Bytes = bytes | bytearray | memoryview
 
 _NO_LOCKS: Final = {errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system without
-_CHUNK: Final = 1 << 24  # bytes of one system call; Linux writes at most 2 GiB - 4 KiB
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or read, as asked; one line that names what."""
 
 
-def create(path: Path) -> FileIO:
+def create(path: Path) -> BufferedWriter:
     """A new file to be written.
 
     Raises:
         OSError: if it is there already, or its folder is not.
     """
-    return FileIO(path, "xb")
+    return path.open("xb")
 
 
-def write(file: FileIO, data: Bytes) -> None:
-    """Write all bytes of ``data``.
-
-    Raises:
-        OSError: if the disk is full, among others.
-    """
-    rest = memoryview(data).cast("B")
-    while rest:
-        done = file.write(rest[:_CHUNK])
-        rest = rest[done:]
+def write(file: BufferedWriter, data: Bytes) -> None:
+    """Write all bytes of ``data``."""
+    file.write(data)
 
 
-def sync(file: FileIO) -> None:
+def sync(file: BufferedWriter) -> None:
     """Wait until the disk has what was written."""
+    file.flush()
     os.fsync(file.fileno())
 
 
@@ -82,26 +76,18 @@ def remove_folder(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
-        shutil.rmtree(path, onerror=_unless_gone)
-
-
-def _unless_gone(_function: object, _path: object, raised: tuple[type, BaseException, object]) -> None:
-    if not isinstance(raised[1], FileNotFoundError):  # somebody else removes it too
-        raise raised[1]
+        with suppress(FileNotFoundError):  # somebody else removes it too
+            shutil.rmtree(path)
 
 
 class Lock:
     """A folder of which nobody else has the lock (``flock``), until :meth:`release` or this process's end.
 
-    Args:
-        path: of the folder.
-        wait: for whoever has it.
-
     Attributes:
         real: whether there is one: not all file systems lock folders.
 
     Raises:
-        BlockingIOError: if somebody has it, and it is not waited for.
+        BlockingIOError: if somebody has it, and it is not to ``wait``.
         OSError: if there is no such folder.
     """
 

@@ -5,9 +5,11 @@ Reading a checkpoint needs neither ranks nor the model, and no more memory than 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,18 +21,10 @@ from impl.checkpoint import safetensors_file
 from impl.checkpoint.all_ranks import together
 from impl.checkpoint.atomic_files import Bytes, CheckpointError
 from impl.checkpoint.json_values import from_json, to_json
-from impl.checkpoint.manifest import (
-    BUFFER,
-    WEIGHT,
-    Manifest,
-    Parts,
-    check_names,
-    read_manifest,
-    resolve,
-    verify,
-)
-from impl.checkpoint.ranges import held_ranges
+from impl.checkpoint.manifest import WEIGHT, Parts, check_names, read_manifest, resolve, verify
+from impl.checkpoint.ranges import Range
 from impl.checkpoint.safetensors_file import Entry, Reader
+from impl.checkpoint.save_load import take_weights
 from impl.checkpoint.tensor_bytes import NAMES, content, entry_of
 from impl.engine import state_dict as state
 from impl.unit.whole_values import WholeValues
@@ -52,19 +46,14 @@ def consolidated(folder: Path | str) -> dict[str, Any]:
     Raises:
         CheckpointError: if it is missing, foreign, newer, cut short or altered.
     """
-    path, manifest = _opened(folder)
+    parts = _opened(folder)
+    parameter = functools.cache(functools.partial(_parameter, parts))  # tied ones are one tensor
     found: dict[str, Any] = {}
-    tied: dict[str, Tensor] = {}
-    with Parts(path, manifest) as parts:
-        for one in manifest.state:
-            if one.kind == "parameter":
-                if one.of not in tied:
-                    tied[one.of] = _parameter(manifest, parts, one.of)
-                found[one.name] = tied[one.of]
-            elif one.kind == "buffer":
-                found[one.name] = _buffer(parts, one.name)
-            else:
-                found[one.name] = from_json(one.value)
+    for one in parts.manifest.state:
+        if one.kind == "extra":
+            found[one.name] = from_json(one.value)
+        else:
+            found[one.name] = parameter(one.of) if one.kind == "parameter" else parts.buffer(one.name)
     return found
 
 
@@ -90,29 +79,22 @@ def export(source: Path | str | Zero, path: Path | str, *, dtype: torch.dtype = 
 
 def _export_checkpoint(source: Path | str, path: Path, dtype: torch.dtype) -> None:
     _check_target(path, dtype)
-    folder, manifest = _opened(source)
-    with Parts(folder, manifest) as parts:
-        entries, extras = {}, {}
-        for one in manifest.state:
-            if one.kind == "parameter":
-                entries[one.name] = Entry(NAMES[dtype], tuple(manifest.parameters[one.of].shape))
-            elif one.kind == "buffer":
-                entries[one.name] = parts.file(0).entry(f"{BUFFER}/{one.name}")
-            else:
-                extras[one.name] = one.value
-        contents = (
-            content(
-                _parameter(manifest, parts, one.of).to(dtype)
-                if one.kind == "parameter"
-                else _buffer(parts, one.name)
-            )
-            for one in manifest.state
-            if one.kind != "extra"
-        )
-        try:
-            _write(path, entries, contents, extras)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from None
+    parts = _opened(source)
+    manifest = parts.manifest
+    tensors = [one for one in manifest.state if one.kind != "extra"]
+    extras = {one.name: one.value for one in manifest.state if one.kind == "extra"}
+    entries = {
+        one.name: one.entry or Entry(NAMES[dtype], tuple(manifest.parameters[one.of].shape))
+        for one in tensors
+    }
+    contents = (
+        content(_parameter(parts, one.of).to(dtype) if one.kind == "parameter" else parts.buffer(one.name))
+        for one in tensors
+    )
+    try:
+        _write(path, entries, contents, extras)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
 
 
 def _export_engine(zero: Zero, path: Path, dtype: torch.dtype) -> None:
@@ -130,22 +112,20 @@ def _export_engine(zero: Zero, path: Path, dtype: torch.dtype) -> None:
         for name in names[slot.spec.name]
     }
     rest = {name: held for name, held in zero.model.state_dict(keep_vars=True).items() if name not in own}
+    tensors = {name: held for name, held in rest.items() if isinstance(held, Tensor)}
 
     def contents() -> Iterator[Bytes]:
         for unit in zero.units:
             for slot, value in zip(unit.geometry.slots, WholeValues(unit).masters(), strict=True):
                 for _ in names[slot.spec.name]:
                     yield content(value.to(dtype))
-        for held in rest.values():
-            if isinstance(held, Tensor):
-                yield content(held)
+        yield from map(content, tensors.values())
 
     values = contents()
 
     def write() -> None:
         try:
             if writes:
-                tensors = {name: held for name, held in rest.items() if isinstance(held, Tensor)}
                 described = entries | {name: entry_of(held, name) for name, held in tensors.items()}
                 extras = {name: to_json(held, name) for name, held in rest.items() if name not in tensors}
                 _write(path, described, values, extras)
@@ -197,108 +177,81 @@ def import_(source: Path | str | Mapping[str, Any], zero: Zero) -> None:
         CheckpointError: on all ranks, for missing, unexpected or misshapen entries; nothing is changed
             then.
     """
-    wire = zero.wire
-    held: list[_Source] = []
+    held: dict[str, Any] = {}
 
     def find() -> None:
         zero.hooks.backward.check_finished("import_()")
         zero.check_hidden("import_()")
-        held.append(_Source(source))
-        held[0].check(zero)
+        held.update(source if isinstance(source, Mapping) else _stored(Path(source)))
+        _check_fits(zero, held)
 
     def take() -> None:
-        zero.model.zero_grad()  # of other weights
         own = state.parameter_names(zero.model, zero.units)
-        names = {parameter: name for name, parameter in own.items() if name in held[0].shapes}
-        for unit in zero.units:
-            unit.release()
-            shard = torch.zeros(unit.geometry.shard)
-            for one in held_ranges(unit.geometry, wire.mesh.rank):
-                numel = one.end - one.start
-                shard[one.at : one.at + numel] = held[0].part(names[one.name], one.start, one.end)
-            WholeValues(unit).load_shard(shard)
-        for name, value in zero.model.state_dict(keep_vars=True).items():
+        names = {parameter: name for name, parameter in own.items() if name in held}
+
+        def read(one: Range) -> Iterator[tuple[int, Tensor]]:
+            value = held[names[one.name]]
+            flat = value if isinstance(value, _Stored) else value.detach().reshape(-1)
+            yield 0, flat[one.start : one.end]
+
+        take_weights(zero, read)
+        for name, entry in zero.model.state_dict(keep_vars=True).items():
             if name not in own:
-                state.load_entry(zero.model, name, value, held[0].value(name))
+                value = held[name]
+                value = value.reader.tensor(name) if isinstance(value, _Stored) else value
+                state.load_entry(zero.model, name, entry, value)
 
-    try:
-        together(wire, find)
-        together(wire, take)
-    finally:
-        for one in held:
-            one.close()
+    together(zero.wire, find)
+    together(zero.wire, take)
 
 
-class _Source:
-    """A state dict, in memory or in a file."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a file, of which ranges are read."""
 
-    def __init__(self, source: Path | str | Mapping[str, Any]) -> None:
-        self._reader = None if isinstance(source, Mapping) else Reader(Path(source))
-        self._values: dict[str, Any] = {}
-        if self._reader is None:
-            assert isinstance(source, Mapping)  # noqa: S101  # no file
-            self._values = dict(source)
-            self.shapes = {
-                name: tuple(value.shape) if isinstance(value, Tensor) else None
-                for name, value in self._values.items()
-            }
-        else:
-            self._values = from_json(json.loads(self._reader.metadata.get(_EXTRA, "{}")))
-            self.shapes = {name: entry.shape for name, entry in self._reader.entries.items()}
-            self.shapes |= dict.fromkeys(self._values)
+    reader: Reader
+    name: str
 
-    def check(self, zero: Zero) -> None:
-        """Refuse what does not fit the model."""
-        own = state.parameter_names(zero.model, zero.units)
-        given = {own[name] for name in self.shapes if name in own}
-        held = dict(zero.model.state_dict(keep_vars=True))
-        needed = {name: None for name in held if own.get(name) not in given or name in self.shapes}
-        check_names(needed, self.shapes, "entries of the state dict")
-        for name in needed:
-            value = held[name]
-            if (
-                isinstance(value, Tensor)
-                and not state.is_extra(name)
-                and self.shapes[name] != tuple(value.shape)
-            ):
-                raise CheckpointError(
-                    f"{name!r} is {self.shapes[name]} in it, {tuple(value.shape)} in the model"
-                )
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.reader.entry(self.name).shape
 
-    def part(self, name: str, start: int, end: int) -> Tensor:
-        """(end - start,) elements of a tensor."""
-        if self._reader is None:
-            return self._values[name].detach().reshape(-1)[start:end].cpu()  # type: ignore[no-any-return]
-        return self._reader.read(name, start, end)
-
-    def value(self, name: str) -> Any:
-        """A whole entry."""
-        if self._reader is None or name in self._values:
-            return self._values[name]
-        return self._reader.read(name).view(self._reader.entry(name).shape)
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
+    def __getitem__(self, within: slice) -> Tensor:
+        return self.reader.read(self.name, within.start, within.stop)
 
 
-def _opened(folder: Path | str) -> tuple[Path, Manifest]:
+def _stored(path: Path) -> dict[str, Any]:
+    """A file's state dict, whose tensors are not read yet."""
+    reader = Reader(path)
+    extras: dict[str, Any] = from_json(json.loads(reader.metadata.get(_EXTRA, "{}")))
+    return {name: _Stored(reader, name) for name in reader.entries} | extras
+
+
+def _check_fits(zero: Zero, held: Mapping[str, Any]) -> None:
+    """Refuse a state dict that is not the model's; of tied parameters one name is enough."""
+    own = state.parameter_names(zero.model, zero.units)
+    given = {own[name] for name in held if name in own}
+    entries = dict(zero.model.state_dict(keep_vars=True))
+    needed = {name: entry for name, entry in entries.items() if own.get(name) not in given or name in held}
+    check_names(needed, held, "entries of the state dict")
+    for name, entry in needed.items():
+        if isinstance(entry, Tensor) and not state.is_extra(name):
+            shape = tuple(held[name].shape) if isinstance(held[name], Tensor | _Stored) else None
+            if shape != tuple(entry.shape):
+                raise CheckpointError(f"{name!r} is {shape} in it, {tuple(entry.shape)} in the model")
+
+
+def _opened(folder: Path | str) -> Parts:
     """A checkpoint whose files are all as they were written."""
     path = resolve(Path(folder))
     manifest = read_manifest(path)
     verify(path, manifest.files)
-    return path, manifest
+    return Parts(path, manifest)
 
 
-def _parameter(manifest: Manifest, parts: Parts, name: str) -> Tensor:
-    shape = manifest.parameters[name].shape
-    whole = torch.empty(shape)
+def _parameter(parts: Parts, name: str) -> Tensor:
+    whole = torch.empty(parts.manifest.parameters[name].shape)
     flat = whole.view(-1)
     for offset, values in parts.read(WEIGHT, name, 0, flat.numel()):
         flat[offset : offset + len(values)] = values
     return whole
-
-
-def _buffer(parts: Parts, name: str) -> Tensor:
-    key = f"{BUFFER}/{name}"
-    return parts.file(0).read(key).view(parts.file(0).entry(key).shape)

@@ -1,14 +1,12 @@
-"""JSON of checkpoints: parsed strictly, and values in it without loss.
+"""Values of checkpoints in JSON without loss.
 
-Pure: no torch.  Files may come from anybody, and Python's parser takes ``NaN``, lets the last of equal keys
-win, and overflows its stack.  JSON has no tuples and no numbers that are not finite; they become objects of
-one key, ``{"__tuple__": [...]}`` and ``{"__float__": "nan"}``.  Nothing else is guessed or pickled: what has
-no such form is refused by its place.
+Pure: no torch.  JSON has no tuples and no numbers that are not finite; they become objects of one key,
+``{"__tuple__": [...]}`` and ``{"__float__": "nan"}``.  Nothing else is guessed or pickled: what has no such
+form is refused by its place.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any, Final
 
@@ -30,12 +28,10 @@ def to_json(value: object, where: str) -> Any:
         CheckpointError: naming the place of what has no such form.
     """
     match value:
-        case None | bool() | str():
+        case float() if not math.isfinite(value):
+            return {_FLOAT: repr(float(value))}
+        case None | bool() | str() | int() | float():
             return value
-        case int() if type(value) is int:
-            return value
-        case float() if type(value) is float:
-            return value if math.isfinite(value) else {_FLOAT: repr(value)}
         case list() if type(value) is list:
             return [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
         case tuple() if type(value) is tuple:
@@ -69,26 +65,3 @@ def from_json(value: Any) -> Any:
         case list():
             return [from_json(item) for item in value]
     return value
-
-
-def parsed(text: str | bytes) -> Any:
-    """What ``text`` says.
-
-    Raises:
-        ValueError: if it is not JSON, names a key twice, or nests too deep.
-    """
-    try:
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key comes twice")
-    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -16,19 +17,20 @@ import re
 import secrets
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from impl.checkpoint import atomic_files as disk
 from impl.checkpoint.atomic_files import CheckpointError
-from impl.checkpoint.json_values import from_json, parsed
+from impl.checkpoint.json_values import from_json
 from impl.checkpoint.ranges import saved_ranges
-from impl.checkpoint.safetensors_file import ITEM_BYTES, Reader, digest_of
+from impl.checkpoint.safetensors_file import Entry, Reader, digest_of
 from impl.plan.geometry import UnitGeometry
+from impl.strict_json import parsed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,32 +59,12 @@ def key_of(kind: str, name: str, start: int) -> str:
 # The manifest
 
 
-def _printable(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("it cannot be printed in one line")
-    return text
-
-
-def _type_name(name: str) -> str:
-    if name not in ITEM_BYTES:
-        raise ValueError(f"expected one of {', '.join(ITEM_BYTES)}")
-    return name
-
-
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Line = Annotated[str, AfterValidator(_printable)]  # shown as it is
+Line = Annotated[str, Field(pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$")]  # shown as it is: printable
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class SavedRange(NamedTuple):
-    """Elements [start, end) of a parameter lie in file number ``file``."""
-
-    start: int
-    end: int
-    file: int
 
 
 class SavedParameter(_Part):
@@ -102,31 +84,30 @@ class SavedParameter(_Part):
             raise ValueError(f"its ranges do not make up its {math.prod(self.shape)} elements")
         return self
 
-    def overlapping(self, start: int, end: int) -> Iterator[SavedRange]:
+    def overlapping(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """The saved ranges that hold elements of [start, end)."""
         first = bisect.bisect_right(self.ranges, start, key=lambda one: one[1])
-        for one in self.ranges[first:]:
-            if one[0] >= end:
-                return
-            yield SavedRange(*one)
+        return itertools.takewhile(lambda one: one[0] < end, self.ranges[first:])
 
 
 class SavedValue(_Part):
-    """An entry of the model's state: a parameter, a buffer, or an extra state that is no tensor.
+    """An entry of the state dict: a parameter, a buffer, or an extra state that is no tensor.
 
     Attributes:
-        name: in the state dict.
-        kind: which of them.
         of: the parameter's own name, of which tied ones have one.
-        tensor: type, by the name that safetensors gives it, and shape of a buffer.
-        value: the extra state.
+        tensor: of a buffer, its type, by the name that safetensors gives it, and shape.
     """
 
     name: str
     kind: Literal["parameter", "buffer", "extra"]
     of: str = ""
-    tensor: tuple[Annotated[str, AfterValidator(_type_name)], list[Count]] | None = None
+    tensor: tuple[str, list[Count]] | None = None
     value: Any = None
+
+    @property
+    def entry(self) -> Entry | None:
+        """A buffer's type and shape."""
+        return None if self.tensor is None else Entry(self.tensor[0], tuple(self.tensor[1]))
 
 
 class SavedState(_Part):
@@ -170,21 +151,11 @@ class SavedScale(_Part):
 
 
 class Manifest(_Part):
-    """What a checkpoint holds, and where.
+    """What a checkpoint holds, and where; docs/guide/checkpoints.md says it key by key.
 
     Attributes:
-        format: :data:`FORMAT`.
-        version: :data:`VERSION`.
-        writer: the program that wrote it.
-        step: optimizer steps before it.
-        micro_batch: backward passes since; with a loss scale, of steps that were skipped.
-        topology: nodes x ranks per node.
+        micro_batch: backward passes since ``step``; with a loss scale, of steps that were skipped.
         of: what the state of codecs, which only an equal run can take over, belongs to.
-        parameters: by their own names.
-        state: the entries of the unsharded model's state dict, in its order.
-        optimizers: in the order in which they were given.
-        loss_scale: None without one.
-        extra: the caller's.
         files: in the order of their numbers: rank 0's first.
     """
 
@@ -214,7 +185,7 @@ class Manifest(_Part):
         held = Counter[int]()
         for one in self.parameters.values():
             for start, end, number in one.ranges:
-                held[number] += (end - start) * ITEM_BYTES["F32"]
+                held[number] += (end - start) * 4  # fp32
         for number, nbytes in held.items():
             if number >= len(self.files) or nbytes > self.files[number].nbytes:
                 raise CheckpointError(f"{nbytes} bytes of parameters do not fit into file {number}")
@@ -224,7 +195,7 @@ class Manifest(_Part):
         for value in self.state:
             if value.kind == "parameter" and value.of not in self.parameters:
                 raise CheckpointError(f"state: {value.name!r} is of {value.of!r}, which is no parameter")
-            if (value.kind == "buffer") != (value.tensor is not None):
+            if (value.kind == "buffer") != (value.entry is not None):
                 raise CheckpointError(f"state: {value.name!r} is {value.kind}, with tensor {value.tensor}")
             from_json(value.value)
         from_json(self.extra)
@@ -234,15 +205,14 @@ class Manifest(_Part):
         held = self.model_dump(mode="json")
         return json.dumps({**held, _DIGEST: _digest(held)}, indent=1) + "\n"
 
+    def digest(self) -> str:
+        """SHA-256 of all that it says."""
+        return _digest(self.model_dump(mode="json"))
+
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(math.prod(one.shape) for one in self.parameters.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Of all ranks' files."""
-        return sum(file.nbytes for file in self.files)
 
 
 def _digest(held: Mapping[str, Any]) -> str:
@@ -257,48 +227,46 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        if not stat.S_ISREG(file.lstat().st_mode):
-            raise CheckpointError(f"{file}: not a regular file")
-        held = parsed(file.read_text(encoding="utf-8"))
+        return _manifest(file)
     except OSError as error:
         raise CheckpointError(f"{path}: not a checkpoint: {MANIFEST}: {error.strerror}") from None
-    except ValueError:
-        raise CheckpointError(f"{file}: cut short, or not JSON") from None
-    try:
-        return _manifest(file, held)
-    except RecursionError:
-        raise CheckpointError(f"{file}: nested too deep") from None
-
-
-def _manifest(file: Path, held: Any) -> Manifest:
-    """``held``, checked."""
-    if not isinstance(held, dict) or held.get("format") != FORMAT:
-        raise CheckpointError(f"{file}: not a manifest of a {FORMAT}")
-    if held.get("version") != VERSION:
-        raise CheckpointError(
-            f"{file}: version {held.get('version')!r} of the format; this program reads version {VERSION}"
-        )
-    if held.pop(_DIGEST, None) != _digest(held):
-        raise CheckpointError(f"{file}: altered since it was written: its digest is another")
-    try:
-        manifest = Manifest.model_validate_json(json.dumps(held))
-        manifest.check()
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) if str(part).isprintable() else repr(part) for part in first["loc"])
         raise CheckpointError(f"{file}: {where}: {first['msg']}") from None
+    except ValueError:
+        raise CheckpointError(f"{file}: cut short, or not JSON") from None
+    except RecursionError:
+        raise CheckpointError(f"{file}: nested too deep") from None
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
+
+
+def _manifest(file: Path) -> Manifest:
+    """What ``file`` says, checked."""
+    if not stat.S_ISREG(file.lstat().st_mode):
+        raise CheckpointError("not a regular file")
+    held = parsed(file.read_text(encoding="utf-8"))
+    if not isinstance(held, dict) or held.get("format") != FORMAT:
+        raise CheckpointError(f"not a manifest of a {FORMAT}")
+    if held.get("version") != VERSION:
+        raise CheckpointError(
+            f"version {held.get('version')!r} of the format; this program reads version {VERSION}"
+        )
+    if held.pop(_DIGEST, None) != _digest(held):
+        raise CheckpointError("altered since it was written: its digest is another")
+    manifest = Manifest.model_validate_json(json.dumps(held))
+    manifest.check()
     return manifest
 
 
-def check_names(own: Mapping[str, object], held: Mapping[str, object], what: str) -> None:
+def check_names(own: Collection[str], held: Collection[str], what: str) -> None:
     """Refuse a checkpoint, or state, whose names are not the model's.
 
     Raises:
         CheckpointError: naming the first that differs, and where it is.
     """
-    if odd := sorted(own.keys() ^ held.keys()):
+    if odd := sorted(set(own) ^ set(held)):
         side = "only in the model" if odd[0] in own else "not in the model"
         raise CheckpointError(f"{len(odd)} {what} differ, first {odd[0]!r}, {side}")
 
@@ -414,10 +382,7 @@ def file_name(rank: int) -> str:
 
 
 def commit(partial: Path, manifest: Manifest) -> Path:
-    """Complete a checkpoint whose other files are all on disk; the last step is one rename.
-
-    Returns:
-        The checkpoint.
+    """Complete a checkpoint whose other files are all on disk, by one rename; returns its folder.
 
     Raises:
         OSError: if that cannot be done; then it is not complete.
@@ -450,14 +415,10 @@ def thin(folder: Path, keep: int) -> None:
     """
     for path in checkpoints(folder)[:-keep]:
         try:
-            if path.is_symlink():
-                disk.remove_folder(path)
-                disk.sync_folder(folder)
-            else:
-                gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.removed")
-                disk.rename(path, gone)
-                disk.sync_folder(folder)
-                disk.remove_folder(gone)
+            gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.removed")
+            disk.rename(path, gone)
+            disk.sync_folder(folder)
+            disk.remove_folder(gone)
         except FileNotFoundError:  # another save removes it
             continue
         except OSError as error:
@@ -497,32 +458,29 @@ def check_size(path: Path, file: SavedFile) -> None:
 
 
 class Parts:
-    """The files of a checkpoint, to be read by ranges of parameters; a context that closes them.
-
-    Args:
-        path: the checkpoint's folder.
-        manifest: its manifest.
-    """
+    """The files of a checkpoint in folder ``path``, to be read by ranges of parameters."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path, self._manifest = path, manifest
+        self._path, self.manifest = path, manifest
         self._readers: dict[int, Reader] = {}
 
     def file(self, number: int) -> Reader:
         """One file.
 
         Raises:
-            CheckpointError: if there is none of that number, or it cannot be read.
+            CheckpointError: if it cannot be read.
         """
-        if not 0 <= number < len(self._manifest.files):
-            raise CheckpointError(f"{self._path}: has no file {number}, of {len(self._manifest.files)}")
         if number not in self._readers:
-            self._readers[number] = Reader(self._path / self._manifest.files[number].name)
+            self._readers[number] = Reader(self._path / self.manifest.files[number].name)
         return self._readers[number]
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer, or an extra state that is a tensor, in its shape."""
+        return self.file(0).tensor(f"{BUFFER}/{name}")
 
     def dtype(self, kind: str, name: str) -> str:
         """The type of what was saved of a parameter that has elements."""
-        start, _, number = self._manifest.parameters[name].ranges[0]
+        start, _, number = self.manifest.parameters[name].ranges[0]
         return self.file(number).entry(key_of(kind, name, start)).dtype
 
     def read(self, kind: str, name: str, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
@@ -531,40 +489,22 @@ class Parts:
         Raises:
             CheckpointError: for a parameter or kind that was not saved.
         """
-        for saved in self._manifest.parameters[name].overlapping(start, end):
-            key = key_of(kind, name, saved.start)
-            first, last = max(start, saved.start), min(end, saved.end)
-            yield first - start, self.file(saved.file).read(key, first - saved.start, last - saved.start)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
-
-
-def layout_digest(geometries: Sequence[UnitGeometry]) -> str:
-    """Says whether two runs lay their units out alike."""
-    return hashlib.sha256(repr(list(geometries)).encode()).hexdigest()[:16]
+        for low, high, number in self.manifest.parameters[name].overlapping(start, end):
+            first, last = max(start, low), min(end, high)
+            yield first - start, self.file(number).read(key_of(kind, name, low), first - low, last - low)
 
 
 def saved_parameters(geometries: Sequence[UnitGeometry], topology_world: int) -> dict[str, SavedParameter]:
     """What all ranks save of all parameters, as any of them can tell from the layout."""
-    found: dict[str, list[tuple[int, int, int]]] = {
-        slot.spec.name: [] for geometry in geometries for slot in geometry.slots
-    }
+    found: dict[str, SavedParameter] = {}
     for geometry in geometries:
+        ranges: dict[str, list[tuple[int, int, int]]] = {slot.spec.name: [] for slot in geometry.slots}
         for rank in range(topology_world):
             for one in saved_ranges(geometry, rank):
-                found[one.name].append((one.start, one.end, rank))
-    return {
-        slot.spec.name: SavedParameter(
-            shape=list(slot.spec.shape),
-            trainable=geometry.trainable,
-            ranges=sorted(found[slot.spec.name]),
-        )
-        for geometry in geometries
-        for slot in geometry.slots
-    }
+                ranges[one.name].append((one.start, one.end, rank))
+        for slot in geometry.slots:
+            name, shape = slot.spec.name, list(slot.spec.shape)
+            found[name] = SavedParameter(
+                shape=shape, trainable=geometry.trainable, ranges=sorted(ranges[name])
+            )
+    return found

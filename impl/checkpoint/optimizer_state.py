@@ -7,6 +7,7 @@ the master.  So another layout, whose masters join other parameters, can be give
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,12 +19,7 @@ from torch.optim import Optimizer
 
 from impl.checkpoint.atomic_files import CheckpointError
 from impl.checkpoint.json_values import NUMBER, from_json, to_json
-from impl.checkpoint.manifest import (
-    Parts,
-    SavedGroup,
-    SavedOptimizer,
-    SavedState,
-)
+from impl.checkpoint.manifest import Parts, SavedGroup, SavedOptimizer, SavedState, check_names
 from impl.checkpoint.ranges import Range, held_ranges, saved_ranges
 from impl.checkpoint.tensor_bytes import DTYPES, NAMES
 from impl.plan.geometry import UnitGeometry
@@ -45,22 +41,13 @@ class Owned:
         slots = (slot.spec for slot in self.geometry.slots if slot.spec.group == self.group)
         return [spec.name for spec in slots if spec.numel]
 
-    def held(self, rank: int) -> Iterator[Range]:
-        """What it holds of parameters."""
-        return (one for one in held_ranges(self.geometry, rank) if one.slot.spec.group == self.group)
-
-    def saved(self, rank: int) -> Iterator[Range]:
-        """What of that its rank saves."""
-        return (one for one in saved_ranges(self.geometry, rank) if one.slot.spec.group == self.group)
+    def only(self, ranges: Iterator[Range]) -> Iterator[Range]:
+        """Those of its group."""
+        return (one for one in ranges if one.slot.spec.group == self.group)
 
 
 class Masters:
-    """The masters of one engine on one rank, in the optimizers that hold them.
-
-    Args:
-        units: of the engine.
-        rank: this one.
-        optimizers: over the masters, and nothing else.
+    """The masters of one engine on one rank, in the optimizers that hold them, and nothing else.
 
     Raises:
         CheckpointError: for an optimizer that holds something else, or a master that two hold.
@@ -115,7 +102,7 @@ class Masters:
                             f"{owned.end - owned.start}: it is not of each element, and cannot be cut"
                         )
                 state |= {name: SavedState(numbers=numbers, elements=elements) for name in owned.names}
-        groups: list[SavedGroup] = []
+        groups: dict[str, SavedGroup] = {}  # one that lies on two devices is two of the optimizer's
         for masters, group in zip(self._owned[number], self._optimizers[number].param_groups, strict=True):
             options = {
                 key: _plain(value, f"{where}: option {key!r}")
@@ -123,22 +110,19 @@ class Masters:
                 if key != "params"
             }
             for own, names in _by_group(masters).items():
-                # A group that lies on two devices is two of the optimizer's.
-                for one in groups:
-                    if (one.number, one.options) == (own, options):
-                        one.parameters.extend(names)
-                        break
-                else:
-                    groups.append(SavedGroup(number=own, parameters=names, options=options))
+                empty = SavedGroup(number=own, parameters=[], options=options)
+                groups.setdefault(json.dumps([own, options]), empty).parameters.extend(names)
         kind = type(self._optimizers[number]).__name__
-        return SavedOptimizer(kind=kind, groups=groups, state=state)
+        return SavedOptimizer(kind=kind, groups=list(groups.values()), state=state)
 
     def _states(self, number: int) -> Iterator[tuple[Owned, Mapping[str, Any]]]:
         """Each master with its state, in the order in which the optimizer counts them."""
         state = self._optimizers[number].state_dict()["state"]
-        flat = [one for group in self._owned[number] for one in group]
-        for index, owned in enumerate(flat):
+        for index, owned in enumerate(self._flat(number)):
             yield owned, state.get(index, {})
+
+    def _flat(self, number: int) -> list[Owned]:
+        return [one for group in self._owned[number] for one in group]
 
     def elements(self) -> Iterator[tuple[str, Range, Tensor]]:
         """What this rank saves: (kind, range, (n,) values) of each range of each state by element."""
@@ -146,7 +130,7 @@ class Masters:
             for owned, held in self._states(number):
                 for key, value in held.items():
                     if _by_element(value):
-                        for one in owned.saved(self._rank):
+                        for one in owned.only(saved_ranges(owned.geometry, self._rank)):
                             first = one.at - owned.start
                             yield kind_of(number, key), one, value[first : first + one.end - one.start]
 
@@ -167,32 +151,19 @@ class Masters:
         kind = type(self._optimizers[number]).__name__
         if kind != saved.kind:
             raise CheckpointError(f"optimizer {number} is {kind}, it holds the state of {saved.kind}")
-        flat = [one for group in self._owned[number] for one in group]
-        own = {index: set(names) for index, names in _by_group(flat).items()}
-        held: dict[int, set[str]] = {}
+        own, held = _by_group(self._flat(number)), dict[int, list[str]]()
         for group in saved.groups:
-            held.setdefault(group.number, set()).update(group.parameters)
+            held.setdefault(group.number, []).extend(group.parameters)
         for index in sorted(own.keys() | held.keys()):
-            names = own.get(index, set())
-            if odd := sorted(names ^ held.get(index, set())):
-                side = "only here" if odd[0] in names else "only in the checkpoint"
-                raise CheckpointError(
-                    f"optimizer {number}, group {index}: {len(odd)} names differ, first {odd[0]!r} {side}"
-                )
+            what = f"parameters of optimizer {number}, group {index},"
+            check_names(own.get(index, ()), held.get(index, ()), what)
         for index in range(len(self._owned[number])):
-            for value in self._options(number, index, saved).values():
-                _value(value)
-        for owned in flat:
-            shared = self._shared_state(number, owned, saved)
-            for value in () if shared is None else shared.numbers.values():
-                _value(value)
+            self._options(number, index, saved)
+        for owned in self._flat(number):
+            self._shared_state(number, owned, saved)
 
     def _options(self, number: int, index: int, saved: SavedOptimizer) -> dict[str, Any]:
-        """The saved options of an optimizer's group here; its own where it holds nothing.
-
-        Raises:
-            CheckpointError: if it joins what had different ones.
-        """
+        """The saved options of a group here, which may not join what had different ones; none of none."""
         names = {name for one in self._owned[number][index] for name in one.names}
         found = [group for group in saved.groups if names & set(group.parameters)]
         for other in found[1:]:
@@ -201,26 +172,24 @@ class Masters:
                 raise CheckpointError(
                     f"optimizer {number}: {first!r} and {second!r} share options here, but not in it"
                 )
-        return found[0].options if found else {}
+        return {key: _value(value) for key, value in found[0].options.items()} if found else {}
 
     @staticmethod
     def _shared_state(number: int, owned: Owned, saved: SavedOptimizer) -> SavedState | None:
-        """What all parameters of a master have; None for no state.
-
-        Raises:
-            CheckpointError: if they differ.
-        """
+        """What all parameters of a master have, which must be equal; None for no state."""
         found = {name: saved.state.get(name) for name in owned.names}
-        if not found:
-            return None
-        first, *others = found
-        for other in others:
-            if found[other] != found[first]:
+        first = next(iter(found), "")
+        for name, state in found.items():
+            if state != found[first]:
                 raise CheckpointError(
-                    f"optimizer {number}: {first!r} and {other!r} share a master here, but not the state's "
+                    f"optimizer {number}: {first!r} and {name!r} share a master here, but not the state's "
                     "numbers in the checkpoint"
                 )
-        return found[first]
+        if (shared := found.get(first)) is None:
+            return None
+        return SavedState(
+            numbers={key: _value(value) for key, value in shared.numbers.items()}, elements=shared.elements
+        )
 
     def load(self, saved: Sequence[SavedOptimizer], parts: Parts) -> None:
         """Take over state that :meth:`check` let pass.
@@ -229,21 +198,19 @@ class Masters:
             CheckpointError: if a file cannot be read.
         """
         for number, one in enumerate(saved):
-            state: dict[int, dict[str, Any]] = {}
-            flat = [owned for group in self._owned[number] for owned in group]
-            for index, owned in enumerate(flat):
-                shared = self._shared_state(number, owned, one)
-                if shared is not None:
-                    state[index] = {
-                        key: self._values(parts, kind_of(number, key), owned) for key in shared.elements
-                    } | {key: _value(value) for key, value in shared.numbers.items()}
+            state = {
+                index: {
+                    **{key: self._values(parts, kind_of(number, key), owned) for key in shared.elements},
+                    **shared.numbers,
+                }
+                for index, owned in enumerate(self._flat(number))
+                if (shared := self._shared_state(number, owned, one)) is not None
+            }
             optimizer = self._optimizers[number]
             groups = optimizer.state_dict()["param_groups"]
-            loaded = [
-                {**group, **{key: _value(value) for key, value in self._options(number, index, one).items()}}
-                for index, group in enumerate(groups)
-            ]
-            optimizer.load_state_dict({"state": state, "param_groups": loaded})
+            for index, group in enumerate(groups):
+                group.update(self._options(number, index, one))
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
             masters = [master for group in optimizer.param_groups for master in group["params"]]
             for index, values in state.items():
                 own = optimizer.state[masters[index]]
@@ -258,7 +225,7 @@ class Masters:
         if len(found) != 1:
             raise CheckpointError(f"{kind} of {owned.names[0]!r} and others of its master: types differ")
         out = torch.zeros(owned.end - owned.start, dtype=DTYPES[found.pop()])
-        for one in owned.held(self._rank):
+        for one in owned.only(held_ranges(owned.geometry, self._rank)):
             for offset, values in parts.read(kind, one.name, one.start, one.end):
                 first = one.at - owned.start + offset
                 out[first : first + len(values)] = values
@@ -293,11 +260,7 @@ def _plain(value: object, where: str) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """What :func:`_plain` was given.
-
-    Raises:
-        CheckpointError: for what it never gives.
-    """
+    """What :func:`_plain` was given; what that never gives is refused."""
     if isinstance(value, dict) and value.keys() == {NUMBER}:
         match value[NUMBER]:
             case [str(dtype), number] if dtype in DTYPES:

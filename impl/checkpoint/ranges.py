@@ -25,29 +25,22 @@ class Range(NamedTuple):
         return self.slot.spec.name
 
 
-def ranges(geometry: UnitGeometry, low: int, high: int, origin: int | None = None) -> Iterator[Range]:
-    """What elements [low, high) of a unit hold of its parameters; padding is nobody's.
-
-    Args:
-        geometry: of the unit.
-        low: first element.
-        high: one past the last.
-        origin: the element that ``Range.at`` counts from; ``low`` by default.
-    """
+def _ranges(geometry: UnitGeometry, low: int, high: int, origin: int) -> Iterator[Range]:
+    """What elements [low, high) of a unit, whose shard begins at ``origin``, hold; padding is nobody's."""
     for slot in geometry.slots:
         begin, end = max(slot.offset, low), min(slot.end, high)
         if begin < end:
-            at = begin - (low if origin is None else origin)
-            yield Range(slot, begin - slot.offset, end - slot.offset, at)
+            yield Range(slot, begin - slot.offset, end - slot.offset, begin - origin)
 
 
 def held_ranges(geometry: UnitGeometry, rank: int) -> Iterator[Range]:
     """What ``rank``'s shard holds."""
-    return ranges(geometry, *geometry.bounds(rank))
+    low, high = geometry.bounds(rank)
+    return _ranges(geometry, low, high, low)
 
 
 def saved_ranges(geometry: UnitGeometry, rank: int) -> Iterator[Range]:
     """What ``rank`` saves: of groups that hold copies of one another, each a part, so nothing twice."""
     first, _ = geometry.bounds(rank)
     low, high = geometry.own_piece(rank)
-    return ranges(geometry, first + low, first + high, first)
+    return _ranges(geometry, first + low, first + high, first)

@@ -16,11 +16,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     """The states of this process's generators, each as (n,) uint8."""
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # the one that programs draw from unasked
     numpy = [name, np.asarray(keys).tolist(), *rest]
-    states = {
-        "torch": torch.get_rng_state(),
-        "python": _text(random.getstate()),
-        "numpy": _text(numpy),
-    }
+    states = {"torch": torch.get_rng_state(), "python": _text(random.getstate()), "numpy": _text(numpy)}
     return states if device.type == "cpu" else {**states, "device": torch.cuda.get_rng_state(device)}
 
 

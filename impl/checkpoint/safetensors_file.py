@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +22,10 @@ from impl.checkpoint.atomic_files import Bytes, CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-ITEM_BYTES: Final = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+TYPES: Final = {  # by the format's name: bytes, and torch's name
+    "F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
+    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"), "I64": (8, "int64"), "I32": (4, "int32"),
+    "I16": (2, "int16"), "I8": (1, "int8"), "U8": (1, "uint8"), "BOOL": (1, "bool"),
 }  # fmt: skip
 _LENGTH: Final = 8  # bytes of the header's length
 _ALIGN: Final = 8  # bytes of which the header is a multiple
@@ -44,8 +44,11 @@ class Entry:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
-            raise CheckpointError(f"type {self.dtype!r}: expected one of {', '.join(ITEM_BYTES)}")
+        if self.dtype not in TYPES:
+            raise CheckpointError(f"type {self.dtype!r}: expected one of {', '.join(TYPES)}")
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
 
     @property
     def numel(self) -> int:
@@ -55,7 +58,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Bytes."""
-        return self.numel * ITEM_BYTES[self.dtype]
+        return self.numel * TYPES[self.dtype][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +94,10 @@ def write(
         described[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (start, end)}
     head = json.dumps(described, separators=(",", ":")).encode()
     head += b" " * (-len(head) % _ALIGN)
-    digest = hashlib.sha256()
+    head = len(head).to_bytes(_LENGTH, "little") + head
+    digest = hashlib.sha256(head)
     with disk.create(path) as file:
-        for data in (len(head).to_bytes(_LENGTH, "little"), head):
-            disk.write(file, data)
-            digest.update(data)
+        disk.write(file, head)
         for (name, entry), content in zip(entries.items(), contents, strict=True):
             view = memoryview(content).cast("B")
             if view.nbytes != entry.nbytes:
@@ -103,14 +105,11 @@ def write(
             disk.write(file, view)
             digest.update(view)
         disk.sync(file)
-    return Written(_LENGTH + len(head) + end, digest.hexdigest())
+    return Written(len(head) + end, digest.hexdigest())
 
 
 class Reader:
     """A file to be read by ranges of elements, by the format's own library.
-
-    Args:
-        path: of the file.
 
     Attributes:
         entries: tensors by name, in the order of the file.
@@ -123,8 +122,6 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise CheckpointError(f"{path}: not a regular file")
             path.open("rb").close()  # the library's errors have no words of the system's
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
@@ -132,7 +129,10 @@ class Reader:
         with self._opened("np") as file:  # without torch
             self.metadata: dict[str, str] = file.metadata() or {}
             try:
-                self.entries = {name: _entry(file.get_slice(name)) for name in file.offset_keys()}
+                slices = {name: file.get_slice(name) for name in file.offset_keys()}
+                self.entries = {
+                    name: Entry(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
+                }
             except CheckpointError as error:
                 raise CheckpointError(f"{path}: {error}") from None
 
@@ -176,14 +176,13 @@ class Reader:
         flat: Tensor = part.reshape(-1)[start - first : end - first]
         return flat.clone()  # not the file's pages, which may go, nor where they happen to begin
 
-    def close(self) -> None:
-        """Close the file."""
-        self._tensors = None
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, in its shape.
 
-
-def _entry(part: Any) -> Entry:
-    """What the library says of a tensor."""
-    return Entry(part.get_dtype(), tuple(part.get_shape()))
+        Raises:
+            CheckpointError: if there is none of that name.
+        """
+        return self.read(name).view(self.entry(name).shape)
 
 
 def digest_of(path: Path) -> Written:

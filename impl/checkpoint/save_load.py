@@ -11,9 +11,10 @@ import atexit
 import functools
 import hashlib
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,42 +23,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from impl import __version__
+from impl.checkpoint import manifest as files
 from impl.checkpoint import safetensors_file
 from impl.checkpoint.all_ranks import together
 from impl.checkpoint.atomic_files import CheckpointError
 from impl.checkpoint.json_values import from_json, to_json
 from impl.checkpoint.manifest import (
-    BUFFER,
-    CODECS,
-    CODES,
-    FORMAT,
-    RANDOM,
-    VERSION,
-    WEIGHT,
-    Begun,
     Manifest,
     Parts,
     SavedFile,
     SavedParameter,
     SavedScale,
     SavedValue,
-    begin,
-    check_names,
-    commit,
-    complete_name,
-    file_name,
-    give_up,
-    key_of,
     latest,
-    layout_digest,
-    read_manifest,
-    resolve,
-    saved_parameters,
-    thin,
-    verify,
 )
 from impl.checkpoint.optimizer_state import Masters
-from impl.checkpoint.ranges import held_ranges, saved_ranges
+from impl.checkpoint.ranges import Range, held_ranges, saved_ranges
 from impl.checkpoint.rng_state import load_random_states, random_states
 from impl.checkpoint.safetensors_file import Entry, Reader, Written
 from impl.checkpoint.tensor_bytes import content, entry_of
@@ -96,29 +77,18 @@ class Loaded(NamedTuple):
     dropped: tuple[str, ...]
 
 
+@dataclass(eq=False, repr=False)
 class Saving:
-    """A checkpoint on its way.
+    """A checkpoint on its way to ``path``."""
 
-    Attributes:
-        path: where it will be.
-    """
-
-    def __init__(
-        self,
-        wire: Wire,
-        begun: Begun,
-        keep: int | None,
-        manifest: Manifest,
-        write: Callable[[], Written],
-    ) -> None:
-        self.path = complete_name(begun.partial)
-        self._wire, self._begun = wire, begun  # not the engine, which may go before
-        self._keep, self._manifest = keep, manifest
-        self._write = write
-        self._outcome: Written | Exception | None = None  # of this rank's file
-        self._thread: threading.Thread | None = None
-        self._failed: CheckpointError | None = None
-        self._complete = False
+    path: Path
+    _wire: Wire  # not the engine, which may go before
+    _begun: files.Begun
+    _manifest: Manifest
+    _keep: int | None
+    _write: Callable[[], Written]  # or waits until this rank's file is written
+    _failed: CheckpointError | None = None
+    _complete: bool = False
 
     def wait(self) -> Path:
         """Complete the checkpoint: until this returns there is none; all ranks call it.
@@ -134,49 +104,25 @@ class Saving:
         if not self._complete:
             for zero in [zero for zero, saving in _saving.items() if saving is self]:
                 del _saving[zero]
+            wire = self._wire
             try:
-                self._finish()
+                written = together(wire, lambda: asdict(self._write()))
+                together(wire, lambda: self._commit(written) if wire.mesh.rank == 0 else None)
             except CheckpointError as error:
                 self._failed = error
-                if self._wire.mesh.rank == 0:
-                    give_up(self._begun.partial)
+                if wire.mesh.rank == 0:
+                    files.give_up(self._begun.partial)
                 raise
             finally:
                 self._begun.release()
             self._complete = True
         return self.path
 
-    def _finish(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-        else:
-            self._run()
-        wire = self._wire
-        told = together(wire, self._told)
-        together(wire, lambda: self._commit(told) if wire.mesh.rank == 0 else None)
-
-    def start(self) -> None:
-        """Write in the background."""
-        self._thread = threading.Thread(target=self._run, name=f"save {self.path.name}")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._outcome = self._write()
-        except Exception as error:  # told to all ranks in wait()
-            self._outcome = error
-
-    def _told(self) -> dict[str, Any]:
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        assert self._outcome is not None  # noqa: S101  # it has run
-        return {"nbytes": self._outcome.nbytes, "sha256": self._outcome.sha256}
-
-    def _commit(self, told: Sequence[dict[str, Any]]) -> None:
-        files = [SavedFile(name=file_name(rank), **one) for rank, one in enumerate(told)]
-        commit(self._begun.partial, self._manifest.model_copy(update={"files": files}))
+    def _commit(self, written: Sequence[dict[str, Any]]) -> None:
+        written_files = [SavedFile(name=files.file_name(rank), **one) for rank, one in enumerate(written)]
+        files.commit(self._begun.partial, self._manifest.model_copy(update={"files": written_files}))
         if self._keep is not None:
-            thin(self.path.parent, self._keep)
+            files.thin(self.path.parent, self._keep)
 
 
 class _Item(NamedTuple):
@@ -212,31 +158,33 @@ def save(
         CheckpointError: on all ranks, if this, or an asynchronous save before it, fails on any; what was
             complete before stays.
     """
-    _finish_saving(zero)
+    if zero in _saving:
+        _saving[zero].wait()
     folder, wire = Path(folder), zero.wire
     rank = wire.mesh.rank
     zero.buffers.make_equal()
-    manifests: list[Manifest] = []
-    items: list[_Item] = []
+    manifest: Manifest
+    items: list[_Item]
+    begun: files.Begun | None = None
 
     def describe() -> str:
+        nonlocal manifest, items
         _check_between_steps(zero)
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more")
         masters = Masters(zero.units, rank, optimizers)
-        manifests.append(_manifest(zero, masters, extra))
-        items.extend(_items(zero, masters))
+        manifest = _manifest(zero, masters, extra)
+        items = list(_items(zero, masters, manifest.state))
         # Extra states of modules are rank 0's, as buffers that are no numbers are.
-        return hashlib.sha256(manifests[0].model_copy(update={"state": []}).text().encode()).hexdigest()
-
-    begun: list[Begun] = []
+        return manifest.model_copy(update={"state": []}).digest()
 
     def prepare() -> str:
+        nonlocal begun, items
         if asynchronous:
-            items[:] = _copied(items, wire.mesh.device)
+            items = _copied(items, wire.mesh.device)
         if rank == 0:
-            begun.append(begin(folder))
-        return begun[0].partial.name if begun else ""
+            begun = files.begin(folder)
+        return begun.partial.name if begun else ""
 
     digests = together(wire, describe)
     if odd := [other for other, digest in enumerate(digests) if digest != digests[0]]:
@@ -246,23 +194,22 @@ def save(
     try:
         partial = folder / together(wire, prepare)[0]
     except CheckpointError:
-        for one in begun:
-            give_up(one.partial)
-            one.release()
+        if begun is not None:
+            files.give_up(begun.partial)
+            begun.release()
         raise
-    here = begun[0] if begun else Begun(partial, None)
-    saving = Saving(wire, here, keep, manifests[0], lambda: _write(partial, rank, items))
+    write: Callable[[], Written] = functools.partial(_write, partial, rank, items)
+    if asynchronous:
+        pool = ThreadPoolExecutor(1)
+        write = pool.submit(write).result
+        pool.shutdown(wait=False)
+    begun = begun or files.Begun(partial, None)
+    saving = Saving(files.complete_name(partial), wire, begun, manifest, keep, write)
     if asynchronous:
         _saving[zero] = saving
-        saving.start()
     else:
         saving.wait()
     return saving
-
-
-def _finish_saving(zero: Zero) -> None:
-    if zero in _saving:
-        _saving[zero].wait()
 
 
 def _check_between_steps(zero: Zero) -> None:
@@ -282,16 +229,43 @@ def _identity(zero: Zero) -> dict[str, str]:
         "stage": str(zero.policy.stage),
         "frozen": str(zero.policy.frozen or "none"),
         **state.run_identity(zero.clock, zero.wire, zero.policy),
-        "layout": layout_digest([unit.geometry for unit in zero.units]),
+        "layout": hashlib.sha256(repr([unit.geometry for unit in zero.units]).encode()).hexdigest()[:16],
     }
 
 
 def _manifest(zero: Zero, masters: Masters, extra: Any) -> Manifest:
-    topology = zero.wire.mesh.topology
-    empty = _empty_parameters(zero)
-    own = state.parameter_names(zero.model, zero.units) | {name: of for name, (of, _) in empty.items()}
+    parameters, entries = _described(zero)
+    setting = zero.policy.loss_scale
+    scale = None if setting is None else SavedScale(setting=_words(setting), **zero.scaler.state_dict())
+    return Manifest(
+        format=files.FORMAT,
+        version=files.VERSION,
+        writer=f"zeropp {__version__}, torch {torch.__version__}",
+        step=zero.clock.step,
+        micro_batch=zero.clock.micro_batch,
+        topology=str(zero.wire.mesh.topology),
+        of=_identity(zero),
+        parameters=parameters,
+        state=entries,
+        optimizers=masters.described(),
+        loss_scale=scale,
+        extra=to_json(extra, "extra"),
+        files=[],
+    )
+
+
+def _described(zero: Zero) -> tuple[dict[str, SavedParameter], list[SavedValue]]:
+    """Its parameters, and the entries of its state dict, in order."""
+    parameters = files.saved_parameters([unit.geometry for unit in zero.units], zero.wire.mesh.topology.world)
+    own = state.parameter_names(zero.model, zero.units)
+    empty: dict[int, str] = {}  # parameters without elements that no unit holds, as another layout's may
     entries = []
     for name, value in zero.model.state_dict(keep_vars=True).items():
+        if name not in own and isinstance(value, nn.Parameter) and not value.numel():
+            own[name] = empty.setdefault(id(value), name)
+            parameters[own[name]] = SavedParameter(
+                shape=list(value.shape), trainable=value.requires_grad, ranges=[]
+            )
         if name in own:
             entries.append(SavedValue(name=name, kind="parameter", of=own[name]))
         elif isinstance(value, Tensor):
@@ -299,23 +273,7 @@ def _manifest(zero: Zero, masters: Masters, extra: Any) -> Manifest:
             entries.append(SavedValue(name=name, kind="buffer", tensor=(entry.dtype, list(entry.shape))))
         else:
             entries.append(SavedValue(name=name, kind="extra", value=to_json(value, name)))
-    setting = zero.policy.loss_scale
-    return Manifest(
-        format=FORMAT,
-        version=VERSION,
-        writer=f"zeropp {__version__}, torch {torch.__version__}",
-        step=zero.clock.step,
-        micro_batch=zero.clock.micro_batch,
-        topology=str(topology),
-        of=_identity(zero),
-        parameters=saved_parameters([unit.geometry for unit in zero.units], topology.world)
-        | dict(empty.values()),
-        state=entries,
-        optimizers=masters.described(),
-        loss_scale=None if setting is None else _scale(setting, zero.scaler.state_dict()),
-        extra=to_json(extra, "extra"),
-        files=[],
-    )
+    return parameters, entries
 
 
 def _words(setting: LossScale | None) -> str:
@@ -325,25 +283,7 @@ def _words(setting: LossScale | None) -> str:
     return str(setting) if setting.least == DYNAMIC.least else f"{setting}:least{setting.least:g}"
 
 
-def _scale(setting: LossScale, state: dict[str, Any]) -> SavedScale:
-    return SavedScale(setting=_words(setting), **state)
-
-
-def _empty_parameters(zero: Zero) -> dict[str, tuple[str, SavedParameter]]:
-    """Parameters without elements that no unit holds, as another layout's may: own name and description."""
-    own = state.parameter_names(zero.model, zero.units)
-    first: dict[int, str] = {}
-    return {
-        name: (
-            first.setdefault(id(value), name),
-            SavedParameter(shape=list(value.shape), trainable=value.requires_grad, ranges=[]),
-        )
-        for name, value in zero.model.state_dict(keep_vars=True).items()
-        if name not in own and isinstance(value, nn.Parameter) and not value.numel()
-    }
-
-
-def _items(zero: Zero, masters: Masters) -> Iterator[_Item]:
+def _items(zero: Zero, masters: Masters, entries: Sequence[SavedValue]) -> Iterator[_Item]:
     """What this rank saves, in the order of its file: 4-byte values first, bytes last."""
     mesh = zero.wire.mesh
 
@@ -358,23 +298,22 @@ def _items(zero: Zero, masters: Masters) -> Iterator[_Item]:
         for one in saved_ranges(unit.geometry, mesh.rank):
             numel = one.end - one.start
             get = functools.partial(part, unit, one.at, numel)
-            yield _Item(key_of(WEIGHT, one.name, one.start), Entry("F32", (numel,)), get)
+            yield _Item(files.key_of(files.WEIGHT, one.name, one.start), Entry("F32", (numel,)), get)
     for kind, one, values in masters.elements():
-        yield _held(key_of(kind, one.name, one.start), values)
+        yield _held(files.key_of(kind, one.name, one.start), values)
     if mesh.rank == 0:
-        own, empty = state.parameter_names(zero.model, zero.units), _empty_parameters(zero)
-        for name, value in zero.model.state_dict(keep_vars=True).items():
-            if name not in own and name not in empty and isinstance(value, Tensor):
-                yield _held(f"{BUFFER}/{name}", value)
+        held = zero.model.state_dict(keep_vars=True)
+        for entry in entries:
+            if entry.kind == "buffer":
+                yield _held(f"{files.BUFFER}/{entry.name}", held[entry.name])
     for name, value in zero.communication_state().items():
-        yield _held(f"{CODECS}/{name}", value)
+        yield _held(f"{files.CODECS}/{name}", value)
     for unit in zero.units:
-        if (
-            unit.master_shard.codes is not None and mesh.rank < unit.geometry.shards
-        ):  # other groups hold copies
-            yield _held(f"{CODES}/{unit.geometry.name}", unit.master_shard.codes)
+        codes = unit.master_shard.codes
+        if codes is not None and mesh.rank < unit.geometry.shards:  # other groups hold copies
+            yield _held(f"{files.CODES}/{unit.geometry.name}", codes)
     for name, value in random_states(mesh.device).items():
-        yield _held(f"{RANDOM}/{name}", value)
+        yield _held(f"{files.RANDOM}/{name}", value)
 
 
 def _held(key: str, value: Tensor) -> _Item:
@@ -398,7 +337,7 @@ def _write(partial: Path, rank: int, items: Sequence[_Item]) -> Written:
     """This rank's file."""
     entries = {item.key: item.entry for item in items}
     contents = (content(item.value()) for item in items)
-    return safetensors_file.write(partial / file_name(rank), entries, contents)
+    return safetensors_file.write(partial / files.file_name(rank), entries, contents)
 
 
 # Loading
@@ -419,16 +358,21 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
         CheckpointError: on all ranks, if any finds it missing, foreign, newer, cut short, altered or of
             another model; nothing is changed then, unless the disk fails while values are read.
     """
-    _finish_saving(zero)
+    if zero in _saving:
+        _saving[zero].wait()
     wire = zero.wire
     rank, world = wire.mesh.rank, wire.mesh.topology.world
-    found: list[tuple[Path, Manifest, Masters, Any]] = []
+    path: Path
+    manifest: Manifest
+    masters: Masters
+    dropped: list[str] = []
 
     def find() -> str:
+        nonlocal path, manifest, masters
         zero.hooks.backward.check_finished("load()")
         zero.check_hidden("load()")
-        path = resolve(Path(folder))
-        manifest = read_manifest(path)
+        path = files.resolve(Path(folder))
+        manifest = files.read_manifest(path)
         masters = Masters(zero.units, rank, optimizers)
         try:
             _check_model(zero, manifest)
@@ -436,110 +380,99 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
                 masters.check(manifest.optimizers)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        found.append((path, manifest, masters, from_json(manifest.extra)))
-        return hashlib.sha256(manifest.text().encode()).hexdigest()
+        return manifest.digest()
 
     digests = together(wire, find)
     if odd := [other for other, digest in enumerate(digests) if digest != digests[0]]:
         raise CheckpointError(f"{folder}: rank {odd[0]} sees another checkpoint than rank 0")
-    path, manifest, masters, extra = found[0]
-    together(wire, lambda: verify(path, manifest.files[rank::world]))
-    dropped: list[str] = []
+    together(wire, lambda: files.verify(path, manifest.files[rank::world]))
 
     def take() -> None:
-        with Parts(path, manifest) as parts:
-            _take_weights(zero, parts)
-            if optimizers:
-                masters.load(manifest.optimizers, parts)
-            elif manifest.optimizers:
-                dropped.append(f"state of {len(manifest.optimizers)} optimizers: not asked for")
-            _take_entries(zero, manifest, parts)
-            dropped.extend(_take_run(zero, manifest, parts))
+        parts = Parts(path, manifest)
+        take_weights(zero, lambda one: parts.read(files.WEIGHT, one.name, one.start, one.end))
+        if optimizers:
+            masters.load(manifest.optimizers, parts)
+        elif manifest.optimizers:
+            dropped.append(f"state of {len(manifest.optimizers)} optimizers: not asked for")
+        _take_entries(zero, parts)
+        dropped.extend(_take_run(zero, parts))
 
     together(wire, take)
-    return Loaded(extra, manifest.step, tuple(dropped))
+    return Loaded(from_json(manifest.extra), manifest.step, tuple(dropped))
 
 
 def _check_model(zero: Zero, manifest: Manifest) -> None:
     """Refuse a checkpoint of another model."""
-    own = {slot.spec.name: slot.spec.shape for unit in zero.units for slot in unit.geometry.slots}
-    empty = _empty_parameters(zero)
-    own |= {name: tuple(one.shape) for name, one in empty.values()}
-    held = {name: tuple(one.shape) for name, one in manifest.parameters.items()}
-    check_names(own, held, "parameters")
-    for name, shape in own.items():
-        if held[name] != shape:
-            raise CheckpointError(f"parameter {name!r} is {held[name]} in it, {shape} in the model")
-    entries = zero.model.state_dict(keep_vars=True)
-    check_names(entries, {one.name: None for one in manifest.state}, "entries of the state dict")
-    sharded = {*state.parameter_names(zero.model, zero.units), *empty}
-    for one in manifest.state:
-        value = entries[one.name]
-        tensor = "buffer" if isinstance(value, Tensor) else "extra"
-        kind = "parameter" if one.name in sharded else tensor
-        if kind != one.kind and not state.is_extra(one.name):
-            raise CheckpointError(f"{one.name!r} is {one.kind} in it, {kind} in the model")
-        if one.tensor is not None and not state.is_extra(one.name):
-            inside, here = Entry(one.tensor[0], tuple(one.tensor[1])), entry_of(value, one.name)
-            if inside != here:
-                raise CheckpointError(
-                    f"buffer {one.name!r} is {inside.dtype} {inside.shape} in it, "
-                    f"{here.dtype} {here.shape} in the model"
-                )
+    parameters, entries = _described(zero)
+    files.check_names(parameters, manifest.parameters, "parameters")
+    for name, one in parameters.items():
+        inside, here = tuple(manifest.parameters[name].shape), tuple(one.shape)
+        if inside != here:
+            raise CheckpointError(f"parameter {name!r} is {inside} in it, {here} in the model")
+    held = {one.name: one for one in manifest.state}
+    files.check_names([one.name for one in entries], held, "entries of the state dict")
+    for own in entries:
+        saved = held[own.name]
+        if state.is_extra(own.name):
+            continue
+        if saved.kind != own.kind:
+            raise CheckpointError(f"{own.name!r} is {saved.kind} in it, {own.kind} in the model")
+        if saved.entry != own.entry:
+            raise CheckpointError(f"buffer {own.name!r} is {saved.entry} in it, {own.entry} in the model")
 
 
-def _take_weights(zero: Zero, parts: Parts) -> None:
+def take_weights(zero: Zero, read: Callable[[Range], Iterable[tuple[int, Tensor]]]) -> None:
+    """Overwrite the weights that this rank holds, unit by unit.
+
+    Args:
+        zero: the engine.
+        read: of a range, (offset in it, (n,) values) of all its parts.
+    """
     zero.model.zero_grad()  # of other weights
     for unit in zero.units:
         unit.release()
         shard = torch.zeros(unit.geometry.shard)
         for one in held_ranges(unit.geometry, zero.wire.mesh.rank):
-            for offset, values in parts.read(WEIGHT, one.name, one.start, one.end):
+            for offset, values in read(one):
                 shard[one.at + offset : one.at + offset + len(values)] = values
         WholeValues(unit).load_shard(shard)
 
 
-def _take_entries(zero: Zero, manifest: Manifest, parts: Parts) -> None:
+def _take_entries(zero: Zero, parts: Parts) -> None:
     """Buffers and modules' extra states."""
     own = zero.model.state_dict(keep_vars=True)
-    for one in manifest.state:
-        if one.kind == "buffer":
-            key = f"{BUFFER}/{one.name}"
-            entry = parts.file(0).entry(key)
-            value = parts.file(0).read(key).view(entry.shape)
+    for one in parts.manifest.state:
+        if one.kind != "parameter":
+            value = parts.buffer(one.name) if one.kind == "buffer" else from_json(one.value)
             state.load_entry(zero.model, one.name, own[one.name], value)
-        elif one.kind == "extra":
-            state.load_entry(zero.model, one.name, own[one.name], from_json(one.value))
 
 
-def _take_run(zero: Zero, manifest: Manifest, parts: Parts) -> Iterator[str]:
+def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
     """Loss scale, clock, state of codecs and random states; yields what is left."""
-    mesh = zero.wire.mesh
-    setting = zero.policy.loss_scale
-    if manifest.loss_scale is not None:
-        saved = manifest.loss_scale
-        if saved.setting == _words(setting):
+    mesh, manifest = zero.wire.mesh, parts.manifest
+    if (saved := manifest.loss_scale) is not None:
+        if saved.setting == (here := _words(zero.policy.loss_scale)):
             zero.scaler.load_state_dict(saved.model_dump())
         else:
-            yield f"loss scale of {saved.setting}: here {_words(setting)}"
+            yield f"loss scale of {saved.setting}: here {here}"
+    zero.clock.step, zero.clock.micro_batch = manifest.step, manifest.micro_batch
+    holding_codes = [unit for unit in zero.units if unit.master_shard.codes is not None]
     identity = _identity(zero)
     differ = [name for name, value in identity.items() if manifest.of.get(name) != value]
-    zero.clock.step, zero.clock.micro_batch = manifest.step, manifest.micro_batch
     if not differ:
-        zero.load_communication_state(_tensors(parts.file(mesh.rank), CODECS))
-        for unit in zero.units:
-            if unit.master_shard.codes is not None:
-                held = _tensors(parts.file(mesh.rank % unit.geometry.shards), CODES)
-                WholeValues(unit).load_codes(held[unit.geometry.name])
+        zero.load_communication_state(_tensors(parts.file(mesh.rank), files.CODECS))
+        for unit in holding_codes:
+            held = _tensors(parts.file(mesh.rank % unit.geometry.shards), files.CODES)
+            WholeValues(unit).load_codes(held[unit.geometry.name])
     else:
         name = differ[0]
         why = f"it was saved with {name} {manifest.of.get(name)}, here {identity[name]}"
         if manifest.of.get("feedback", "none") != "none":
             yield f"errors that gradient codecs carried: {why}"
-        if any(unit.master_shard.codes is not None for unit in zero.units):
+        if holding_codes:
             yield f"codes of frozen weights, which were encoded again: {why}"
     if len(manifest.files) == mesh.topology.world:
-        load_random_states(_tensors(parts.file(mesh.rank), RANDOM), mesh.device)
+        load_random_states(_tensors(parts.file(mesh.rank), files.RANDOM), mesh.device)
     else:
         yield f"random states of {len(manifest.files)} ranks: here {mesh.topology.world}"
 
@@ -547,7 +480,7 @@ def _take_run(zero: Zero, manifest: Manifest, parts: Parts) -> Iterator[str]:
 def _tensors(reader: Reader, kind: str) -> dict[str, Tensor]:
     """All of one kind in a rank's file."""
     return {
-        key.removeprefix(f"{kind}/"): reader.read(key).view(entry.shape)
-        for key, entry in reader.entries.items()
+        key.removeprefix(f"{kind}/"): reader.tensor(key)
+        for key in reader.entries
         if key.startswith(f"{kind}/")
     }

@@ -8,23 +8,10 @@ import torch
 from torch import Tensor
 
 from impl.checkpoint.atomic_files import Bytes, CheckpointError
-from impl.checkpoint.safetensors_file import Entry
+from impl.checkpoint.safetensors_file import TYPES, Entry
 
-NAMES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, of) for name, (_, of) in TYPES.items()}
+NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def entry_of(tensor: Tensor, where: str) -> Entry:

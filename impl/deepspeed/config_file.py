@@ -6,9 +6,12 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final
 
 from impl.deepspeed.keys import KEYS, SECTIONS
+from impl.strict_json import parsed
+
+AUTO: Final = "auto"  # HuggingFace's word, which counts as not given
 
 
 class DeepSpeedError(ValueError):
@@ -32,27 +35,12 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
             raise DeepSpeedError(f"{where}: cannot read: {reason or error}") from None
     try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except DeepSpeedError as error:
-        raise DeepSpeedError(f"{where}: {error}") from None
-    except (ValueError, RecursionError) as error:
+        found = parsed(text)
+    except ValueError as error:
         raise DeepSpeedError(f"{where}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise DeepSpeedError(f"{where}: expected a table of keys, got {shown(found)}")
     return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise DeepSpeedError(f"key {key!r} stands twice")
-        table[key] = value
-    return table
-
-
-def _no_constant(word: str) -> NoReturn:
-    raise DeepSpeedError(f"{word} is not a number")
 
 
 def shown(value: Any) -> str:
@@ -67,11 +55,6 @@ def as_json(value: Any) -> str:
         return json.dumps(value, default=repr)
     except (TypeError, ValueError, RecursionError):  # keys that are no text, tables inside themselves
         return " ".join(repr(value).split())
-
-
-def is_auto(value: Any) -> bool:
-    """Whether it is HuggingFace's "auto", which counts as not given."""
-    return isinstance(value, str) and value == "auto"
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, cast
 
 from impl.codecs.codec import BF16, FP16, FP32, Codec, Dtype, IntCodec
-from impl.deepspeed.config_file import DeepSpeedError, as_json, is_auto, leaves, load, shown
+from impl.deepspeed.config_file import AUTO, DeepSpeedError, as_json, leaves, load, shown
 from impl.deepspeed.keys import KEYS, LOCO, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SWITCHED, ZERO, Key
 from impl.plan.geometry import UnitGeometry
 from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError, Stage
@@ -33,15 +33,18 @@ QGZ: Final = IntCodec(4, 256)
 MOST_SCALE_POWER: Final = 126
 LARGEST: Final = 1e30  # of any number; what is beyond is a slip of the pen, infinity and NaN included
 _WIRE_TYPES: Final[dict[str, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "bfp16": BF16}
-_RAW: Final[dict[Dtype, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
 _ADAM: Final = ("Adam", "AdamW")
 _OF_SHARDS: Final = tuple(  # keys, or tables of them, that change nothing for parameters that persist
-    f"{ZERO}.{name}"
+    f"{ZERO}.{name}."
     for name in (
         "zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients", "zeropp_loco_param",
         "stage3_prefetch_bucket_size", "stage3_max_reuse_distance", "stage3_allgather_sequential",
     )
 )  # fmt: skip
+_WANTED: Final = {
+    "switch": "true or false", "count": "a whole number from 0 on", "number": "a number from 0 on",
+    "text": "text", "list": "a list",
+}  # fmt: skip
 TORCH_DECAY: Final = 0.01  # torch.optim.AdamW's default weight decay
 
 
@@ -51,7 +54,6 @@ class Finding:
 
     Attributes:
         key: its dotted path, as it is spelt there.
-        value: as given.
         kind: ``changed`` where something else is done than the key says.
         text: what that means.
     """
@@ -111,35 +113,20 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology) -> Rec
 
 
 def laid_out(found: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """The recipe with the findings that its units tell: switches of shards do nothing for what persists.
-
-    Args:
-        found: of a configuration.
-        units: of the model, as its policy cuts it.
-    """
+    """The recipe with the findings that its units tell: switches of shards do nothing for what persists."""
     if found.policy.stage < 3 or not all(unit.persistent for unit in units):
         return found
     text = (
         "all parameters persist: they stay gathered and travel unquantised "
         f"(stage3_param_persistence_threshold = {found.policy.memory.persist_below - 1:,})"
     )
-    return replace(
-        found,
-        findings=tuple(
-            replace(one, kind="without effect", text=text) if _is_of_shards(one) else one
-            for one in found.findings
-        ),
+    findings = tuple(
+        replace(one, kind="without effect", text=text)
+        if f"{one.key}.".startswith(_OF_SHARDS) and (one.value or one.key == LOCO) and one.value != AUTO
+        else one
+        for one in found.findings
     )
-
-
-def _is_of_shards(one: Finding) -> bool:
-    """Whether it switches on what only sharded parameters have."""
-    on = bool(one.value) or one.key == LOCO
-    return (
-        on
-        and not is_auto(one.value)
-        and any(one.key == key or one.key.startswith(f"{key}.") for key in _OF_SHARDS)
-    )
+    return replace(found, findings=findings)
 
 
 class _Reading:
@@ -153,14 +140,13 @@ class _Reading:
         self.notes: dict[str, tuple[Kind, str]] = {}  # by path: other than the table of keys says
         self.loco = isinstance(table.get(ZERO), Mapping) and table[ZERO].get("zeropp_loco_param") is not None
         for path, value in self.given.items():
-            if path in KEYS and value is not None and not is_auto(value):
+            if path in KEYS and value not in (None, AUTO):
                 self._take(KEYS[path], value)
 
     def recipe(self) -> Recipe:
         """Everything, composed and checked."""
-        stage = self._stage()
-        policy = self._policy(stage)
         try:
+            policy = self._policy(self._stage())
             policy.check(self.topology)
         except PolicyError as error:
             raise DeepSpeedError(str(error)) from None
@@ -204,7 +190,7 @@ class _Reading:
                 f"{key.path} = {shown(value)} and {other} = {shown(self.given[other])} mean the same key, "
                 "with different values"
             )
-        off = key.path in SWITCHED and _switched_off(typed)
+        off = key.path in SWITCHED and isinstance(typed, Mapping) and typed.get("enabled") is False
         if key.fate == "only the default" and typed != key.default and not off:
             raise DeepSpeedError(f"{key.path} = {shown(value)}: not possible: {key.text}")
         self.values[target] = typed
@@ -230,29 +216,32 @@ class _Reading:
     def _policy(self, stage: Stage) -> Policy:
         """Precision, techniques, limits and offload as one value."""
         compute, scale = self._precision()
-        weights, gradients = self._codecs(stage, compute)
-        try:
-            return Policy(
-                stage=stage,
-                group=self._group(stage),
-                weights=weights,
-                gradients=(gradients, gradients),
-                secondary=self._secondary(stage),
-                feedback=self._feedback(),
-                compute=compute,
-                loss_scale=scale,
-                frozen=QWZ if self._technique("zero_quantized_nontrainable_weights", stage) else None,
-                memory=self._memory(stage),
-                offload=self._offload(stage),
-            )
-        except PolicyError as error:
-            raise DeepSpeedError(str(error)) from None
+        weights, gradients = self._codecs(compute)
+        return Policy(
+            stage=stage,
+            group=self._group(),
+            weights=weights,
+            gradients=(gradients, gradients),
+            secondary=self._secondary(),
+            feedback=self._feedback(),
+            compute=compute,
+            loss_scale=scale,
+            frozen=QWZ if self._technique("zero_quantized_nontrainable_weights") else None,
+            memory=self._memory(stage),
+            offload=self._offload(),
+        )
 
-    def _technique(self, name: str, stage: Stage) -> bool:
-        """Whether a switch of ZeRO++ is on, which only stage 3 has."""
+    def _check_stage(self, path: str, least: int = 3) -> None:
+        """Refuse what only higher stages have."""
+        if self.get(f"{ZERO}.stage") < least:
+            of = "stage 3" if least == 3 else f"stages from {least} on"
+            self.refuse(path, f"of {of}, but {self.says(f'{ZERO}.stage')}")
+
+    def _technique(self, name: str) -> bool:
+        """Whether a switch of ZeRO++ is on."""
         path = f"{ZERO}.{name}"
-        if self.get(path) and stage < 3:
-            self.refuse(path, f"of stage 3, but {self.says(f'{ZERO}.stage')}")
+        if self.get(path):
+            self._check_stage(path)
         return bool(self.get(path))
 
     def _precision(self) -> tuple[Dtype, LossScale | None]:
@@ -267,66 +256,48 @@ class _Reading:
                     self.note(path, "without effect", f"{section} is not enabled")
         if not fp16:
             return ("bf16" if bf16 else "fp32"), None
-        self.note(
-            "fp16.hysteresis",
-            "without effect" if self.get("fp16.hysteresis") == 1 else "changed",
-            KEYS["fp16.hysteresis"].text,
-        )
-        return "fp16", self._loss_scale()
-
-    def _loss_scale(self) -> LossScale:
+        became: Kind = "without effect" if self.get("fp16.hysteresis") == 1 else "changed"
+        self.note("fp16.hysteresis", became, KEYS["fp16.hysteresis"].text)
         fixed, power = float(self.get("fp16.loss_scale")), self.get("fp16.initial_scale_power")
         least, window = float(self.get("fp16.min_loss_scale")), self.get("fp16.loss_scale_window")
-        try:
-            if fixed:
-                for name in ("initial_scale_power", "min_loss_scale", "loss_scale_window"):
-                    self.note(f"fp16.{name}", "without effect", f"{self.says('fp16.loss_scale')} is fixed")
-                return LossScale(initial=fixed, window=0, least=min(1.0, fixed))
-            if power > MOST_SCALE_POWER:
-                self.refuse("fp16.initial_scale_power", f"expected at most {MOST_SCALE_POWER}")
-            if not window:
-                self.refuse("fp16.loss_scale_window", "a dynamic scale needs a window of 1 step or more")
-            return LossScale(initial=2.0**power, window=window, least=least)
-        except PolicyError as error:
-            raise DeepSpeedError(f"fp16: {error}") from None
+        if fixed:
+            for name in ("initial_scale_power", "min_loss_scale", "loss_scale_window"):
+                self.note(f"fp16.{name}", "without effect", f"{self.says('fp16.loss_scale')} is fixed")
+            return "fp16", LossScale(initial=fixed, window=0, least=min(1.0, fixed))
+        if power > MOST_SCALE_POWER:
+            self.refuse("fp16.initial_scale_power", f"expected at most {MOST_SCALE_POWER}")
+        if not window:
+            self.refuse("fp16.loss_scale_window", "a dynamic scale needs a window of 1 step or more")
+        return "fp16", LossScale(initial=2.0**power, window=window, least=least)
 
-    def _codecs(self, stage: Stage, compute: Dtype) -> tuple[Codec, Codec]:
+    def _codecs(self, compute: Dtype) -> tuple[Codec, Codec]:
         """Of weights and of gradients: quantised, or the 16-bit type that DeepSpeed would send."""
-        weights, gradients = _RAW[compute], _RAW[compute]
-        named = self.get("communication_data_type")
-        if named is not None:
-            if named.lower() not in _WIRE_TYPES:
-                self.refuse("communication_data_type", f"expected one of {', '.join(_WIRE_TYPES)}")
-            gradients = _WIRE_TYPES[named.lower()]
-        if self._technique("zero_quantized_weights", stage):
-            weights = QWZ
-        if self._technique("zero_quantized_gradients", stage):
-            divide = "gradient_predivide_factor"
-            if self.get(divide) != 1:
-                self.refuse(divide, f"expected 1 with {self.says(f'{ZERO}.zero_quantized_gradients')}")
-            self.note("communication_data_type", "without effect", "gradients travel quantised, as int4")
-            gradients = QGZ
-        return weights, gradients
+        given = self.get("communication_data_type")
+        named = compute if given is None else given.lower()
+        if named not in _WIRE_TYPES:
+            self.refuse("communication_data_type", f"expected one of {', '.join(_WIRE_TYPES)}")
+        weights = QWZ if self._technique("zero_quantized_weights") else _WIRE_TYPES[compute]
+        if not self._technique("zero_quantized_gradients"):
+            return weights, _WIRE_TYPES[named]
+        divide = "gradient_predivide_factor"
+        if self.get(divide) != 1:
+            self.refuse(divide, f"expected 1 with {self.says(f'{ZERO}.zero_quantized_gradients')}")
+        self.note("communication_data_type", "without effect", "gradients travel quantised, as int4")
+        return weights, QGZ
 
-    def _secondary(self, stage: Stage) -> int:
+    def _secondary(self) -> int:
         """Ranks of hpZ's group: at most all."""
         path = f"{ZERO}.zero_hpz_partition_size"
-        asked, world = self.get(path), self.topology.world
-        if asked > 1 and stage < 3:
-            self.refuse(path, f"hpZ is of stage 3, but {self.says(f'{ZERO}.stage')}")
+        asked, world, nodes = self.get(path), self.topology.world, self.topology.nodes
+        if asked > 1:
+            self._check_stage(path)
         if asked > world:
-            self.note(path, "changed", f"the hpZ group became all {world} ranks{self._of_all()}")
+            span = f", which span {nodes} nodes: then hpZ saves no traffic between nodes" if nodes > 1 else ""
+            self.note(path, "changed", f"the hpZ group became all {world} ranks{span}")
         size = min(asked, world)
         return size if size > 1 else 0
 
-    def _of_all(self) -> str:
-        """What hpZ is worth where its group is the whole world."""
-        nodes = self.topology.nodes
-        if nodes == 1:
-            return ""
-        return f", which span {nodes} nodes: then hpZ saves no traffic between nodes"
-
-    def _group(self, stage: Stage) -> int:
+    def _group(self) -> int:
         """Ranks of a group of MiCS; 0 for all."""
         path, hpz = f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"
         asked, world = self.get(path), self.topology.world
@@ -334,8 +305,7 @@ class _Reading:
             self.refuse(path, "expected a whole number of ranks, or -1")
         if asked < 1:
             return 0
-        if stage < 3:
-            self.refuse(path, f"MiCS is of stage 3, but {self.says(f'{ZERO}.stage')}")
+        self._check_stage(path)
         if self.get(hpz) > 1:
             self.refuse(path, f"not with {self.says(hpz)}: the ranks of a group hold all weights already")
         if asked > world:
@@ -357,20 +327,14 @@ class _Reading:
         bucket = self.get(f"{ZERO}.reduce_bucket_size")
         if stage < 3:
             return MemoryLimits(reduce_bucket=bucket)
-        sequential = f"{ZERO}.stage3_allgather_sequential"
-        prefetch = self.get(f"{ZERO}.stage3_prefetch_bucket_size")
+        sequential, ahead = f"{ZERO}.stage3_allgather_sequential", f"{ZERO}.stage3_prefetch_bucket_size"
         if self.get(sequential):
-            self.note(
-                f"{ZERO}.stage3_prefetch_bucket_size",
-                "without effect",
-                f"with {self.says(sequential)} nothing is gathered ahead",
-            )
-            prefetch = 0
+            self.note(ahead, "without effect", f"with {self.says(sequential)} nothing is gathered ahead")
         live = self.get(f"{ZERO}.stage3_max_live_parameters")
         if not live:
             self.refuse(f"{ZERO}.stage3_max_live_parameters", "expected 1 or more")
         return MemoryLimits(
-            prefetch=prefetch,
+            prefetch=0 if self.get(sequential) else self.get(ahead),
             max_live=live,
             max_reuse=self.get(f"{ZERO}.stage3_max_reuse_distance"),
             persist_below=self.get(f"{ZERO}.stage3_param_persistence_threshold") + 1,
@@ -379,23 +343,23 @@ class _Reading:
             largest_unit=live,
         )
 
-    def _offload(self, stage: Stage) -> Offload:
+    def _offload(self) -> Offload:
         optimizer, parameters = f"{OFFLOAD_OPTIMIZER}.device", f"{OFFLOAD_PARAM}.device"
         ratio = f"{OFFLOAD_OPTIMIZER}.ratio"
         for path, least in ((optimizer, 1), (parameters, 3)):
             if self.get(path) not in ("none", "cpu"):
                 self.refuse(path, "expected none or cpu; nothing is offloaded to NVMe")
-            if self.get(path) == "cpu" and stage < least:
-                self.refuse(path, f"of stages from {least} on, but {self.says(f'{ZERO}.stage')}")
+            if self.get(path) == "cpu":
+                self._check_stage(path, least)
         share = float(self.get(ratio))
         if not 0 <= share <= 1:
             self.refuse(ratio, "expected 0 to 1")
-        if share < 1 and stage < 3 and self.get(optimizer) == "cpu":
-            self.refuse(ratio, f"a part is offloaded at stage 3 only, but {self.says(f'{ZERO}.stage')}")
+        if share < 1 and self.get(optimizer) == "cpu":
+            self._check_stage(ratio)
         if self.get(optimizer) == "none":
             self.note(ratio, "without effect", "the optimizer is not offloaded")
             share = 0.0
-        if self.get(parameters) == "cpu" and share < 1 and not self._secondary(stage):
+        if self.get(parameters) == "cpu" and share < 1 and not self._secondary():
             self.note(
                 parameters,
                 "changed",
@@ -414,20 +378,15 @@ class _Reading:
         world = self.topology.world
         if whole is None:
             return micro, steps or 1
-        if micro is None:
-            each = world * (steps or 1)
-            if whole % each:
-                self.refuse(names[0], f"expected a multiple of {world} ranks x {steps or 1} micro-batches")
-            return whole // each, steps or 1
-        if steps is None:
-            if whole % (micro * world):
-                self.refuse(names[0], f"expected a multiple of {self.says(names[1])} x {world} ranks")
-            return micro, whole // (micro * world)
-        product = micro * steps * world
-        if product != whole:
-            both = f"{self.says(names[1])}, {self.says(names[2])}"
-            self.refuse(names[0], f"but {both} and {world} ranks make {product}")
-        return micro, steps
+        known = world * (micro or 1) * (steps or 1)
+        if micro and steps:
+            if known != whole:
+                both = f"{self.says(names[1])}, {self.says(names[2])}"
+                self.refuse(names[0], f"but {both} and {world} ranks make {known}")
+        elif whole % known:
+            others = "".join(f" x {self.says(name)}" for name in names[1:] if name in self.values)
+            self.refuse(names[0], f"expected a multiple of {world} ranks{others}")
+        return micro or whole // known, steps or (whole // known if micro else 1)
 
     def _optimizer(self) -> AdamOptions | None:
         if not any(path.startswith("optimizer.") for path in self.values):
@@ -470,56 +429,31 @@ class _Reading:
                 yield Finding(path, value, "honoured", f"LoCo, with its defaults: {self._feedback()}")
             elif path not in KEYS:
                 yield Finding(path, value, "without effect", "an empty table")
-            elif is_auto(value):
-                plain: tuple[Kind, str] = "changed", f"counts as not given: {_default(KEYS[path])}"
+            elif value == AUTO:
+                default = "left open" if KEYS[path].default is None else shown(KEYS[path].default)
+                plain: tuple[Kind, str] = "changed", f"counts as not given: {default}"
                 yield Finding(path, value, *self.notes.get(path, plain))
             else:
                 yield Finding(path, value, *self._became(KEYS[path]))
 
     def _became(self, key: Key) -> tuple[Kind, str]:
         target = KEYS[key.means or key.path]
-        kind, text = self.notes.get(target.path) or (_kind(target), target.text)
+        plain: Kind = "honoured" if target.fate == "honoured" else "without effect"
+        kind, text = self.notes.get(target.path, (plain, target.text))
         return ("renamed", f"{key.text}: {target.path}: {text}") if key.means else (kind, text)
 
 
-def _kind(key: Key) -> Kind:
-    return "honoured" if key.fate == "honoured" else "without effect"
-
-
-def _default(key: Key) -> str:
-    return "left open" if key.default is None else shown(key.default)
-
-
 def _typed(key: Key, value: Any) -> Any:
-    """The value as its key takes it.
-
-    Raises:
-        DeepSpeedError: naming key, value and what it takes.
-    """
-    takes, wanted = key.takes, ""
-    if takes == "switch" and not isinstance(value, bool):
-        wanted = "true or false"
-    elif takes == "count":
-        if _is_number(value) and value >= 0 and value == int(value):
+    """The value as its key takes it; another is refused."""
+    match key.takes, value:
+        case ("anything", _) | ("switch", bool()) | ("text", str()) | ("list", list() | tuple()):
+            return value
+        case "count", _ if _is_number(value) and value >= 0 and value == int(value):
             return int(value)
-        wanted = "a whole number from 0 on"
-    elif takes == "number" and (
-        not _is_number(value) or (value < 0 and key.path != f"{ZERO}.mics_shard_size")
-    ):
-        wanted = "a number from 0 on"
-    elif takes == "text" and not isinstance(value, str):
-        wanted = "text"
-    elif takes == "list" and not isinstance(value, list | tuple):
-        wanted = "a list"
-    if wanted:
-        raise DeepSpeedError(f"{key.path} = {shown(value)}: expected {wanted}")
-    return value
+        case "number", _ if _is_number(value) and (value >= 0 or key.path == f"{ZERO}.mics_shard_size"):
+            return value
+    raise DeepSpeedError(f"{key.path} = {shown(value)}: expected {_WANTED[key.takes]}")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def _switched_off(value: Any) -> bool:
-    """Whether it is a technique's table that says it is off, as ``{"enabled": false}``."""
-    return isinstance(value, Mapping) and value.get("enabled") is False

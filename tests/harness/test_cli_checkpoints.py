@@ -152,7 +152,6 @@ def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[
     reader = Reader(out)
     assert reader.entries["head.weight"].dtype == "BF16"
     assert list(reader.entries) == list(NET.state_dict())
-    reader.close()
 
 
 @pytest.mark.parametrize(

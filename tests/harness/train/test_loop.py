@@ -137,8 +137,8 @@ def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
     assert "no checkpoint in it" in refusal(capfd, *TOY, "--load", str(tmp_path))
 
 
-def _never(job: object, asked: object) -> None:
-    raise AssertionError((job, asked))
+def _never(job: object) -> None:
+    raise AssertionError(job)
 
 
 def test_a_run_goes_on_with_the_learning_rate_that_is_asked_for(
@@ -177,7 +177,7 @@ def test_the_learning_rate_is_the_flag_s_or_the_configuration_s(
 ) -> None:
     """Then DeepSpeed's default where an optimizer is named, else 3e-4, which "auto" also means."""
     jobs: list[Job] = []
-    monkeypatch.setattr(train_command, "_run", lambda job, _: jobs.append(job))
+    monkeypatch.setattr(train_command, "_run", jobs.append)
     file = config(tmp_path, json.dumps({} if optimizer is None else {"optimizer": optimizer}))
     assert main(["train", *TOY, "--deepspeed-config", file, *flags]) == 0
     assert jobs[0].trial.optimizer.arguments["lr"] == lr

@@ -122,21 +122,21 @@ def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All that a checkpoint holds by name: whole tensors of weights and states, and numbers."""
     manifest = read_manifest(path)
     tensors, numbers = {}, {}
-    with Parts(path, manifest) as parts:
-        for name, parameter in manifest.parameters.items():
-            numel = torch.Size(parameter.shape).numel()
-            kinds = [WEIGHT]
-            for number, optimizer in enumerate(manifest.optimizers):
-                if name in optimizer.state:
-                    kinds += [f"optimizer{number}.{key}" for key in optimizer.state[name].elements]
-                    numbers[f"{number}/{name}"] = optimizer.state[name].numbers
-            for kind in kinds:
-                runs = [values for _, values in parts.read(kind, name, 0, numel)]
-                tensors[f"{kind}/{name}"] = torch.cat(runs) if runs else torch.empty(0)
-        for value in manifest.state:
-            if value.kind == "buffer":
-                tensors[value.name] = parts.file(0).read(f"buffer/{value.name}")
-        numbers["options"] = [[group.options for group in one.groups] for one in manifest.optimizers]
+    parts = Parts(path, manifest)
+    for name, parameter in manifest.parameters.items():
+        numel = torch.Size(parameter.shape).numel()
+        kinds = [WEIGHT]
+        for number, optimizer in enumerate(manifest.optimizers):
+            if name in optimizer.state:
+                kinds += [f"optimizer{number}.{key}" for key in optimizer.state[name].elements]
+                numbers[f"{number}/{name}"] = optimizer.state[name].numbers
+        for kind in kinds:
+            runs = [values for _, values in parts.read(kind, name, 0, numel)]
+            tensors[f"{kind}/{name}"] = torch.cat(runs) if runs else torch.empty(0)
+    for value in manifest.state:
+        if value.kind == "buffer":
+            tensors[value.name] = parts.file(0).read(f"buffer/{value.name}")
+    numbers["options"] = [[group.options for group in one.groups] for one in manifest.optimizers]
     return tensors, numbers
 
 

@@ -95,9 +95,7 @@ def test_a_checkpoint_is_a_plain_state_dict(tmp_path: Path, net: nn.Module) -> N
 
 def _read(path: Path) -> dict[str, Tensor]:
     reader = Reader(path)
-    found = {name: reader.read(name).view(entry.shape) for name, entry in reader.entries.items()}
-    reader.close()
-    return found
+    return {name: reader.read(name).view(entry.shape) for name, entry in reader.entries.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

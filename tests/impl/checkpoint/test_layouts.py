@@ -162,11 +162,11 @@ def test_groups_that_hold_copies_save_once(tmp_path: Path) -> None:
     on_threads(Topology(2, 2), written, tmp_path, POLICIES["mics"], NET, 16)
     manifest = read_manifest(tmp_path / "checkpoint-000001")
     elements = 0
-    with Parts(tmp_path / "checkpoint-000001", manifest) as parts:
-        for number in range(4):
-            weights = [e.numel for key, e in parts.file(number).entries.items() if key.startswith("weight/")]
-            assert weights
-            elements += sum(weights)
+    parts = Parts(tmp_path / "checkpoint-000001", manifest)
+    for number in range(4):
+        weights = [e.numel for key, e in parts.file(number).entries.items() if key.startswith("weight/")]
+        assert weights
+        elements += sum(weights)
     assert elements == manifest.numel
 
 

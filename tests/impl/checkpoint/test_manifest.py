@@ -218,7 +218,7 @@ PARAMETER = {"shape": [4], "trainable": True, "ranges": [[0, 4, 0]]}
         ({"state": [{**VALUE, "kind": "buffer", "tensor": ["F32", [-1]]}]}, "state.0.tensor.1.0: "),
         ({"state": [{**VALUE, "kind": "buffer", "tensor": ["F33", [1]]}]}, "expected one of F64"),
         ({"state": [VALUE, VALUE]}, "'v' comes 2 times"),
-        ({"writer": "\x1b[31mred"}, "writer: Value error, it cannot be printed in one line"),
+        ({"writer": "\x1b[31mred"}, "writer: String should match pattern"),
         ({"of": {"\x1b": 1}}, r"of.'\\x1b': Input should be a valid string"),
         ({"loss_scale": {"setting": "dynamic"}}, "loss_scale.scale: Field required"),
         (

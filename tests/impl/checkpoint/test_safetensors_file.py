@@ -59,7 +59,6 @@ def test_what_is_written_is_read(
     assert reader.metadata == {"of": "a test"}
     for name, tensor in tensors.items():
         assert _same(reader.read(name).view(tensor.shape), tensor)
-    reader.close()
 
 
 @given(dicts_of_tensors().filter(lambda tensors: "__metadata__" not in tensors))
@@ -76,7 +75,6 @@ def test_the_library_reads_and_writes_the_same_files(
     reader = Reader(path)
     for name, tensor in tensors.items():
         assert _same(reader.read(name).view(tensor.shape), tensor)
-    reader.close()
 
 
 @given(st.integers(0, 20), st.integers(0, 20))
@@ -93,7 +91,6 @@ def test_any_range_of_elements_is_read_alone(
     else:
         with pytest.raises(CheckpointError, match="has 15 elements, not"):
             reader.read("values", start, end)
-    reader.close()
 
 
 @given(st.integers(0, 200))
