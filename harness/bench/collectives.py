@@ -22,10 +22,10 @@ from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
-from impl.comm.quantized import quantized_all_gather, quantized_reduce_scatter
 from impl.comm.wire import Transport, Wire
 from impl.plan.policy import Gather, Policy, Reduce
 from impl.plan.topology import Axis, Topology
+from impl.quantized_collectives import quantized_all_gather, quantized_reduce_scatter
 
 CODECS: Final = ("fp32", "bf16", "int8:2048", "int4:256")
 GATHERS: Final[tuple[Gather, ...]] = ("flat", "hierarchical")

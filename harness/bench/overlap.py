@@ -27,11 +27,11 @@ from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
-from impl.comm.quantized import quantized_reduce_scatter
 from impl.comm.wire import Tag, Wire
 from impl.plan.policy import preset
 from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import Load, predict
+from impl.quantized_collectives import quantized_reduce_scatter
 from impl.zero import Zero, shard
 
 TOPOLOGY_OF_STEP: Final = (2, 1)

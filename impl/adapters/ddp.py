@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.adapters.joined import HostError, Joined
-from impl.comm.collectives import Steps, Transfer, reduced, replicated
+from impl.comm.reduce_scatter import reduced, replicated
+from impl.comm.transfer import Steps, Transfer
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import plan_units
 from impl.plan.geometry import Slot, UnitGeometry

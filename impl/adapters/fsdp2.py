@@ -25,7 +25,9 @@ from impl import ops
 from impl.adapters.joined import HostError, Joined, fsdp2_groups
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.reference import NAMES
-from impl.comm.collectives import Steps, Transfer, as_frames, gather_frames, gathered, placed, reduced
+from impl.comm.all_gather import as_frames, gather_frames, gathered, placed
+from impl.comm.reduce_scatter import reduced
+from impl.comm.transfer import Steps, Transfer
 from impl.comm.wire import Tag, Wire
 from impl.plan.geometry import ROOT
 from impl.plan.policy import Policy

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from impl import ops
 from impl.engine import state_dict as state
 from impl.engine.hooks import Hooks
-from impl.engine.loss_scaler import LossScaler, Stepped
 from impl.engine.masters import Masters
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.optimizer_hooks import watch_optimizers
+from impl.engine.optimizer_step import LossScaler, Stepped
 from impl.errors import ZeroError
 from impl.plan.offload_plan import CopyKey, realised
 from impl.plan.policy import Offload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from impl.comm.collectives import Transfer
+from impl.comm.transfer import Transfer
 from impl.unit.unit import Unit
 
 

@@ -13,7 +13,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor, nn
 
-from impl.comm.collectives import scattered
+from impl.comm.all_gather import scattered
 from impl.comm.wire import Tag, Wire
 from impl.engine.optimizer_hooks import Found, find
 from impl.errors import ZeroError

@@ -1,4 +1,7 @@
-"""Reduces one unit's local gradients to their mean over all ranks: hops, codecs, noise, error feedback."""
+"""Reduces one unit's local gradients to their mean over all ranks: hops, codecs, noise, error feedback.
+
+What a unit hands over, and when; the hops are posted in :func:`impl.comm.reduce_scatter.reduce_gradients`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from torch import Tensor
 
 from impl.codecs.codec import Codec, FloatCodec, Raw
 from impl.codecs.rounding_noise import Noise, apart
-from impl.comm.collectives import Reduction, Steps, opened, reduced, replicated
 from impl.comm.error_feedback import Errors
+from impl.comm.reduce_scatter import Reduction, opened, reduced, replicated
+from impl.comm.transfer import Steps
 from impl.comm.wire import Exchange, Tag
 from impl.plan.geometry import UnitGeometry, chunked
 from impl.plan.topology import Axis

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.codecs.reference import DTYPES
-from impl.comm.collectives import Transfer
+from impl.comm.transfer import Transfer
 from impl.errors import WrittenError, ZeroError
 from impl.plan.geometry import UnitGeometry
 from impl.plan.offload_plan import ON_DEVICE, Placement

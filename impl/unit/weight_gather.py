@@ -7,7 +7,7 @@ scales, has F bytes.  Rank = (node, local).
 1. *The master is encoded.*  :mod:`impl.unit.master_shard` holds the shard as ``master`` (S,) fp32 and
    writes its frame (F,) uint8 straight into the message of the first hop; with an INT8 codec that is qwZ
    (paper section 3.1).
-2. *Hop 1 crosses the link.*  :func:`impl.comm.collectives.gather_frames` all-gathers along ``node``, among
+2. *Hop 1 crosses the link.*  :func:`impl.comm.all_gather.gather_frames` all-gathers along ``node``, among
    the ranks of equal local index: (node, F) = (2, F) uint8.
 3. *The secondary is kept.*  Those frames are hpZ's secondary shard (section 3.2), copied by
    :mod:`impl.unit.secondary_shard`, and, unchanged, the message of the next hop.
@@ -37,15 +37,8 @@ from torch import Tensor
 
 from impl import ops
 from impl.codecs.reference import DTYPES
-from impl.comm.collectives import (
-    Steps,
-    are_elements,
-    as_frames,
-    gather_frames,
-    gathered,
-    placed,
-    sending,
-)
+from impl.comm.all_gather import are_elements, as_frames, gather_frames, gathered, placed, sending
+from impl.comm.transfer import Steps
 from impl.comm.wire import Exchange, Tag
 from impl.plan.geometry import UnitGeometry
 from impl.plan.topology import Axis

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from impl.comm.collectives import whole_of
+from impl.comm.all_gather import whole_of
 from impl.comm.wire import Tag, Wire
 from impl.plan.geometry import UnitGeometry
 from impl.plan.topology import Axis

@@ -20,7 +20,7 @@ from impl.plan.policy import Feedback, MemoryLimits, Policy, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import memory
 from impl.zero import Zero, ZeroError, shard
-from tests.impl.comm.test_collectives import hop_error, reduced
+from tests.impl.comm.test_reduce_scatter import hop_error, reduced
 from tests.support.ranks import on_threads
 from tests.support.strategies import blocks_of_values, engine_codecs, feedbacks, topologies
 

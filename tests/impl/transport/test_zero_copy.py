@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from impl.codecs.codec import BF16, FP32, Raw
-from impl.comm.collectives import Steps, Transfer, gather_frames
+from impl.comm.all_gather import gather_frames
 from impl.comm.exchanges import Distributed, InMemory
 from impl.comm.mesh import Mesh
+from impl.comm.transfer import Steps, Transfer
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Tag, Wire
 from impl.errors import WrittenError

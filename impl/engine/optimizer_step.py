@@ -1,8 +1,8 @@
-"""Loss scaling for fp16: scales the loss, unscales the gradients, skips overflowed steps on all ranks.
+"""Takes an optimizer's step: clips the mean gradients by their global norm, and applies fp16's loss scale.
 
-The mean gradients are unscaled where they are smallest, in the fp32 shards.  Whether they overflowed is
-read off their global norm, which all ranks compute from the same bits; a NaN or infinity reaches it
-through every codec.
+With a loss scale the mean gradients are unscaled where they are smallest, in the fp32 shards, and a step
+whose gradients overflowed is skipped on all ranks.  Whether they did is read off their global norm, which all
+ranks compute from the same bits; a NaN or infinity reaches it through every codec.
 """
 
 from __future__ import annotations

@@ -1,244 +1,29 @@
-"""All-gather of weights and reduction of gradients, hop by hop, with any codec.
+"""Reduces and scatters gradients hop by hop, with any codec: qgZ's two-hop all-to-all (paper section 3.3).
 
-A collective is a generator that stops after each posted message, so that the caller can compute
-while it travels; :class:`Transfer` drives it.  What is sent and in which order follows from the
-axes alone.
-
-[Note: deferred last hop]
-After a message of an earlier hop the caller comes back soon, for the next hop cannot be posted before this
-one has arrived and the link would idle.  After the last hop nothing is left to post: if it travels between
-nodes, on the slowest link, its wait is deferred until the values are needed (:meth:`Transfer.proceed`);
-inside a node it is over by the time that anybody asks.
-
-Gather (paper section 3.1 and 3.2): a shard is encoded once; every hop forwards the received
-frames unchanged, so all ranks decode the same bytes.  Reduce (section 3.3): a gradient seen as
-``(axis 0, axis 1, ..., shard)`` is transposed while it is encoded, sent along axis 0, summed in
-fp32 in ascending source order, encoded again for axis 1, and so on; the result is the mean.
+A gradient seen as ``(axis 0, axis 1, ..., shard)`` is transposed while it is encoded, sent along axis 0,
+summed in fp32 in ascending source order, encoded again for axis 1, and so on; the result is the mean.
+Beside it a ring, and the gather of the mean between groups that hold copies.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from impl import ops
-from impl.codecs.codec import Codec, Raw
-from impl.codecs.reference import DTYPES, Carried
+from impl.codecs.codec import Codec
+from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key, Noise, apart
+from impl.comm.all_gather import are_elements, as_frames, gather_frames, gathered, placed
 from impl.comm.error_feedback import Errors
+from impl.comm.transfer import Steps
 from impl.comm.wire import Exchange, Tag, Wire
-from impl.errors import ZeroError
 from impl.plan.policy import Reduce
 from impl.plan.topology import Axis
-from impl.transport.zero_copy import Lease
-
-T = TypeVar("T")
-
-
-# Yields after each message whether it is the last, and travels between nodes ([Note: deferred last hop]).
-Steps = Generator[bool, None, T]
-
-
-def finish(steps: Steps[T]) -> T:
-    """Carry a collective to its end and return its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
-class Transfer:
-    """A collective under way: starts at once, goes on when told.
-
-    All ranks must call :meth:`proceed`, :meth:`advance` and :meth:`wait` in the same order: each may post
-    the next hop's message, and messages of one axis match by order.
-
-    Attributes:
-        failed: whether it ended in an error, or was interrupted: then it is never carried on.
-    """
-
-    def __init__(self, steps: Steps[None]) -> None:
-        self._steps: Steps[None] | None = steps
-        self.failed = self._deferred = False
-        self.advance()
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left to do."""
-        return self._steps is None
-
-    def advance(self) -> None:
-        """Wait for the message under way and post the next one, if there is one.
-
-        Raises:
-            ZeroError: if it failed before.
-        """
-        if self.failed:
-            raise ZeroError(
-                "a gather or reduction that was interrupted cannot be finished: its values are lost on this "
-                "rank; call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
-            )
-        if self._steps is not None:
-            try:
-                self._deferred = next(self._steps)
-            except StopIteration:
-                self._steps = None
-            except BaseException:  # a generator that raised would look as if it had ended
-                self.failed = True
-                raise
-
-    def proceed(self) -> None:
-        """:meth:`advance`, unless it would only wait for the slowest link ([Note: deferred last hop])."""
-        if not self._deferred:
-            self.advance()
-
-    def wait(self) -> None:
-        """Carry the collective to its end."""
-        while self._steps is not None:
-            self.advance()
-
-
-def gather_frames(
-    wire: Wire,
-    axes: Sequence[Axis],
-    write: Callable[[Tensor], None],
-    nbytes: int,
-    tag: Tag,
-    *,
-    ring: bool = False,
-    destination: Tensor | Lease | None = None,
-) -> Steps[Exchange]:
-    """Forward frames along ``axes``, one hop after the other.
-
-    Args:
-        wire: what sends.
-        axes: at least one.
-        write: fills the first hop's message, (nbytes,) uint8.
-        nbytes: size of that message.
-        tag: for the ledger.
-        ring: the hop is the library's ring over the whole world.
-        destination: where all frames are to arrive: a buffer, (world * nbytes,) uint8, if there is one hop; a
-            lease on shared memory, in which they stay after the exchange, if the ranks of the last hop share
-            it, and there are one or two hops, of which the first's messages arrive there; or none.
-
-    Returns:
-        The last exchange, received but not closed: :func:`gathered` gives its frames.
-    """
-    held: Exchange | None = None
-    hops = sending(axes)
-    lease = destination if isinstance(destination, Lease) else None
-    into = destination if isinstance(destination, Tensor) and len(hops) == 1 else None
-    for axis in hops:
-        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into, lease=lease)
-        if held is None:
-            write(exchange.send)
-        elif lease is None:
-            received = held.wait()
-            exchange.send.view(received.shape).copy_(received)
-        if held is not None:
-            held.close()
-        exchange.post()
-        yield axis is hops[-1] and wire.mesh.topology.crosses(axis)
-        exchange.wait()
-        nbytes *= axis.size
-        held = exchange
-    assert held is not None  # noqa: S101  # there is an axis
-    return held
-
-
-def sending(axes: Sequence[Axis]) -> Sequence[Axis]:
-    """The axes along which something is sent: hops among one rank would only copy; but at least one."""
-    return [axis for axis in axes if axis.size > 1] or axes[:1]
-
-
-def gathered(exchange: Exchange, axes: Sequence[Axis], nbytes: int) -> Tensor:
-    """(sizes of ``axes`` from the last to the first..., nbytes) what :func:`gather_frames` brought.
-
-    Args:
-        exchange: that it returned.
-        axes: that it was given.
-        nbytes: of a frame of the first hop's message.
-    """
-    sizes = [axis.size for axis in reversed(sending(axes))]
-    frames = torch.unflatten(exchange.wait(), 1, (*sizes[1:], nbytes))
-    return frames.view(*(axis.size for axis in reversed(axes)), nbytes)
-
-
-def as_frames(codec: Codec, flat: Tensor, shard: int) -> Tensor | None:
-    """(bytes,) uint8 view of ``flat`` (n * S,), where its shards are their own frames; else None."""
-    same = are_elements(codec, flat.dtype, shard) and flat.is_contiguous()
-    return flat.view(torch.uint8) if same else None
-
-
-def are_elements(codec: Codec, dtype: torch.dtype, shard: int) -> bool:
-    """Whether a frame of ``shard`` elements of ``dtype`` is those elements, bit by bit."""
-    same = isinstance(codec, Raw) and DTYPES[codec.dtype] == dtype
-    return same and codec.frame_bytes(shard) == codec.code_bytes(shard)
-
-
-def placed(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
-    """View of ``flat`` (n * S,) as (sizes of ``axes`` in this order..., S), by rank digits.
-
-    Args:
-        flat: parts of S elements.
-        axes: whose digits number the parts.
-        shard: S.
-        strides: parts from one digit to the next along each axis; the axes' own by default.
-    """
-    sizes = [axis.size for axis in axes]
-    apart_by = [axis.stride for axis in axes] if strides is None else strides
-    return flat.as_strided((*sizes, shard), (*(stride * shard for stride in apart_by), 1))
-
-
-def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor:
-    """(ranks, n) fp32: the equally long parts of all ranks along ``axes``, in rank order.
-
-    Args:
-        wire: what sends.
-        axes: that together number the ranks, the first hop's first.
-        part: (n,) fp32, this rank's.
-        tag: for the ledger.
-    """
-    numel, ranks = part.numel(), math.prod(axis.size for axis in axes)
-    whole = torch.empty(ranks * numel, device=part.device)
-    if not numel:
-        return whole.view(ranks, 0)
-
-    def write(frame: Tensor) -> None:
-        frame.view(torch.float32).copy_(part)
-
-    exchange = finish(gather_frames(wire, axes, write, part.nbytes, tag))
-    placed(whole, axes[::-1], numel).copy_(gathered(exchange, axes, part.nbytes).view(torch.float32))
-    exchange.close()
-    return whole.view(ranks, numel)
-
-
-def scattered(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
-    """(numel,) fp32 that rank ``source`` has for this rank; the other ranks' messages are zeros.
-
-    Args:
-        wire: what sends.
-        source: the rank that knows.
-        parts: on it, fp32 of at most ``numel`` elements for each rank; elsewhere None.
-        numel: of the longest part.
-        tag: for the ledger.
-    """
-    world = wire.mesh.topology.world_axis
-    exchange = wire.all_to_all(world, numel * torch.float32.itemsize, tag)
-    rows = exchange.send.view(torch.float32).view(world.size, numel).zero_()
-    for row, part in zip(rows, parts or (), strict=False):
-        row[: part.numel()] = part
-    exchange.post()
-    mine = exchange.wait()[source].clone().view(torch.float32)
-    exchange.close()
-    return mine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

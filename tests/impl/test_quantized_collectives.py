@@ -13,13 +13,13 @@ from impl import ops
 from impl.codecs.codec import Codec, CodecError, parse
 from impl.codecs.reference import random_bits
 from impl.codecs.rounding_noise import Key, Noise, bits_of
-from impl.comm import collectives
-from impl.comm.collectives import Reduction
+from impl.comm import reduce_scatter
 from impl.comm.mesh import Mesh
-from impl.comm.quantized import errors_for, quantized_all_gather, quantized_reduce_scatter
+from impl.comm.reduce_scatter import Reduction
 from impl.comm.wire import Tag, Wire
 from impl.plan.policy import Feedback, Policy, PolicyError
 from impl.plan.topology import Topology
+from impl.quantized_collectives import errors_for, quantized_all_gather, quantized_reduce_scatter
 from tests.support.ranks import on_processes, on_threads
 from tests.support.strategies import engine_codecs, raw_codecs, topologies
 
@@ -196,7 +196,7 @@ def _ring_draws(mesh: Mesh) -> list[tuple[int, int]]:
 
     x = values(mesh.rank, 4 * 20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives.ops, "encode", note)
+        patch.setattr(reduce_scatter.ops, "encode", note)
         quantized_reduce_scatter(x, "int4:8:stochastic", mesh, reduce="ring", key=KEY)
     return drawn
 
