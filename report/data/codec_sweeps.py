@@ -29,9 +29,9 @@ REFERENCE: Final = "reference"
 def codecs(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Errors of integer codecs by bits and block size: one row per trial, purpose, unit and codec."""
     found = frames.quantisation.merge(table[["id", "contender", "strategy", "seed", "repeat"]], on="id")
-    parsed = [_integer(text) for text in found["codec"]]
-    found = found.iloc[[place for place, codec in enumerate(parsed) if codec is not None]]
-    rows = [(c.bits, str(c.block), c.asymmetric, ", ".join(str(c).split(":")[2:])) for c in parsed if c]
+    found = found[found["codec"].str.startswith("int")]
+    parsed = [codec for text in found["codec"] if isinstance(codec := parse(text), IntCodec)]
+    rows = [(c.bits, str(c.block), c.asymmetric, ", ".join(str(c).split(":")[2:])) for c in parsed]
     told = pd.DataFrame(rows, index=found.index, columns=["bits", "block", "asymmetric", "options"])
     return found.join(told)
 

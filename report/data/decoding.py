@@ -50,7 +50,8 @@ def generations(frames: Frames) -> pd.DataFrame:
     table["first"] = table.groupby("contender")["order"].transform("min")
     base = table[(table["strategy"] == BASELINE) & (table["contender"] == NAMES[BASELINE])]
     columns = {"id": "baseline", "tokens_per_second": "baseline_tokens_per_second"}
-    table = table.merge(base[[*PAIR, *columns]].rename(columns=columns), on=list(PAIR), how="left")
+    base = base[[*PAIR, *columns]].drop_duplicates(list(PAIR)).rename(columns=columns)
+    table = table.merge(base, on=list(PAIR), how="left")
     table["speedup"] = table["tokens_per_second"] / table["baseline_tokens_per_second"]
     return table.sort_values(["nodes", "ranks_per_node", "cell", "place", "first", "seed", "repeat", "step"])
 
@@ -61,5 +62,6 @@ def speedup(group: pd.DataFrame) -> Interval:
     Args:
         group: rows of :func:`generations` of one contender in one cell, with a baseline.
     """
-    ours, base = group["tokens_per_second"], group["baseline_tokens_per_second"]
+    by_pair = group.set_index(["seed", "repeat", "step"])
+    ours, base = by_pair["tokens_per_second"], by_pair["baseline_tokens_per_second"]
     return paired_ratio_interval(ours.to_dict(), base.to_dict())

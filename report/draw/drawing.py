@@ -90,6 +90,7 @@ class Look:
     colour: str
     marker: str
     line: str
+    fill: str | None = None  # of the markers, with an edge in their colour; None fills them with it
 
 
 def looks_of(contenders: Sequence[tuple[str, str]]) -> dict[str, Look]:
@@ -140,7 +141,8 @@ class Ending:
 
 def trend(ax: Axes, middle: pd.Series[float], values: pd.Series[float], name: str, look: Look) -> Ending:
     """Draw a line through middles and every value as a small dot, both by place; returns the line's label."""
-    ax.plot(middle.index, middle, look.line, color=look.colour, marker=look.marker, mec="white", mew=0.6)
+    edge = {"mec": "white", "mew": 0.6} if look.fill is None else {"mfc": look.fill}
+    ax.plot(middle.index, middle, look.line, color=look.colour, marker=look.marker, **edge)
     ax.plot(values.index, values, ".", color=look.colour, ms=2.5, alpha=0.45, zorder=1.9)
     return Ending(float(middle.index[-1]), float(middle.iloc[-1]), name, look.colour)
 

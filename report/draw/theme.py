@@ -113,7 +113,9 @@ def style() -> Iterator[None]:
     """Context in which figures are drawn and saved: fonts, lines, deterministic output."""
     base = sns.axes_style("ticks") | sns.plotting_context("paper")
     own = {
+        "axes.axisbelow": True,
         "axes.edgecolor": "#9a9a9a",
+        "axes.formatter.use_mathtext": False,
         "axes.grid": True,
         "axes.labelcolor": INK,
         "axes.labelsize": 9,
@@ -123,6 +125,9 @@ def style() -> Iterator[None]:
         "axes.titlelocation": "left",
         "axes.titlesize": 9.5,
         "axes.titleweight": "bold",
+        "figure.constrained_layout.use": True,
+        "figure.dpi": 100,
+        "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
         "font.size": 8.5,
         "grid.color": GRID,
@@ -133,6 +138,7 @@ def style() -> Iterator[None]:
         "lines.markersize": 5,
         "pdf.fonttype": 42,
         "savefig.dpi": 160,
+        "svg.fonttype": "path",
         "svg.hashsalt": "zeropp-bench",
         "text.color": INK,
         "text.parse_math": False,  # names come from records and may hold a dollar sign

@@ -284,7 +284,10 @@ def _draw_beside(data: pd.DataFrame) -> Figure:
     published_ends = []
     colours = cycle((theme.PUBLISHED, theme.FAINT))
     for (tokens, group), colour in zip(theirs.groupby("tokens_per_gpu"), colours, strict=False):
-        ratios, look = group.set_index("inter_node_gbps")["speedup"], drawing.Look(colour, "o", "-")
+        ratios, look = (
+            group.set_index("inter_node_gbps")["speedup"],
+            drawing.Look(colour, "o", "-", fill="white"),
+        )
         medians = ratios.groupby(level=0).median()
         published_ends.append(drawing.trend(right, medians, ratios, f"{tokens} tok.", look))
     top = max(data["speedup"].max(), theirs["speedup"].max()) * 1.08

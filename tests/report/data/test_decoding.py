@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from harness.records.record import write
+from harness.suites.trial import Trial
 from report.build import build
 from report.data.decoding import generations, speedup
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.data.published import generation
 from report.tables import registry
-from tests.report.records import records_of
+from tests.report.records import record_of, records_of
 
 
 def test_rates_equal_those_recomputed_by_hand() -> None:
@@ -40,6 +41,18 @@ def test_ratios_are_of_the_same_generation() -> None:
         assert found.n == 4
         assert (found.estimate == 1) == (contender == "ZeRO-3")
         assert group["speedup"].min() <= found.estimate <= group["speedup"].max()
+
+
+def test_a_generation_run_again_is_no_second_pair() -> None:
+    """Trials that differ in their time limit alone share seed, repeat and number: the interval counts once."""
+    records = records_of("generation", repeats=2)
+    limit = Trial.from_canonical(records[0].trial).timeout_seconds + 1
+    again = [
+        record_of(Trial.from_canonical(record.trial).model_copy(update={"timeout_seconds": limit}))
+        for record in records
+    ]
+    for _, group in generations(frames_of([*records, *again])).groupby("contender"):
+        assert speedup(group).n == 4
 
 
 def test_the_published_ratios() -> None:

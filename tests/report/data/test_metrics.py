@@ -85,6 +85,20 @@ def test_speedup_pairs_equal_repeats() -> None:
     assert ours["bytes_ratio"].max() == pytest.approx(0.278, abs=0.001)
 
 
+def test_a_trial_run_again_is_no_second_pair() -> None:
+    """Trials that differ in their time limit alone share seed and repeat: the interval counts them once."""
+    records = records_of("quickstart")
+    limit = Trial.from_canonical(records[0].trial).timeout_seconds + 1
+    again = [
+        record_of(Trial.from_canonical(record.trial).model_copy(update={"timeout_seconds": limit}))
+        for record in records
+    ]
+    pairs = derive(frames_of([*records, *again])).pairs
+    ours = pairs[pairs["strategy"] == "zeropp"]
+    assert len(ours) == 6
+    assert metrics.speedup(ours).n == 3
+
+
 def test_a_repeat_without_its_baseline_has_no_speedup() -> None:
     """Trials of a repeat in which ZeRO-3 is missing are left out of pairs."""
     records = [
