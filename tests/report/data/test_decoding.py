@@ -44,7 +44,7 @@ def test_ratios_are_of_the_same_generation() -> None:
 
 
 def test_a_generation_run_again_is_no_second_pair() -> None:
-    """Trials that differ in their time limit alone share seed, repeat and number: the interval counts once."""
+    """Trials that differ in their time limit alone share seed, repeat and number: they count once."""
     records = records_of("generation", repeats=2)
     limit = Trial.from_canonical(records[0].trial).timeout_seconds + 1
     again = [
