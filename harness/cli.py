@@ -41,7 +41,8 @@ from harness.suites.trial import Trial
 from harness.train import command as train_command
 from harness.workloads.input_digests import digests
 from impl.checkpoint.atomic_files import CheckpointError
-from impl.checkpoint.manifest import check_size, named, read_manifest, resolve, verify
+from impl.checkpoint.commit import check_size, named, resolve, verify
+from impl.checkpoint.manifest import read_manifest
 
 OK: Final = 0
 SOME_FAILED: Final = 1

@@ -19,7 +19,8 @@ from harness.measure import machine
 from harness.runs.forecast import this_host
 from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.trial import Cluster, Model, Optimizer, PolicyChanges, Trial
-from impl.checkpoint.manifest import Manifest, read_manifest, resolve
+from impl.checkpoint.commit import resolve
+from impl.checkpoint.manifest import Manifest, read_manifest
 from impl.deepspeed.config_file import DeepSpeedError, load
 from impl.deepspeed.keys import ZERO
 from impl.deepspeed.recipe import Recipe, laid_out, recipe

@@ -20,9 +20,10 @@ from impl.checkpoint import atomic_files as disk
 from impl.checkpoint import safetensors_file
 from impl.checkpoint.all_ranks import together
 from impl.checkpoint.atomic_files import Bytes, CheckpointError
+from impl.checkpoint.commit import resolve, verify
 from impl.checkpoint.json_values import from_json, to_json
-from impl.checkpoint.manifest import WEIGHT, Parts, check_names, read_manifest, resolve, verify
-from impl.checkpoint.ranges import Range
+from impl.checkpoint.manifest import WEIGHT, check_names, read_manifest
+from impl.checkpoint.resharding import Parts, Range
 from impl.checkpoint.safetensors_file import Entry, Reader
 from impl.checkpoint.save_load import take_weights
 from impl.checkpoint.tensor_bytes import NAMES, content, entry_of

@@ -1,41 +1,27 @@
-"""A checkpoint as files: where each rank's ranges lie, the manifest, and the rename that completes it.
+"""The manifest of a checkpoint: what it says, and how its text is written, read and checked.
 
 Pure: no torch.  The unit of saving is a *range*: elements [start, end) of one parameter, flattened.
-Ranges know nothing of units, blocks, shards or ranks, so any layout can read those of any other.
-docs/guide/checkpoints.md describes the files byte by byte.
+Ranges know nothing of units, blocks, shards or ranks, so any layout can read those of any other
+(:mod:`impl.checkpoint.resharding`).  docs/guide/checkpoints.md describes the files byte by byte.
 """
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-import itertools
 import json
-import logging
 import math
-import re
-import secrets
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from impl.checkpoint import atomic_files as disk
 from impl.checkpoint.atomic_files import CheckpointError
 from impl.checkpoint.json_values import from_json
-from impl.checkpoint.ranges import saved_ranges
-from impl.checkpoint.safetensors_file import Entry, Reader, digest_of
-from impl.plan.geometry import UnitGeometry
+from impl.checkpoint.safetensors_file import Entry
 from impl.strict_json import parsed
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_log = logging.getLogger(__name__)
 
 FORMAT: Final = "zeropp checkpoint"
 VERSION: Final = 1
@@ -46,8 +32,6 @@ BUFFER: Final = "buffer"  # in rank 0's file
 CODECS: Final = "codecs"  # what this rank's codecs depend on beside weights
 CODES: Final = "codes"  # frames of frozen weights, where they are held as codes
 RANDOM: Final = "random"  # generators' states
-_NAME: Final = re.compile(r"checkpoint-([0-9]{6,})")
-_LEFT: Final = re.compile(r"\.checkpoint-([0-9]{6,})\.[0-9a-f]+\.(partial|removed)")
 _DIGEST: Final = "sha256"  # key of the manifest's own digest, its last
 
 
@@ -56,7 +40,9 @@ def key_of(kind: str, name: str, start: int) -> str:
     return f"{kind}/{name}@{start}"
 
 
-# The manifest
+def file_name(rank: int) -> str:
+    """What a rank's file is called."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -83,11 +69,6 @@ class SavedParameter(_Part):
         if starts != ends or any(start >= end for start, end, _ in self.ranges):
             raise ValueError(f"its ranges do not make up its {math.prod(self.shape)} elements")
         return self
-
-    def overlapping(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The saved ranges that hold elements of [start, end)."""
-        first = bisect.bisect_right(self.ranges, start, key=lambda one: one[1])
-        return itertools.takewhile(lambda one: one[0] < end, self.ranges[first:])
 
 
 class SavedValue(_Part):
@@ -269,242 +250,3 @@ def check_names(own: Collection[str], held: Collection[str], what: str) -> None:
     if odd := sorted(set(own) ^ set(held)):
         side = "only in the model" if odd[0] in own else "not in the model"
         raise CheckpointError(f"{len(odd)} {what} differ, first {odd[0]!r}, {side}")
-
-
-# Folders
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in ``folder``, oldest first; none if it is not there."""
-    return [path for path in named(folder) if (path / MANIFEST).is_file()]
-
-
-def named(folder: Path) -> list[Path]:
-    """What has a checkpoint's name in ``folder``, oldest first: broken, if it is not complete.
-
-    A save gives that name last, and removing one takes it first.
-    """
-    found = {int(match[1]): path for path in _inside(folder) if (match := _NAME.fullmatch(path.name))}
-    return [found[number] for number in sorted(found)]
-
-
-def _inside(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
-
-
-def latest(folder: Path | str) -> Path | None:
-    """The newest complete checkpoint in ``folder``; None if there is none."""
-    return next(reversed(checkpoints(Path(folder))), None)
-
-
-def resolve(folder: Path) -> Path:
-    """The checkpoint that ``folder`` is, or the newest that it holds.
-
-    Raises:
-        CheckpointError: if it is none and holds none.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(
-            f"{folder}: is a file; expected a folder of checkpoints, or a checkpoint: "
-            f"a folder with a {MANIFEST}"
-        )
-    if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name):
-        return folder
-    newest = latest(folder)
-    if newest is None:
-        raise CheckpointError(f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}")
-    return newest
-
-
-class Begun(NamedTuple):
-    """A checkpoint under way: its folder for now, and on rank 0 the lock that says so, for its life."""
-
-    partial: Path
-    lock: disk.Lock | None
-
-    def release(self) -> None:
-        """It is complete, or given up."""
-        if self.lock is not None:
-            self.lock.release()
-
-
-def begin(folder: Path) -> Begun:
-    """Make room for the next checkpoint, and remove what broken saves have left; rank 0 calls it.
-
-    What others are saving here now, in this process or another, is left alone, and has another number.
-
-    Raises:
-        OSError: if that cannot be done.
-    """
-    with suppress(FileExistsError):
-        disk.make_folder(folder)
-    turn = disk.Lock(folder, wait=True)  # nobody else begins, or clears, meanwhile
-    try:
-        taken = [
-            int(match[1])
-            for path in _inside(folder)
-            if (match := _NAME.fullmatch(path.name))
-            or ((match := _LEFT.fullmatch(path.name)) and not _cleared(path))
-        ]
-        partial = folder / f".checkpoint-{max(taken, default=0) + 1:06d}.{secrets.token_hex(4)}.partial"
-        disk.make_folder(partial)
-        return Begun(partial, disk.Lock(partial, wait=False))
-    finally:
-        turn.release()
-
-
-def _cleared(path: Path) -> bool:
-    """Whether what a save has left is gone; not if the save goes on, or it cannot be removed."""
-    try:
-        if path.is_dir() and not path.is_symlink():
-            lock = disk.Lock(path, wait=False)
-            lock.release()
-            if not lock.real:
-                _log.warning("%s: may be of a save under way, as locks are missing here: left alone", path)
-                return False
-        disk.remove_folder(path)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        _log.warning("%s: left by a save, and cannot be removed: %s", path, error.strerror)
-        return False
-    return True
-
-
-def complete_name(partial: Path) -> Path:
-    """What the checkpoint that is written at ``partial`` will be called."""
-    return partial.with_name(partial.name.split(".")[1])
-
-
-def file_name(rank: int) -> str:
-    """What a rank's file is called."""
-    return f"rank-{rank:05d}.safetensors"
-
-
-def commit(partial: Path, manifest: Manifest) -> Path:
-    """Complete a checkpoint whose other files are all on disk, by one rename; returns its folder.
-
-    Raises:
-        OSError: if that cannot be done; then it is not complete.
-        CheckpointError: if the files are not those that were written, or its name is taken.
-    """
-    path = complete_name(partial)
-    for written in manifest.files:
-        check_size(partial, written)
-    if path.exists():
-        raise CheckpointError(f"{path}: is there already: another run saves into this folder")
-    with disk.create(partial / MANIFEST) as file:
-        disk.write(file, manifest.text().encode())
-        disk.sync(file)
-    disk.sync_folder(partial)
-    disk.rename(partial, path)
-    disk.sync_folder(path.parent)
-    return path
-
-
-def give_up(partial: Path) -> None:
-    """Remove what there is of a checkpoint that will not be completed, as far as that can be done."""
-    with suppress(OSError):  # the error that led here matters more; the next save tries again
-        disk.remove_folder(partial)
-
-
-def thin(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the ``keep`` newest; each leaves its name first, whole.
-
-    Of a link the name goes alone.  What cannot be removed is logged: the new checkpoint is there.
-    """
-    for path in checkpoints(folder)[:-keep]:
-        try:
-            gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.removed")
-            disk.rename(path, gone)
-            disk.sync_folder(folder)
-            disk.remove_folder(gone)
-        except FileNotFoundError:  # another save removes it
-            continue
-        except OSError as error:
-            _log.warning("%s: older than the %d to be kept, and stays: %s", path, keep, error.strerror)
-
-
-# Reading
-
-
-def verify(path: Path, files: Iterable[SavedFile]) -> None:
-    """Make sure that files are those that the manifest speaks of.
-
-    Raises:
-        CheckpointError: naming the first that is missing, cut short or altered.
-    """
-    for file in files:
-        check_size(path, file)
-        found = digest_of(path / file.name)
-        if found.sha256 != file.sha256:
-            raise CheckpointError(f"{path / file.name}: altered since it was written: its digest is another")
-
-
-def check_size(path: Path, file: SavedFile) -> None:
-    """Refuse a file that is not one, or of another size than the manifest says.
-
-    Raises:
-        CheckpointError: naming it.
-    """
-    try:
-        found = (path / file.name).lstat()
-    except OSError as error:
-        raise CheckpointError(f"{path / file.name}: {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path / file.name}: not a regular file")
-    if found.st_size != file.nbytes:
-        raise CheckpointError(f"{path / file.name}: {found.st_size} bytes, the manifest says {file.nbytes}")
-
-
-class Parts:
-    """The files of a checkpoint in folder ``path``, to be read by ranges of parameters."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path, self.manifest = path, manifest
-        self._readers: dict[int, Reader] = {}
-
-    def file(self, number: int) -> Reader:
-        """One file.
-
-        Raises:
-            CheckpointError: if it cannot be read.
-        """
-        if number not in self._readers:
-            self._readers[number] = Reader(self._path / self.manifest.files[number].name)
-        return self._readers[number]
-
-    def buffer(self, name: str) -> Tensor:
-        """A buffer, or an extra state that is a tensor, in its shape."""
-        return self.file(0).tensor(f"{BUFFER}/{name}")
-
-    def dtype(self, kind: str, name: str) -> str:
-        """The type of what was saved of a parameter that has elements."""
-        start, _, number = self.manifest.parameters[name].ranges[0]
-        return self.file(number).entry(key_of(kind, name, start)).dtype
-
-    def read(self, kind: str, name: str, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Elements [start, end) of a parameter: (offset from ``start``, values) of each run.
-
-        Raises:
-            CheckpointError: for a parameter or kind that was not saved.
-        """
-        for low, high, number in self.manifest.parameters[name].overlapping(start, end):
-            first, last = max(start, low), min(end, high)
-            yield first - start, self.file(number).read(key_of(kind, name, low), first - low, last - low)
-
-
-def saved_parameters(geometries: Sequence[UnitGeometry], topology_world: int) -> dict[str, SavedParameter]:
-    """What all ranks save of all parameters, as any of them can tell from the layout."""
-    found: dict[str, SavedParameter] = {}
-    for geometry in geometries:
-        ranges: dict[str, list[tuple[int, int, int]]] = {slot.spec.name: [] for slot in geometry.slots}
-        for rank in range(topology_world):
-            for one in saved_ranges(geometry, rank):
-                ranges[one.name].append((one.start, one.end, rank))
-        for slot in geometry.slots:
-            name, shape = slot.spec.name, list(slot.spec.shape)
-            found[name] = SavedParameter(
-                shape=shape, trainable=geometry.trainable, ranges=sorted(ranges[name])
-            )
-    return found

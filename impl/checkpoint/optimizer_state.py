@@ -1,4 +1,4 @@
-"""The state of optimizers over masters, by parameter name instead of by shard.
+"""Optimizer states in checkpoints: saved and restored by parameter name instead of by shard.
 
 A master is the part of a shard that belongs to one optimizer group.  What an optimizer keeps for each
 of its elements is cut into ranges of parameters; numbers (Adam's ``step``) belong to every parameter of
@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from impl.checkpoint.atomic_files import CheckpointError
 from impl.checkpoint.json_values import NUMBER, from_json, to_json
-from impl.checkpoint.manifest import Parts, SavedGroup, SavedOptimizer, SavedState, check_names
-from impl.checkpoint.ranges import Range, held_ranges, saved_ranges
+from impl.checkpoint.manifest import SavedGroup, SavedOptimizer, SavedState, check_names
+from impl.checkpoint.resharding import Parts, Range, held_ranges, saved_ranges
 from impl.checkpoint.tensor_bytes import DTYPES, NAMES
 from impl.plan.geometry import UnitGeometry
 from impl.unit.unit import Unit
@@ -46,7 +46,7 @@ class Owned:
         return (one for one in ranges if one.slot.spec.group == self.group)
 
 
-class Masters:
+class SavedMasters:
     """The masters of one engine on one rank, in the optimizers that hold them, and nothing else.
 
     Raises:

@@ -1,8 +1,9 @@
 """Checkpoints: saved by all ranks, loaded by any number of them under any policy.
 
 Each rank writes the ranges of parameters that it alone holds into one safetensors file; rank 0 adds the
-manifest, and one rename completes the checkpoint (:mod:`impl.checkpoint.manifest`).  Whatever a rank cannot
-do, none does (:mod:`impl.checkpoint.all_ranks`).  docs/guide/checkpoints.md says what is promised.
+manifest, and one rename completes the checkpoint (:mod:`impl.checkpoint.commit`).  Another layout reads what
+it holds out of those ranges (:mod:`impl.checkpoint.resharding`).  Whatever a rank cannot do, none does
+(:mod:`impl.checkpoint.all_ranks`).  docs/guide/checkpoints.md says what is promised.
 """
 
 from __future__ import annotations
@@ -27,18 +28,21 @@ from impl.checkpoint import manifest as files
 from impl.checkpoint import safetensors_file
 from impl.checkpoint.all_ranks import together
 from impl.checkpoint.atomic_files import CheckpointError
-from impl.checkpoint.json_values import from_json, to_json
-from impl.checkpoint.manifest import (
-    Manifest,
-    Parts,
-    SavedFile,
-    SavedParameter,
-    SavedScale,
-    SavedValue,
+from impl.checkpoint.commit import (
+    Begun,
+    begin,
+    commit,
+    complete_name,
+    give_up,
     latest,
+    resolve,
+    thin,
+    verify,
 )
-from impl.checkpoint.optimizer_state import Masters
-from impl.checkpoint.ranges import Range, held_ranges, saved_ranges
+from impl.checkpoint.json_values import from_json, to_json
+from impl.checkpoint.manifest import Manifest, SavedFile, SavedParameter, SavedScale, SavedValue
+from impl.checkpoint.optimizer_state import SavedMasters
+from impl.checkpoint.resharding import Parts, Range, held_ranges, saved_parameters, saved_ranges
 from impl.checkpoint.rng_state import load_random_states, random_states
 from impl.checkpoint.safetensors_file import Entry, Reader, Written
 from impl.checkpoint.tensor_bytes import content, entry_of
@@ -83,7 +87,7 @@ class Saving:
 
     path: Path
     _wire: Wire  # not the engine, which may go before
-    _begun: files.Begun
+    _begun: Begun
     _manifest: Manifest
     _keep: int | None
     _write: Callable[[], Written]  # or waits until this rank's file is written
@@ -111,7 +115,7 @@ class Saving:
             except CheckpointError as error:
                 self._failed = error
                 if wire.mesh.rank == 0:
-                    files.give_up(self._begun.partial)
+                    give_up(self._begun.partial)
                 raise
             finally:
                 self._begun.release()
@@ -120,9 +124,9 @@ class Saving:
 
     def _commit(self, written: Sequence[dict[str, Any]]) -> None:
         written_files = [SavedFile(name=files.file_name(rank), **one) for rank, one in enumerate(written)]
-        files.commit(self._begun.partial, self._manifest.model_copy(update={"files": written_files}))
+        commit(self._begun.partial, self._manifest.model_copy(update={"files": written_files}))
         if self._keep is not None:
-            files.thin(self.path.parent, self._keep)
+            thin(self.path.parent, self._keep)
 
 
 class _Item(NamedTuple):
@@ -165,14 +169,14 @@ def save(
     zero.buffers.make_equal()
     manifest: Manifest
     items: list[_Item]
-    begun: files.Begun | None = None
+    begun: Begun | None = None
 
     def describe() -> str:
         nonlocal manifest, items
         _check_between_steps(zero)
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more")
-        masters = Masters(zero.units, rank, optimizers)
+        masters = SavedMasters(zero.units, rank, optimizers)
         manifest = _manifest(zero, masters, extra)
         items = list(_items(zero, masters, manifest.state))
         # Extra states of modules are rank 0's, as buffers that are no numbers are.
@@ -183,7 +187,7 @@ def save(
         if asynchronous:
             items = _copied(items, wire.mesh.device)
         if rank == 0:
-            begun = files.begin(folder)
+            begun = begin(folder)
         return begun.partial.name if begun else ""
 
     digests = together(wire, describe)
@@ -195,7 +199,7 @@ def save(
         partial = folder / together(wire, prepare)[0]
     except CheckpointError:
         if begun is not None:
-            files.give_up(begun.partial)
+            give_up(begun.partial)
             begun.release()
         raise
     write: Callable[[], Written] = functools.partial(_write, partial, rank, items)
@@ -203,8 +207,8 @@ def save(
         pool = ThreadPoolExecutor(1)
         write = pool.submit(write).result
         pool.shutdown(wait=False)
-    begun = begun or files.Begun(partial, None)
-    saving = Saving(files.complete_name(partial), wire, begun, manifest, keep, write)
+    begun = begun or Begun(partial, None)
+    saving = Saving(complete_name(partial), wire, begun, manifest, keep, write)
     if asynchronous:
         _saving[zero] = saving
     else:
@@ -233,7 +237,7 @@ def _identity(zero: Zero) -> dict[str, str]:
     }
 
 
-def _manifest(zero: Zero, masters: Masters, extra: Any) -> Manifest:
+def _manifest(zero: Zero, masters: SavedMasters, extra: Any) -> Manifest:
     parameters, entries = _described(zero)
     setting = zero.policy.loss_scale
     scale = None if setting is None else SavedScale(setting=_words(setting), **zero.scaler.state_dict())
@@ -256,7 +260,7 @@ def _manifest(zero: Zero, masters: Masters, extra: Any) -> Manifest:
 
 def _described(zero: Zero) -> tuple[dict[str, SavedParameter], list[SavedValue]]:
     """Its parameters, and the entries of its state dict, in order."""
-    parameters = files.saved_parameters([unit.geometry for unit in zero.units], zero.wire.mesh.topology.world)
+    parameters = saved_parameters([unit.geometry for unit in zero.units], zero.wire.mesh.topology.world)
     own = state.parameter_names(zero.model, zero.units)
     empty: dict[int, str] = {}  # parameters without elements that no unit holds, as another layout's may
     entries = []
@@ -283,7 +287,7 @@ def _words(setting: LossScale | None) -> str:
     return str(setting) if setting.least == DYNAMIC.least else f"{setting}:least{setting.least:g}"
 
 
-def _items(zero: Zero, masters: Masters, entries: Sequence[SavedValue]) -> Iterator[_Item]:
+def _items(zero: Zero, masters: SavedMasters, entries: Sequence[SavedValue]) -> Iterator[_Item]:
     """What this rank saves, in the order of its file: 4-byte values first, bytes last."""
     mesh = zero.wire.mesh
 
@@ -364,16 +368,16 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     rank, world = wire.mesh.rank, wire.mesh.topology.world
     path: Path
     manifest: Manifest
-    masters: Masters
+    masters: SavedMasters
     dropped: list[str] = []
 
     def find() -> str:
         nonlocal path, manifest, masters
         zero.hooks.backward.check_finished("load()")
         zero.check_hidden("load()")
-        path = files.resolve(Path(folder))
+        path = resolve(Path(folder))
         manifest = files.read_manifest(path)
-        masters = Masters(zero.units, rank, optimizers)
+        masters = SavedMasters(zero.units, rank, optimizers)
         try:
             _check_model(zero, manifest)
             if optimizers:
@@ -385,7 +389,7 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     digests = together(wire, find)
     if odd := [other for other, digest in enumerate(digests) if digest != digests[0]]:
         raise CheckpointError(f"{folder}: rank {odd[0]} sees another checkpoint than rank 0")
-    together(wire, lambda: files.verify(path, manifest.files[rank::world]))
+    together(wire, lambda: verify(path, manifest.files[rank::world]))
 
     def take() -> None:
         parts = Parts(path, manifest)

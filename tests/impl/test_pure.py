@@ -7,7 +7,7 @@ import sys
 
 PURE = (
     "codecs.codec plan.topology plan.geometry plan.policy plan.offload_plan plan.traffic plan.schedule "
-    "checkpoint.manifest"
+    "checkpoint.manifest checkpoint.commit checkpoint.resharding"
 )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impl.checkpoint.manifest import WEIGHT, Parts, read_manifest
+from impl.checkpoint.manifest import WEIGHT, Manifest, read_manifest
+from impl.checkpoint.resharding import Parts
 from impl.checkpoint.save_load import save
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
@@ -27,6 +28,22 @@ NET, ODD = model(), model(Odd)
 EXACT = preset("exact", memory=ROOMY)
 INT4 = parse("int4:8")
 NOISY = parse("int4:8:stochastic")
+
+EMPTY = Manifest(
+    format="zeropp checkpoint",
+    version=1,
+    writer="a test",
+    step=0,
+    micro_batch=0,
+    topology="1x1",
+    of={},
+    parameters={},
+    state=[],
+    optimizers=[],
+    loss_scale=None,
+    extra=None,
+    files=[],
+)
 
 
 POLICIES = {

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from impl.checkpoint import atomic_files
 from impl.checkpoint import save_load as checkpoint
 from impl.checkpoint.all_ranks import MESSAGE_BYTES
-from impl.checkpoint.manifest import checkpoints, read_manifest
+from impl.checkpoint.commit import checkpoints
+from impl.checkpoint.manifest import read_manifest
 from impl.checkpoint.save_load import CheckpointError, Loaded, latest, load, save
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
@@ -159,53 +160,6 @@ def test_random_numbers_buffers_and_extra_state_go_on_in_processes(tmp_path: Pat
     """Over gloo: dropout, Python's and NumPy's numbers, running means, extra states are as before."""
     for result in on_processes(Topology(2, 1), _processes, str(tmp_path)):
         assert result == (True, 1, [True, True, True])
-
-
-class Mixed(torch.optim.Optimizer):
-    """Momentum in 16 bits, a count of 64 and a sum in 64, for each element; a number of 64."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """One step."""
-        for group in self.param_groups:
-            for master in group["params"]:
-                if master.grad is None:
-                    continue
-                state = self.state[master]
-                if not state:
-                    state["mean"] = torch.zeros_like(master, dtype=torch.bfloat16)
-                    state["count"] = torch.zeros_like(master, dtype=torch.int64)
-                    state["sum"] = torch.zeros_like(master, dtype=torch.float64)
-                    state["seen"] = torch.tensor(1 << 40)
-                state["mean"].mul_(0.9).add_(master.grad.bfloat16())
-                state["count"] += (master.grad != 0).long() << 40  # padding has no gradient, and no state
-                state["sum"] += master.grad.double() / 3
-                state["seen"] += 1
-                master.add_(state["mean"].float(), alpha=-group["lr"])
-
-
-def _mixed(mesh: Mesh, folder: Path) -> bool:
-    run = Run(mesh, EXACT, NET, optimizer=Mixed)
-    run.step(0)
-    save(folder, run.zero, run.optimizers)
-    again = Run(mesh, EXACT, NET, optimizer=Mixed)
-    load(folder, again.zero, again.optimizers)
-    states = [[*one.optimizers[0].state_dict()["state"].values()] for one in (run, again)]
-    equal = [
-        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key])
-        for one, other in zip(*states, strict=True)
-        for key in one
-    ]
-    losses = [[one.step(1), one.step(2)] for one in (run, again)]  # all ranks step, whatever they found
-    return all(equal) and losses[0] == losses[1]
-
-
-def test_state_keeps_its_types(tmp_path: Path) -> None:
-    """State of an optimizer that is not fp32 is not made so: bits come back, and the run goes on alike."""
-    assert all(on_threads(Topology(1, 3), _mixed, tmp_path))
 
 
 def _least(mesh: Mesh, folder: Path) -> tuple[str, ...]:

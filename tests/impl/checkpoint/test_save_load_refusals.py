@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from impl.checkpoint import manifest as checkpoint_files
+from impl.checkpoint.commit import checkpoints
 from impl.checkpoint.json_values import NUMBER
-from impl.checkpoint.manifest import MANIFEST, checkpoints
+from impl.checkpoint.manifest import MANIFEST
 from impl.checkpoint.save_load import CheckpointError, latest, load, save
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology

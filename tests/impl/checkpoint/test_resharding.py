@@ -1,24 +1,24 @@
-"""Checkpoints of one layout are loaded by another: nothing is lost, and what is left is said."""
+"""Where ranges lie, and that checkpoints of one layout are loaded by another without loss."""
 
 from __future__ import annotations
 
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from impl.checkpoint.manifest import Parts, checkpoints, read_manifest
-from impl.checkpoint.save_load import CheckpointError, load, save
+from impl.checkpoint.commit import checkpoints
+from impl.checkpoint.manifest import read_manifest
+from impl.checkpoint.resharding import Parts, held_ranges, overlapping, saved_parameters, saved_ranges
+from impl.checkpoint.save_load import load, save
 from impl.comm.mesh import Mesh
+from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import LossScale, Policy
 from impl.plan.topology import Topology
-from impl.zero import Zero
 from tests.impl.checkpoint.checkpointed import (
     EXACT,
     NET,
@@ -32,6 +32,43 @@ from tests.impl.checkpoint.checkpointed import (
 from tests.support.ranks import on_threads
 from tests.support.strategies import policies, topologies
 from tests.support.training import model
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> UnitGeometry:
+    """Units of a few parameters over worlds of up to 6 ranks, in groups that divide them."""
+    world = draw(st.integers(1, 6))
+    shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=2), min_size=1, max_size=4))
+    specs = [ParameterSpec(f"p{i}", tuple(shape), i % 2) for i, shape in enumerate(shapes)]
+    group = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    return lay_out(
+        "unit", specs, grain=draw(st.integers(1, 9)), world=world, max_padding=float("inf"), group=group
+    )
+
+
+@given(geometries())
+def test_ranks_save_every_element_once(geometry: UnitGeometry) -> None:
+    """Over all ranks and groups the saved ranges make up each parameter, inside what the rank holds."""
+    for slot in geometry.slots:
+        found = []
+        for rank in range(geometry.world):
+            saved = [one for one in saved_ranges(geometry, rank) if one.slot is slot]
+            held = {one.name: one for one in held_ranges(geometry, rank)}
+            for one in saved:
+                whole = held[one.name]
+                assert whole.start <= one.start < one.end <= whole.end
+                assert one.at - whole.at == one.start - whole.start
+            found += [e for one in saved for e in range(one.start, one.end)]
+        assert sorted(found) == list(range(slot.spec.numel))
+
+
+@given(geometries(), st.integers(0, 49), st.integers(0, 49))
+def test_any_range_is_found_in_the_saved_ones(geometry: UnitGeometry, start: int, end: int) -> None:
+    """overlapping() gives all ranges that hold some of [start, end), and no other."""
+    for saved in saved_parameters([geometry], geometry.world).values():
+        found = list(overlapping(saved, start, end))
+        wanted = [one for one in saved.ranges if one[0] < end and one[1] > start] if start < end else []
+        assert [tuple(one) for one in found] == wanted
 
 
 def _passed_on(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module, blocks: bool) -> tuple[str, ...]:
@@ -91,70 +128,6 @@ def test_any_layout_hands_on_to_any_other(
     assert same(again, tensors)
     assert numbers_again == numbers
     shutil.rmtree(folder)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        torch.optim.SGD,
-        lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9),
-        torch.optim.Adagrad,
-        torch.optim.NAdam,
-        lambda groups, lr: torch.optim.AdamW(groups, lr=torch.tensor(lr), amsgrad=True, betas=(0.8, 0.9)),
-    ],
-    ids=["sgd", "momentum", "adagrad", "nadam", "tensor_lr"],
-)
-def test_every_elementwise_optimizer_is_saved(tmp_path: Path, optimizer: Any) -> None:
-    """States by element, numbers, tensors among options: another world goes on with the same state."""
-    on_threads(Topology(2, 1), _optimizer, tmp_path, optimizer, False)
-    on_threads(Topology(1, 3), _optimizer, tmp_path, optimizer, True)
-    (tensors, numbers), (again, numbers_again) = [contents(path) for path in checkpoints(tmp_path)]
-    assert same(again, tensors)
-    assert numbers_again == numbers
-
-
-def _optimizer(mesh: Mesh, folder: Path, optimizer: Any, loads: bool) -> None:
-    run = Run(mesh, EXACT, NET, optimizer=optimizer)
-    if loads:
-        load(folder, run.zero, run.optimizers)
-    else:
-        run.step(0)
-    save(folder, run.zero, run.optimizers)
-    run.step(1)
-
-
-def _split(zero: Zero, at: int, lr: float = 1e-2) -> torch.optim.Optimizer:
-    """AdamW with the engine's first group in two dicts, as where some of its masters lie on the host."""
-    first, *rest = zero.param_groups({1: {"weight_decay": 0.0}})
-    masters = first["params"]
-    halves = [{"params": masters[:at], "lr": lr}, {"params": masters[at:]}]
-    return torch.optim.AdamW([*halves, *rest], lr=1e-2)
-
-
-def _other_split(mesh: Mesh, folder: Path, at: int) -> str:
-    run = Run(mesh, EXACT, NET)
-    run.optimizers = [_split(run.zero, 1)]
-    run.step(0)
-    save(folder, run.zero, run.optimizers)
-    loss = run.step(1)
-    again = Run(mesh, EXACT, NET)
-    again.optimizers = [_split(again.zero, at)] if at else again.optimizers
-    load(folder, again.zero, again.optimizers)
-    assert again.step(1) == loss
-    assert same(again.state(), run.state())
-    save(folder, again.zero, [_split(again.zero, 2, lr=0.5)])
-    with pytest.raises(CheckpointError) as told:
-        load(folder, again.zero, again.optimizers)
-    return str(told.value)
-
-
-@pytest.mark.parametrize("at", [0, 3])
-def test_a_group_may_lie_on_two_devices(tmp_path: Path, at: int) -> None:
-    """Whether, and where, an engine's group is two of the optimizer's makes no difference to a checkpoint;
-    unless they have different options, which one group cannot take over.
-    """
-    (told,) = set(on_threads(Topology(1, 2), _other_split, tmp_path, at))
-    assert "share options here, but not in it" in told
 
 
 def test_groups_that_hold_copies_save_once(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from impl.checkpoint import atomic_files
-from impl.checkpoint.manifest import checkpoints
+from impl.checkpoint.commit import checkpoints
 from impl.checkpoint.save_load import latest
 from impl.plan.topology import Topology
 from tests.impl.checkpoint.killed import counted, numbered, sound

@@ -1,0 +1,128 @@
+"""Optimizers' states are saved by parameter name, whatever is held by element and however groups are cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from impl.checkpoint.commit import checkpoints
+from impl.checkpoint.save_load import CheckpointError, load, save
+from impl.comm.mesh import Mesh
+from impl.plan.topology import Topology
+from impl.zero import Zero
+from tests.impl.checkpoint.checkpointed import EXACT, NET, Run, contents, same
+from tests.support.ranks import on_threads
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.SGD,
+        lambda groups, lr: torch.optim.SGD(groups, lr=lr, momentum=0.9),
+        torch.optim.Adagrad,
+        torch.optim.NAdam,
+        lambda groups, lr: torch.optim.AdamW(groups, lr=torch.tensor(lr), amsgrad=True, betas=(0.8, 0.9)),
+    ],
+    ids=["sgd", "momentum", "adagrad", "nadam", "tensor_lr"],
+)
+def test_every_elementwise_optimizer_is_saved(tmp_path: Path, optimizer: Any) -> None:
+    """States by element, numbers, tensors among options: another world goes on with the same state."""
+    on_threads(Topology(2, 1), _optimizer, tmp_path, optimizer, False)
+    on_threads(Topology(1, 3), _optimizer, tmp_path, optimizer, True)
+    (tensors, numbers), (again, numbers_again) = [contents(path) for path in checkpoints(tmp_path)]
+    assert same(again, tensors)
+    assert numbers_again == numbers
+
+
+def _optimizer(mesh: Mesh, folder: Path, optimizer: Any, loads: bool) -> None:
+    run = Run(mesh, EXACT, NET, optimizer=optimizer)
+    if loads:
+        load(folder, run.zero, run.optimizers)
+    else:
+        run.step(0)
+    save(folder, run.zero, run.optimizers)
+    run.step(1)
+
+
+def _split(zero: Zero, at: int, lr: float = 1e-2) -> torch.optim.Optimizer:
+    """AdamW with the engine's first group in two dicts, as where some of its masters lie on the host."""
+    first, *rest = zero.param_groups({1: {"weight_decay": 0.0}})
+    masters = first["params"]
+    halves = [{"params": masters[:at], "lr": lr}, {"params": masters[at:]}]
+    return torch.optim.AdamW([*halves, *rest], lr=1e-2)
+
+
+def _other_split(mesh: Mesh, folder: Path, at: int) -> str:
+    run = Run(mesh, EXACT, NET)
+    run.optimizers = [_split(run.zero, 1)]
+    run.step(0)
+    save(folder, run.zero, run.optimizers)
+    loss = run.step(1)
+    again = Run(mesh, EXACT, NET)
+    again.optimizers = [_split(again.zero, at)] if at else again.optimizers
+    load(folder, again.zero, again.optimizers)
+    assert again.step(1) == loss
+    assert same(again.state(), run.state())
+    save(folder, again.zero, [_split(again.zero, 2, lr=0.5)])
+    with pytest.raises(CheckpointError) as told:
+        load(folder, again.zero, again.optimizers)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_group_may_lie_on_two_devices(tmp_path: Path, at: int) -> None:
+    """Whether, and where, an engine's group is two of the optimizer's makes no difference to a checkpoint;
+    unless they have different options, which one group cannot take over.
+    """
+    (told,) = set(on_threads(Topology(1, 2), _other_split, tmp_path, at))
+    assert "share options here, but not in it" in told
+
+
+class Mixed(torch.optim.Optimizer):
+    """Momentum in 16 bits, a count of 64 and a sum in 64, for each element; a number of 64."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step."""
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master.grad is None:
+                    continue
+                state = self.state[master]
+                if not state:
+                    state["mean"] = torch.zeros_like(master, dtype=torch.bfloat16)
+                    state["count"] = torch.zeros_like(master, dtype=torch.int64)
+                    state["sum"] = torch.zeros_like(master, dtype=torch.float64)
+                    state["seen"] = torch.tensor(1 << 40)
+                state["mean"].mul_(0.9).add_(master.grad.bfloat16())
+                state["count"] += (master.grad != 0).long() << 40  # padding has no gradient, and no state
+                state["sum"] += master.grad.double() / 3
+                state["seen"] += 1
+                master.add_(state["mean"].float(), alpha=-group["lr"])
+
+
+def _mixed(mesh: Mesh, folder: Path) -> bool:
+    run = Run(mesh, EXACT, NET, optimizer=Mixed)
+    run.step(0)
+    save(folder, run.zero, run.optimizers)
+    again = Run(mesh, EXACT, NET, optimizer=Mixed)
+    load(folder, again.zero, again.optimizers)
+    states = [[*one.optimizers[0].state_dict()["state"].values()] for one in (run, again)]
+    equal = [
+        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key])
+        for one, other in zip(*states, strict=True)
+        for key in one
+    ]
+    losses = [[one.step(1), one.step(2)] for one in (run, again)]  # all ranks step, whatever they found
+    return all(equal) and losses[0] == losses[1]
+
+
+def test_state_keeps_its_types(tmp_path: Path) -> None:
+    """State of an optimizer that is not fp32 is not made so: bits come back, and the run goes on alike."""
+    assert all(on_threads(Topology(1, 3), _mixed, tmp_path))
