@@ -55,9 +55,9 @@ noises = st.builds(
 
 
 def _ties_of(largest: float, mantissa: int) -> tuple[float, Tensor]:
-    """A float format's largest element, and numbers halfway between two others over four exponents."""
+    """A float format's largest element, and numbers halfway between two others over nine exponents."""
     steps = torch.arange(1 << mantissa, 2 << mantissa) + 0.5
-    middles = (steps[:, None] * torch.tensor([0.25, 0.5, 1.0, 2.0])).flatten()
+    middles = (steps[:, None] * 2.0 ** torch.arange(-4, 5)).flatten()
     return largest, torch.cat([middles, -middles])[torch.cat([middles, middles]) < largest]
 
 

@@ -69,8 +69,9 @@ def paired_ratio_interval(
     """
     keys = [key for key in numerator if key in denominator]
     above, below = _data([numerator[key] for key in keys]), _data([denominator[key] for key in keys])
-    if (least := min(above.min(), below.min())) <= 0:
-        raise ValueError(f"a ratio needs positive values, got {least}")
+    values = np.concatenate([above, below])
+    if not (positive := values > 0).all():  # a NaN is not positive either
+        raise ValueError(f"a ratio needs positive values, got {values[~positive][0]}")
     logs = np.log(above) - np.log(below)
     mean, half = float(logs.mean()), math.nan
     if len(logs) > 1:

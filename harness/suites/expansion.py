@@ -198,15 +198,16 @@ class _Expansion:
             self._refuse(f"{where} = {_text(first['input'])}: {_allowed([first])}")
 
     def _with_configurations(self, value: Any) -> Any:
-        """The tables with each DeepSpeed configuration (a path beside the suite, or a table) as text."""
+        """The tables with each DeepSpeed configuration (a path beside the suite, or a table) as text.
+
+        Arguments of one's own model or optimizer are nobody's configuration, whatever they are called.
+        """
         if isinstance(value, list):
             return [self._with_configurations(one) for one in value]
         if not isinstance(value, dict):
             return value
-        return {
-            key: (self._configurations if key == _CONFIGURATION else self._with_configurations)(inner)
-            for key, inner in value.items()
-        }
+        known = {_CONFIGURATION: self._configurations, "arguments": lambda inner: inner}
+        return {key: known.get(key, self._with_configurations)(inner) for key, inner in value.items()}
 
     def _configurations(self, value: Any) -> Any:
         """Text of one configuration, or of each of a list."""

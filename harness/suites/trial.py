@@ -120,7 +120,9 @@ class Model(_Frozen):
 
     @field_validator("name")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        if info.context == _CANONICAL:  # a record's, of which a later version may have no such preset
+            return value
         if value not in MODELS and ":" not in value:  # a function is not imported here
             known = f"{', '.join(MODELS)} or 'module:function'"
             raise ValueError(f"expected one of {known}{suggestion(value, MODELS)}")

@@ -75,8 +75,9 @@ def test_refusals() -> None:
         median_interval([])
     with pytest.raises(ValueError, match="at least one"):
         paired_ratio_interval({0: 1.0}, {1: 1.0})
-    with pytest.raises(ValueError, match="positive"):
-        paired_ratio_interval({0: 1.0, 1: 0.0}, {0: 1.0, 1: 1.0})
+    for ours, theirs in ((0.0, 1.0), (math.nan, 1.0), (math.nan, -1.0)):
+        with pytest.raises(ValueError, match="positive"):
+            paired_ratio_interval({0: 1.0, 1: ours}, {0: 1.0, 1: theirs})
 
 
 @pytest.mark.nightly

@@ -405,6 +405,13 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
     assert Trial.from_canonical(trial.canonical()) == trial
 
 
+def test_an_argument_is_no_configuration_whatever_its_name(tmp_path: Path) -> None:
+    """Models of one's own may take an argument that is called as the suite's key."""
+    body = '[defaults]\nmodel = { name = "a:b", arguments = { deepspeed_config = "tiny" } }\n'
+    (trial,) = suite(tmp_path, body).trials
+    assert trial.model.arguments == {"deepspeed_config": "tiny"}
+
+
 def test_configurations_are_compared_with_presets_and_one_another(tmp_path: Path) -> None:
     """As an axis of files, and in an override of strategy ``recipe`` beside a preset."""
     for stage in (2, 3):

@@ -236,6 +236,24 @@ def test_a_model_that_cannot_be_built_is_named(model: Model, words: str) -> None
     assert "\n" not in str(caught.value)
 
 
+def test_a_preset_of_an_old_record_is_named_where_it_is_built() -> None:
+    """A record may name one that went: it is read, and refused where its sizes are asked for."""
+    text = Trial().canonical().replace("gpt-small", "gpt-old")
+    old = Trial.from_canonical(text).model
+    assert old.name == "gpt-old"
+    with pytest.raises(WorkloadError, match="'gpt-old': expected one of gpt-tiny"):
+        build(old, 16)
+
+
+def test_a_module_that_imports_late_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a module's own attributes import may be missing, too."""
+    lines = 'def __getattr__(name):\n    raise ImportError("no such extra")\n'
+    (tmp_path / "imports_late.py").write_text(lines, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WorkloadError, match="cannot import 'imports_late': no such extra"):
+        build(Model(name="imports_late:make"), 16)
+
+
 def test_published_teraflops_follow_from_their_shapes() -> None:
     """The formula gives the tutorial log's TFLOPs per GPU to its two digits."""
     rows = list(csv.DictReader(LOG.read_text().splitlines()))
