@@ -206,8 +206,13 @@ class _Expansion:
             return [self._with_configurations(one) for one in value]
         if not isinstance(value, dict):
             return value
-        known = {_CONFIGURATION: self._configurations, "arguments": lambda inner: inner}
-        return {key: known.get(key, self._with_configurations)(inner) for key, inner in value.items()}
+        found = {}
+        for key, inner in value.items():
+            if key == _CONFIGURATION:
+                found[key] = self._configurations(inner)
+            else:
+                found[key] = inner if key == "arguments" else self._with_configurations(inner)
+        return found
 
     def _configurations(self, value: Any) -> Any:
         """Text of one configuration, or of each of a list."""
