@@ -34,6 +34,7 @@ class Board:
     title: str
     caption: str  # describes the columns
     columns: tuple[Shown, ...]  # all measures are among them; the first with intervals is plotted
+    ratio: str  # what the plotted measure is, as a formula in words
     line: str  # what the line at 1 of the plot means
     row: str  # column whose values have a row of the plot each
     panel: str  # column whose values have a panel each, side by side
@@ -65,12 +66,16 @@ class Board:
 
 
 def _best_peers(sample: Sample, run: Sequence[Sample]) -> dict[str, list[float]]:
-    """Seconds of DDP and of the faster FSDP2, by the median, in the same place; NaN where there is none."""
+    """Seconds of DDP, and of the FSDP2 over which the median of the same rounds' ratios is lower, in the same
+    place; NaN where there is none.
+    """
+
+    def over(seconds: list[float]) -> float:
+        return statistics.median(a / b for a, b in zip(seconds, sample.seconds, strict=True))
 
     def best(*names: str) -> list[float]:
         peers = [one for one in run if one.names["contender"] in names and one.place == sample.place]
-        seconds = [peer.seconds for peer in peers]
-        return min(seconds, key=statistics.median, default=[math.nan] * len(sample.seconds))
+        return min((peer.seconds for peer in peers), key=over, default=[math.nan] * len(sample.seconds))
 
     return {"ddp": best("ddp"), "fsdp2": best("fsdp2", "fsdp2-kept")}
 
@@ -98,13 +103,35 @@ BACKENDS: Final = {
     "cpu": "#0072b2", "cuda": "#009e73", "reference": "#777777", "bitsandbytes": "#cc79a7",
     "torchao": "#e69f00",
 }  # fmt: skip
+OPERATIONS: Final = {
+    "encode": "encode",
+    "decode": "decode",
+    "decode_sum": "decode and sum 4",
+    "decode_sum_encode": "decode, sum 4, encode",
+    "encode_carried": "encode, carried error",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+}
+CONTENDERS: Final = {
+    "alone": "compute alone",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "fsdp2-kept": "FSDP2, kept",
+    "deepspeed": "DeepSpeed",
+    "deepspeed-kept": "DeepSpeed, kept",
+    "exact": "ours, fp32",
+    "zeropp": "ours, ZeRO++",
+}
 TRANSPORTS: Final = {"shm": "shm", "backend": "gloo", "none": "nothing"}
 _CARRIED: Final = ("carried", {"shm": "#0072b2", "gloo": "#e69f00", "nothing": "#000000"})
 
 
 def _of_codec(sample: Sample) -> dict[str, Any]:
     names = sample.names
-    return {"where": f"{names['type']} on {names['device']}, threads: {names['threads']}"}
+    return {
+        "operation": OPERATIONS[str(names["operation"])],
+        "where": f"{names['type']} on {names['device']}, threads: {names['threads']}",
+    }
 
 
 def _of_collective(sample: Sample) -> dict[str, Any]:
@@ -112,7 +139,7 @@ def _of_collective(sample: Sample) -> dict[str, Any]:
     return {
         "place": _place(sample),
         "size": size,
-        "where": f"{names['operation']}, {_place(sample)}, {size}",
+        "where": f"{OPERATIONS[str(names['operation'])]}, {_place(sample)}, {size}",
         "run": f"{names['algorithm']}, {names['codec']}",
         "carried": TRANSPORTS[str(names["transport"])],
         "sent_mb": sum(sent.values()) / 1e6,
@@ -123,6 +150,7 @@ def _of_collective(sample: Sample) -> dict[str, Any]:
 
 def _of_contender(sample: Sample) -> dict[str, Any]:
     return {
+        "contender": CONTENDERS[str(sample.names["contender"])],
         "place": f"{sample.names['model']}, {_place(sample)}",
         "carried": TRANSPORTS[str(sample.names["transport"])],
         "last_loss": sample.losses[-1],
@@ -154,6 +182,7 @@ BOARDS: Final[dict[Kind, Board]] = {
             _ROUNDS,
             Shown("other", "other arithmetic", wide=True),
         ),
+        ratio="seconds of a copy of the same elements over seconds",
         line="Right of the dashed line an operation takes less time than the copy.",
         split={"type": ("fp32", "bf16", "fp16"), "device": ("cpu", "cuda")},
         row="codec",
@@ -184,6 +213,7 @@ BOARDS: Final[dict[Kind, Board]] = {
             Shown("reference_sent_mb", "gloo's MB", number(3)),
             _ROUNDS,
         ),
+        ratio="seconds of gloo's own collective of the same fp32 tensor over ours",
         line="Right of the dashed line ours is faster. Like for like is fp32.",
         split={"operation": ("all_gather", "reduce_scatter")},
         row="run",
@@ -197,11 +227,11 @@ BOARDS: Final[dict[Kind, Board]] = {
         caption=(
             f"{_SLOWEST}Tokens of all ranks. Of compute alone: tokens per second over those of the same "
             "model that steps on every rank by itself and sends nothing. Over DDP, and over the faster of "
-            "FSDP2 with weights released after use and with weights kept: likewise. Ours, exact and zeropp, "
-            "keep the root and the last block. shm: shared memory inside nodes, gloo between them. Nothing "
-            "is clipped; AdamW, fp32, one thread a rank. CPU ms: that all ranks' processes computed in a "
-            "step, waiting awake included. The last loss is the mean over ranks before the last step: all "
-            "that train without quantising agree in every step."
+            "FSDP2 with weights released after use and with weights kept: likewise. DeepSpeed: its ZeRO-3. "
+            "Ours keep the root and the last block. shm: shared memory inside nodes, gloo between them. "
+            "Nothing is clipped; AdamW, fp32, one thread a rank. CPU ms: that all ranks' processes computed "
+            "in a step, waiting awake included. The last loss is the mean over ranks before the last step: "
+            "all that train without quantising agree in every step."
         ),
         labels=_of_contender,
         rounds=_best_peers,
@@ -218,6 +248,7 @@ BOARDS: Final[dict[Kind, Board]] = {
             Shown("last_loss", "last loss", number(5), wide=True),
             _ROUNDS,
         ),
+        ratio="seconds of compute alone over seconds",
         line="At the dashed line communication would cost nothing. Colours: what carried messages.",
         row="contender",
         panel="place",
@@ -238,9 +269,10 @@ BOARDS: Final[dict[Kind, Board]] = {
             _measured("alone_milliseconds", "alone, ms", "1e3 * reference_seconds"),
             _measured("room_forward", "room, forward", "forward / (8e-6 * sent_forward / rate_mbit)"),
             _measured("room_backward", "backward", "backward / (8e-6 * sent_backward / rate_mbit)"),
-            _ratio("of_alone", "of compute alone", "seconds / reference_seconds"),
+            _ratio("of_alone", "times compute alone", "seconds / reference_seconds"),
             _ROUNDS,
         ),
+        ratio="seconds over those of compute alone",
         line="At the dashed line everything is hidden.",
         row="policy",
         panel="place",
@@ -262,6 +294,7 @@ BOARDS: Final[dict[Kind, Board]] = {
             _ratio("hidden", "shorter hop hidden", "(reference_seconds - seconds) / shorter"),
             _ROUNDS,
         ),
+        ratio="seconds that chunks save, over those of the shorter hop",
         line="At the dashed line all of that hop is hidden.",
         row="chunks",
         panel="place",

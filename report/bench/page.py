@@ -172,7 +172,8 @@ def _drawings(board: Board, data: pd.DataFrame) -> Iterator[tuple[Drawing, pd.Da
                 title=", ".join((board.title, *(value.replace("_", "-") for value in values))),
                 draw=lambda rounds: _draw(board, derived(board, rounds)),
                 caption=lambda _: (
-                    f"{title.capitalize()}: medians over rounds with 95 % intervals. {board.line}"
+                    f"{title.capitalize()}: {board.ratio}; medians over rounds with 95 % intervals. "
+                    f"{board.line}"
                 ),
                 alt=lambda rounds: _described(board, derived(board, rounds)),
             )

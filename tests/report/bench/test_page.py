@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from harness.bench import command
-from harness.bench import engine as bench_engine
 from harness.records import bench_record
 from harness.records.bench_record import Bench
 from harness.records.record import RecordError
-from report.bench.boards import BOARDS, TRANSPORTS
+from report.bench.boards import BOARDS, CONTENDERS, TRANSPORTS
 from report.bench.page import boards_of, build, derived
 from report.data.frames import ReportError
 from tests.report.bench.bench_records import codecs, collectives, engine, overlap
@@ -66,10 +65,10 @@ def test_times_gloo() -> None:
 def test_of_compute_alone() -> None:
     """A contender's share of compute alone is alone's seconds over its own, of one round."""
     found = rows(engine(ours=2.0)).set_index(["contender", "transport", "nodes"])
-    assert found["of_alone"]["alone", "none", 1] == pytest.approx(1.0)
-    assert found["of_alone"]["exact", "shm", 2] == pytest.approx(0.5)
-    assert found["of_alone"]["ddp", "backend", 1] == pytest.approx(0.25)
-    assert found["speed"]["ddp", "backend", 1] == pytest.approx(statistics.median([6144 / 1.0, 6144 / 1.1]))
+    assert found["of_alone"]["compute alone", "none", 1] == pytest.approx(1.0)
+    assert found["of_alone"]["ours, fp32", "shm", 2] == pytest.approx(0.5)
+    assert found["of_alone"]["DDP", "backend", 1] == pytest.approx(0.25)
+    assert found["speed"]["DDP", "backend", 1] == pytest.approx(statistics.median([6144 / 1.0, 6144 / 1.1]))
 
 
 @given(st.floats(0.2, 5.0), st.floats(0.2, 5.0))
@@ -85,9 +84,9 @@ def test_the_fastest_peer_counts(ours: float, kept: float) -> None:
     found = rows(record.model_copy(update={"samples": samples})).set_index(
         ["contender", "transport", "nodes"]
     )
-    assert found["over_fsdp2"]["exact", "shm", 1] == pytest.approx(ours / max(kept, 1.0))
-    assert found["over_fsdp2"]["exact", "shm", 2] == pytest.approx(ours)
-    assert found["over_ddp"]["exact", "backend", 1] == pytest.approx(ours)
+    assert found["over_fsdp2"]["ours, fp32", "shm", 1] == pytest.approx(ours / max(kept, 1.0))
+    assert found["over_fsdp2"]["ours, fp32", "shm", 2] == pytest.approx(ours)
+    assert found["over_ddp"]["ours, fp32", "backend", 1] == pytest.approx(ours)
     low, high = found["over_ddp_low"], found["over_ddp_high"]
     assert (low.le(found["over_ddp"]) & high.ge(found["over_ddp"])).all()
 
@@ -141,7 +140,7 @@ def test_tables_fit_a_terminal(subject: str) -> None:
     """Tables need no more than 100 columns, with every name that can stand in them, and cut nothing."""
     record = PAGES[subject][0]()
     if subject == "engine":
-        pairs = [(name, transport) for name in bench_engine.NAMES for transport in TRANSPORTS]
+        pairs = [(name, transport) for name in CONTENDERS for transport in TRANSPORTS]
         samples = [
             record.samples[0].model_copy(
                 update={"names": record.samples[0].names | {"contender": name, "transport": transport}}
@@ -153,7 +152,7 @@ def test_tables_fit_a_terminal(subject: str) -> None:
     command.show([record], out)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
-    assert subject != "engine" or all(name in text for name in bench_engine.NAMES)
+    assert subject != "engine" or all(name in text for name in CONTENDERS.values())
 
 
 def test_every_kind_of_sample_has_its_board() -> None:
