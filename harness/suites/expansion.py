@@ -189,7 +189,8 @@ class _Expansion:
                     f"unknown key {key!r}: expected one of {known}{suggestion(key, _File.model_fields)}"
                 )
         try:
-            return _File.model_validate(self._with_configurations(tables), strict=True)
+            inlined = {name: self._with_configurations(table) for name, table in tables.items()}
+            return _File.model_validate(inlined, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -198,21 +199,19 @@ class _Expansion:
             self._refuse(f"{where} = {_text(first['input'])}: {_allowed([first])}")
 
     def _with_configurations(self, value: Any) -> Any:
-        """The tables with each DeepSpeed configuration (a path beside the suite, or a table) as text.
+        """A table, or each of a list, with its DeepSpeed configuration (a path, or a table) as text.
 
-        Arguments of one's own model or optimizer are nobody's configuration, whatever they are called.
+        Paths are from the suite's folder.  Tables inside are other fields: an argument of one's own model
+        may have the same name.
         """
         if isinstance(value, list):
             return [self._with_configurations(one) for one in value]
         if not isinstance(value, dict):
             return value
-        found = {}
-        for key, inner in value.items():
-            if key == _CONFIGURATION:
-                found[key] = self._configurations(inner)
-            else:
-                found[key] = inner if key == "arguments" else self._with_configurations(inner)
-        return found
+        found = {key: self._with_configurations(value[key]) for key in ("match", "set") if key in value}
+        if _CONFIGURATION in value:
+            found[_CONFIGURATION] = self._configurations(value[_CONFIGURATION])
+        return value | found
 
     def _configurations(self, value: Any) -> Any:
         """Text of one configuration, or of each of a list."""

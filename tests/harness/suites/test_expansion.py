@@ -405,11 +405,23 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
     assert Trial.from_canonical(trial.canonical()) == trial
 
 
-def test_an_argument_is_no_configuration_whatever_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        '[defaults]\nmodel = { name = "a:b", arguments = { deepspeed_config = "tiny" } }\n',
+        '[defaults]\nmodel.name = "a:b"\n"model.arguments" = { deepspeed_config = "tiny" }\n',
+        '[[override]]\nmatch = {}\nset = { model = { name = "a:b", arguments.deepspeed_config = "tiny" } }\n',
+    ],
+)
+def test_an_argument_is_no_configuration_whatever_its_name(body: str, tmp_path: Path) -> None:
     """Models of one's own may take an argument that is called as the suite's key."""
-    body = '[defaults]\nmodel = { name = "a:b", arguments = { deepspeed_config = "tiny" } }\n'
     (trial,) = suite(tmp_path, body).trials
     assert trial.model.arguments == {"deepspeed_config": "tiny"}
+
+
+def test_a_configuration_in_another_table_is_an_unknown_key(tmp_path: Path) -> None:
+    """It is named where it stands, and no such file is looked for."""
+    assert "cluster.deepspeed_config" in refusal(tmp_path, '[defaults.cluster]\ndeepspeed_config = "tiny"\n')
 
 
 def test_configurations_are_compared_with_presets_and_one_another(tmp_path: Path) -> None:

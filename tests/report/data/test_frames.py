@@ -167,6 +167,16 @@ def test_a_trial_that_this_version_does_not_know_gives_one_clear_line() -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_record_of_a_preset_that_went_is_drawn() -> None:
+    """Its trials are read as any others, under the name that the record holds."""
+    new = [record_of(Trial(strategy=name)) for name in ("zero3", "zeropp")]
+    old = [one.model_copy(update={"trial": one.trial | {"model": {"name": "gpt-old"}}}) for one in new]
+    frames = frames_of(old)
+    assert {trial.model.name for trial in frames.ran.values()} == {"gpt-old"}
+    assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++"]
+    assert frames.steps.equals(frames_of(new).steps)
+
+
 def test_a_deepspeed_configuration_stands_beside_the_policies_of_its_cell() -> None:
     """It says who ran, as a policy does: not under which conditions."""
     config = json.dumps({"zero_optimization": {"stage": 3}})
