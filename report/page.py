@@ -10,7 +10,7 @@ from typing import Any, Final
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from report.data import decoding, footnotes, metrics, published
+from report.data import decoding, emulation, footnotes, metrics, published
 from report.data.contender import BASELINE, NAMES, PROPOSED, order_of
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -55,6 +55,7 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
         heading=subject,
         questions=frames.questions,
         headline=headline(derived),
+        emulated=emulation.of_trials(frames),
         facts=facts(derived),
         warnings=warnings(derived),
         figures=drawn,

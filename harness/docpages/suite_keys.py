@@ -42,6 +42,7 @@ _MORE: Final = {
     "policy.gradients": "codec, or a list of two: inside a node, between nodes",
     "policy.feedback": "`none`, `classic` or `loco`, then `:decay<d>`, `:reset<n>`, `:last`, `:all`, `:bf16`",
     "cluster.rate": "text with kbit/s, Mbit/s or Gbit/s, or `unshaped`",
+    "cluster.latency": "text with us or ms: one way, beside the time for the bytes",
     "model.name": f"{', '.join(MODELS)}, or `module:function`",
     "model.arguments": "table: arguments of the model",
     "optimizer.name": "class of torch.optim",
@@ -51,6 +52,7 @@ _MORE: Final = {
     "validate_every": "steps between validations; 0: one, after the last step; none: no validation",
     "validation_batches": "batches of each rank in a validation",
     "memory_limit": "text with MiB or GiB",
+    "control": "`stale_secondary`: a run that must train worse, to show that the test of losses sees it",
 }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from harness.cluster.rank import Rank
 from harness.errors import Refusal
+from harness.runs.controls import never_renew_secondary
 from harness.runs.optimizers import local_part, state_bytes, state_bytes_per_element, with_state
 from harness.suites.trial import Optimizer, Trial
 from impl.adapters.ddp import InDDP
@@ -304,6 +305,8 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
 def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
     """Shard ``model`` with our engine; all ranks must call it."""
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
+    if trial.control == "stale_secondary":
+        never_renew_secondary(zero)
     return Sharded(model, {}, wire, zero, policy, trial.optimizer, trial.accumulation)
 
 

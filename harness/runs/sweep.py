@@ -196,12 +196,15 @@ def _agree(missing: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
 
 def _setting(trial: Trial) -> Setting:
     cluster = trial.cluster
+    latency = cluster.latency or 0.0
     if cluster.launcher == "torchrun":
-        return Setting("real" if cluster.link == "auto" else cluster.link, cluster.nodes, cluster.rate)
+        return Setting(
+            "real" if cluster.link == "auto" else cluster.link, cluster.nodes, cluster.rate, latency
+        )
     nodes = 1 if trial.strategy == "single" else cluster.nodes
     if nodes == 1 and cluster.link != "real":
         return Setting("none", 1, None)
-    return Setting(cluster.link, nodes, cluster.rate)
+    return Setting(cluster.link, nodes, cluster.rate, latency)
 
 
 @dataclass(slots=True)
@@ -293,7 +296,7 @@ class _Sweep:
         launch = self._launch(
             link, Topology(link.setting.nodes, per_node), 1, _CALIBRATION_SECONDS, "calibration"
         )
-        found = self._start(trial, _exchange, message_bytes(link.setting.rate_mbit), launch, lambda _: None)
+        found = self._start(trial, _exchange, message_bytes(link.setting), launch, lambda _: None)
         link.calibrated_mbit = slowest([rates for rates in found if rates])
 
     def _launch(  # noqa: PLR0917  # what differs between a calibration and a trial
@@ -303,6 +306,7 @@ class _Sweep:
             topology=topology,
             ports=link.ports,
             paced_mbit=link.paced_mbit,
+            paced_latency_ms=link.setting.latency_ms,
             threads=threads,
             timeout_seconds=seconds,
             log=self.results / LOGS / f"{log}.log",
@@ -319,7 +323,7 @@ class _Sweep:
         launch = self._launch(link, topology, threads, trial.timeout_seconds, trial.id, backend)
         assignment = Assignment(
             trial=trial,
-            probe_bytes=message_bytes(link.setting.rate_mbit) if link.setting.nodes > 1 else None,
+            probe_bytes=message_bytes(link.setting) if link.setting.nodes > 1 else None,
             count=link.kind == "namespaces",
         )
         return self._start(trial, run_trial, assignment, launch, on_progress)
@@ -407,7 +411,7 @@ def _link_record(link: Link) -> LinkRecord:
         requested_mbit=link.setting.rate_mbit,
         calibrated_mbit=link.calibrated_mbit,
         probed_mbit=[],
-        message_bytes=message_bytes(link.setting.rate_mbit) if link.setting.nodes > 1 else 0,
+        message_bytes=message_bytes(link.setting) if link.setting.nodes > 1 else 0,
         details=link.details,
     )
 

@@ -39,8 +39,10 @@ STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)
 
 _QUANTITY: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(\S+)\s*$")
 _MBIT: Final = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
+_MILLISECONDS: Final = {"us": 1e-3, "ms": 1.0}
 _BYTES: Final = {"MiB": 2.0**20, "GiB": 2.0**30}
 _RATES: Final = (1e-3, 1e6)  # 1 kbit/s to 1 Tbit/s: nothing outside is a link between nodes
+_LONGEST_LATENCY: Final = 1000.0  # ms
 MOST_MICRO_BATCHES: Final = 1_000_000
 _LARGEST_LR: Final = 1e3
 MOST_COUNTED: Final = 2**63  # of anything
@@ -62,6 +64,20 @@ def parse_rate(value: object) -> float | None:
     if not _RATES[0] <= mbit <= _RATES[1]:
         raise ValueError("expected a rate from 1 kbit/s to 1000 Gbit/s, or 'unshaped'")
     return mbit
+
+
+def parse_latency(value: object) -> float | None:
+    """``"2 ms"`` or ``"50 us"`` to milliseconds.
+
+    Raises:
+        ValueError: for a number without a unit, an unknown unit, or a latency above a second.
+    """
+    if value is None:
+        return None
+    found = _quantity(value, _MILLISECONDS)
+    if not 0 < found <= _LONGEST_LATENCY:
+        raise ValueError("expected a number above 0 with a unit, us or ms, and at most 1000 ms")
+    return found
 
 
 def _parse_size(value: object) -> int | None:
@@ -103,9 +119,9 @@ class _Frozen(BaseModel):
     @field_validator("*")
     @classmethod
     def _countable(cls, value: Any) -> Any:
-        """Whole numbers that neither 64 bits nor, in a quotient, a float would hold are a slip of the pen."""
+        """Numbers beyond 64 bits, whole or not, are a slip of the pen."""
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
-        if any(isinstance(part, int) and abs(part) >= MOST_COUNTED for part in parts):
+        if any(isinstance(part, int | float) and abs(part) >= MOST_COUNTED for part in parts):
             raise ValueError("expected a number below 2^63")
         return value
 
@@ -136,6 +152,8 @@ class Cluster(_Frozen):
         link: auto, namespaces, paced, none (ranks joined unshaped) or real (nodes are machines).
         rate: Mbit/s per node and direction; None is unshaped.  A real link is as fast as it is:
             its rate is only what predictions reckon with.
+        latency: milliseconds that a message between nodes takes one way beyond its bytes at the rate; None
+            adds nothing.  On namespaces it needs the kernel's ``netem``; a paced link waits.
         transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs.
     """
 
@@ -143,6 +161,7 @@ class Cluster(_Frozen):
     ranks_per_node: int = Field(2, ge=1, le=64)
     link: Literal["auto", "namespaces", "paced", "none", "real"] = "auto"
     rate: Annotated[float | None, _written(parse_rate)] = None
+    latency: Annotated[float | None, _written(parse_latency)] = None
     device: Literal["cpu", "cuda"] = "cpu"
     transport: Literal["shm", "gloo", "nccl"] = "shm"
     launcher: Literal["local", "torchrun", "slurm"] = "local"
@@ -272,6 +291,8 @@ class Trial(_Frozen):
         accumulation: micro-batches per optimizer step.
         steps: timed ones of the optimizer, after ``warmup`` untimed ones.
         validate_every: optimizer steps between validations; 0 validates only at the end, None never.
+        control: positive control, which a test of losses must call inferior: ``stale_secondary`` never renews
+            hpZ's copy, so that backward passes compute with the first weights.  No policy offers it.
         memory_limit: bytes that the engine of a rank may hold, without activations and buffers of the
             wire; a trial that would hold more is recorded as a failure, and not run.
     """
@@ -299,6 +320,7 @@ class Trial(_Frozen):
     timeout_seconds: float = Field(600, gt=0, le=_LONGEST_SECONDS)
     measure_quantisation: bool = False
     memory_limit: Annotated[int | None, _written(_parse_size)] = None
+    control: Literal["stale_secondary"] | None = None
 
     @field_validator("strategy")
     @classmethod
@@ -308,16 +330,18 @@ class Trial(_Frozen):
         return value
 
     def canonical(self) -> dict[str, Any]:
-        """The trial as JSON-ready data; ``rate`` is in Mbit/s, ``memory_limit`` in bytes.
+        """The trial as JSON-ready data; ``rate`` is in Mbit/s, ``latency`` in ms, ``memory_limit`` in bytes.
 
         What came to the schema later and is not used is left out: trials from before keep their ids.
         """
         data = self.model_dump(mode="json")
         if self.workload == "train":
             del data["workload"], data["generate"]
-        for name in ("memory_limit", "deepspeed_config"):
+        for name in ("memory_limit", "deepspeed_config", "control"):
             if data[name] is None:
                 del data[name]
+        if data["cluster"]["latency"] is None:
+            del data["cluster"]["latency"]
         data["policy"] = {k: v for k, v in data["policy"].items() if v is not None or k in _FIRST}
         return data
 
@@ -427,7 +451,13 @@ class Trial(_Frozen):
                 f"cluster.rate = {cluster.rate:g} Mbit/s: with cluster.link = 'none' nothing shapes the "
                 "link; expected 'unshaped', or another link"
             )
+        if cluster.link in ("none", "real") and cluster.latency is not None:
+            yield (
+                f"cluster.latency = {cluster.latency:g} ms: nothing adds it to cluster.link = "
+                f"{cluster.link!r}; expected another link, or no latency"
+            )
         yield from self._beyond_workload()
+        yield from self._beside_control()
         if cluster.transport == "nccl" and cluster.device != "cuda":
             yield "cluster.transport = 'nccl': expected cluster.device = 'cuda' with it"
         policy = self.resolved_policy()
@@ -440,6 +470,19 @@ class Trial(_Frozen):
                 f"cluster.device = {cluster.device!r}: strategy {self.strategy!r} carries messages inside "
                 f"{self.host} on the CPU; expected 'cpu'"
             )
+
+    def _beside_control(self) -> Iterator[str]:
+        """A control spoils the copy of hpZ, in our own engine."""
+        policy = self.resolved_policy()
+        if self.control is None:
+            return
+        if policy is None or self.host is not None or not policy.secondary_ranks(self.topology()):
+            yield (
+                f"control = {self.control!r}: strategy {self.strategy!r} keeps no secondary shard; expected "
+                "one with hpZ"
+            )
+        if self.workload != "train":
+            yield f"control = {self.control!r}: expected workload = 'train'"
 
     def _beyond_workload(self) -> Iterator[str]:
         """What only the other workload can do."""

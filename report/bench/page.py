@@ -22,6 +22,7 @@ from harness.records.statistics import Interval, median_interval
 from report import page
 from report.bench.boards import BOARDS, Board
 from report.build import PAGE, Folders, publish
+from report.data import emulation
 from report.data.frames import ReportError, groups
 from report.data.text import NOTHING, listed, number
 from report.draw import drawing, theme
@@ -116,7 +117,8 @@ def _told(found: Interval) -> str:
 def _write(folder: Path, benches: Sequence[Bench]) -> None:
     heading = ("zeropp bench", benches[0].subject)
     headline, drawn, tables = [], [], []
-    for board, data in boards_of(benches):
+    boards = list(boards_of(benches))
+    for board, data in boards:
         for figure, rounds in _drawings(board, data):
             headline.append(figure.alt(rounds))
             drawn.append(registry.write(figure, rounds, folder / "figures"))
@@ -129,6 +131,7 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         heading=heading,
         questions=[],
         headline=headline,
+        emulated=emulation.of_benches(data for _, data in boards),
         facts=_facts(benches),
         warnings=[f"Not in the last run: {name}: {why}." for name, why in benches[-1].missing.items()],
         figures=drawn,

@@ -127,6 +127,8 @@ def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     if trial.strategy == RECIPE:
         changes = _asked(trial) | changes
     said = [told(key, value) for key, value in changes.items() if key not in shared]
+    if trial.control is not None:
+        said.append(f"control: {trial.control.replace('_', ' ')}")
     return f"{name} ({', '.join(said)})" if said else name
 
 

@@ -26,8 +26,8 @@ from report.data.text import plain
 
 # What may differ between trials of one cell: who ran, and which repetition it was.
 _NOT_OF_A_CELL: Final = (
-    "strategy", "policy", "deepspeed_config", "seed", "repeat", "timeout_seconds", "measure_quantisation",
-    "validate_every",
+    "strategy", "policy", "deepspeed_config", "control", "seed", "repeat", "timeout_seconds",
+    "measure_quantisation", "validate_every",
 )  # fmt: skip
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from report.data import footnotes, metrics, published
+from report.data import emulation, footnotes, metrics, published
 from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.metrics import Derived
 from report.data.text import listed, span
@@ -27,7 +27,7 @@ from report.draw.plot import (
 _PANEL_INCHES: Final = 2.35
 KEPT: Final = [
     "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "nodes",
-    "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit",
+    "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
 ]  # fmt: skip
 
 
@@ -309,7 +309,8 @@ def _beside_caption(data: pd.DataFrame) -> str:
         "Speed-up of ZeRO++ over ZeRO-3 by link rate and tokens per rank, beside the numbers printed in the "
         "ZeRO++ blog's figures (June 2023: 18 to 138 B parameters on 24 nodes of 16 V100; TFLOPs per GPU, "
         "rounded to integers there; dots are models, lines their medians). Rates and hardware differ by "
-        f"orders of magnitude: compare shapes, not positions. {common_to(data)}"
+        "orders of magnitude: compare shapes, not positions. "
+        f"{emulation.note(data['link_kind'])}{common_to(data)}"
     )
 
 
@@ -363,7 +364,8 @@ def _parity_caption(data: pd.DataFrame) -> str:
     return (
         "Parity: tokens per second of ZeRO++ on a link of a quarter of the rate over ZeRO-3 on the full one, "
         "paired by repeat (geometric mean, dots are pairs); at 1, ZeRO++ makes up for a four times slower "
-        f"link. Published: TFLOPs per GPU printed in the blog's figure 'bandwidth parity'. {common_to(data)}"
+        "link. Published: TFLOPs per GPU printed in the blog's figure 'bandwidth parity'. "
+        f"{emulation.note(data['link_kind'])}{common_to(data)}"
     )
 
 

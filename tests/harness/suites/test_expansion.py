@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from harness.suites.expansion import MOST_TRIALS, Suite, SuiteError, _fields, differing, load
@@ -466,7 +466,11 @@ COUNTS = [path for path, kind in _fields(Trial) if kind == "leaf"] + ["model.arg
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(COUNTS), st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63)))
+@example(path="policy.max_padding", value=2**63)
+@given(
+    path=st.sampled_from(COUNTS),
+    value=st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63)),
+)
 def test_numbers_that_nothing_counts_are_refused(tmp_path: Path, path: str, value: int) -> None:
     """In every field, beyond 64 bits as beyond a float, with the field's name and what is expected."""
     text = refusal(tmp_path, f"[defaults]\n{path} = {value}\n")
