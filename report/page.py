@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from harness.records.statistics import FEWEST
 from report.data import decoding, emulation, footnotes, metrics, published
 from report.data.contender import BASELINE, NAMES, PROPOSED, order_of
 from report.data.frames import groups
@@ -122,7 +124,14 @@ def headline(derived: Derived) -> list[str]:
         return [f"{counted(len(derived.trials), 'finished trial')}.", why]
     speedups = {str(cell): metrics.speedup(group) for cell, group in ours.groupby("cell", sort=False)}
     best = max(speedups, key=lambda cell: speedups[cell].estimate)
-    sentences = [_speed_sentence(ours[ours["cell"] == best], several=len(speedups) > 1)]
+    shown = ours[ours["cell"] == best]
+    sentences = [_speed_sentence(shown, several=len(speedups) > 1)]
+    if {*shown["id"], *shown["baseline"]} <= derived.disturbed:
+        sentences.insert(
+            0,
+            f"Not to be relied on: in each of the trials behind the following, others had more than "
+            f"{metrics.OTHERS_WITHIN:.0%} of the processors' time.",
+        )
     if len(speedups) > 1:
         estimates = [found.estimate for found in speedups.values()]
         sentences.append(
@@ -140,10 +149,10 @@ def _generation_sentences(derived: Derived) -> list[str]:
         return [f"{counted(table['id'].nunique(), 'finished trial')} of generation."]
     found, told = decoding.speedup(ours), number(3)
     theirs = listed([f"{value:.2f}" for value in published.generation()["speedup"]])
-    interval = "" if math.isnan(found.low) else f" (95 % interval {found.low:.2f} to {found.high:.2f})"
+    interval = f" (95 % interval {found.low:.2f} to {found.high:.2f})" if found.known else ""
     speed = (
-        f"{NAMES[PROPOSED]} decodes {told(ours['tokens_per_second'].median())} tokens per second and rank "
-        f"where {NAMES[BASELINE]} decodes {told(ours['baseline_tokens_per_second'].median())}: "
+        f"{NAMES[PROPOSED]} decodes {told(_middle(ours['tokens_per_second']))} tokens per second and rank "
+        f"where {NAMES[BASELINE]} decodes {told(_middle(ours['baseline_tokens_per_second']))}: "
         f"{found.estimate:.2f} times as many{interval}; the ZeRO++ blog prints {theirs} "
         "for far larger models on 32 GPUs."
     )
@@ -154,22 +163,26 @@ def _generation_sentences(derived: Derived) -> list[str]:
 def _speed_sentence(group: pd.DataFrame, *, several: bool) -> str:
     found = metrics.speedup(group)
     told = number(3)
-    interval = (
-        "one pair, so no interval"
-        if math.isnan(found.low)
-        else (
-            f"{counted(found.n, 'pair')} between {group['speedup'].min():.2f} and "
-            f"{group['speedup'].max():.2f}; Student's 95 % interval {found.low:.2f} to {found.high:.2f}"
-        )
-    )
+    interval = counted(found.n, "pair")
+    if found.n > 1:
+        interval += f" between {group['speedup'].min():.2f} and {group['speedup'].max():.2f}"
+    if found.known:
+        interval += f"; Student's 95 % interval {found.low:.2f} to {found.high:.2f}"
+    else:
+        interval += f", too few for an interval, which takes {FEWEST}"
     rate = group["achieved_mbit"].median()
     achieved = f"; the link achieved {rate:.3g} Mbit/s" if not math.isnan(rate) else ""
     place = f"{'At its best, on' if several else 'On'} {group['where'].iloc[0]}{achieved}"
     return (
-        f"{place}: a step of {group['contender'].iloc[0]} takes {told(group['step_seconds'].median())} s "
-        f"where {NAMES[BASELINE]}'s takes {told(group['baseline_seconds'].median())} s, a speed-up of "
-        f"{found.estimate:.2f} ({interval})."
+        f"{place}: a step of {group['contender'].iloc[0]} takes {told(_middle(group['step_seconds']))} s "
+        f"where {NAMES[BASELINE]}'s takes {told(_middle(group['baseline_seconds']))} s (geometric means of "
+        f"the pairs), a speed-up of {found.estimate:.2f} ({interval})."
     )
+
+
+def _middle(values: pd.Series[float]) -> float:
+    """Geometric mean, so that the ratio of two of paired values is the mean of the pairs' ratios."""
+    return float(np.exp(np.log(values).mean()))
 
 
 def _bytes_sentences(ours: pd.DataFrame) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
 from harness.records.statistics import Interval, paired_ratio_interval
@@ -59,9 +60,17 @@ def generations(frames: Frames) -> pd.DataFrame:
 def speedup(group: pd.DataFrame) -> Interval:
     """Geometric mean of the paired ratios of tokens per second, with its interval.
 
+    Generations of one trial are no samples of their own: the ratio of a trial is the geometric mean of its.
+
     Args:
         group: rows of :func:`generations` of one contender in one cell, with a baseline.
     """
-    by_pair = group.set_index(["seed", "repeat", "step"])
-    ours, base = by_pair["tokens_per_second"], by_pair["baseline_tokens_per_second"]
-    return paired_ratio_interval(ours.to_dict(), base.to_dict())
+    rates = group.set_index(["seed", "repeat"])[["tokens_per_second", "baseline_tokens_per_second"]]
+    means = np.exp(np.log(rates).groupby(level=["seed", "repeat"]).mean())
+    ours, base = (means[name].to_dict() for name in rates)
+    return paired_ratio_interval(ours, base)
+
+
+def of_trials(group: pd.DataFrame) -> pd.Series[float]:
+    """Median tokens per second of each trial's generations."""
+    return group.groupby("id", sort=False)["tokens_per_second"].median()

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import Interval, paired_ratio_interval
+from harness.records.statistics import Interval, crossing, paired_ratio_interval
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.trial import PolicyChanges, Trial
 from report.data.best_step import BITS_PER_MBIT, processor_seconds, schedule_seconds
@@ -237,14 +237,16 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """The rate at which a contender and ZeRO-3 are equally fast, per size of cluster and batch.
 
     Between two neighbouring measured rates whose speed-ups lie on both sides of 1, on the straight
-    line over the logarithm of the rate; NaN where none is crossed.
+    line through their logarithms over the logarithm of the rate; NaN where none is crossed.
 
     Args:
         pairs: from :func:`pairs`.
 
     Returns:
         One row per size and contender that ran at two or more rates: ``break_even_mbit`` (the
-        highest crossing), ``low_mbit`` and ``high_mbit`` (the range measured), ``low_speedup``
+        highest crossing) with the ends of its interval, ``break_even_low_mbit`` and ``_high_mbit`` (infinite
+        beyond the neighbours, NaN for few pairs; :func:`harness.records.statistics.crossing`),
+        ``fewest_pairs`` of a neighbour, ``low_mbit`` and ``high_mbit`` (the range measured), ``low_speedup``
         and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's, with
         spaces between them.
     """
@@ -254,20 +256,32 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     for key, group in groups(measured, keys):
         cells = [of_cell for _, of_cell in groups(group, ["cell"])]
         points = sorted(
-            (float(of_cell["achieved_mbit"].median()), speedup(of_cell).estimate) for of_cell in cells
+            (float(of_cell["achieved_mbit"].median()), _log_speedups(of_cell)) for of_cell in cells
         )
         if len(points) < 2:
             continue
-        crossings = [
-            math.exp(math.log(r0) + (math.log(r1) - math.log(r0)) * (s0 - 1) / (s0 - s1))
-            for (r0, s0), (r1, s1) in pairwise(points)
-            if (s0 - 1) * (s1 - 1) < 0
-        ]
+        (lowest, slow), (highest, fast) = points[0], points[-1]
         records = " ".join(sorted({*group["id"], *group["baseline"]}))
-        ends = (points[0][0], points[-1][0], points[0][1], points[-1][1])
-        rows.append((*key, *ends, max(crossings, default=math.nan), records))
-    names = ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "break_even_mbit", "records"]
+        ends = (lowest, highest, math.exp(np.mean(slow)), math.exp(np.mean(fast)))
+        rows.append((*key, *_highest_crossing(points), *ends, records))
+    names = ["break_even_mbit", "break_even_low_mbit", "break_even_high_mbit", "fewest_pairs"]
+    names += ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "records"]
     return pd.DataFrame(rows, columns=[*keys, *names])
+
+
+def _log_speedups(group: pd.DataFrame) -> list[float]:
+    """Logarithms of the speed-ups of a cell's pairs."""
+    return [float(log) for log in np.log(group.drop_duplicates(["seed", "repeat"])["speedup"])]
+
+
+def _highest_crossing(points: list[tuple[float, list[float]]]) -> tuple[float, float, float, int]:
+    """Rate, ends and fewest pairs of the last neighbours whose speed-ups lie on both sides of 1."""
+    for (r0, left), (r1, right) in reversed(list(pairwise(points))):
+        if np.mean(left) * np.mean(right) < 0:
+            places = crossing(left, right)
+            rates = [r0 * (r1 / r0) ** place if math.isfinite(place) else place for place in places]
+            return rates[0], rates[1], rates[2], min(len(left), len(right))
+    return math.nan, math.nan, math.nan, 0
 
 
 def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
@@ -291,6 +305,17 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     joined = ours.merge(base[columns], on=keys, suffixes=("", "_baseline"))
     joined["parity"] = joined["tokens_per_second"] / joined["tokens_per_second_baseline"]
     return joined.sort_values(["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"], ignore_index=True)
+
+
+def parity_interval(group: pd.DataFrame) -> Interval:
+    """Geometric mean of the pairs' parity, with its interval.
+
+    Args:
+        group: rows of :func:`parity` with one place and rate.
+    """
+    by_pair = group.set_index(["seed", "repeat"])
+    ours, base = by_pair["tokens_per_second"], by_pair["tokens_per_second_baseline"]
+    return paired_ratio_interval(ours.to_dict(), base.to_dict())
 
 
 def cell_without_rate(frames: Frames, identity: str) -> str:

@@ -7,7 +7,10 @@ import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
+from harness.records.statistics import FEWEST
+
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
+FEWEST_IN_WORDS: Final = f"with its 95 % interval from {FEWEST} pairs on"
 _LABEL_CHARACTERS: Final = 48
 
 

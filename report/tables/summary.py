@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.statistics import median_interval
+from harness.records.statistics import FEWEST, median_interval
 from harness.suites import labels
 from report.data import footnotes, metrics
 from report.data.contender import BASELINE, NAMES
@@ -46,7 +46,7 @@ def summary(derived: Derived) -> Table:
     )
     caption = (
         "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
-        "interval, Student's t on their logarithms, so it is wide for few pairs; 'Pairs' has their number "
+        f"interval, Student's t on their logarithms, from {FEWEST} pairs on; 'Pairs' has their number "
         "and the range in which they lie. Share allowed: the best step that schedule, link and processors "
         "allow over the measured one (told apart in Time and processors). Sent: by all ranks between nodes "
         "in training "
@@ -150,7 +150,7 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         row |= {"speedup": found.estimate, "speedup_low": found.low, "speedup_high": found.high}
         row["speedup_told"] = f"{found.estimate:.2f}"
     if len(paired) and first["contender"] != NAMES[BASELINE]:
-        if not math.isnan(found.low):
+        if found.known:
             row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
         lowest, highest = paired["speedup"].min(), paired["speedup"].max()
         row |= {"pairs_lowest": lowest, "pairs_highest": highest}
