@@ -25,10 +25,11 @@ from impl import ops
 from impl.adapters.fsdp2 import InFSDP2
 from impl.comm.observer import Hop
 from impl.plan.geometry import ROOT, Slot
+from impl.plan.policy import Policy
 from impl.unit.unit import Unit
 from impl.zero import Zero
 
-REPEATED: Final = 8  # reductions of the same gradients, of whose sum error feedback bounds the error
+REPEATED: Final = 8  # reductions of the same gradients, where each may come out otherwise
 
 
 class Place(NamedTuple):
@@ -267,6 +268,14 @@ def mean_cosine(products: Sequence[Sequence[float]]) -> float | None:
         if 0 < products[i][i] * products[j][j] < math.inf
     ]
     return math.fsum(pairs) / len(pairs) if pairs else None
+
+
+def outcomes_differ(policy: Policy) -> bool:
+    """Whether reductions of the same gradients come out otherwise each time: by feedback, or random rounding.
+
+    Then the error of their sum is measured too, in which those of single steps may cancel.
+    """
+    return policy.feedback is not None or any(codec.stochastic for codec in policy.gradients)
 
 
 def measured_steps(total: int) -> frozenset[int]:

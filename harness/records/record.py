@@ -174,8 +174,8 @@ class CommunicationError(_Part):
         hop: 0 first; a ring has one a step; None for end to end, and for weights.
         axis: along which the hop goes; empty end to end.
         codec: of the hop's frames, or of weights; empty for gradients end to end.
-        repeated: reductions of the same gradients of whose sum this is the error; more than 1 with error
-            feedback, which carries what one leaves over to the next.
+        repeated: reductions of the same gradients of whose sum this is the error; more than 1 of policies
+            whose error in one step is another in the next: with error feedback, or random rounding.
         cosine: mean over pairs of ranks of the cosine between their gradients; end to end of gradients alone.
     """
 

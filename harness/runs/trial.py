@@ -356,8 +356,8 @@ class _Run:
         self.rank.report(Progress("errors", index, trial.warmup + trial.steps))
         before, self.peak_rss = self._count(), max(self.peak_rss, peak_rss())
         policy, last = trial.resolved_policy(), index == max(measured)
-        carries = policy is not None and policy.feedback is not None
-        for repeated in (1, communication_error.REPEATED) if carries and last else (1,):
+        differ = policy is not None and communication_error.outcomes_differ(policy)
+        for repeated in (1, communication_error.REPEATED) if differ and last else (1,):
             observed = communication_error.Observed()
             random = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
             with strategy.wire.observed(observed), strategy.rehearsing(), random:

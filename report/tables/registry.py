@@ -348,8 +348,9 @@ def sent_error(derived: Derived) -> Table:
         "sum((reduced - mean)^2) / sum(mean^2), the mean being that of all ranks' gradients, sent as they "
         "are in fp32 and added up in fp64. Cosine: between ranks' gradients, mean over all pairs: the less "
         "they agree, the smaller their mean, and the larger the same error of a hop is beside it. With error "
-        "feedback the error of one step includes what earlier ones left over; what it lowers is the error "
-        "of the sum of steps, here of so many reductions of the same gradients. Weights: gathered against "
+        "feedback the error of one step includes what earlier ones left over; what it lowers, as random "
+        "rounding does, is the error of the sum of steps: here of so many reductions of the same gradients, "
+        "which for all others is that of one. Weights: gathered against "
         "fp32 masters. Measured just before the step of that number, in passes that are not timed."
         f"{footnotes.in_words(row['trials_told'] for row in rows)}"
     )
