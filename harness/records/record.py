@@ -24,7 +24,9 @@ SCHEMA_VERSION: Final = 1
 Model = TypeVar("Model", bound=BaseModel)
 Phase = Literal["forward", "backward", "evaluate", "step", "probe"]
 Link = Literal["inter", "intra"]  # between nodes, inside a node
+Communicated = Literal["gradients", "weights", "secondary"]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Squares = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 
 
 class RecordError(Exception):
@@ -141,7 +143,9 @@ class RankRecord(_Part):
 
 
 class QuantisationError(_Part):
-    """Error of one codec on the weights or gradients of one unit.
+    """Error of one codec that was tried on the weights or the reduced gradients of one unit, sending nothing.
+
+    What was really sent erred as :class:`CommunicationError` says.
 
     Attributes:
         vnmse: sum((decoded - x)^2) / sum(x^2).
@@ -153,6 +157,38 @@ class QuantisationError(_Part):
     codec: str
     vnmse: float
     largest: float
+
+
+class CommunicationError(_Part):
+    """Error of what was communicated of one unit in one step: of one hop, or end to end.
+
+    Of a hop: sums over all ranks of (decoded frames - values that were encoded there)^2 and of these values
+    squared, error feedback included.  End to end of gradients: of (reduced - exact mean)^2 and of the exact
+    mean of this step's gradients squared.  Of weights: of (gathered - master)^2 and of masters squared.
+    Both sums are None where the values overflowed.
+
+    Attributes:
+        step: index of the optimizer step, warm-ups included, just before which it was measured.
+        purpose: ``secondary`` are weights that were gathered of hpZ's copy.
+        unit: its name; empty for all units together.
+        hop: 0 first; a ring has one a step; None for end to end, and for weights.
+        axis: along which the hop goes; empty end to end.
+        codec: of the hop's frames, or of weights; empty for gradients end to end.
+        repeated: reductions of the same gradients of whose sum this is the error; more than 1 of policies
+            whose error in one step is another in the next: with error feedback, or random rounding.
+        cosine: mean over pairs of ranks of the cosine between their gradients; end to end of gradients alone.
+    """
+
+    step: int
+    purpose: Communicated
+    unit: str
+    hop: int | None = None
+    axis: str = ""
+    codec: str = ""
+    repeated: int = 1
+    squared_error: _Squares
+    squared_value: _Squares
+    cosine: float | None = None
 
 
 class LinkRecord(_Part):
@@ -244,6 +280,7 @@ class Record(_Part):
     interfaces: list[InterfaceCounters] | None = None
     validations: list[Validation] = []
     quantisation: list[QuantisationError] = []
+    communication_errors: list[CommunicationError] = []
     predicted: Predicted | None = None
     reference_loss: float | None = None
     decoded_sha256: list[str] = []

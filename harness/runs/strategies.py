@@ -8,8 +8,9 @@ same two have a ledger and a prediction, as policies do.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from harness.cluster.rank import Rank
 from harness.errors import Refusal
+from harness.measure import communication_error
 from harness.runs.controls import never_renew_secondary
 from harness.runs.optimizers import local_part, state_bytes, state_bytes_per_element, with_state
 from harness.suites.trial import Optimizer, Trial
@@ -103,6 +105,26 @@ class Strategy:
             if reshard is not None:
                 reshard()
 
+    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
+        """Passes inside leave no trace in weights, gradients, buffers and whatever codecs go by."""
+        return self._rehearsing()
+
+    @contextlib.contextmanager
+    def _rehearsing(self) -> Iterator[None]:
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        yield
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, values in kept:
+                buffer.copy_(values)
+        self.weights_changed()
+
+    def weight_errors(self, step: int) -> communication_error.Found:
+        """Errors of what is gathered now, just before optimizer step ``step``; none where nothing is."""
+        del step
+        return {}
+
     def ledger(self) -> dict[LedgerKey, Sent] | None:
         """Everything this rank has sent so far; None if it was sent outside our wire."""
         return None if self.wire is None else self.wire.ledger.rows()
@@ -159,6 +181,12 @@ class Hosted(Strategy):
     """
 
     joined: InFSDP2 | InDDP
+
+    def weight_errors(self, step: int) -> communication_error.Found:
+        """See :meth:`Strategy.weight_errors`; DDP gathers none."""
+        if isinstance(self.joined, InDDP):
+            return {}
+        return communication_error.of_fsdp2_weights(step, self.model, self.joined)
 
     def clip(self, largest: float) -> float:
         """See :meth:`Strategy.clip`; the sums over FSDP2's shards go through our wire."""
@@ -222,6 +250,14 @@ class Sharded(Strategy):
     def weights_changed(self) -> None:
         """See :meth:`Strategy.weights_changed`."""
         self.engine.weights_changed()
+
+    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`Strategy.rehearsing`."""
+        return self.engine.rehearsing()
+
+    def weight_errors(self, step: int) -> communication_error.Found:
+        """See :meth:`Strategy.weight_errors`."""
+        return communication_error.of_weights(step, self.engine)
 
     def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
         """What ``impl.plan.traffic`` says."""

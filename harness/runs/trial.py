@@ -1,8 +1,9 @@
 """Runs one trial on each rank, and assembles the ranks' outcomes into a record.
 
 Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the
-link, and quantisation errors on a backward pass of its own after everything timed.  A step trains or,
-in workload ``generate``, decodes.  Each rank returns raw values; :func:`assemble` merges them.
+link, and a grid of codecs tried on a backward pass of its own after everything timed; before three of the
+steps, in passes of their own, errors of what is sent.  A step trains or, in workload ``generate``, decodes.
+Each rank returns raw values; :func:`assemble` merges them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from harness.cluster.link import PROBES, Counters, counters, slowest
 from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
+from harness.measure import communication_error
 from harness.measure.cpu_usage import ProcessorMeter, Spent
 from harness.measure.memory_parts import without_training
 from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss, sampling_power
@@ -93,6 +95,7 @@ class Outcome:
     sent: InterfaceCounters | None
     probed: list[float]
     errors: dict[tuple[str, str, str], Squares]
+    communicated: communication_error.Found
     first_loss: FirstLoss
     ran: dict[str, Any]
     units: list[tuple[str, int, int]]
@@ -138,7 +141,9 @@ class _Run:
         self.events: list[Event] = []
         self.validations: list[Validation] = []
         self.train_seconds = 0.0
-        self.evaluated = Counters(0, 0)  # sent by evaluations so far; they belong to no step
+        self.apart = Counters(0, 0)  # sent by evaluations and measurements so far; they belong to no step
+        self.communicated: communication_error.Found = {}
+        self.peak_rss = 0  # before the last measurement, which may have held more
         self.before_training = self._count()
 
     def run(self) -> Outcome:
@@ -169,7 +174,7 @@ class _Run:
         memory = Memory(
             engine=engine,
             formula=formula,
-            peak_rss=peak_rss(),
+            peak_rss=max(self.peak_rss, peak_rss()),
             peak_device=peak_device(self.device),
             copied=_copied(self.strategy.copied(), copied_before),
             copied_formula=_copied(
@@ -201,6 +206,7 @@ class _Run:
             sent=sent,
             probed=probed,
             errors=errors,
+            communicated=self.communicated,
             first_loss=self.first_loss,
             ran=ran,
             units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
@@ -231,6 +237,7 @@ class _Run:
     def _one(self, index: int) -> None:
         """One step of the trial's workload."""
         if self.generator is None:
+            self._measure_communication(index)
             self._step(index)
             return
         self.strategy.weights_changed()
@@ -295,7 +302,7 @@ class _Run:
         self.events.append("changed")
         after = self._count()
         if before is not None and after is not None:
-            self.evaluated += after - before
+            self.apart += after - before
         loss = math.fsum(losses) / len(losses)
         share = Validation(step=step, loss=loss, train_seconds=self.train_seconds, inter_bytes=inter)
         self.validations.append(share)
@@ -315,7 +322,7 @@ class _Run:
         counted = self._count()
         if counted is None or self.before_training is None:
             return None
-        return counted - self.before_training - self.evaluated
+        return counted - self.before_training - self.apart
 
     def _inter_bytes(self) -> int | None:
         """Bytes sent between nodes in training so far: by this rank, or by its node if only the
@@ -337,8 +344,46 @@ class _Run:
         self.rank.report(Progress("probe"))
         return exchange(self.rank, self.assignment.probe_bytes, PROBES, str(self.device))
 
+    def _measure_communication(self, index: int) -> None:
+        """Errors of what step ``index`` is about to send, in passes of its own, which are not timed.
+
+        They leave no trace but these: the next step, and the ledger, are as without them.
+        """
+        trial, strategy = self.trial, self.strategy
+        measured = communication_error.measured_steps(trial.warmup + trial.steps)
+        if strategy.wire is None or not trial.measure_quantisation or index not in measured:
+            return
+        self.rank.report(Progress("errors", index, trial.warmup + trial.steps))
+        before, self.peak_rss = self._count(), max(self.peak_rss, peak_rss())
+        policy, last = trial.resolved_policy(), index == max(measured)
+        differ = policy is not None and communication_error.outcomes_differ(policy)
+        for repeated in (1, communication_error.REPEATED) if differ and last else (1,):
+            observed = communication_error.Observed()
+            random = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+            with strategy.wire.observed(observed), strategy.rehearsing(), random:
+                if repeated == 1:
+                    self.communicated |= strategy.weight_errors(index)
+                for _ in range(repeated):
+                    self._rehearse(index)
+            self.communicated |= communication_error.of_gradients(index, observed, repeated=repeated)
+        self.events.append("changed")
+        forget_peak(self.device)
+        after = self._count()
+        if before is not None and after is not None:
+            self.apart += after - before
+        dist.barrier()  # the step begins on all ranks at once
+
+    def _rehearse(self, index: int) -> None:
+        """The passes of a step, without taking it."""
+        trial, strategy = self.trial, self.strategy
+        for number, micro in enumerate(self.data.step(index)):
+            strategy.begin(last=number == trial.accumulation - 1)
+            for batch in micro:
+                strategy.backward(strategy.model(*batch) / (trial.accumulation * self.data.parts))
+            strategy.finish_backward()
+
     def _quantisation(self) -> dict[tuple[str, str, str], Squares]:
-        """Errors of codecs on this rank's weights and on the gradients of one more backward pass."""
+        """Errors of a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
         zero = self.strategy.zero
         if zero is None or not self.trial.measure_quantisation:
             return {}
@@ -425,6 +470,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "interfaces": [outcome.sent for outcome in outcomes if outcome.sent is not None] or None,
             "validations": [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)],
             "quantisation": errors_of([outcome.errors for outcome in outcomes]),
+            "communication_errors": communication_error.errors_of([o.communicated for o in outcomes]),
             "predicted": predicted,
             "reference_loss": math.fsum(o.first_loss.reference for o in outcomes) / len(outcomes),
             "link": link and link.model_copy(update={"probed_mbit": slowest(rates)}),

@@ -112,8 +112,11 @@ class InDDP(Joined):
         if axes:  # one rank has the whole mean
             strides = [axis.stride for axis in axes]
             mean = yield from replicated(
-                self.wire, axes, codec, how.tag, mean, strides=strides
+                self.wire, axes, codec, how.tag, mean, strides=strides, hop=len(how.hops)
             )  # (padded,) fp32
+        if self.wire.observer is not None:
+            first, end = unit.geometry.received_piece(self.wire.mesh.rank)
+            self.wire.observer.averaged(unit.geometry.name, first, mean[first:end])
         for gradient, slot in unit.back:
             gradient.copy_(mean[slot.offset : slot.end].view(slot.spec.shape))
 

@@ -46,6 +46,10 @@ TOKENS: Final = (
 )  # fmt: skip
 VALIDATIONS: Final = ("id", "step", "loss", "train_seconds", "inter_bytes")
 QUANTISATION: Final = ("id", "purpose", "unit", "codec", "vnmse", "largest")
+COMMUNICATION_ERRORS: Final = (
+    "id", "step", "purpose", "unit", "hop", "axis", "codec", "repeated", "squared_error", "squared_value",
+    "cosine",
+)  # fmt: skip
 LINKS: Final = ("id", "order", "kind", "why", "when", "requested_mbit", "achieved_mbit", "message_bytes")
 FAILURES: Final = (
     "id", "contender", "where", "repeat", "seed", "kind", "message", "log", "strategy", "place", "cell",
@@ -80,7 +84,8 @@ class Frames:
     memory: pd.DataFrame
     tokens: pd.DataFrame  # per rank and decoded token; seconds, and bytes that the rank sent for it
     validations: pd.DataFrame
-    quantisation: pd.DataFrame  # error of a codec on a unit
+    quantisation: pd.DataFrame  # error of a codec that was tried on a unit
+    communication_errors: pd.DataFrame  # of what was sent, by hop and end to end; sums of squares
     links: pd.DataFrame  # one row per measurement, ``when`` calibrated or probed
     failures: pd.DataFrame  # one row per trial without a result
     facts: pd.DataFrame  # machine, code and what ran: one row per pool and distinct value
@@ -144,6 +149,9 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         tokens=_frame(generated, TOKENS, lambda r: _of_ranks(r, "tokens")),
         validations=_frame(finished, VALIDATIONS, lambda r: (v.model_dump() for v in r.validations)),
         quantisation=_frame(finished, QUANTISATION, lambda r: (q.model_dump() for q in r.quantisation)),
+        communication_errors=_frame(
+            finished, COMMUNICATION_ERRORS, lambda r: (e.model_dump() for e in r.communication_errors)
+        ),
         links=_links_frame(ended),
         failures=pd.DataFrame(
             [row | failed[row["id"]] for row in everything if row["id"] in failed], columns=list(FAILURES)

@@ -168,7 +168,7 @@ def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
 
 
 CELLS = {
-    "ablation": 8, "algorithms": 8, "bandwidth": 30, "bits": 13, "block_size": 8, "convergence": 15,
+    "ablation": 8, "algorithms": 14, "bandwidth": 30, "bits": 13, "block_size": 8, "convergence": 15,
     "feedback": 10, "formats": 12, "generation": 9, "hpz_group": 10, "models": 6, "nodes": 14, "offload": 8,
     "paper_scale": 20, "quickstart": 5, "smoke": 3, "stages": 32,
 }  # fmt: skip

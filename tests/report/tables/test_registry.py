@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 from harness.records.record import ProcessorUse, Record
 from harness.suites.labels import PADDED
 from harness.suites.trial import Cluster, Trial
-from report.data import footnotes
+from report.data import communication, footnotes
 from report.data import text as wording
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
@@ -155,18 +155,66 @@ def test_checks_count_ledgers_that_equal_their_prediction() -> None:
     assert table.loc["ZeRO-3", "first_loss_deviation"] >= abs(float(np.mean(steps)) - 5.55) / 5.55 - 1e-12
 
 
-def test_errors_stand_by_block_side_by_side() -> None:
-    """Each integer codec's median error stands under its block size."""
-    records = records_of("block_size", repeats=2)
+def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_contenders() -> None:
+    """Each integer codec's median error stands under its block size, of one contender, whom the caption
+    names; what was sent is elsewhere.
+    """
+    records = records_of("quickstart", repeats=2)
     table = registry.quantisation(derive(frames_of(records)))
-    assert [column.title for column in table.columns] == [
-        "Of", "Codec", "32", "64", "256", "1024", "2048", "shard",
-    ]  # fmt: skip
+    assert [column.title for column in table.columns] == ["Of", "Codec", "64", "256", "1024", "2048", "shard"]
     found = [
-        q.vnmse for r in records for q in r.quantisation if (q.purpose, q.codec) == ("weights", "int8:64")
+        q.vnmse
+        for r in records
+        for q in r.quantisation
+        if (r.trial["strategy"], q.purpose, q.codec) == ("zero3", "weights", "int8:64")
     ]
     row = table.data.set_index(["purpose", "kind"]).loc[("weights", "int8")]
     assert row["64"] == pytest.approx(float(np.median(found)))
+    assert "ZeRO-3 (2x2 ranks" in table.caption
+    assert "Nothing of it is sent" in table.caption
+
+
+@pytest.mark.parametrize("suite", ["quickstart", "algorithms"])
+def test_errors_of_what_was_sent_are_never_put_together(suite: str) -> None:
+    """Every contender of every setting has rows of its own, one a measured step; each hop stands beside the
+    end, and each number is that of its own trials.
+    """
+    records = records_of(suite, repeats=2)
+    derived = derive(frames_of(records))
+    table = registry.sent_error(derived)
+    of_trial = {row["id"]: (row["contender"], row["where"]) for row in derived.trials.to_dict("records")}
+    assert len(table.data) == 2 * len(set(of_trial.values()))
+    for row in table.data.to_dict("records"):
+        mine = [
+            e
+            for r in records
+            if of_trial[r.id] == (row["contender"], row["where"])
+            for e in r.communication_errors
+            if (e.step, e.purpose, e.unit) == (row["step"], "gradients", "")
+        ]
+        ends = [(e.squared_error or 0) / (e.squared_value or 1) for e in mine if e.hop is None]
+        hops = [(e.squared_error or 0) / (e.squared_value or 1) for e in mine if e.hop is not None]
+        assert len(set(ends)) == 1  # it is of one contender in one setting
+        assert row["end_to_end"] == pytest.approx(ends[0])
+        assert (row["smallest_of_a_hop"], row["largest_of_a_hop"]) == pytest.approx((min(hops), max(hops)))
+        for axis in {e.axis for e in mine if e.hop is not None}:
+            assert f"{axis} " in str(row["hops_told"])
+    titles = [column.title for column in table.columns]
+    assert titles.index("End to end") == titles.index("Each hop") + 1
+
+
+def test_the_steps_of_a_ring_are_told_as_a_range() -> None:
+    """Steps of a ring, which share axis and codec, are a range and their number; hops of two axes stand
+    each by itself.
+    """
+    ring = [("world", "int4:64", hop, 0.01 * (hop + 1)) for hop in range(3)]
+    hops = [("local", "int4:64", 0, 0.012), ("node", "int8:64", 1, 0.00034)]
+    columns = ["axis", "codec", "hop", "vnmse"]
+    told = [communication.hops_told(pd.DataFrame(rows, columns=columns)) for rows in (ring, hops)]
+    assert told == [
+        "world int4:64 0.010 to 0.030 in 3 steps",
+        "local int4:64 0.012; node int8:64 0.00034",
+    ]
 
 
 def _printed(table: Table) -> dict[str, dict[str, str]]:
