@@ -9,17 +9,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from harness.records.statistics import median_interval
 from report.data import decoding, published
 from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import Derived
-from report.data.text import FEWEST_IN_WORDS, byte_unit, listed, number
+from report.data.text import FEWEST_IN_WORDS, byte_unit, listed, number, sweeps_in_words
 from report.draw import drawing, theme
 from report.draw.plot import Plot, by_cell, by_contender, common_to, contenders
 
 _KEPT: Final = [
-    "id", "baseline", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "step",
-    "tokens", "sequences", "seconds", "tokens_per_second", "later_tokens_per_second", "first_bytes",
+    "id", "baseline", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat",
+    "step", "tokens", "sequences", "seconds", "tokens_per_second", "later_tokens_per_second", "first_bytes",
     "later_bytes", "baseline_tokens_per_second", "speedup",
 ]  # fmt: skip
 
@@ -39,7 +38,7 @@ def _draw(data: pd.DataFrame) -> Figure:
         drawing.row_names(row[0], [contender for _, contender in contenders(mine)])
         for place, (strategy, _, group) in enumerate(by_contender(mine)):
             colour, speeds = theme.colour(strategy), group["tokens_per_second"]
-            found = median_interval(list(decoding.of_trials(group)))
+            found = decoding.speed(group)
             drawing.interval_bar(row[0], place, found, speeds, colour=colour, text=number(3)(found.estimate))
             _ratio(row[1], group, place, colour)
             for offset, part, alpha in ((-0.16, "first_bytes", 1.0), (0.16, "later_bytes", 0.45)):
@@ -83,7 +82,7 @@ def _caption(data: pd.DataFrame) -> str:
         f"prints for generation in RLHF on 32 GPUs, {listed(told)}. Right: bytes that all ranks sent "
         "between nodes for the first token (full colour) and for each later one (pale), by the ledger. "
         "Gradient codecs (qgZ) change nothing here: nothing is reduced. "
-        f"{common_to(data)}"
+        f"{common_to(data)}{sweeps_in_words(data['sweep'])}"
     )
 
 

@@ -14,7 +14,7 @@ from harness.records.statistics import FEWEST
 from report.data import emulation, footnotes, metrics, published
 from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.metrics import Derived
-from report.data.text import FEWEST_IN_WORDS, listed, span
+from report.data.text import FEWEST_IN_WORDS, listed, span, sweeps_in_words
 from report.draw import drawing, theme
 from report.draw.plot import (
     Plot,
@@ -27,7 +27,7 @@ from report.draw.plot import (
 
 _PANEL_INCHES: Final = 2.35
 KEPT: Final = [
-    "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "nodes",
+    "id", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat", "nodes",
     "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
 ]  # fmt: skip
 
@@ -225,6 +225,7 @@ def _speedup_caption(data: pd.DataFrame) -> str:
         "longest) and a link that carries what the busiest node sent to others at the achieved rate, one "
         f"message after the other{_processors_in_words(data)}; the share is that step over the measured one. "
         f"{_above_in_words(data)}{peers_note(data)}{common_to(data)}{differing_in_words(data)}"
+        f"{sweeps_in_words(data['sweep'])}"
     )
 
 
@@ -369,8 +370,8 @@ def _parity_caption(data: pd.DataFrame) -> str:
     return (
         "Parity: tokens per second of ZeRO++ on a link of a quarter of the rate over ZeRO-3 on the full one, "
         f"paired by repeat (geometric mean, {FEWEST_IN_WORDS}, dots are pairs); at 1, ZeRO++ makes up for a "
-        "four times slower "
-        "link. Published: TFLOPs per GPU printed in the blog's figure 'bandwidth parity'. "
+        f"four times slower link.{sweeps_in_words(data['sweep'])} Published: TFLOPs per GPU printed in the "
+        "blog's figure 'bandwidth parity'. "
         f"{emulation.note(data['link_kind'])}{common_to(data)}"
     )
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.statistics import FEWEST, Interval, median_interval
+from harness.records.statistics import FEWEST, Interval
 from report.data import bytes_and_memory, communication, decoding, footnotes, metrics, published
 from report.data.contender import NAMES
 from report.data.frames import groups
@@ -65,7 +65,7 @@ def generation(derived: Derived) -> Table:
 
 
 def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
-    speed, paired = median_interval(list(decoding.of_trials(mine))), mine.dropna(subset=["baseline"])
+    speed, paired = decoding.speed(mine), mine.dropna(subset=["baseline"])
     row = {
         "where": mine["where"].iloc[0],
         "contender": mine["contender"].iloc[0],
