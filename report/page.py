@@ -50,8 +50,8 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
     apart = [*first, *(table for table in tables if table.name in ("failures", *_LAST))]
     subject = heading(derived)
     return fill(
-        title=f"{' '.join(part for part in subject if part)}: {frames.suite}",
-        kicker=f"Results of suite {frames.suite}",
+        title=f"{' '.join(part for part in subject if part)}: {frames.suite}{_modelled(derived)}",
+        kicker=f"Results of suite {frames.suite}{_modelled(derived)}",
         heading=subject,
         questions=frames.questions,
         headline=headline(derived),
@@ -59,6 +59,7 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
         facts=facts(derived),
         warnings=warnings(derived),
         figures=drawn,
+        note=footnotes.modelled_in_words(derived),
         marked=derived.disturbed,
         missing=[(plot.title, needed(plot.suite)) for plot in missing],
         summary=first,
@@ -130,6 +131,11 @@ def headline(derived: Derived) -> list[str]:
             f"{min(estimates):.2f} and {max(estimates):.2f}."
         )
     return sentences + _bytes_sentences(ours)
+
+
+def _modelled(derived: Derived) -> str:
+    """What follows the suite's name where links were modelled."""
+    return ", on a modelled link" if derived.finished["modelled"].any() else ""
 
 
 def _generation_sentences(derived: Derived) -> list[str]:
@@ -236,12 +242,7 @@ def warnings(derived: Derived) -> list[str]:
             f"Left out: {counted(frames.left_out, 'failure')} of another machine or code, "
             "of which nothing was measured."
         )
-    unequal = ran[ran["predicted_equal"].eq(other=False)]
-    if len(unequal):
-        found.append(
-            f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
-            f"{listed(sorted(unequal['id'])[:6])}."
-        )
+    found += footnotes.bytes_warnings(derived)
     contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
     found += [
         f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
@@ -254,8 +255,12 @@ def warnings(derived: Derived) -> list[str]:
             f"comparison is marked ({footnotes.RATES})."
         )
     found += [
-        said for warn in (footnotes.taken_warning, footnotes.padding_warning) if (said := warn(derived))
+        said
+        for warn in (footnotes.taken_warning, footnotes.padding_warning, footnotes.unsigned_warning)
+        if (said := warn(derived))
     ]
+    if modelled := footnotes.modelled_in_words(derived).strip():
+        found.append(modelled)
     if len(frames.failures):
         found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
     return found

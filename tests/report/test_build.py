@@ -354,3 +354,62 @@ def test_peers_and_unmeasured_links_are_reported(link: Literal["none", "auto"], 
     for told in ("single process", "DDP", "FSDP2", "exact (fp32)", "ZeRO-3", "ZeRO++"):
         assert told in page.text
     assert any("Speed-up over ZeRO-3" in alt for alt in page.all("img", "alt"))
+
+
+def _without_digest(folder: Path) -> None:
+    for path in folder.glob("*.json"):
+        data = json.loads(path.read_text())
+        del data["digest"]
+        path.write_text(json.dumps(data))
+
+
+def test_halved_ledgers_are_marked(tmp_path: Path) -> None:
+    """Of a record whose ledgers were halved, and its digest taken out, the page says that it is neither the
+    prediction nor what the interfaces sent, and counts it out of the checks; with its digest it is refused.
+    """
+    (good, bad, *others) = [
+        record_of(Trial(strategy=name, repeat=repeat, cluster=Cluster(rate="50 Mbit/s")))
+        for name in ("zeropp", "zero3")
+        for repeat in range(2)
+    ]
+    ranks = [
+        rank.model_copy(
+            update={"ledger": [r.model_copy(update={"bytes": r.bytes // 2}) for r in rank.ledger or []]}
+        )
+        for rank in bad.ranks
+    ]
+    for one in (good, bad, *others):
+        path = write(tmp_path, one)
+    halved = bad.model_copy(update={"ranks": ranks})
+    path = tmp_path / f"{bad.id}.json"
+    path.write_text(halved.model_dump_json())
+    with pytest.raises(RecordError, match="edited or damaged since it was written"):
+        build(tmp_path)
+    _without_digest(tmp_path)
+    page = " ".join(_Page(build(tmp_path).read_text()).text.split())
+    assert f"The ledger differs from the prediction in 1 trial: {bad.id}" in page
+    assert f"The interfaces did not send what the ledger holds in 1 trial: {bad.id}" in page
+    assert "Without digest: 4 of 4 records" in page
+    checks = (tmp_path / "tables" / "checks.md").read_text()
+    assert "1 of 2" in checks
+    assert "2 of 2" in checks
+
+
+def test_a_modelled_link_is_called_so(tmp_path: Path) -> None:
+    """Where a pacer stood for the link, title, headline, every caption and every place say "modelled"."""
+
+    def paced(fields: dict[str, Any]) -> None:
+        fields["link"] = fields["link"].model_copy(update={"kind": "paced"})
+        fields["interfaces"] = None
+
+    for name in ("zero3", "zeropp"):
+        write(tmp_path, record_of(Trial(strategy=name, cluster=Cluster(rate="50 Mbit/s")), change=paced))
+    text = build(tmp_path).read_text()
+    assert "modelled link</title>" in text
+    page = " ".join(_Page(text).text.split())
+    assert "ranks, modelled 50 Mbit/s" in page
+    captions = text.count("<figcaption>") + text.count('<p class="caption">')
+    assert captions > 5
+    assert page.count("Modelled: of all trials the link between nodes was a pacer") == captions + 1
+    for path in (tmp_path / "tables").glob("*.md"):
+        assert "Modelled" in path.read_text()
