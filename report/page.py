@@ -124,6 +124,9 @@ def headline(derived: Derived) -> list[str]:
     speedups = {str(cell): metrics.speedup(group) for cell, group in ours.groupby("cell", sort=False)}
     best = max(speedups, key=lambda cell: speedups[cell].estimate)
     sentences = [_speed_sentence(ours[ours["cell"] == best], several=len(speedups) > 1)]
+    over_papers = derived.over_papers[derived.over_papers["id"].isin(ours["id"])]
+    if len(there := over_papers[over_papers["cell"] == best]):
+        sentences.append(_papers_sentence(there))
     if len(speedups) > 1:
         estimates = [found.estimate for found in speedups.values()]
         sentences.append(
@@ -175,6 +178,17 @@ def _speed_sentence(group: pd.DataFrame, *, several: bool) -> str:
         f"{place}: a step of {group['contender'].iloc[0]} takes {told(group['step_seconds'].median())} s "
         f"where {NAMES[BASELINE]}'s takes {told(group['baseline_seconds'].median())} s, a speed-up of "
         f"{found.estimate:.2f} ({interval})."
+    )
+
+
+def _papers_sentence(group: pd.DataFrame) -> str:
+    """The speed-up over the paper's own baseline, beside the one over the best ZeRO-3 that stands before."""
+    found = metrics.speedup(group)
+    interval = "" if math.isnan(found.low) else f" (95 % interval {found.low:.2f} to {found.high:.2f})"
+    return (
+        f"That is over the best {NAMES[BASELINE]}; over the paper's baseline, one flat ring over all ranks, "
+        f"whose step takes {number(3)(group['baseline_seconds'].median())} s, it is "
+        f"{found.estimate:.2f}{interval}."
     )
 
 

@@ -18,7 +18,7 @@ from harness.records.statistics import Interval, paired_ratio_interval
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.trial import PolicyChanges, Trial
 from report.data.best_step import BITS_PER_MBIT, processor_seconds, schedule_seconds
-from report.data.contender import BASELINE, NAMES, PROPOSED
+from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE, PROPOSED
 from report.data.decoding import generations
 from report.data.frames import Frames, groups
 
@@ -161,18 +161,19 @@ def _final_loss(frames: Frames) -> pd.DataFrame:
     return last[["id", *names]].rename(columns=names)
 
 
-def pairs(table: pd.DataFrame) -> pd.DataFrame:
+def pairs(table: pd.DataFrame, baseline: str = BASELINE) -> pd.DataFrame:
     """Pairs of each trial with ZeRO-3's of the same cell, seed and repeat.
 
     Args:
         table: from :func:`trials`.
+        baseline: the strategy, without changes, whose trials take the place of ZeRO-3's.
 
     Returns:
         Columns of ``table`` and ``baseline`` (its id), ``speedup`` (its step seconds over ours),
         ``allowed`` (its step seconds over our best_seconds), ``bytes_ratio`` (our bytes between
         nodes over its, ledger) and ``interface_ratio``.  Trials without a baseline are left out.
     """
-    base = table[(table["strategy"] == BASELINE) & (table["contender"] == NAMES[BASELINE])]
+    base = table[(table["strategy"] == baseline) & (table["contender"] == NAMES[baseline])]
     columns = {"id": "baseline", "step_seconds": "baseline_seconds"}
     columns |= {name: f"baseline_{name}" for name in ("sent_bytes", "interface_bytes")}
     base = base[[*PAIR, *columns]].drop_duplicates(list(PAIR)).rename(columns=columns)
@@ -326,6 +327,7 @@ class Derived:
     frames: Frames
     trials: pd.DataFrame  # of the function of that name, as all below; with a column ``rates_differ``
     pairs: pd.DataFrame
+    over_papers: pd.DataFrame  # pairs with the paper's baseline in the place of ZeRO-3's
     differing: dict[str, float]  # of rates_differ
     generations: pd.DataFrame
 
@@ -349,4 +351,4 @@ def derive(frames: Frames) -> Derived:
     table = trials(frames)
     differing = rates_differ(table)
     table["rates_differ"] = table["cell"].isin(list(differing))
-    return Derived(frames, table, pairs(table), differing, generations(frames))
+    return Derived(frames, table, pairs(table), pairs(table, PAPERS_BASELINE), differing, generations(frames))

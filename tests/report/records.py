@@ -438,6 +438,12 @@ def _quickstart(repeats: Iterable[int]) -> Iterable[Trial]:
     )
 
 
+def _baselines(repeats: Iterable[int]) -> Iterable[Trial]:
+    return (
+        _with(strategy=s, repeat=r) for r, s in product(repeats, ("zero3", "zero3-flat", "hpz", "zeropp"))
+    )
+
+
 def _ablation(repeats: Iterable[int]) -> Iterable[Trial]:
     return (_with(strategy=s, repeat=r, validate_every=0) for r, s in product(repeats, COMBINATIONS))
 
@@ -537,6 +543,7 @@ def _stages(repeats: Iterable[int]) -> Iterable[Trial]:
 
 _SUITES: Final[dict[str, Callable[[Iterable[int]], Iterable[Trial]]]] = {
     "quickstart": _quickstart,
+    "baselines": _baselines,
     "ablation": _ablation,
     "block_size": _block_size,
     "algorithms": _algorithms,

@@ -18,8 +18,9 @@ import pytest
 from harness.records.record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
-from report.data.frames import ReportError
-from report.page import needed
+from report.data.frames import ReportError, frames_of
+from report.data.metrics import derive, speedup
+from report.page import headline, needed
 from tests.report.records import record_of, records_of, taken_by_others
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\input{x}$ |pipe| `tick` {{ 7 * 7 }}"
@@ -148,6 +149,17 @@ def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, t
     text = build(tmp_path).read_text()
     assert f"<title>{title}: titles</title>" in text
     assert " ".join(re.sub("<[^>]*>", "", text[text.index("<h1>") : text.index("</h1>")]).split()) == title
+
+
+def test_the_headline_states_both_speedups() -> None:
+    """Where the paper's baseline ran, the speed-up over it stands beside that over the best ZeRO-3."""
+    derived = derive(frames_of(records_of("baselines")))
+    best, papers, *_ = headline(derived)
+    ours = derived.over_papers[derived.over_papers["strategy"] == "zeropp"]
+    assert "a speed-up of" in best
+    assert papers.startswith("That is over the best ZeRO-3; over the paper's baseline, one flat ring")
+    assert f"it is {speedup(ours).estimate:.2f} (95 % interval" in papers
+    assert not any("baseline" in line for line in headline(derive(frames_of(records_of("quickstart")))))
 
 
 def test_a_changed_codec_is_named_in_the_headline(tmp_path: Path) -> None:

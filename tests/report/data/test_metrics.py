@@ -85,6 +85,19 @@ def test_speedup_pairs_equal_repeats() -> None:
     assert ours["bytes_ratio"].max() == pytest.approx(0.278, abs=0.001)
 
 
+def test_speedups_over_the_papers_baseline_pair_with_its_trials() -> None:
+    """Beside pairs with the best ZeRO-3 stand those with the flat one of the same repeat."""
+    records = records_of("baselines")
+    seconds = {(r.trial["strategy"], r.trial["repeat"]): _step_seconds(r) for r in records}
+    derived = derive(frames_of(records))
+    ours = derived.over_papers[derived.over_papers["strategy"] == "zeropp"]
+    ratios = [seconds["zero3-flat", repeat] / seconds["zeropp", repeat] for repeat in range(3)]
+    assert sorted(ours["speedup"]) == pytest.approx(sorted(ratios))
+    best = derived.pairs[derived.pairs["strategy"] == "zero3-flat"]
+    assert best["bytes_ratio"].min() > 1  # of two nodes' rings one and a half times the shards cross
+    assert derive(frames_of(records_of("quickstart"))).over_papers.empty
+
+
 def test_a_trial_run_again_is_no_second_pair() -> None:
     """Trials that differ in their time limit alone share seed and repeat: the interval counts them once."""
     records = records_of("quickstart")
