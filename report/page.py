@@ -50,8 +50,8 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
     apart = [*first, *(table for table in tables if table.name in ("failures", *_LAST))]
     subject = heading(derived)
     return fill(
-        title=f"{' '.join(part for part in subject if part)}: {frames.suite}",
-        kicker=f"Results of suite {frames.suite}",
+        title=f"{' '.join(part for part in subject if part)}: {frames.suite}{_modelled(derived)}",
+        kicker=f"Results of suite {frames.suite}{_modelled(derived)}",
         heading=subject,
         questions=frames.questions,
         headline=headline(derived),
@@ -59,6 +59,7 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
         facts=facts(derived),
         warnings=warnings(derived),
         figures=drawn,
+        note=footnotes.modelled_in_words(derived),
         marked=derived.disturbed,
         missing=[(plot.title, needed(plot.suite)) for plot in missing],
         summary=first,
@@ -124,6 +125,9 @@ def headline(derived: Derived) -> list[str]:
     best = max(speedups, key=lambda cell: speedups[cell].estimate)
     shown = ours[ours["cell"] == best]
     sentences = [*_not_to_be_relied_on(derived, shown), _speed_sentence(shown, several=len(speedups) > 1)]
+    over_papers = derived.over_papers[derived.over_papers["id"].isin(shown["id"])]
+    if len(over_papers):
+        sentences.append(_papers_sentence(over_papers))
     if len(speedups) > 1:
         estimates = [found.estimate for found in speedups.values()]
         sentences.append(
@@ -144,6 +148,11 @@ def _not_to_be_relied_on(derived: Derived, pairs: pd.DataFrame) -> list[str]:
             f"{metrics.RATES_AGREE_WITHIN:.0%}"
         )
     return [f"The following is not to be relied on: {'; '.join(why)}."] if why else []
+
+
+def _modelled(derived: Derived) -> str:
+    """What follows the suite's name where links were modelled."""
+    return ", on a modelled link" if derived.finished["modelled"].any() else ""
 
 
 def _generation_sentences(derived: Derived) -> list[str]:
@@ -178,7 +187,19 @@ def _speed_sentence(group: pd.DataFrame, *, several: bool) -> str:
     place = f"{'At its best, on' if several else 'On'} {group['where'].iloc[0]}{achieved}"
     return (
         f"{place}: a step of {group['contender'].iloc[0]} takes {told(ours)} s where {NAMES[BASELINE]}'s "
-        f"takes {told(base)} s (geometric means of the pairs), a speed-up of {found.estimate:.2f} ({interval})."
+        f"takes {told(base)} s (geometric means of the pairs), a speed-up of {found.estimate:.2f} "
+        f"({interval})."
+    )
+
+
+def _papers_sentence(group: pd.DataFrame) -> str:
+    """The speed-up over the paper's own baseline, beside the one over the best ZeRO-3 that stands before."""
+    found = metrics.speedup(group)
+    return (
+        f"That is over the best {NAMES[BASELINE]}; over the paper's baseline, one flat ring over all ranks, "
+        f"whose step takes {number(3)(metrics.middle(group, 'baseline_seconds'))} s, it is "
+        f"{found.estimate:.2f} ({counted(found.n, 'pair')}{'; ' if found.known else ', '}"
+        f"{interval_in_words(found)})."
     )
 
 
@@ -246,12 +267,7 @@ def warnings(derived: Derived) -> list[str]:
             f"Left out: {counted(frames.left_out, 'failure')} of another machine or code, "
             "of which nothing was measured."
         )
-    unequal = ran[ran["predicted_equal"].eq(other=False)]
-    if len(unequal):
-        found.append(
-            f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
-            f"{listed(sorted(unequal['id'])[:6])}."
-        )
+    found += footnotes.bytes_warnings(derived)
     contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
     found += [
         f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
@@ -264,8 +280,12 @@ def warnings(derived: Derived) -> list[str]:
             f"comparison is marked ({footnotes.RATES})."
         )
     found += [
-        said for warn in (footnotes.taken_warning, footnotes.padding_warning) if (said := warn(derived))
+        said
+        for warn in (footnotes.taken_warning, footnotes.padding_warning, footnotes.unsigned_warning)
+        if (said := warn(derived))
     ]
+    if modelled := footnotes.modelled_in_words(derived).strip():
+        found.append(modelled)
     if len(frames.failures):
         found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
     return found

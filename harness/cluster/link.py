@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from harness.cluster import namespaces
+from harness.records.checks import HEADER_BYTES
 
 Kind = Literal["auto", "namespaces", "paced", "none", "real"]
 
-HEADER_BYTES: Final = 66  # a TCP packet's on the interface: Ethernet 14, IPv4 20, TCP 20 + 12 of timestamps
 QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks send at once
 REPETITIONS: Final = 5  # of a calibration
 PROBES: Final = 2  # of a probe after a trial

@@ -7,6 +7,7 @@ means; here stands what is not plain from its name.  Times are in seconds.  No t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -257,6 +258,7 @@ class Record(_Part):
         units: name, elements, padded elements of each unit.
         processor_use: of the machine on which all ranks ran; None if they may run on several, if the
             system does not report it, and in older records.
+        digest: of all that the file holds beside it (:func:`digest_of`); None in older records.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -288,6 +290,7 @@ class Record(_Part):
     decoded_sha256: list[str] = []
     power: list[dict[str, float]] | None = None
     processor_use: ProcessorUse | None = None
+    digest: str | None = None
 
     @property
     def padding(self) -> float:
@@ -335,8 +338,22 @@ def write(results: Path, record: Record) -> Path:
         RecordError: if the folder cannot be written.
     """
     target = path_of(results, record.id)
-    write_whole(target, record.model_dump_json(indent=1))
+    write_whole(target, signed(record).model_dump_json(indent=1))
     return target
+
+
+def digest_of(data: dict[str, Any]) -> str:
+    """SHA-256 over a record's JSON-ready content, its digest left out: keys sorted, without spaces."""
+    content = {key: value for key, value in data.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def signed(record: Record) -> Record:
+    """``record`` with the digest of what it holds now.
+
+    It tells of edits and of damage; whoever forges a record can write a digest, too.
+    """
+    return record.model_copy(update={"digest": digest_of(json.loads(record.model_dump_json()))})
 
 
 def write_whole(target: Path, text: str) -> None:
@@ -372,7 +389,8 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
     """Read a file of ``model`` in schema ``version``.
 
     Raises:
-        RecordError: naming the file: not JSON, another schema version, or a missing field.
+        RecordError: naming the file: not JSON, another schema version, a missing field, or other content
+            than its digest is of.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -386,6 +404,11 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
         raise RecordError(
             f"{path}: schema version {data['schema_version']}, this program reads and writes "
             f"{version}; move the folder aside or use the version that wrote it"
+        )
+    if data.get("digest") is not None and data["digest"] != (found := digest_of(data)):
+        raise RecordError(
+            f"{path}: edited or damaged since it was written: its digest is {str(data['digest'])[:12]}, that "
+            f"of its content {found[:12]}; delete the file to run its trial again"
         )
     try:
         return model.model_validate(data)

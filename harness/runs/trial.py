@@ -33,6 +33,7 @@ from harness.measure.reference_loss import (
     as_gathered_by_fsdp2,
     mean_loss,
 )
+from harness.records import checks
 from harness.records.record import (
     InterfaceCounters,
     LedgerRow,
@@ -451,7 +452,8 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 
     Raises:
         TrialError: for a loss that is not finite, one before training that is not a single process's,
-            a ledger that is not the prediction, or generations of one rank that differ.
+            a ledger that is not the prediction, interfaces that did not send what the ledger holds, or
+            generations of one rank that differ.
     """
     _check_losses(outcomes)
     _check_steps(outcomes[0])
@@ -460,11 +462,10 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     predicted = None
     if first.predicted is not None:
         ledgers = [outcome.predicted or [] for outcome in outcomes]
-        for ledger, outcome in zip(ledgers, outcomes, strict=True):
-            _check_ledger(outcome.record.rank, outcome.record.ledger or [], ledger)
-        predicted = Predicted(ledgers=ledgers, equal=True)
+        equal = [outcome.record.ledger for outcome in outcomes] == ledgers
+        predicted = Predicted(ledgers=ledgers, equal=equal)
     link, rates = blank.link, [outcome.probed for outcome in outcomes if outcome.probed]
-    return blank.model_copy(
+    found = blank.model_copy(
         update={
             "ranks": [outcome.record for outcome in outcomes],
             "interfaces": [outcome.sent for outcome in outcomes if outcome.sent is not None] or None,
@@ -482,6 +483,10 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "processor_use": _processor_use([outcome.spent for outcome in outcomes]),
         }
     )
+    for wrong in (checks.unpredicted(found), checks.miscounted(found)):
+        if wrong is not None:
+            raise TrialError(wrong)
+    return found
 
 
 def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
@@ -544,23 +549,3 @@ def _check_decoded(outcomes: Sequence[Outcome]) -> None:
                     f"{digest[:12]}) than generation 0 ({outcome.decoded[0][:12]}) from the same prompt and "
                     "weights"
                 )
-
-
-def _check_ledger(rank: int, found: Sequence[LedgerRow], expected: Sequence[LedgerRow]) -> None:
-    """Check that every ledger row equals the prediction.
-
-    Raises:
-        TrialError: naming the first row that differs, and both numbers.
-    """
-    ours, theirs = ({_key(row): (row.bytes, row.messages) for row in rows} for rows in (found, expected))
-    for key in sorted(ours.keys() | theirs.keys()):
-        sent, predicted = ours.get(key, (0, 0)), theirs.get(key, (0, 0))
-        if sent != predicted:
-            raise TrialError(
-                f"rank {rank} sent {sent[0]} bytes in {sent[1]} messages for {', '.join(filter(None, key))}; "
-                f"predicted are {predicted[0]} bytes in {predicted[1]} messages"
-            )
-
-
-def _key(row: LedgerRow) -> tuple[str, str, str, str, str]:
-    return row.phase, row.purpose, row.unit, row.hop, row.link

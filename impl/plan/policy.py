@@ -444,6 +444,7 @@ PRESETS: Final[dict[str, Policy]] = {
     "zero1": Policy(stage=1),
     "zero2": Policy(stage=2),
     "zero3": Policy(),
+    "zero3-flat": Policy(gather="flat", reduce="ring"),
     "mics": Policy(group="node"),
     "qwz": Policy(weights=_INT8),
     "hpz": Policy(secondary="node"),
@@ -453,7 +454,8 @@ PRESETS: Final[dict[str, Policy]] = {
     "hpz+qgz": Policy(secondary="node", gradients=_INT4),
     "zeropp": Policy(weights=_INT8, secondary="node", gradients=_INT4),
 }
-"""Policies by name: the stages in 16 bits, the baseline ``zero3`` among them, states in a group, then each
+"""Policies by name: the stages in 16 bits, the baseline ``zero3`` among them; ``zero3-flat``, the baseline of
+the ZeRO++ paper, whose collectives are one ring over all ranks, blind to nodes; states in a group; then each
 technique of ZeRO++, every pair, and all three.
 """
 

@@ -126,6 +126,7 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         found.write(folder / "tables")
         tables.append(found)
     text = page.fill(
+        note="",
         title=" ".join(heading),
         kicker="Results of a benchmark",
         heading=heading,

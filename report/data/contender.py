@@ -15,7 +15,8 @@ from impl.deepspeed.recipe import recipe
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 
-BASELINE: Final = "zero3"
+BASELINE: Final = "zero3"  # the strongest that is not quantised
+PAPERS_BASELINE: Final = "zero3-flat"  # of ZeRO++: one ring over all ranks, blind to nodes
 PROPOSED: Final = "zeropp"
 TECHNIQUES: Final = ("qwz", "hpz", "qgz")
 COMBINATIONS: Final = ("zero3", "qwz", "hpz", "qgz", "qwz+hpz", "qwz+qgz", "hpz+qgz", "zeropp")
@@ -36,6 +37,7 @@ NAMES: Final = {
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
     "zero3": "ZeRO-3",
+    "zero3-flat": "flat ZeRO-3",
     "mics": "MiCS",
     "qwz": "qwZ",
     "hpz": "hpZ",

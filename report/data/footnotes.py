@@ -9,7 +9,7 @@ import pandas as pd
 from harness.suites import labels
 from impl.plan.geometry import MUCH_PADDING
 from report.data.metrics import OTHERS_WITHIN, RATES_AGREE_WITHIN, Derived
-from report.data.text import NOTHING, counted
+from report.data.text import NOTHING, counted, listed
 
 RATES = "†"
 TAKEN = "‡"
@@ -102,6 +102,49 @@ def taken_warning(derived: Derived) -> str | None:
         f"During {len(found)} of {counted(len(ran), 'trial')} others had the processors: programs that are "
         f"no ranks, and the machine's host, took more than {OTHERS_WITHIN:.0%} of their time, at most "
         f"{found['taken_share'].max():.0%}; such trials are marked ({TAKEN})."
+    )
+
+
+def modelled_in_words(derived: Derived) -> str:
+    """Caption text where the link of any trial was modelled, after a space; empty for none."""
+    ran = derived.finished
+    paced = int(ran["modelled"].sum())
+    if not paced:
+        return ""
+    which = "all trials" if paced == len(ran) else f"{paced} of {counted(len(ran), 'trial')}"
+    return (
+        f" Modelled: of {which} the link between nodes was a pacer in the process, which holds back what our "
+        "wire sends by its bytes; no network was slow."
+    )
+
+
+def bytes_warnings(derived: Derived) -> list[str]:
+    """Warnings of the page on trials whose bytes on record do not agree with each other."""
+    ran = derived.finished
+    found = []
+    if len(unequal := ran[ran["predicted_equal"].eq(other=False)]):
+        found.append(
+            f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
+            f"{listed(sorted(unequal['id'])[:6])}; what was sent by them is not to be relied on."
+        )
+    if len(wrong := ran[ran["miscounted"].ne("")]):
+        first = wrong.iloc[0]
+        found.append(
+            f"The interfaces did not send what the ledger holds in {counted(len(wrong), 'trial')}: "
+            f"{listed(sorted(wrong['id'])[:6])}; in {first['id']} {first['miscounted']}."
+        )
+    return found
+
+
+def unsigned_warning(derived: Derived) -> str | None:
+    """What the page says of records without a digest of their content."""
+    ran = derived.finished
+    bare = int((~ran["signed"].astype(bool)).sum())
+    if not bare:
+        return None
+    return (
+        f"Without digest: {bare} of {counted(len(ran), 'record')}, from before records had one; whether "
+        "their content was edited is not known."
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 import pandas as pd
 from pydantic import ValidationError
 
+from harness.records import checks
 from harness.records.record import Record, RecordError, read_all
 from harness.suites.trial import Trial
 from report.data.contender import label_of, order_of, shared_changes
@@ -124,7 +125,7 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
     trials = {record.id: _trial(record) for record in records}
     shared = shared_changes(list(trials.values()))
     cells = _cells(trials)
-    everything = [_trial_row(r, trials[r.id], shared) | cells[r.id] for r in records]
+    everything = [_trial_row(r, trials[r.id], shared) | _told_as_modelled(r, cells[r.id]) for r in records]
     ended = [record for record in records if record.failure is None]
     finished = [record for record in ended if trials[record.id].workload == "train"]
     generated = [record for record in ended if trials[record.id].workload == "generate"]
@@ -225,6 +226,19 @@ def _cells(trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
     return found
 
 
+def _told_as_modelled(record: Record, cell: dict[str, str]) -> dict[str, str]:
+    """``cell``, whose description says so where the link between nodes is modelled."""
+    if not _modelled(record):
+        return cell
+    rate = rate_text(record.link.requested_mbit if record.link else None)
+    return cell | {"where": cell["where"].replace(rate, f"modelled {rate}", 1)}
+
+
+def _modelled(record: Record) -> bool:
+    """Whether a pacer in the process stood for the link: there was no network that could be slow."""
+    return record.link is not None and record.link.kind == "paced"
+
+
 def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
     """Rows by equal ``keys``, in the order of first appearance, with the keys' values."""
     first = data.drop_duplicates(keys)[keys].astype(object)
@@ -275,8 +289,11 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "padded": sum(padded for _, _, padded in record.units),
         "padding_share": record.padding,
         "reference_loss": record.reference_loss,
-        "predicted_equal": record.predicted.equal if record.predicted else None,
+        "predicted_equal": checks.unpredicted(record) is None if record.predicted else None,
+        "miscounted": checks.miscounted(record) or "",
+        "signed": record.digest is not None,
         "link_kind": link.kind if link else "",
+        "modelled": _modelled(record),
         "backend": str(record.ran.get("backend", "")),
         "kernels": str(record.ran.get("kernels", "")),
         "kernels_warning": plain(record.ran.get("kernels_warning", ""), 300),
@@ -380,6 +397,7 @@ def _links_frame(records: list[Record]) -> pd.DataFrame:
 def _environment(record: Record) -> dict[str, Any]:
     """Facts of one record under dotted names: machine, code, and algorithms used."""
     facts: dict[str, Any] = {"machine": record.machine, "code": record.code, "ran": record.ran}
+    facts["record"] = {"digest": "none" if record.digest is None else "SHA-256, of this content"}
     if record.link is not None:
         facts["link"] = {"kind": record.link.kind, "why": record.link.why, **record.link.details}
     return _flat(facts)

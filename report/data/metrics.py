@@ -18,7 +18,7 @@ from harness.records.statistics import Interval, crossing, median_interval, pair
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.trial import PolicyChanges, Trial
 from report.data.best_step import BITS_PER_MBIT, processor_seconds, schedule_seconds
-from report.data.contender import BASELINE, NAMES, PROPOSED
+from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE, PROPOSED
 from report.data.decoding import generations
 from report.data.frames import Frames, groups
 
@@ -161,18 +161,19 @@ def _final_loss(frames: Frames) -> pd.DataFrame:
     return last[["id", *names]].rename(columns=names)
 
 
-def pairs(table: pd.DataFrame) -> pd.DataFrame:
+def pairs(table: pd.DataFrame, baseline: str = BASELINE) -> pd.DataFrame:
     """Pairs of each trial with ZeRO-3's of the same cell, seed and repeat.
 
     Args:
         table: from :func:`trials`.
+        baseline: the strategy, without changes, whose trials take the place of ZeRO-3's.
 
     Returns:
         Columns of ``table`` and ``baseline`` (its id), ``speedup`` (its step seconds over ours),
         ``allowed`` (its step seconds over our best_seconds), ``bytes_ratio`` (our bytes between
         nodes over its, ledger) and ``interface_ratio``.  Trials without a baseline are left out.
     """
-    base = table[(table["strategy"] == BASELINE) & (table["contender"] == NAMES[BASELINE])]
+    base = table[(table["strategy"] == baseline) & (table["contender"] == NAMES[baseline])]
     columns = {"id": "baseline", "step_seconds": "baseline_seconds"}
     columns |= {name: f"baseline_{name}" for name in ("sent_bytes", "interface_bytes")}
     base = base[[*PAIR, *columns]].drop_duplicates(list(PAIR)).rename(columns=columns)
@@ -267,8 +268,8 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
         highest crossing) with the ends of its interval, ``break_even_low_mbit`` and ``_high_mbit`` (infinite
         beyond the neighbours, NaN for few pairs; :func:`harness.records.statistics.crossing`),
         ``fewest_pairs``, which both neighbours have, ``low_mbit`` and ``high_mbit`` (the range measured),
-        ``low_speedup`` and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's, with
-        spaces between them.
+        ``low_speedup`` and ``high_speedup`` at its ends, and ``records``, the ids of its trials and
+        ZeRO-3's, with spaces between them.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
     rows: list[tuple[object, ...]] = []
@@ -306,7 +307,7 @@ def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> tuple[float, 
 def _log_speedups(group: pd.DataFrame) -> pd.Series[float]:
     """Logarithms of the speed-ups of a cell's pairs, by seed and repeat."""
     by_pair = group.drop_duplicates(["seed", "repeat"]).set_index(["seed", "repeat"])
-    return np.log(by_pair["speedup"])
+    return by_pair["baseline_seconds"].map(math.log) - by_pair["step_seconds"].map(math.log)
 
 
 def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
@@ -374,6 +375,7 @@ class Derived:
     frames: Frames
     trials: pd.DataFrame  # of the function of that name, as all below; with a column ``rates_differ``
     pairs: pd.DataFrame
+    over_papers: pd.DataFrame  # pairs with the paper's baseline in the place of ZeRO-3's
     differing: dict[str, float]  # of rates_differ
     generations: pd.DataFrame
 
@@ -397,4 +399,4 @@ def derive(frames: Frames) -> Derived:
     table = trials(frames)
     differing = rates_differ(table)
     table["rates_differ"] = table["cell"].isin(list(differing))
-    return Derived(frames, table, pairs(table), differing, generations(frames))
+    return Derived(frames, table, pairs(table), pairs(table, PAPERS_BASELINE), differing, generations(frames))

@@ -22,6 +22,7 @@ RULE: Final = "#c00000"  # what the paper's counting rule gives
 
 COLOURS: Final = {
     "zero3": "#4d4d4d",
+    "zero3-flat": "#9e9e9e",
     "zeropp": "#d55e00",
     "qwz": "#0072b2",
     "hpz": "#009e73",
@@ -50,7 +51,7 @@ COLOURS: Final = {
 MARKERS: Final = {
     "zero3": "o", "zeropp": "D", "qwz": "s", "hpz": "^", "qgz": "v", "qwz+hpz": "P", "qwz+qgz": "X",
     "hpz+qgz": "p", "exact": "h", "fsdp2": "<", "ddp": ">", "single": "*",
-    "recipe": "d", "zero0": "1", "zero1": "2", "zero2": "3", "mics": "8",
+    "recipe": "d", "zero3-flat": "4", "zero0": "1", "zero1": "2", "zero2": "3", "mics": "8",
     "fsdp2+exact": "<", "fsdp2+bf16": "<", "fsdp2+qwz": "<", "fsdp2+qgz": "<", "fsdp2+qwz+qgz": "<",
     "ddp+exact": ">", "ddp+bf16": ">", "ddp+qgz": ">",
 }  # fmt: skip

@@ -257,7 +257,8 @@ def interval_in_words(data: pd.DataFrame) -> str:
     """Caption text on the interval drawn and its number of pairs; few have none."""
     pairs = data.groupby(["cell", "contender"]).size()
     if pairs.max() < FEWEST:
-        return f"of {span(pairs, 'pair')}, so without an interval"
+        told = "one pair" if pairs.max() == 1 else span(pairs, "pair")
+        return f"of {told}, so without an interval"
     few = f"; none of fewer than {FEWEST}" if pairs.min() < FEWEST else ""
     return f"with its 95 % interval (line; Student's t from {span(pairs, 'pair')}{few})"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Final
 
 import pandas as pd
@@ -23,8 +24,9 @@ from report.tables.table import Column, Table, placed
 
 def all_tables(derived: Derived) -> list[Table]:
     """All tables that have rows, in page order."""
+    note = footnotes.modelled_in_words(derived)
     made = [maker(derived) for maker in _MAKERS.values()]
-    return [table for table in made if not table.data.empty]
+    return [replace(table, caption=table.caption + note) for table in made if not table.data.empty]
 
 
 def generation(derived: Derived) -> Table:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from harness.measure.quantisation_error import BITS, BLOCKS
+from harness.records.checks import HEADER_BYTES
 from harness.records.record import (
     CommunicationError,
     Failure,
@@ -30,6 +31,7 @@ from harness.records.record import (
     Step,
     Token,
     Validation,
+    signed,
 )
 from harness.suites.trial import Cluster, Generate, Model, PolicyChanges, Trial
 from impl.codecs.codec import Codec, IntCodec
@@ -105,7 +107,7 @@ def record_of(
         fields |= _results(trial, topology, trial.resolved_policy())
     if change is not None:
         change(fields)
-    return Record(**fields)
+    return signed(Record(**fields))
 
 
 def changed_steps(record: Record, change: Callable[[Step], dict[str, Any]]) -> Record:
@@ -189,7 +191,7 @@ def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[st
             InterfaceCounters(
                 node=node,
                 tx_bytes=int(egress * trial.steps * 1.02),
-                tx_packets=int(egress * trial.steps / 1448),
+                tx_packets=int(0.02 * egress * trial.steps / HEADER_BYTES),
             )
             for node in range(topology.nodes)
         ],
@@ -436,6 +438,12 @@ def _quickstart(repeats: Iterable[int]) -> Iterable[Trial]:
     )
 
 
+def _baselines(repeats: Iterable[int]) -> Iterable[Trial]:
+    return (
+        _with(strategy=s, repeat=r) for r, s in product(repeats, ("zero3", "zero3-flat", "hpz", "zeropp"))
+    )
+
+
 def _ablation(repeats: Iterable[int]) -> Iterable[Trial]:
     return (_with(strategy=s, repeat=r, validate_every=0) for r, s in product(repeats, COMBINATIONS))
 
@@ -535,6 +543,7 @@ def _stages(repeats: Iterable[int]) -> Iterable[Trial]:
 
 _SUITES: Final[dict[str, Callable[[Iterable[int]], Iterable[Trial]]]] = {
     "quickstart": _quickstart,
+    "baselines": _baselines,
     "ablation": _ablation,
     "block_size": _block_size,
     "algorithms": _algorithms,

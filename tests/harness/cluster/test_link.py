@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from harness.cluster import link, namespaces
 from harness.cluster.link import (
-    HEADER_BYTES,
     Link,
     LinkError,
     Pacer,
@@ -32,6 +31,7 @@ from harness.cluster.link import (
     slowest,
 )
 from harness.cluster.processes import Launch, run_ranks
+from harness.records.checks import HEADER_BYTES
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from harness.cluster.link import HEADER_BYTES, Setting, open_link
+from harness.cluster.link import Setting, open_link
 from harness.cluster.processes import Launch, LaunchError, run_ranks
 from harness.measure.cpu_usage import busy
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
-from harness.records.record import LedgerRow, LinkRecord, Record
+from harness.records.checks import HEADER_BYTES
+from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble, run
 from harness.suites.trial import Trial
+from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse
 from impl.plan.policy import PRESETS
 from impl.plan.topology import Topology
@@ -339,6 +341,80 @@ def test_a_ledger_that_is_not_the_prediction_is_no_result(text: str, tmp_path: P
     words = f"rank 2 sent {ledger[0].bytes} bytes .* predicted are {ledger[0].bytes - 1} bytes"
     with pytest.raises(TrialError, match=words):
         assembled(found)
+
+
+def counting(found: list[Outcome], share: float) -> list[Outcome]:
+    """Outcomes whose nodes' interfaces counted ``share`` of ledger and headers."""
+    told = []
+    for outcome in found:
+        sent = None
+        if outcome.record.local == 0:
+            mine = [each.record for each in found if each.record.node == outcome.record.node]
+            booked = sum(training(row) for rank in mine for row in rank.ledger or [])
+            packets = booked // 1448
+            counted = int(share * (booked + HEADER_BYTES * packets))
+            sent = InterfaceCounters(node=outcome.record.node, tx_bytes=counted, tx_packets=packets)
+        told.append(dataclasses.replace(outcome, sent=sent))
+    return told
+
+
+def test_interfaces_that_did_not_send_the_ledger_are_no_result(text: str, tmp_path: Path) -> None:
+    """What the interfaces counted over ledger and headers is within 0.99 to 1.02, or the trial fails and
+    names the numbers; ``equal`` on record is what the rows say.
+    """
+    found = outcomes(trial(text, "zero3", model={"name": "gpt-small"}, validate_every=1), tmp_path / "log")
+    for share in (0.995, 1.0, 1.015):
+        made = assembled(counting(found, share))
+        assert made.interfaces
+        assert made.predicted is not None
+        assert made.predicted.equal
+    for share in (0.5, 0.98, 1.04):
+        with pytest.raises(TrialError, match=rf"node 0's interface sent .*: {share:.2f}.* allowed is 0\.99"):
+            assembled(counting(found, share))
+
+
+def truncating(sequence: int) -> Any:
+    """A model in whose processes, from the second step on, of every message of gradients that gloo carries
+    the first 16 bytes are sent, and the rest are zeros.
+    """
+    from impl.comm import exchanges
+
+    whole = exchanges.point_to_point
+    passes = 0
+
+    def cut(group: Any, kind: Any, received: Any, sent: Any, tag: int) -> Any:
+        if kind != "all_to_all" or passes < 2:
+            return whole(group, kind, received, sent, tag)
+        few = [part.view(group.size, -1)[:, :16].contiguous() for part in (received, sent)]
+        works = whole(group, kind, few[0].view(-1), few[1].view(-1), tag)
+        for work in works:
+            work.wait()
+        received.zero_()
+        received.view(group.size, -1)[:, :16].copy_(few[0])
+        return []
+
+    class Truncating(GPT):
+        def forward(self, tokens: Any, targets: Any) -> Any:
+            nonlocal passes
+            passes += self.training
+            return super().forward(tokens, targets)
+
+    exchanges.point_to_point = cut
+    return Truncating(GPTShape(2, 128, 2), sequence)
+
+
+@pytest.mark.link
+def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
+    """Sixteen bytes of every gradient message sent and the rest zeroed, after the checks before training: the
+    ledger is the prediction, and the interfaces betray it.
+    """
+    one = trial(text, "zero3", model={"name": f"{__name__}:truncating"}, steps=2, warmup=1)
+    with open_link(Setting("namespaces", 2, 1000.0), "abc124") as link:
+        launch = Launch(one.topology(), link.ports, None, 1, 120, tmp_path / "log")
+        found = run_ranks(run, Assignment(one, None, count=True), launch)
+    with pytest.raises(TrialError, match=r"'s interface sent .* bytes in the timed steps, its ledger holds"):
+        assembled(found)
+    assert [outcome.record.ledger for outcome in found] == [outcome.predicted for outcome in found]
 
 
 @pytest.mark.nightly

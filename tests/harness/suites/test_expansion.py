@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from harness.suites.expansion import MOST_TRIALS, Suite, SuiteError, _fields, differing, load
 from harness.suites.trial import RECIPE, STRATEGIES, Trial
 from impl.codecs.codec import parse
+from impl.plan.policy import PRESETS
 
 HEAD = 'name = "q"\nquestion = "?"\n'
 SUITES = Path(__file__).parents[3] / "suites"
@@ -62,7 +64,7 @@ def test_product(tmp_path: Path, policies: list[str], steps: list[int], zipped: 
 def test_interleaving(tmp_path: Path, policies: list[str], repeats: int) -> None:
     """Compared trials stand together in every repeat, and none of them always runs first."""
     found = suite(
-        tmp_path, f"repeats = {repeats}\n[matrix]\ncluster.nodes = [1, 2, 3]\nstrategy = {policies}\n"
+        tmp_path, f"repeats = {repeats}\n[matrix]\ncluster.nodes = [2, 3, 4]\nstrategy = {policies}\n"
     )
     blocks = [found.trials[i : i + len(policies)] for i in range(0, len(found.trials), len(policies))]
     for block in blocks:
@@ -167,10 +169,23 @@ def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
     assert [trial.strategy for trial in qgz.trials] == ["qgz"]
 
 
+def test_the_papers_baseline_keeps_its_flat_rings(tmp_path: Path) -> None:
+    """Hops and chunks for all strategies do not turn it into the best ZeRO-3; the suite says so."""
+    found = suite(
+        tmp_path,
+        '[defaults]\npolicy.chunks = 2\npolicy.reduce = "two_hop"\npolicy.gather = "hierarchical"\n'
+        '[matrix]\nstrategy = ["zero3-flat", "zero3"]\n',
+    )
+    flat, best = sorted(found.trials, key=lambda trial: trial.strategy, reverse=True)
+    assert flat.resolved_policy() == replace(PRESETS["zero3-flat"], align=flat.policy.align)
+    assert best.resolved_policy().chunks == 2  # type: ignore[union-attr]
+    assert sum("does not apply to zero3-flat" in line for line in found.kept) == 3
+
+
 CELLS = {
-    "ablation": 8, "algorithms": 14, "bandwidth": 30, "bits": 13, "block_size": 8, "convergence": 15,
+    "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 13, "block_size": 8, "convergence": 15,
     "feedback": 10, "formats": 12, "generation": 9, "hpz_group": 10, "models": 6, "nodes": 14, "offload": 8,
-    "paper_scale": 20, "quickstart": 5, "smoke": 3, "stages": 32,
+    "paper_scale": 20, "quickstart": 6, "smoke": 3, "stages": 32,
 }  # fmt: skip
 
 

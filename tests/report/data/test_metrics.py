@@ -72,17 +72,30 @@ def test_times_and_bytes_equal_those_recomputed_by_hand() -> None:
 
 def test_speedup_pairs_equal_repeats() -> None:
     """The speed-up is the geometric mean of step ratios within each repeat."""
-    records = records_of("quickstart")
+    records = records_of("quickstart", repeats=6)
     seconds = {(r.trial["strategy"], r.trial["repeat"]): _step_seconds(r) for r in records}
     pairs = derive(frames_of(records)).pairs
     ours = pairs[pairs["strategy"] == "zeropp"]
-    ratios = [seconds["zero3", repeat] / seconds["zeropp", repeat] for repeat in range(3)]
+    ratios = [seconds["zero3", repeat] / seconds["zeropp", repeat] for repeat in range(6)]
     assert sorted(ours["speedup"]) == pytest.approx(sorted(ratios))
     found = metrics.speedup(ours)
     assert found.estimate == pytest.approx(math.exp(statistics.fmean(map(math.log, ratios))))
     assert found.low < found.estimate < found.high
     # A quarter of what is gathered in forward and backward; ZeRO-3 keeps what backward needs first.
     assert ours["bytes_ratio"].max() == pytest.approx(0.278, abs=0.001)
+
+
+def test_speedups_over_the_papers_baseline_pair_with_its_trials() -> None:
+    """Beside pairs with the best ZeRO-3 stand those with the flat one of the same repeat."""
+    records = records_of("baselines")
+    seconds = {(r.trial["strategy"], r.trial["repeat"]): _step_seconds(r) for r in records}
+    derived = derive(frames_of(records))
+    ours = derived.over_papers[derived.over_papers["strategy"] == "zeropp"]
+    ratios = [seconds["zero3-flat", repeat] / seconds["zeropp", repeat] for repeat in range(3)]
+    assert sorted(ours["speedup"]) == pytest.approx(sorted(ratios))
+    best = derived.pairs[derived.pairs["strategy"] == "zero3-flat"]
+    assert best["bytes_ratio"].min() > 1  # of two nodes' rings one and a half times the shards cross
+    assert derive(frames_of(records_of("quickstart"))).over_papers.empty
 
 
 def test_a_trial_run_again_is_no_second_pair() -> None:

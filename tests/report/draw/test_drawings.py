@@ -153,18 +153,18 @@ def test_calibrations_stand_apart_from_probes() -> None:
 
 def test_pairs_are_told_beside_their_interval() -> None:
     """The summary has the number of pairs and their range; the figures' captions name Student's t."""
-    derived = derive(frames_of(records_of("ablation")))
+    derived = derive(frames_of(records_of("ablation", repeats=6)))
     found = tables.summary(derived)
     row = found.data.set_index("contender").loc["ZeRO++"]
     ours = derived.pairs[derived.pairs["strategy"] == "zeropp"]["speedup"]
-    assert row["pairs"] == 3
-    assert row["pairs_told"] == f"3: {ours.min():.2f} to {ours.max():.2f}"
+    assert row["pairs"] == 6
+    assert row["pairs_told"] == f"6: {ours.min():.2f} to {ours.max():.2f}"
     lines = PLOTS["speedup"]
     over_rates = lines.data(derive(frames_of(records_of("bandwidth", repeats=2))))
     assert "intervals are in the Summary table" in lines.caption(over_rates)
     for name in ("speedup", "ablation"):
         figure, data, plot = _drawn(name, derived)
-        assert "Student's t from 3 pairs" in plot.caption(data)
+        assert "Student's t from 6 pairs" in plot.caption(data)
         shown = [float(x) for line in figure.axes[0].lines for x in np.asarray(line.get_xdata())]
         assert set(ours) <= set(shown)
 

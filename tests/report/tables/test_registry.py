@@ -114,6 +114,28 @@ def test_the_summary_equals_what_raw_steps_give() -> None:
         assert found.loc[name, "trials"] == 3
 
 
+def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
+    """Over the best ZeRO-3, and over the flat one, each from its own pairs; elsewhere there is one column."""
+    derived = derive(frames_of(records_of("baselines", repeats=6)))
+    found = registry.summary(derived)
+    titles = [column.title for column in found.columns]
+    both = ["Speed-up over the best ZeRO-3", "over the paper's baseline"]
+    assert [title for title in titles if title in both] == both
+    rows = found.data.set_index("contender")
+    seconds = derived.trials.groupby("contender")["step_seconds"].apply(
+        lambda each: math.exp(np.log(each).mean())
+    )
+    for name in ("ZeRO-3", "hpZ", "ZeRO++"):
+        for column, base in (("speedup", "ZeRO-3"), ("over_papers", "flat ZeRO-3")):
+            assert rows.loc[name, column] == pytest.approx(seconds[base] / seconds[name])
+    assert rows.loc["flat ZeRO-3", "over_papers_told"] == "1.00"
+    assert rows.loc["ZeRO++", "over_papers_told"].startswith(f"{rows.loc['ZeRO++', 'over_papers']:.2f} (")
+    assert "one ring over all ranks" in found.caption
+    alone = registry.summary(derive(frames_of(records_of("quickstart"))))
+    assert not {column.title for column in alone.columns} & set(both)
+    assert "ring" not in alone.caption
+
+
 def test_the_table_of_time_prints_all_shares_and_how_busy_processors_were() -> None:
     """What is allowed stands with processors and by the schedule alone, and busy from raw steps."""
     records = records_of("bandwidth", repeats=1)
