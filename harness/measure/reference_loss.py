@@ -47,15 +47,21 @@ class FirstLoss:
 
 def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
     """Mean loss of ``model`` over ``batches`` in evaluation mode; its mode is restored."""
+    with evaluating(model), torch.no_grad():
+        losses = [float(model(*batch)) for batch in batches]
+    return math.fsum(losses) / len(losses)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` is in evaluation mode; each module's mode is restored."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
-            losses = [float(model(*batch)) for batch in batches]
+        yield
     finally:
         for module, training in modes.items():
             module.training = training
-    return math.fsum(losses) / len(losses)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, get_args
 
 from pydantic import BaseModel, model_validator
 
-from harness.records.record import RecordError, path_of, read_as, write_whole
+from harness.records.record import RecordError, path_of, read_as, signed, write_whole
 
 # 1: a type of its own for every benchmark's samples.  2: one type for all.
 SCHEMA_VERSION: Final = 2
@@ -108,6 +108,7 @@ class Bench(BaseModel, extra="forbid", frozen=True):
     pool: str  # hash of the facts that must agree before two records are pooled
     missing: dict[str, str] = {}  # what is not here and why, by name
     samples: list[Sample]
+    digest: str | None = None  # of all that the file holds beside it; None in older records
 
     @property
     def id(self) -> str:
@@ -123,7 +124,7 @@ def write(folder: Path, bench: Bench) -> Path:
         RecordError: if the folder cannot be written.
     """
     target = path_of(folder, bench.id)
-    write_whole(target, bench.model_dump_json(indent=1))
+    write_whole(target, signed(bench).model_dump_json(indent=1))
     return target
 
 

@@ -129,9 +129,29 @@ class Memory(_Part):
     copied_formula: dict[str, int] = {}
 
 
+class Alone(_Part):
+    """Computation by itself on one rank, while all ranks compute and send nothing.
+
+    One micro-batch forward and backward of the unsharded model, and the optimizer's step of a rank's share of
+    its parameters.
+
+    Attributes:
+        when: before or after the timed steps.
+        cpu_seconds: of all threads in forward and backward.
+        optimizer_cpu_seconds: the same in the optimizer's step.
+    """
+
+    when: Literal["before", "after"]
+    forward: _Seconds
+    backward: _Seconds
+    optimizer: _Seconds
+    cpu_seconds: _Seconds
+    optimizer_cpu_seconds: _Seconds
+
+
 class RankRecord(_Part):
     """Measurements of one rank. ``ledger`` is None for strategies outside our wire; ``steps`` are of
-    training and ``tokens`` of generation, one of them empty.
+    training and ``tokens`` of generation, one of them empty.  ``alone`` is empty in older records.
     """
 
     rank: int
@@ -141,6 +161,20 @@ class RankRecord(_Part):
     ledger: list[LedgerRow] | None
     memory: Memory
     tokens: list[Token] = []
+    alone: list[Alone] = []
+
+
+class GradientCheck(_Part):
+    """The reduced gradient of one unit before training beside a single process's.
+
+    Attributes:
+        elements: that were compared, on all ranks.
+        share: the largest ``|found - expected| / allowed``; the trial is wrong above 1.
+    """
+
+    unit: str
+    elements: int
+    share: float
 
 
 class QuantisationError(_Part):
@@ -285,6 +319,7 @@ class Record(_Part):
     communication_errors: list[CommunicationError] = []
     predicted: Predicted | None = None
     reference_loss: float | None = None
+    first_gradients: list[GradientCheck] = []
     decoded_sha256: list[str] = []
     power: list[dict[str, float]] | None = None
     processor_use: ProcessorUse | None = None
@@ -346,8 +381,8 @@ def digest_of(data: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def signed(record: Record) -> Record:
-    """``record`` with the digest of what it holds now.
+def signed(record: Model) -> Model:
+    """``record``, which has a field for it, with the digest of what it holds now.
 
     It tells of edits and of damage; whoever forges a record can write a digest, too.
     """
@@ -406,7 +441,7 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
     if data.get("digest") is not None and data["digest"] != (found := digest_of(data)):
         raise RecordError(
             f"{path}: edited or damaged since it was written: its digest is {str(data['digest'])[:12]}, that "
-            f"of its content {found[:12]}; delete the file to run its trial again"
+            f"of its content {found[:12]}; delete the file, and run it again"
         )
     try:
         return model.model_validate(data)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from harness.cluster.rank import Rank
 from harness.errors import Refusal
 from harness.measure import communication_error
+from harness.measure.first_gradient import Layout
 from harness.runs.controls import never_renew_secondary
 from harness.runs.optimizers import local_part, state_bytes, state_bytes_per_element, with_state
 from harness.suites.trial import Optimizer, Trial
@@ -82,6 +83,28 @@ class Strategy:
     def reduced(self) -> bool:
         """Whether :meth:`finish_backward` of this micro-batch reduces gradients; not tracked for peers."""
         return True
+
+    @property
+    def loss_scale(self) -> float:
+        """By what :meth:`backward` multiplies losses now."""
+        return 1.0
+
+    def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
+        """The reduced gradient of a layout as far as this rank has it: its first row, and (n, row) fp32."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            whole = self.model.module.named_parameters()
+            return 0, layout.packed({name: parameter.grad for name, parameter in whole})
+        parts = {
+            name: None if parameter.grad is None else local_part(parameter.grad)
+            for name, parameter in self.model.named_parameters()
+        }
+        return dist.get_rank(), layout.part(parts)
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients, and whatever a pass that is not part of the training has left."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.weights_changed()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
         """Clip gradients to a global 2-norm of at most ``clip`` and step; an overflow may skip the step."""
@@ -242,6 +265,27 @@ class Sharded(Strategy):
     def reduced(self) -> bool:
         """See :meth:`Strategy.reduced`."""
         return self._last or self.policy.reduces_each_micro_batch
+
+    @property
+    def loss_scale(self) -> float:
+        """See :meth:`Strategy.loss_scale`."""
+        return self.engine.scaler.scale
+
+    def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
+        """See :meth:`Strategy.mean_gradient`; where micro-batches add up locally, after the last."""
+        (unit,) = (unit for unit in self.engine.units if unit.geometry == layout.geometry)
+        shard = unit.master_shard.mean_gradient()
+        if shard is None:
+            shard = torch.zeros(unit.geometry.shard)
+        return unit.geometry.bounds(self.engine.wire.mesh.rank)[0] // layout.row, shard.view(-1, layout.row)
+
+    def forget_gradients(self) -> None:
+        """See :meth:`Strategy.forget_gradients`; errors that codecs carry, and their noise, begin anew."""
+        self.engine.model.zero_grad()
+        for unit in self.engine.units:
+            unit.reduction.clear_feedback()
+        self.engine.clock.micro_batch = 0
+        self.weights_changed()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
         """See :meth:`Strategy.step`."""

@@ -68,9 +68,11 @@ VOLUME: Final = {
     "gather in backward": "#56b4e9",
     "gradients": "#e69f00",
     "control": "#999999",
+    "padding": "#dddddd",
 }
 SPARED: Final = {
     "sent": "#4d4d4d",
+    "padding": "#dddddd",
     "quantising": "#e69f00",
     "copy": "#009e73",
     "hops": "#cfe8df",

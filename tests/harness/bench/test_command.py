@@ -267,6 +267,9 @@ def test_records_refuse(tmp_path: Path) -> None:
     path = bench_record.write(tmp_path, codecs())
     assert bench_record.holds(tmp_path)
     data = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(data | {"started": "2020-01-01"}), encoding="utf-8")
+    with pytest.raises(RecordError, match="edited or damaged since it was written"):
+        bench_record.read_all(tmp_path)
     path.write_text(json.dumps(data | {"schema_version": 99}), encoding="utf-8")
     with pytest.raises(RecordError, match="schema version 99"):
         bench_record.read_all(tmp_path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse
 from impl.plan.policy import PRESETS
 from impl.plan.topology import Topology
+from report.data.frames import frames_of
+from report.data.metrics import derive
 from tests.harness.cluster.test_processes import local
 
 
@@ -297,6 +301,74 @@ def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Pat
         assert outcome.first_loss.expected != outcome.first_loss.reference
 
 
+@pytest.mark.parametrize("every", [2, 3])
+def test_checks_before_training_shift_no_check_of_order(text: str, tmp_path: Path, every: int) -> None:
+    """Ranks compare the order of their exchanges every few passes, those before training among them, and send
+    what is predicted of it.
+    """
+    one = trial(text, "zero3", policy={"max_padding": 1.0, "order_every": every}, warmup=0, accumulation=1)
+    found = result(one, tmp_path / "log")
+    assert any(row.purpose == "control" for row in found.ranks[0].ledger or [])
+
+
+def test_checks_before_training_are_no_training(text: str, tmp_path: Path) -> None:
+    """What the checks sent is in no count of training: with all steps timed, what was sent up to the last
+    validation is the ledger.
+    """
+    found = result(trial(text, "zeropp", warmup=0, validate_every=0), tmp_path / "log")
+    (last,) = found.validations
+    assert last.inter_bytes == sum(training(row) for rank in found.ranks for row in rank.ledger or [])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policy"),
+    [
+        ("exact", {}),
+        ("zeropp", {"compute": "bf16"}),
+        ("zeropp", {"gradients": "int4:64", "reduce": "ring"}),
+        ("zero2", {"compute": "fp16", "loss_scale": "1024"}),
+        ("mics", {"gradients": "int8:64"}),
+        ("qgz", {"gradients": "int4:128:hadamard32:stochastic", "offload_optimizer": 1.0}),
+        ("qgz", {"gradients": "mxfp4:stochastic", "feedback": "classic:all", "persist_below": 100}),
+        ("fsdp2+qgz", {}),
+        ("ddp+qgz", {}),
+        ("ddp", None),
+        ("fsdp2", None),
+    ],
+)
+def test_reduced_gradients_are_a_single_processs(
+    text: str, tmp_path: Path, strategy: str, policy: dict[str, Any] | None
+) -> None:
+    """Of every unit, each rank's reduced gradient before training is a single process's within the bound that
+    its codecs have together, and not by luck: what is exact is far inside.  Half of it is refused.
+    """
+    given = {} if policy is None else {"policy": {"max_padding": 1e9, **policy}}
+    found = outcomes(trial(text, strategy, accumulation=2, steps=1, warmup=0, **given), tmp_path / "log")
+    record = assembled(found)
+    units = {name for name, _, _ in record.units} or {check.unit for check in record.first_gradients}
+    assert {check.unit for check in record.first_gradients} == units
+    assert all(check.elements > 0 for check in record.first_gradients)
+    assert all(
+        check.share < (0.1 if strategy in ("exact", "ddp", "fsdp2") else 1)
+        for check in record.first_gradients
+    )
+    (worst, *_) = found[1].gradient_errors
+    wrong = dataclasses.replace(worst, share=1.01)
+    found[1] = dataclasses.replace(found[1], gradient_errors=[wrong])
+    with pytest.raises(TrialError, match="before training rank 1's reduced gradient of unit"):
+        assembled(found)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
+def test_truncated_gradients_are_no_result(text: str, tmp_path: Path, strategy: str) -> None:
+    """Sixteen bytes of every gradient message sent from the first on: the ledger is the prediction, and the
+    reduced gradients betray it, on any link.
+    """
+    one = trial(text, strategy, model={"name": f"{__name__}:truncating_at_once"}, steps=1, warmup=0)
+    with pytest.raises(TrialError, match=r"reduced gradient of unit .* differ by more than the codecs allow"):
+        result(one, tmp_path / "log")
+
+
 def dropping(sequence: int) -> Any:
     """A model with dropout and a buffer that training changes."""
     from torch import nn
@@ -373,9 +445,60 @@ def test_interfaces_that_did_not_send_the_ledger_are_no_result(text: str, tmp_pa
             assembled(counting(found, share))
 
 
-def truncating(sequence: int) -> Any:
-    """A model in whose processes, from the second step on, of every message of gradients that gloo carries
-    the first 16 bytes are sent, and the rest are zeros.
+def stalling(sequence: int) -> Any:
+    """A model in whose processes the engine sleeps for half a second in every step."""
+    from harness.runs.strategies import Sharded
+
+    finish = Sharded.finish_backward
+
+    def stalled(self: Sharded) -> None:
+        time.sleep(0.5)
+        finish(self)
+
+    Sharded.finish_backward = stalled  # type: ignore[method-assign]
+    return GPT(GPTShape(2, 64, 2), sequence)
+
+
+def test_an_engine_that_stalls_computes_no_longer(text: str, tmp_path: Path) -> None:
+    """Computation by itself, before and after the timed steps, is on record of every rank; an engine's half
+    second of sleep is in its steps and not in what is allowed.
+    """
+    cluster = {"nodes": 1, "ranks_per_node": 2}
+    one = trial(text, "zero3", model={"name": f"{__name__}:stalling"}, cluster=cluster)
+    found = result(one, tmp_path / "log")
+    for rank in found.ranks:
+        assert [sample.when for sample in rank.alone] == ["before"] * 2 + ["after"] * 2
+        assert all(sample.forward > 0 and sample.backward > 0 for sample in rank.alone)
+        assert all(step.total > 0.5 for step in rank.steps)
+    record = found.model_copy(update={"id": one.id, "trial": one.canonical(), "machine": {"cores": 2}})
+    (row,) = derive(frames_of([record])).trials.to_dict("records")
+    assert row["alone"] is True
+    alone = [[s.forward + s.backward + s.optimizer for s in rank.alone] for rank in found.ranks]
+    slowest = [max(of_sample) for of_sample in zip(*alone, strict=True)]
+    assert row["compute_seconds"] == pytest.approx(statistics.median(slowest))
+    assert row["best_seconds"] == pytest.approx(max(row["compute_seconds"], row["processor_seconds"]))
+    assert row["share"] == pytest.approx(row["best_seconds"] / row["step_seconds"])
+
+
+@pytest.mark.parametrize("strategy", ["single", "zeropp"])
+def test_what_does_not_train_in_shards_has_no_computation_by_itself(
+    text: str, tmp_path: Path, strategy: str
+) -> None:
+    """A single process is that itself; a trial that decodes has other work."""
+    changes = {} if strategy == "single" else {"workload": "generate", "generate": {"prompt": 4, "tokens": 3}}
+    found = result(trial(text, strategy, steps=1, **changes), tmp_path / "log")
+    assert all(rank.alone == [] for rank in found.ranks)
+    assert found.first_gradients == []
+
+
+def truncating_at_once(sequence: int) -> Any:
+    """:func:`truncating` from the first pass on."""
+    return truncating(sequence, after=0)
+
+
+def truncating(sequence: int, after: int = 2) -> Any:
+    """A model in whose processes, after so many forward passes of training, of every message of gradients
+    that gloo carries the first 16 bytes are sent, and the rest are zeros.
     """
     from impl.comm import exchanges
 
@@ -383,7 +506,7 @@ def truncating(sequence: int) -> Any:
     passes = 0
 
     def cut(group: Any, kind: Any, received: Any, sent: Any, tag: int) -> Any:
-        if kind != "all_to_all" or passes < 2:
+        if kind != "all_to_all" or passes < after:
             return whole(group, kind, received, sent, tag)
         few = [part.view(group.size, -1)[:, :16].contiguous() for part in (received, sent)]
         works = whole(group, kind, few[0].view(-1), few[1].view(-1), tag)

@@ -229,8 +229,8 @@ def test_the_size_of_m_is_told_of_every_place() -> None:
     ]
     derived = derive(frames_of([record_of(trial) for trial in trials]))
     _, data, plot = _drawn("volume", derived)
-    padded = derived.trials.drop_duplicates("nodes").set_index("nodes")["padded"]
-    two, four = (f"{2 * padded[nodes] * (nodes - 1) / 1e6:.2f} MB" for nodes in (2, 4))
+    numel = derived.trials.drop_duplicates("nodes").set_index("nodes")["numel"]
+    two, four = (f"{2 * numel[nodes] * (nodes - 1) / 1e6:.2f} MB" for nodes in (2, 4))
     assert two != four
     for told in (f"gpt-small: {two}", f"gpt-small, 2 micro-batches: {two}", f"gpt-small: {four}"):
         assert told in plot.caption(data)

@@ -160,10 +160,20 @@ def test_volume_is_in_units_of_one_gather() -> None:
     """ZeRO-3 sends 3 M less what stays for backward, ZeRO++ a little over 0.75 M, beside the published."""
     records = records_of("ablation", repeats=1)
     table = registry.volume(derive(frames_of(records))).data.set_index("contender")
-    sizes = [padded for _, _, padded in next(one.units for one in records if one.units)]
-    stays = (sizes[0] + sizes[-1]) / sum(sizes)  # the root, and the last block
-    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(3 - stays, abs=1e-4)
-    assert 0.75 < table.loc["ZeRO++", "ledger"] < 0.78
+    units = next(one.units for one in records if one.units)
+    sizes, padded = ([unit[at] for unit in units] for at in (1, 2))
+    assert sum(padded) > sum(sizes)
+    stays, whole = ((of[0] + of[-1]) / sum(sizes) for of in (sizes, padded))  # the root, and the last block
+    pads = sum(padded) / sum(sizes) - 1
+    sent = (3 - stays, 3 * (1 + pads) - whole)
+    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(sent[1], abs=1e-4)
+    assert table.loc["ZeRO-3", "padding"] == pytest.approx(sent[1] - sent[0], abs=1e-4)
+    parts = ["gather in forward", "gather in backward", "gradients", "control"]
+    assert table.loc["ZeRO-3", parts].sum() == pytest.approx(sent[0], abs=1e-4)
+    assert 0.75 < table.loc["ZeRO++", parts].sum() < 0.78
+    assert table.loc["ZeRO++", "segment"] == pytest.approx(
+        table.loc["ZeRO++", "ledger"] * (1 + 66 / 1448), rel=1e-3
+    )
     assert table.loc["ZeRO++", "published"] == 0.75
 
 
