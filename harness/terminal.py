@@ -19,10 +19,16 @@ from harness.measure.memory_parts import on_device, on_host
 from harness.records.record import Record, slowest_seconds
 from harness.runs.forecast import Forecast, gib
 from harness.suites.expansion import Suite, flatten
-from harness.suites.labels import NONE, at, in_words, padded, padded_in_words, told
+from harness.suites.labels import NONE, at, counted, in_words, padded, padded_in_words, told
 
 _TRAINING: Final = ("forward", "backward", "step")  # phases
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
+_MOST_CELLS: Final = 6  # that are named one by one
+_PLANNED: Final = (
+    "between, inside nodes/step: bytes that all ranks send in an optimizer step (or one generation); out of "
+    "a node/step: those of one node to others; on the wire: the time that these take at the link's rate; "
+    "memory/rank: without activations."
+)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -45,13 +51,22 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     rows = sorted(once.values(), key=lambda one: place(one.trial.canonical()))
     repeats = 1 + max(one.trial.repeat for one in found)
     out.print(f"[bold]{escape(suite.name)}[/]: {escape(suite.question)}")
-    merged = f", {suite.merged} cells were the same run as another" if suite.merged else ""
     out.print(
-        f"{len(found)} trials: {len(rows)} cells x {repeats} repeats{merged}. Stated time: {suite.time}."
+        f"{counted(len(found), 'trial')}: {counted(len(rows), 'cell')} x {counted(repeats, 'repeat')}. "
+        f"Stated time: {suite.time}.",
+        markup=False,
     )
+    if suite.merged:
+        more = len(suite.merged) - _MOST_CELLS
+        cells = "; ".join(suite.merged[:_MOST_CELLS]) + (f"; and {more} more" if more > 0 else "")
+        out.print(
+            f"Run once, being the same run as another cell, {len(suite.merged)}: {cells}.",
+            markup=False,
+            soft_wrap=True,
+        )
     other = (str(finding) for one in rows for finding in one.findings if finding.kind != "honoured")
     for line in (*suite.kept, *dict.fromkeys(other)):
-        out.print(escape(line))
+        out.print(escape(line), soft_wrap=True)
     notes = list(dict.fromkeys(why for one in rows for why in _reasons(one)))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     offloading = ("on the host", "to and from it/step") if any(_host_bytes(one) for one in rows) else ()
@@ -76,6 +91,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             _runs(one, notes),
         )
     out.print(table)
+    out.print(_PLANNED, soft_wrap=True)
     _say_padding((one.padding for one in rows), out)
     for number, why in enumerate(notes, 1):
         count = sum(why in _reasons(one) for one in rows)

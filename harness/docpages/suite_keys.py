@@ -41,6 +41,7 @@ _MORE: Final = {
     "policy.weights": "codec",
     "policy.gradients": "codec, or a list of two: inside a node, between nodes",
     "policy.feedback": "`none`, `classic` or `loco`, then `:decay<d>`, `:reset<n>`, `:last`, `:all`, `:bf16`",
+    "cluster.launcher": "`local`, `torchrun`; `slurm` is for predictions only",
     "cluster.rate": "text with kbit/s, Mbit/s or Gbit/s, or `unshaped`",
     "cluster.latency": "text with us or ms: one way, beside the time for the bytes",
     "model.name": f"{', '.join(MODELS)}, or `module:function`",

@@ -148,7 +148,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     topology, policy = trial.topology(), trial.resolved_policy()
     found = Forecast(trial, parameters)
     state = optimizer if isinstance(optimizer, int) else 0
-    memory = _peer_memory(trial.host or trial.strategy, parameters, topology, state)
+    memory: dict[str, int] | None = _peer_memory(trial.host or trial.strategy, parameters, topology, state)
     if policy is not None:
         from harness.runs.optimizers import with_state
         from impl.zero import ZeroError, plan_units
@@ -177,6 +177,8 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
             wire_seconds=None if rate is None else inter * 8 / (rate * 1e6),
             copied=copied,
         )
+    if isinstance(optimizer, str) or memory is None:  # nobody knows what its state is
+        return replace(found, problems=problems)
     if trial.workload == "generate":
         memory = without_training(memory)
     problems += _too_big(trial, host, memory)
@@ -409,7 +411,10 @@ def _check_launcher(trial: Trial) -> str | None:
     if cluster.launcher == "local":
         return None
     if cluster.launcher == "slurm":
-        return "cluster.launcher = 'slurm': not yet; expected 'torchrun', started through srun, or 'local'"
+        return (
+            "cluster.launcher = 'slurm' is for predictions only; expected 'torchrun', started through srun, "
+            "or 'local' to run"
+        )
     import torch.distributed as dist
 
     if dist.is_torchelastic_launched():

@@ -56,6 +56,7 @@ T = TypeVar("T")
 LOGS: Final = "logs"
 LOCK: Final = ".lock"
 SCRATCH: Final = ".scratch"
+INTERRUPTED: Final = "Ctrl-C; not yet run again"
 _CALIBRATION_SECONDS: Final = 120.0
 
 
@@ -258,7 +259,7 @@ class _Sweep:
                 return record(None, None)
             result = assemble(outcomes, record(link, None))
         except KeyboardInterrupt:
-            write(self.results, record(link, Failure(kind="interrupted", message="Ctrl-C", log=None)))
+            write(self.results, record(link, Failure(kind="interrupted", message=INTERRUPTED, log=None)))
             raise
         except LaunchError as error:
             log = None if error.log is None else str(error.log.relative_to(self.results))
@@ -341,7 +342,7 @@ class _Sweep:
             return run_ranks(target, argument, launch, on_progress)
         if trial.cluster.launcher == "torchrun":
             return run_in_place(target, argument, launch)
-        raise Refusal("cluster.launcher = 'slurm' does not exist yet; start 'torchrun' through srun")
+        raise Refusal("cluster.launcher = 'slurm' is for predictions only; start 'torchrun' through srun")
 
     def _record(  # noqa: PLR0917  # the first three are of one trial
         self,

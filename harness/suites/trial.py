@@ -109,8 +109,9 @@ def _written(parse_text: Callable[[object], object]) -> BeforeValidator:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'zeropp'?"`` for a word close to a known one, else nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 class _Frozen(BaseModel):

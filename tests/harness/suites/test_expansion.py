@@ -86,14 +86,18 @@ def test_peers_run_once(tmp_path: Path) -> None:
     """A peer's cells that differ in policy alone are one run, and that is said."""
     found = suite(tmp_path, '[matrix]\nstrategy = ["zero3", "ddp"]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert Counter(trial.strategy for trial in found.trials) == {"zero3": 2, "ddp": 1}
-    assert found.merged == 1
+    assert found.merged == ('strategy = "ddp", policy.weights = "bf16"',)
+    (line,) = found.kept
+    assert line.startswith(
+        'policy.weights ("int8:64", "bf16" of [matrix]) is left out of ddp: there is no policy'
+    )
 
 
 def test_groups_under_two_names_run_once(tmp_path: Path) -> None:
     """On two nodes of two ranks a group of the node is one of 2, and one of 4 is none."""
     found = suite(tmp_path, '[matrix]\nstrategy = ["zero3"]\npolicy.group = ["node", 2, 0, 4]\n')
     assert len(found.trials) == 2
-    assert found.merged == 2
+    assert len(found.merged) == 2
 
 
 def test_what_a_stage_cannot_hold_is_left_out(tmp_path: Path) -> None:
@@ -103,7 +107,7 @@ def test_what_a_stage_cannot_hold_is_left_out(tmp_path: Path) -> None:
         '[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n',
     )
     assert Counter(trial.strategy for trial in found.trials) == {"zero0": 1, "zero2": 2}
-    assert any("does not apply to zero0" in line for line in found.kept)
+    assert any("is left out of zero0: it would make another strategy of" in line for line in found.kept)
 
 
 def resolved(found: Suite) -> list[tuple[str, str, str, object]]:
@@ -130,9 +134,12 @@ def test_a_strategy_stays_what_it_is(tmp_path: Path) -> None:
         ("zeropp", "int6:64", "int4:256", 2),
         ("zeropp", "int8:64", "int4:256", 2),
     ]
-    assert found.merged == 3
+    assert len(found.merged) == 3
+    assert 'strategy = "zero3", policy.weights = "int6:64"' in found.merged
+    assert len(found.kept) == 2, "one line for each key"
     assert any(
-        'policy.weights = "int6:64" of [matrix] does not apply to zero3' in line for line in found.kept
+        'policy.weights ("int8:64", "int6:64" of [matrix]) is left out of exact, zero3, qgz' in line
+        for line in found.kept
     )
     assert not any("zeropp" in line for line in found.kept)
 
@@ -160,7 +167,7 @@ def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
         'policy.secondary = [0, 0, "node", 2]\n',
     )
     assert len(found.trials) == 2
-    assert found.merged == 2
+    assert len(found.merged) == 2
     qgz = suite(
         tmp_path,
         '[matrix]\nstrategy = ["zero3", "qgz"]\n'
@@ -194,7 +201,7 @@ def test_shipped_suites_ask_what_they_say(path: Path) -> None:
     """No shipped suite loses a cell to merging, and none changes what a strategy is by accident."""
     found = load(path)
     assert len({trial.model_copy(update={"repeat": 0}).id for trial in found.trials}) == CELLS[path.stem]
-    assert found.merged == 0
+    assert found.merged == ()
     assert found.kept == ()
 
 
@@ -296,7 +303,16 @@ CASES = {
     ),
     "hpZ group": ("[matrix]\npolicy.secondary = [2, 3]\n", "policy.secondary = 3", "2 nodes x 2 ranks"),
     "hpZ word": ('[defaults]\npolicy.secondary = "nod"\n', '"nod"', "a whole number or 'node'"),
-    "part of a sequence": ("[defaults]\ntokens_per_rank = 100\n", "tokens_per_rank = 100", "sequence = 128"),
+    "part of a sequence": (
+        '[defaults]\ntokens_per_rank = 100\n[matrix]\nstrategy = ["zero3", "ddp"]\n',
+        ": [defaults] tokens_per_rank = 100",
+        "sequence = 128",
+    ),
+    "part of one of two sequences": (
+        "[defaults]\ntokens_per_rank = 128\n[matrix]\nsequence = [64, 1000]\n",
+        "with sequence = 1000: ",
+        "tokens_per_rank = 128: expected a multiple",
+    ),
     "rate without unit": ("[matrix]\ncluster.rate = [50]\n", "[matrix] cluster.rate = 50", "kbit/s, Mbit/s"),
     "rate of unknown unit": ('[defaults]\ncluster.rate = "50 Mb"\n', '"50 Mb"', "Gbit/s"),
     "unequal zip": ("[[zip]]\nseed = [1, 2]\nsteps = [1]\n", "seed has 2, steps has 1", "equal numbers"),
