@@ -114,15 +114,20 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
+def _number(value: object) -> list[float]:
+    return [value] if isinstance(value, int | float) else []
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
     def _countable(cls, value: Any) -> Any:
-        """Numbers beyond 64 bits, whole or not, are a slip of the pen."""
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
-        if any(isinstance(part, int | float) and abs(part) >= MOST_COUNTED for part in parts):
+        """Whole numbers beyond 64 bits, of which a float's field makes a float, are a slip of the pen."""
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        numbers = [part for part in parts if isinstance(part, int)]
+        if any(abs(number) >= MOST_COUNTED for number in [*numbers, *_number(value)]):
             raise ValueError("expected a number below 2^63")
         return value
 
