@@ -69,12 +69,13 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
         out.print(escape(line), soft_wrap=True)
     notes = list(dict.fromkeys(why for one in rows for why in _reasons(one)))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    copies = ("hpZ copy, GiB: frames/16 bits",) if any(one.secondary for one in rows) else ()
     offloading = ("on the host", "to and from it/step") if any(_host_bytes(one) for one in rows) else ()
     for name in varying or ["strategy"]:
         table.add_column(name, overflow="fold")
     for name in (
         "parameters", "between nodes/step", "inside nodes/step", "out of a node/step",
-        "on the wire s/step", "memory/rank", *offloading, "runs here",
+        "on the wire s/step", "memory/rank", *copies, *offloading, "runs here",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for one in rows:
@@ -87,6 +88,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             _size(one.egress),
             NONE if one.wire_seconds is None else f"{one.wire_seconds:.3f}",
             NONE if one.memory is None else gib(sum(on_device(one.memory).values())),
+            *((_either_way(one.secondary),) if copies else ()),
             *((gib(_host_bytes(one)), _size(one.copied)) if offloading else ()),
             _runs(one, notes),
         )
@@ -114,6 +116,11 @@ def _runs(one: Forecast, notes: Sequence[str]) -> str:
     """The last column: "yes", or why not, by number."""
     numbers = ", ".join(str(notes.index(why) + 1) for why in _reasons(one))
     return f"no: {numbers}" if one.problems else f"over its limit: {numbers}" if one.beyond_limit else "yes"
+
+
+def _either_way(secondary: tuple[int, int] | None) -> str:
+    """GiB of hpZ's copy kept as frames and in 16 bits."""
+    return "/".join(f"{size / 2**30:.3g}" for size in secondary) if secondary else NONE
 
 
 def _host_bytes(one: Forecast) -> int:

@@ -24,6 +24,7 @@ _MORE: Final = {
     "policy.stage": "0, 1, 2 or 3: what is sharded",
     "policy.group": "ranks that share one copy of all states, 0 for all, or `node`",
     "policy.secondary": "ranks that share hpZ's copy, 0 for none, or `node`",
+    "policy.secondary_format": "hpZ's copy kept as `frames` that came, or cast to `bf16`, `fp16` or `fp32`",
     "policy.reduce_every": "`micro_batch` adds up in shards, `step` locally; `stage`: as it holds",
     "policy.compute": "`fp32`, `bf16`, `fp16`: of gathered weights and local gradients; masters stay fp32",
     "policy.loss_scale": "`none`, a number, or `dynamic`, then `:from<scale>`, `:window<steps>`",

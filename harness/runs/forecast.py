@@ -71,6 +71,8 @@ class Forecast:
         beyond_limit: how it exceeds its memory limit, so that it will not be run; None if it does not.
         copied: bytes that one rank copies between host and device in one step, both ways; 0 where nothing
             is offloaded.
+        secondary: bytes of hpZ's copy on one rank, kept as frames and in 16 bits, whichever the policy keeps;
+            None where it keeps none.
     """
 
     trial: Trial
@@ -84,6 +86,7 @@ class Forecast:
     problems: tuple[str, ...] = ()
     beyond_limit: str | None = None
     copied: int = 0
+    secondary: tuple[int, int] | None = None
 
     @property
     def padding(self) -> float:
@@ -154,7 +157,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         from impl.zero import ZeroError, plan_units
 
         units: Sequence[UnitGeometry | GroupGeometry]
-        copied = 0
+        copied, secondary = 0, None
         try:
             if trial.host is not None:
                 units, (inter, intra) = _hosted(trial, policy, model)
@@ -165,6 +168,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
                 if isinstance(optimizer, int):
                     memory = with_state(memory, optimizer)
                 copied = _copied(policy, topology, own, trial)
+                secondary = traffic.secondary_either_way(policy, topology, own)
         except (GeometryError, PolicyError, ZeroError) as error:
             return replace(found, problems=(*problems, _unfit(trial, error)))
         rate = trial.cluster.rate
@@ -176,6 +180,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
             egress=inter,
             wire_seconds=None if rate is None else inter * 8 / (rate * 1e6),
             copied=copied,
+            secondary=secondary,
         )
     if isinstance(optimizer, str) or memory is None:  # nobody knows what its state is
         return replace(found, problems=problems)

@@ -503,6 +503,7 @@ def _foreign(trial: Trial) -> Iterator[str]:
             yield path
     for name, foreign in (
         ("secondary", changes.secondary and not base.secondary),
+        ("secondary_format", changes.secondary_format and not base.secondary),
         ("stage", changes.stage not in (None, base.stage)),
         ("group", changes.group and not base.group),
         ("reduce_every", changes.reduce_every == "micro_batch" and base.stage < 2),
@@ -538,6 +539,7 @@ def _run_key(trial: Trial) -> str:
         alike = replace(
             policy,
             secondary=policy.secondary_ranks(topology),
+            secondary_format="frames" if policy.kept == policy.weights else policy.secondary_format,
             group=group if policy.stage > 0 and group < topology.world else 0,
             reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
         )

@@ -214,6 +214,7 @@ class PolicyChanges(_Frozen):
     reduce: Literal["ring", "one_hop", "two_hop"] | None = None
     chunks: int | None = Field(None, ge=1, le=MOST_CHUNKS)
     secondary: int | Literal["node"] | None = None
+    secondary_format: Literal["frames", "fp32", "bf16", "fp16"] | None = None
     feedback: str | None = None
     reduce_every: Literal["stage", "micro_batch", "step"] | None = None
     compute: Literal["fp32", "bf16", "fp16"] | None = None
@@ -238,6 +239,12 @@ class PolicyChanges(_Frozen):
         for text in (value,) if isinstance(value, str) else value or ():
             _TEXT_FORMS[str(info.field_name)](text)
         return value
+
+    @field_validator("secondary_format")
+    @classmethod
+    def _usual(cls, value: str | None) -> str | None:
+        """Every strategy keeps frames: saying so is the same trial, with the same id."""
+        return None if value == "frames" else value
 
     def applied(self, base: Policy) -> Policy:
         """``base`` with these fields in place of its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from impl.codecs.codec import BF16
+from impl.plan import traffic
 from impl.plan.geometry import FROZEN, UnitGeometry
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
@@ -76,14 +78,12 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
         if policy is None or ran.host is not None:
             continue
         topology = ran.topology()
-        units = [
-            UnitGeometry(n, (), padded, topology.world, not n.endswith(FROZEN), policy.group_ranks(topology))
-            for n, _, padded in frames.units[str(trial.id)]
-        ]
+        units = _units(frames, str(trial.id), policy, topology)
         raw_codecs = {"weights": BF16, "gradients": (BF16, BF16), "feedback": None, "chunks": 1}
+        bare = policy.without_secondary()
         ladder = (
-            replace(policy, **raw_codecs, secondary=0, group=0, gather="flat", reduce="ring"),  # type: ignore[arg-type]
-            replace(policy, **raw_codecs, secondary=0),  # type: ignore[arg-type]
+            replace(bare, **raw_codecs, group=0, gather="flat", reduce="ring"),  # type: ignore[arg-type]
+            replace(bare, **raw_codecs),  # type: ignore[arg-type]
             replace(policy, **raw_codecs),  # type: ignore[arg-type]
             policy,
         )
@@ -99,6 +99,24 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
         parts = zip(("hops", "copy", "quantising", "sent", "padding"), (*saved, *left), strict=True)
         rows += [{"id": trial.id, "part": part, "bytes": size} for part, size in parts]
     return _in_m(pd.DataFrame(rows, columns=["id", "part", "bytes"]), table)
+
+
+def _units(frames: Frames, identity: str, policy: Policy, topology: Topology) -> list[UnitGeometry]:
+    """Geometry of a record's units, without their parameters."""
+    return [
+        UnitGeometry(n, (), padded, topology.world, not n.endswith(FROZEN), policy.group_ranks(topology))
+        for n, _, padded in frames.units[identity]
+    ]
+
+
+def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
+    """Bytes of a trial's hpZ copy on one rank kept as frames, and in 16 bits, by formula; NaN without one."""
+    trial = frames.ran[identity]
+    policy, topology = trial.resolved_policy(), trial.topology()
+    if policy is None or trial.host is not None:
+        return math.nan, math.nan
+    found = traffic.secondary_either_way(policy, topology, _units(frames, identity, policy, topology))
+    return found or (math.nan, math.nan)
 
 
 def _sent_between(policy: Policy, topology: Topology, units: list[UnitGeometry], micro_batches: int) -> int:

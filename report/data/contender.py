@@ -54,7 +54,9 @@ _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
 _LIMITS: Final = (
     "prefetch", "max_live", "max_reuse", "persist_below", "persist_most", "reduce_bucket", "largest_unit",
 )  # fmt: skip
-_ALWAYS_TOLD: Final = frozenset({"stage", "group", "weights", "gradients", "secondary", "feedback", "frozen"})
+_ALWAYS_TOLD: Final = frozenset(
+    {"stage", "group", "weights", "gradients", "secondary", "hpZ copy", "feedback", "frozen"}
+)
 
 
 def order_of(strategy: str) -> int:
@@ -91,6 +93,7 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "weights": str(policy.weights),
         "gradients": hops[0] if hops[0] == hops[1] else "/".join(hops),
         "secondary": str(policy.secondary_ranks(topology)),
+        "hpZ copy": policy.secondary_format,
         "gather": policy.gather,
         "reduce": policy.reduce,
         "chunks": str(policy.chunks),

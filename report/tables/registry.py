@@ -274,7 +274,12 @@ def memory(derived: Derived) -> Table:
     found = bytes_and_memory.memory(derived.frames, derived.trials)
     places = ["nodes", "ranks_per_node", "model"]
     rows = [
-        {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(mine)}
+        {
+            "where": f"{nodes}x{ranks} ranks, {model}",
+            "contender": contender,
+            **_memory_row(mine),
+            **_copy_row(derived, mine),
+        }
         for (nodes, ranks, model), group in groups(found.sort_values(places, kind="stable"), places)
         for _, contender, mine in by_contender(group)
     ]
@@ -291,6 +296,11 @@ def memory(derived: Derived) -> Table:
         Column("beyond_mib", "Without formula", number(3)),
         Column("covered_mib", "With formula", number(4)),
         Column("formula_mib", "Formula", number(4)),
+        *(
+            Column(key, title, number(3))
+            for key, title in _COPY.items()
+            if len(data) and data[key].notna().any()
+        ),
         Column("process_peak_rss_mib", "Process peak", number(3)),
         *(
             Column(f"{source}_step_mib", title, number(4))
@@ -309,8 +319,23 @@ def memory(derived: Derived) -> Table:
             if copied
             else ""
         )
+        + (
+            " hpZ's copy: by formula, as the frames that came and in 16 bits, as DeepSpeed and the paper "
+            "keep it, whichever was kept."
+            if any(column.key in _COPY for column in columns)
+            else ""
+        )
     )
     return placed("memory", "Memory per rank", caption, rows, *columns)
+
+
+_COPY: Final = {"copy_frames_mib": "hpZ's copy as frames", "copy_halves_mib": "in 16 bits"}
+
+
+def _copy_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:
+    """MiB of one contender's hpZ copy by formula, in either form; NaN without one."""
+    of_ids = [bytes_and_memory.secondary_either_way(derived.frames, str(one)) for one in mine["id"].unique()]
+    return dict(zip(_COPY, (np.array(of_ids).max(axis=0) / 2**20).tolist(), strict=True))
 
 
 def _memory_row(mine: pd.DataFrame) -> dict[str, float]:

@@ -98,6 +98,18 @@ def test_peers_have_no_policy(trial: Trial) -> None:
     assert trial.resolved_policy() is None
 
 
+def test_frames_are_what_is_kept_unless_said_otherwise() -> None:
+    """Saying that hpZ's copy is of frames changes no id; in 16 bits it is another trial, on record."""
+    plain, said, other = (
+        Trial(policy=PolicyChanges(secondary_format=kept)) for kept in (None, "frames", "bf16")
+    )
+    assert plain.id == said.id != other.id
+    assert Trial.from_canonical(other.canonical()) == other
+    policy = other.resolved_policy()
+    assert policy is not None
+    assert policy.secondary_format == "bf16"
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name: str) -> None:
     """A strategy without changes is its preset."""

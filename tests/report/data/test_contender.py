@@ -33,10 +33,14 @@ def test_every_field_of_a_policy_is_told() -> None:
         "memory": replace(PRESETS["zero3"].memory, prefetch=1),
         "offload": Offload(optimizer=1.0),
     }
-    assert others.keys() | LAYOUT == {field.name for field in fields(Policy)}
+    assert others.keys() | LAYOUT | {"secondary_format"} == {field.name for field in fields(Policy)}
     usual = _fields(PRESETS["zero3"], trial.topology())
     for name, value in others.items():
         assert _fields(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
+    hpz = PRESETS["hpz"]
+    kept = replace(hpz, secondary_format="bf16")
+    assert _fields(kept, trial.topology()) != _fields(hpz, trial.topology())
+    assert label_of(Trial(policy=PolicyChanges(secondary_format="bf16")), {}) == "ZeRO++ (hpZ copy bf16)"
     for limit in fields(MemoryLimits):
         if limit.name != "max_padding":
             memory = replace(PRESETS["zero3"].memory, **{limit.name: 7})

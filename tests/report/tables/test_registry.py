@@ -445,3 +445,17 @@ def test_bytes_of_much_padding_are_marked() -> None:
         (told,) = registry.summary(found).data["sent_told"]
         assert told.endswith(mark or told)
         assert any(f"{PADDED}: more than 5%" in warning for warning in warnings(found)) == bool(mark)
+
+
+def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
+    """Of policies that keep one: as frames, which are what the engine held here, and in 16 bits."""
+    found = registry.memory(derive(frames_of(records_of("quickstart", repeats=1))))
+    both = ["hpZ's copy as frames", "in 16 bits"]
+    assert [column.title for column in found.columns if column.title in both] == both
+    rows = found.data.set_index("contender")
+    assert rows.loc["ZeRO++", "copy_frames_mib"] == pytest.approx(rows.loc["ZeRO++", "engine_secondary_mib"])
+    assert rows.loc["ZeRO++", "copy_halves_mib"] > 1.9 * rows.loc["ZeRO++", "copy_frames_mib"]
+    assert rows.loc["hpZ", "copy_halves_mib"] == rows.loc["hpZ", "copy_frames_mib"]  # 16-bit frames
+    assert math.isnan(rows.loc["ZeRO-3", "copy_frames_mib"])
+    without = [r for r in records_of("quickstart", repeats=1) if r.trial["strategy"] in ("zero3", "qwz")]
+    assert "in 16 bits" not in [c.title for c in registry.memory(derive(frames_of(without))).columns]
