@@ -42,6 +42,7 @@ from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
+from harness.runs import deepspeed
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
@@ -251,6 +252,8 @@ class _Sweep:
             if foreseen.beyond_limit is not None:
                 failure = Failure(kind="memory", message=f"not run: {foreseen.beyond_limit}", log=None)
                 return record(None, failure, parameters=foreseen.parameters or 0)
+        if (why := deepspeed.why_not(trial)) is not None:
+            return record(None, Failure(kind="refused", message=why, log=None, by=deepspeed.DEEPSPEED))
         try:
             link = self._link(_setting(trial), trial, display)
             _check(trial, link)
