@@ -29,7 +29,7 @@ from harness.measure import machine
 from harness.records import bench_record
 from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
 from harness.suites.model_sizes import PRESETS, GPTShape
-from harness.suites.peers import Compute
+from harness.suites.peers import DEEPSPEED, Compute
 from harness.suites.trial import parse_rate
 
 app = typer.Typer(
@@ -171,7 +171,7 @@ def engine(
         )
     if (words := bench_engine.unequal(samples)) is not None:
         _fail(words)
-    versions = {} if why else {deepspeed.DEEPSPEED: deepspeed.version()}
+    versions = {} if why else {DEEPSPEED: deepspeed.version()}
     setting = {"names": list(ran), "model": model, "compute": kinds, "seconds": seconds}
     run.finish(samples, {**setting, "places": places, "peers": versions}, missing)
 

@@ -42,9 +42,10 @@ LOSS_TOLERANCE: Final[dict[Compute, float]] = {"fp32": 1e-3, "bf16": 2e-2}
 of AdamW's steps, far below what a lost or doubled gradient does (docs/reference/metrics.md)."""
 
 ALONE: Final = "alone"  # computes, and sends nothing
+_CARRIED: Final[dict[str, Transport]] = {"-gloo": "backend", "": "shm"}
 OURS: Final[dict[str, tuple[str, Transport]]] = {
     f"{policy}{suffix}": (policy, transport)
-    for suffix, transport in (("-gloo", "backend"), ("", "shm"))
+    for suffix, transport in _CARRIED.items()
     for policy in ("exact", "zero3", "zeropp")
 }
 """Preset and transport by the name of the run, those on the peers' own transport first."""

@@ -44,7 +44,7 @@ def _in_ddp(peer: Peer, model: nn.Module, device: torch.device) -> nn.Module:
     return ddp
 
 
-def _compress(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _compress(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """DDP's own ``bf16_compress_hook``, which it refuses without NCCL by its name, though gloo sums bf16."""
     return default_hooks.bf16_compress_hook(group, bucket)  # type: ignore[arg-type]
 

@@ -24,7 +24,7 @@ from harness.measure.first_gradient import Layout
 from harness.runs import deepspeed, peers
 from harness.runs.controls import never_renew_secondary
 from harness.runs.optimizers import built, local_part, state_bytes, state_bytes_per_element, with_state
-from harness.suites.peers import PEERS, Compute
+from harness.suites.peers import DEEPSPEED, PEERS, Compute
 from harness.suites.trial import Optimizer, Trial
 from impl.adapters.ddp import InDDP
 from impl.adapters.fsdp2 import InFSDP2
@@ -436,7 +436,7 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     """
     policy = trial.resolved_policy()
     if policy is None:
-        if PEERS[trial.strategy].family == deepspeed.DEEPSPEED:
+        if PEERS[trial.strategy].family == DEEPSPEED:
             return _by_deepspeed(trial, model, device)
         return peer(trial.strategy, model, device, trial.peer.compute)
     wire = wire_of(trial, rank, device)

@@ -47,6 +47,7 @@ from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.trial import run as run_trial
+from harness.suites.peers import DEEPSPEED
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.topology import Topology
@@ -253,7 +254,7 @@ class _Sweep:
                 failure = Failure(kind="memory", message=f"not run: {foreseen.beyond_limit}", log=None)
                 return record(None, failure, parameters=foreseen.parameters or 0)
         if (why := deepspeed.why_not(trial)) is not None:
-            return record(None, Failure(kind="refused", message=why, log=None, by=deepspeed.DEEPSPEED))
+            return record(None, Failure(kind="refused", message=why, log=None, by=DEEPSPEED))
         try:
             link = self._link(_setting(trial), trial, display)
             _check(trial, link)
