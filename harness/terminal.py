@@ -20,6 +20,7 @@ from harness.records.record import Record, slowest_seconds
 from harness.runs.forecast import Forecast, gib
 from harness.suites.expansion import Suite, flatten
 from harness.suites.labels import NONE, at, counted, in_words, padded, padded_in_words, told
+from harness.suites.peers import PEERS
 
 _TRAINING: Final = ("forward", "backward", "step")  # phases
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
@@ -65,7 +66,9 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             soft_wrap=True,
         )
     other = (str(finding) for one in rows for finding in one.findings if finding.kind != "honoured")
-    for line in (*suite.kept, *dict.fromkeys(other)):
+    peers = dict.fromkeys(one.trial.strategy for one in rows if one.trial.strategy in PEERS)
+    said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
+    for line in (*suite.kept, *said, *dict.fromkeys(other)):
         out.print(escape(line), soft_wrap=True)
     notes = list(dict.fromkeys(why for one in rows for why in _reasons(one)))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
@@ -97,7 +100,8 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     _say_padding((one.padding for one in rows), out)
     for number, why in enumerate(notes, 1):
         count = sum(why in _reasons(one) for one in rows)
-        what = "over its limit" if any(one.beyond_limit == why for one in rows) else "cannot run here"
+        what = next((_outcome(one) for one in rows if why in _reasons(one)), "")
+        what = "cannot run here" if what == "no" else what
         out.print(f"{number}: {what} ({count} of {len(rows)} cells): {escape(one_line(why))}", soft_wrap=True)
 
 
@@ -109,13 +113,20 @@ def _say_padding(shares: Iterable[float], out: Console) -> None:
 
 def _reasons(one: Forecast) -> tuple[str, ...]:
     """Why a cell cannot run here or, where it can, why it will be a failure on record."""
-    return one.problems or ((one.beyond_limit,) if one.beyond_limit else ())
+    return one.problems or tuple(why for why in (one.beyond_limit, one.refusal) if why)
+
+
+def _outcome(one: Forecast) -> str:
+    """What comes of a cell in a word: "yes" if it can run."""
+    if one.problems:
+        return "no"
+    return "over its limit" if one.beyond_limit else "refused" if one.refusal else "yes"
 
 
 def _runs(one: Forecast, notes: Sequence[str]) -> str:
     """The last column: "yes", or why not, by number."""
     numbers = ", ".join(str(notes.index(why) + 1) for why in _reasons(one))
-    return f"no: {numbers}" if one.problems else f"over its limit: {numbers}" if one.beyond_limit else "yes"
+    return f"{_outcome(one)}: {numbers}" if numbers else _outcome(one)
 
 
 def _either_way(secondary: tuple[int, int] | None) -> str:

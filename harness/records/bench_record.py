@@ -68,6 +68,11 @@ class Sample(BaseModel, extra="forbid", frozen=True):
         """Nodes, ranks of each, and the rate of the link between nodes in Mbit/s; None is unshaped."""
         return tuple(self.names.get(name) for name in ("nodes", "ranks_per_node", "rate_mbit"))
 
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """The place, the model and the type computed in: what contenders have in common."""
+        return (*self.place, self.names.get("model"), self.names.get("compute", "fp32"))
+
 
 def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
     """All ranks' samples as one: of every round the slowest rank's seconds, of every step the mean loss,

@@ -274,12 +274,14 @@ class Predicted(_Part):
 
 class Failure(_Part):
     """Why a trial has no result. ``kind``: refused, crashed, timeout, memory (also a trial over its memory
-    limit, which was not run), interrupted, or wrong: it ran, and a check of its results failed.
+    limit, which was not run), interrupted, or wrong: it ran, and a check of its results failed.  ``by`` is
+    the peer's library that, as was known before, is not here or cannot do what was asked; else None.
     """
 
     kind: str
     message: str
     log: str | None
+    by: str | None = None
 
 
 class Record(_Part):
@@ -346,8 +348,10 @@ class Record(_Part):
 
     @property
     def answers(self) -> bool:
-        """True if it answers the suite's question: it has a result, or its memory limit allows none."""
-        if self.failure is None:
+        """True if it answers the suite's question: it has a result, or its memory limit allows none, or it is
+        known that a peer's library has none.
+        """
+        if self.failure is None or self.failure.by is not None:
             return True
         foreseen = self.failure.kind == "memory" and not self.ranks and self.failure.log is None
         return foreseen and self.trial.get("memory_limit") is not None

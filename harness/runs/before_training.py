@@ -23,15 +23,18 @@ from harness.measure.first_gradient import (
 )
 from harness.measure.reference_loss import (
     as_computed,
+    as_computed_by,
     as_gathered,
     as_gathered_by_fsdp2,
     evaluating,
     mean_loss,
 )
 from harness.runs.strategies import Strategy
+from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
 from harness.workloads.data import Data
 from impl.adapters.joined import fsdp2_groups
+from impl.codecs.codec import Dtype
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event
@@ -73,12 +76,14 @@ def single_process(trial: Trial, model: nn.Module, data: Data, topology: Topolog
     exact = mean_loss(model, data.first())
     policy, host = trial.resolved_policy(), trial.host
     if policy is None:
-        if trial.strategy == "ddp":
-            return Expected(exact, exact, _gradient(trial, model, data, of_model(model)))
-        if trial.strategy == "fsdp2":
-            groups = fsdp2_groups(model, find_blocks(model), topology)
-            return Expected(exact, exact, _gradient(trial, model, data, of_groups(groups, None, topology)))
-        return Expected(exact, exact)
+        twin = as_computed_by(trial, model, next(model.parameters()).device)
+        loss = exact if twin is model else mean_loss(twin, data.first())
+        layouts: Sequence[Layout] | None = None  # DeepSpeed keeps its reduced gradients to itself
+        if family_of(trial.strategy) == "ddp":
+            layouts = of_model(model)
+        elif family_of(trial.strategy) == "fsdp2":
+            layouts = of_groups(fsdp2_groups(model, find_blocks(model), topology), None, topology)
+        return Expected(exact, loss, None if layouts is None else _gradient(trial, twin, data, layouts))
     if host == "fsdp2":
         groups = fsdp2_groups(model, find_blocks(model), topology)
         with as_gathered_by_fsdp2(model, policy.weights, groups):
@@ -100,7 +105,7 @@ def _gradient(
     """The mean over all ranks of the gradient of the first step's batches; None of a trial that decodes."""
     if trial.workload == "generate":
         return None
-    compute, scale = ("fp32", None) if policy is None else (policy.compute, policy.loss_scale)
+    compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
     first = FirstGradient(layouts, trial.seed, trial.accumulation, ROUNDING[compute])
     times = 1.0 if scale is None else scale.initial
     parameters = dict(model.named_parameters())
@@ -113,6 +118,14 @@ def _gradient(
                 parameter.grad = None
     first.average()
     return first
+
+
+def _type_of(trial: Trial) -> Dtype:
+    """The coarser of the types in which a peer computes and sends; of hosts, whose codecs say it, fp32."""
+    if trial.strategy not in PEERS:
+        return "fp32"
+    compute = trial.peer.compute
+    return "bf16" if "bf16" in (compute, PEERS[trial.strategy].wire(compute)) else "fp32"
 
 
 def sharded(trial: Trial, strategy: Strategy, data: Data, expected: Expected) -> Found:

@@ -42,10 +42,12 @@ from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
+from harness.runs import deepspeed
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.trial import run as run_trial
+from harness.suites.peers import DEEPSPEED
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.topology import Topology
@@ -251,6 +253,8 @@ class _Sweep:
             if foreseen.beyond_limit is not None:
                 failure = Failure(kind="memory", message=f"not run: {foreseen.beyond_limit}", log=None)
                 return record(None, failure, parameters=foreseen.parameters or 0)
+        if (why := deepspeed.why_not(trial)) is not None:
+            return record(None, Failure(kind="refused", message=why, log=None, by=DEEPSPEED))
         try:
             link = self._link(_setting(trial), trial, display)
             _check(trial, link)

@@ -27,7 +27,7 @@ from harness.measure.first_gradient import GradientError, checks_of
 from harness.measure.memory_parts import without_training
 from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss, sampling_power
 from harness.measure.quantisation_error import Squares, errors_of, measure
-from harness.measure.reference_loss import TOLERANCE, FirstLoss, as_computed
+from harness.measure.reference_loss import TOLERANCE, FirstLoss, as_computed, as_computed_by
 from harness.records import checks
 from harness.records.record import (
     Alone,
@@ -134,7 +134,7 @@ class _Run:
         checked = before_training.sharded(trial, self.strategy, self.data, expected)
         self.gradient_errors = checked.errors
         self.first_loss = FirstLoss(expected.reference, expected.loss, checked.loss)
-        self.optimizer = built(trial.optimizer, self.strategy.parameters())
+        self.optimizer = self.strategy.make_optimizer(trial.optimizer)
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
         self.generator = self._generator() if trial.workload == "generate" else None
         self.events: list[Event] = [*checked.events]
@@ -230,7 +230,7 @@ class _Run:
                 model = models.build(trial.model, trial.sequence)
         policy = trial.resolved_policy()
         return compute_alone.measure(
-            model if policy is None else as_computed(model, policy),
+            as_computed_by(trial, model, self.device) if policy is None else as_computed(model, policy),
             next(self.data.first()),
             partial(built, trial.optimizer),
             ranks=trial.topology().world,

@@ -27,7 +27,7 @@ from report.data.text import plain
 
 # What may differ between trials of one cell: who ran, and which repetition it was.
 _NOT_OF_A_CELL: Final = (
-    "strategy", "policy", "deepspeed_config", "control", "seed", "repeat", "timeout_seconds",
+    "strategy", "policy", "peer", "deepspeed_config", "control", "seed", "repeat", "timeout_seconds",
     "measure_quantisation", "validate_every",
 )  # fmt: skip
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
@@ -58,7 +58,7 @@ COMMUNICATION_ERRORS: Final = (
 )  # fmt: skip
 LINKS: Final = ("id", "order", "kind", "why", "when", "requested_mbit", "achieved_mbit", "message_bytes")
 FAILURES: Final = (
-    "id", "contender", "where", "repeat", "seed", "kind", "message", "log", "strategy", "place", "cell",
+    "id", "contender", "where", "repeat", "seed", "kind", "message", "log", "by", "strategy", "place", "cell",
     "parameters", "nodes", "ranks_per_node",
 )  # fmt: skip
 FACTS: Final = ("pool", "records", "fact", "value")

@@ -18,6 +18,7 @@ from report.data.metrics import Derived
 from report.data.text import NOTHING, number
 from report.draw import theme
 from report.draw.plot import by_contender, unpublished_note
+from report.tables.peers import peers
 from report.tables.settings import setting as settings
 from report.tables.summary import summary, time
 from report.tables.table import Column, Table, placed
@@ -519,6 +520,8 @@ def failures(derived: Derived) -> Table:
         Column("log", "Log"),
     )
     caption = "Trials that left a record without a result; nothing of them is in a figure."
+    if derived.frames.failures["by"].notna().any():
+        caption += " Refused by a peer's library: it is not here, or cannot do what was asked."
     return Table("failures", "Failed trials", caption, derived.frames.failures, columns)
 
 
@@ -548,7 +551,7 @@ def environment(derived: Derived) -> Table:
 _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
-        summary, time, failures, generation, volume, checks, parity, break_even, memory, sent_error,
+        summary, peers, time, failures, generation, volume, checks, parity, break_even, memory, sent_error,
         quantisation, largest_error, links, published_throughput, setting, environment,
     )
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,11 @@ def test_peers() -> None:
     sizes = {name: sum((each.memory or {}).values()) for name, each in found.items()}
     assert sizes["single"] == sizes["ddp"] == 16 * (found["ddp"].parameters or 0)
     assert sizes["fsdp2"] == sizes["ddp"] // 4
+    for stage, shares in ((0, 4 + 4 + 8), (1, 4 + 4 + 8 / 4), (2, 4 + 4 / 4 + 8 / 4), (3, 4)):
+        config = json.dumps({"zero_optimization": {"stage": stage}})
+        by_deepspeed = one(strategy="deepspeed", deepspeed_config=config)
+        size = sum((by_deepspeed.memory or {}).values())
+        assert size == pytest.approx(shares * (found["ddp"].parameters or 0), rel=1e-3)
 
 
 def test_hundred_billion() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 import time
@@ -28,6 +29,7 @@ from impl.plan.topology import Topology
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from tests.harness.cluster.test_processes import local
+from tests.harness.runs.test_strategies import INSTALLED
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +149,13 @@ def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
     assert found.interfaces is None
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "exact"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("ddp", "ddp-tuned", "fsdp2", "fsdp2-kept-prefetch", "exact"),
+        pytest.param("deepspeed", marks=INSTALLED),
+    ],
+)
 def test_all_strategies_see_the_same_data(text: str, tmp_path: Path, strategy: str) -> None:
     """Losses, validation losses and the reference loss are a single process's on the same text."""
     settings = {"validate_every": 2, "accumulation": 2}
@@ -168,6 +176,48 @@ def test_all_strategies_see_the_same_data(text: str, tmp_path: Path, strategy: s
     if strategy != "exact":
         assert found.ranks[0].ledger is None
         assert found.predicted is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "peer"),
+    [
+        ("single", "bf16"),
+        ("ddp-bf16", "fp32"),
+        ("ddp", "bf16"),
+        ("fsdp2-prefetch", "bf16"),
+        pytest.param("deepspeed", "bf16", marks=INSTALLED),
+    ],
+)
+def test_peers_in_16_bits_are_checked_against_a_single_process(
+    text: str, tmp_path: Path, strategy: str, peer: str
+) -> None:
+    """Before training a peer that computes in bf16 has the loss of one process that computes so, which is not
+    fp32's; its validation losses are near those of fp32.
+    """
+    settings = {"validate_every": 2, "accumulation": 2}
+    found = outcomes(trial(text, strategy, peer={"compute": peer}, **settings), tmp_path / "log")
+    for outcome in found:
+        first = outcome.first_loss
+        assert first.found == pytest.approx(first.expected, abs=1e-4)
+        assert (first.expected == first.reference) == (peer == "fp32")
+    expected = result(trial(text, "single", **settings), tmp_path / "log")
+    for ours, theirs in zip(assembled(found).validations, expected.validations, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=2**-8)
+
+
+@INSTALLED
+@pytest.mark.parametrize("copies", [1, 2])
+def test_deepspeed_s_shards_are_counted(text: str, tmp_path: Path, copies: int) -> None:
+    """Its weights and masters in fp32 are each rank's quarter, padded, and hpZ's copy is the node's half."""
+    config = json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": copies}})
+    found = result(trial(text, "deepspeed", deepspeed_config=config), tmp_path / "log")
+    for rank in found.ranks:
+        held = rank.memory.engine
+        assert held["masters"] == pytest.approx(2 * 4 * found.parameters / 4, rel=0.02)
+        assert held["gradients"] == pytest.approx(4 * found.parameters / 4, rel=0.02)
+        assert held["optimizer"] == pytest.approx(2 * held["gradients"], rel=0.02)
+        assert held.get("secondary", 0) == pytest.approx(4 * found.parameters / 2 * (copies - 1), rel=0.02)
+        assert rank.ledger is None
 
 
 def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
@@ -200,7 +250,7 @@ def test_a_tensor_of_zeros_has_no_error() -> None:
 
 
 @pytest.mark.link
-@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "fsdp2", pytest.param("deepspeed", marks=INSTALLED)])
 def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
     """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
     one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
@@ -214,7 +264,7 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
     sent = [counted.tx_bytes - HEADER_BYTES * counted.tx_packets for counted in found.interfaces]
     last = found.validations[-1].inter_bytes
     assert last is not None
-    if strategy == "fsdp2":
+    if strategy in ("fsdp2", "deepspeed"):
         assert last > sum(sent) > 0
         return
     for node in (0, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -192,7 +193,7 @@ def test_the_papers_baseline_keeps_its_flat_rings(tmp_path: Path) -> None:
 CELLS = {
     "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 13, "block_size": 8, "convergence": 15,
     "feedback": 10, "formats": 12, "generation": 9, "hpz_group": 10, "models": 6, "nodes": 14, "offload": 8,
-    "paper_scale": 24, "quickstart": 6, "smoke": 3, "stages": 32,
+    "paper_scale": 24, "peers": 15, "quickstart": 6, "smoke": 3, "stages": 32,
 }  # fmt: skip
 
 
@@ -491,6 +492,58 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, fields: str,
     line = refusal(tmp_path, f"[defaults]\n{strategy}{fields}\n")
     assert words in line
     assert line.count("none.json") == ("none.json" in fields)
+
+
+def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: Path) -> None:
+    """Both may stand in a suite with one file; without one, DeepSpeed's is its ZeRO-3 as shipped."""
+    (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
+    body = (
+        '[matrix]\nstrategy = ["recipe", "deepspeed"]\n[[override]]\n'
+        'match = { strategy = ["recipe", "deepspeed"] }\nset = { deepspeed_config = "ds.json" }\n'
+    )
+    ours, theirs = suite(tmp_path, body).trials
+    assert (ours.strategy, theirs.strategy) == ("recipe", "deepspeed")
+    assert ours.resolved_policy() is not None
+    assert theirs.resolved_policy() is None
+    assert theirs.peer_configuration() == json.loads(STAGE_3)
+    (bare,) = suite(tmp_path, '[defaults]\nstrategy = "deepspeed"\n').trials
+    assert bare.peer_configuration() == {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ("clip = 0.5\ndeepspeed_config.gradient_clipping = 1.0", "clip = 0.5 of the trial makes it 0.5"),
+        ("deepspeed_config.gradient_accumulation_steps = 2", "accumulation = 1 of the trial makes it 1"),
+        (
+            "deepspeed_config.train_micro_batch_size_per_gpu = 3",
+            "4 sequences of a rank of the trial makes it",
+        ),
+        ("deepspeed_config.train_batch_size = 3", "makes it 16"),
+        ("deepspeed_config.fp16.enabled = true", "peer.compute = 'fp32' makes it false"),
+        ("deepspeed_config.bf16.enabled = true", "peer.compute = 'fp32' makes it false"),
+        ("peer.compute = 'bf16'\ndeepspeed_config.bf16.enabled = false", "'bf16' makes it true"),
+        ('deepspeed_config.optimizer.type = "AdamW"', "has 'optimizer'"),
+        ('deepspeed_config.scheduler.type = "WarmupLR"', "has 'scheduler'"),
+        ('workload = "generate"', "strategy 'deepspeed' trains"),
+    ],
+)
+def test_what_a_trial_says_of_deepspeed_is_said_once(tmp_path: Path, fields: str, words: str) -> None:
+    """A configuration that contradicts a field of the trial is refused in one line with both values."""
+    assert words in refusal(tmp_path, f'[defaults]\nstrategy = "deepspeed"\n{fields}\n')
+
+
+def test_the_type_of_peers_leaves_policies_alone(tmp_path: Path) -> None:
+    """Peers' ``compute`` changes peers alone: a policy beside them is the same run, under its id."""
+    head = '[matrix]\nstrategy = ["zero3", "fsdp2-prefetch"]\n'
+    plain, peer = suite(tmp_path, head).trials
+    same, other = suite(tmp_path, f'[defaults]\npeer.compute = "bf16"\n{head}').trials
+    assert same == plain
+    assert other != peer
+    assert other.peer.compute == "bf16"
+    assert "peer" not in plain.canonical()
+    found = suite(tmp_path, f'{head}peer.compute = ["fp32", "bf16"]\n')
+    assert Counter(trial.strategy for trial in found.trials) == {"zero3": 1, "fsdp2-prefetch": 2}
 
 
 COUNTS = [path for path, kind in _fields(Trial) if kind == "leaf"] + ["model.arguments.layers"]

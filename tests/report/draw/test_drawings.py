@@ -267,6 +267,14 @@ def test_captions_say_how_peers_travel() -> None:
         assert "FSDP2 travels in fp32; on gloo, FSDP2's reduce-scatter sends the bytes of" in caption
     assert peers_note(pd.DataFrame({"strategy": ["ddp", "zero3"]})) == "DDP travels in fp32. "
     assert peers_note(pd.DataFrame({"strategy": ["zero3", "single"]})) == ""
+    several = pd.DataFrame(
+        {
+            "strategy": ["ddp", "ddp-bf16", "deepspeed", "deepspeed"],
+            "contender": ["DDP", "DDP, bf16 hook", "DeepSpeed", "DeepSpeed (compute bf16)"],
+        }
+    )
+    told = peers_note(several)
+    assert "DDP and DeepSpeed travel in fp32; DDP, bf16 hook and DeepSpeed travel in bf16. " in told
 
 
 def _holding(trial: Trial, extra: dict[str, int]) -> Record:
