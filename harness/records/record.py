@@ -290,6 +290,7 @@ class Record(_Part):
     Attributes:
         trial: the trial's canonical JSON; its hash is ``id``.
         pool: hash of the facts that must agree before two records are pooled.
+        sweep: which of the suite's sweeps it belongs to; no part of the trial, whose repeat differs too.
         units: name, elements, padded elements of each unit.
         processor_use: of the machine on which all ranks ran; None if they may run on several, if the
             system does not report it, and in older records.
@@ -304,6 +305,7 @@ class Record(_Part):
     started: str
     finished: str
     order: int
+    sweep: int = 0
     machine: dict[str, Any]
     code: dict[str, Any]
     inputs: dict[str, str] = {}

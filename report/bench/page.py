@@ -111,7 +111,7 @@ def _median(values: tuple[float, ...]) -> Interval:
 def _told(found: Interval) -> str:
     """Format an interval as ``1.23 [1.20, 1.31]``."""
     middle, low, high = map(number(3), (found.estimate, found.low, found.high))
-    return middle if math.isnan(found.low) else f"{middle} [{low}, {high}]"
+    return middle if not found.known else f"{middle} [{low}, {high}]"
 
 
 def _write(folder: Path, benches: Sequence[Bench]) -> None:

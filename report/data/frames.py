@@ -278,6 +278,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "place": order_of(trial.strategy),
         "seed": trial.seed,
         "repeat": trial.repeat,
+        "sweep": record.sweep,
         "nodes": topology.nodes,
         "ranks_per_node": topology.ranks_per_node,
         "world": topology.world,

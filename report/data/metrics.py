@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import Interval, paired_ratio_interval
+from harness.records.statistics import Interval, crossing, median_interval, paired_ratio_interval
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.trial import PolicyChanges, Trial
 from report.data.best_step import BITS_PER_MBIT, computations, processor_seconds, schedule_seconds
@@ -27,7 +27,7 @@ TRAINING: Final = ("forward", "backward", "step")  # phases of a training step
 OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
 SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
 _SOURCES: Final = ("ledger", "predicted")
-PAIR: Final = ("cell", "seed", "repeat")  # trials that ran under the same conditions
+PAIR: Final = ("cell", "sweep", "seed", "repeat")  # trials that ran under the same conditions
 
 
 def trials(frames: Frames) -> pd.DataFrame:
@@ -202,10 +202,30 @@ def speedup(group: pd.DataFrame) -> Interval:
     Args:
         group: rows of :func:`pairs` of one contender in one cell.
     """
-    by_pair = group.set_index(
-        ["seed", "repeat"]
-    )  # a trial run again under another time limit is no second pair
-    return paired_ratio_interval(by_pair["baseline_seconds"].to_dict(), by_pair["step_seconds"].to_dict())
+    return _paired(group, "baseline_seconds", "step_seconds")
+
+
+def _paired(group: pd.DataFrame, above: str, below: str) -> Interval:
+    """Interval of the ratio of two columns, by seed and repeat, with the spread between sweeps in it."""
+    by_pair = group.set_index(["seed", "repeat"])  # a trial run again under another time limit: no new pair
+    columns = (by_pair[name].to_dict() for name in (above, below, "sweep"))
+    return paired_ratio_interval(*columns)
+
+
+def middle(group: pd.DataFrame, column: str) -> float:
+    """Geometric mean over sweeps of each one's geometric mean: of paired columns the ratio of two of these
+    is :func:`speedup`'s.
+    """
+    return float(np.exp(np.log(group[column]).groupby(group["sweep"]).mean().mean()))
+
+
+def step_interval(group: pd.DataFrame) -> Interval:
+    """Median step of some trials, with its interval.
+
+    Args:
+        group: rows of :func:`trials` of one contender in one cell.
+    """
+    return median_interval(list(group["step_seconds"]), list(group["sweep"]))
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
@@ -249,16 +269,18 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """The rate at which a contender and ZeRO-3 are equally fast, per size of cluster and batch.
 
     Between two neighbouring measured rates whose speed-ups lie on both sides of 1, on the straight
-    line over the logarithm of the rate; NaN where none is crossed.
+    line through their logarithms over the logarithm of the rate; NaN where none is crossed.
 
     Args:
         pairs: from :func:`pairs`.
 
     Returns:
         One row per size and contender that ran at two or more rates: ``break_even_mbit`` (the
-        highest crossing), ``low_mbit`` and ``high_mbit`` (the range measured), ``low_speedup``
-        and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's, with
-        spaces between them.
+        highest crossing) with the ends of its interval, ``break_even_low_mbit`` and ``_high_mbit`` (infinite
+        beyond the neighbours, NaN for few pairs; :func:`harness.records.statistics.crossing`),
+        ``fewest_pairs``, which both neighbours have, ``low_mbit`` and ``high_mbit`` (the range measured),
+        ``low_speedup`` and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's,
+        with spaces between them.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
     rows: list[tuple[object, ...]] = []
@@ -266,20 +288,37 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     for key, group in groups(measured, keys):
         cells = [of_cell for _, of_cell in groups(group, ["cell"])]
         points = sorted(
-            (float(of_cell["achieved_mbit"].median()), speedup(of_cell).estimate) for of_cell in cells
+            ((float(of_cell["achieved_mbit"].median()), of_cell) for of_cell in cells),
+            key=lambda point: point[0],
         )
         if len(points) < 2:
             continue
-        crossings = [
-            math.exp(math.log(r0) + (math.log(r1) - math.log(r0)) * (s0 - 1) / (s0 - s1))
-            for (r0, s0), (r1, s1) in pairwise(points)
-            if (s0 - 1) * (s1 - 1) < 0
-        ]
+        (lowest, slow), (highest, fast) = points[0], points[-1]
         records = " ".join(sorted({*group["id"], *group["baseline"]}))
-        ends = (points[0][0], points[-1][0], points[0][1], points[-1][1])
-        rows.append((*key, *ends, max(crossings, default=math.nan), records))
-    names = ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "break_even_mbit", "records"]
+        ends = (lowest, highest, speedup(slow).estimate, speedup(fast).estimate)
+        rows.append((*key, *_highest_crossing(points), *ends, records))
+    names = ["break_even_mbit", "break_even_low_mbit", "break_even_high_mbit", "fewest_pairs"]
+    names += ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "records"]
     return pd.DataFrame(rows, columns=[*keys, *names])
+
+
+def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> tuple[float, float, float, int]:
+    """Rate, ends and pairs of the last neighbours whose speed-ups lie on both sides of 1."""
+    for (r0, slow), (r1, fast) in reversed(list(pairwise(points))):
+        left, right = _log_speedups(slow), _log_speedups(fast)
+        both = left.index.intersection(right.index)
+        if len(both) and left[both].mean() * right[both].mean() < 0:
+            sweeps = slow.set_index(["seed", "repeat"])["sweep"].to_dict()
+            places = crossing(left.to_dict(), right.to_dict(), sweeps)
+            rates = [r0 * (r1 / r0) ** place if math.isfinite(place) else place for place in places]
+            return rates[0], rates[1], rates[2], len(both)
+    return math.nan, math.nan, math.nan, 0
+
+
+def _log_speedups(group: pd.DataFrame) -> pd.Series[float]:
+    """Logarithms of the speed-ups of a cell's pairs, by seed and repeat."""
+    by_pair = group.drop_duplicates(["seed", "repeat"]).set_index(["seed", "repeat"])
+    return np.log(by_pair["speedup"])
 
 
 def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
@@ -298,11 +337,20 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     ours = shaped[shaped["contender"] == NAMES[PROPOSED]].assign(full_rate=lambda t: 4 * t["rate_mbit"])
     base = shaped[shaped["contender"] == NAMES[BASELINE]]
     base = base.rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
-    keys = ["elsewhere", "seed", "repeat", "full_rate"]
+    keys = ["elsewhere", "sweep", "seed", "repeat", "full_rate"]
     columns = [*keys, "baseline", "tokens_per_second", "achieved_mbit"]
     joined = ours.merge(base[columns], on=keys, suffixes=("", "_baseline"))
     joined["parity"] = joined["tokens_per_second"] / joined["tokens_per_second_baseline"]
     return joined.sort_values(["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"], ignore_index=True)
+
+
+def parity_interval(group: pd.DataFrame) -> Interval:
+    """Geometric mean of the pairs' parity, with its interval.
+
+    Args:
+        group: rows of :func:`parity` with one place and rate.
+    """
+    return _paired(group, "tokens_per_second", "tokens_per_second_baseline")
 
 
 def cell_without_rate(frames: Frames, identity: str) -> str:

@@ -10,12 +10,12 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import Interval, median_interval
+from harness.records.statistics import FEWEST, Interval
 from report.data import bytes_and_memory, communication, decoding, footnotes, metrics, published
 from report.data.contender import NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import NOTHING, number
+from report.data.text import FEWEST_IN_WORDS, NOTHING, number
 from report.draw import theme
 from report.draw.plot import by_contender, unpublished_note
 from report.tables.peers import peers
@@ -69,7 +69,7 @@ def generation(derived: Derived) -> Table:
 
 
 def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
-    speed, paired = median_interval(list(mine["tokens_per_second"])), mine.dropna(subset=["baseline"])
+    speed, paired = decoding.speed(mine), mine.dropna(subset=["baseline"])
     row = {
         "where": mine["where"].iloc[0],
         "contender": mine["contender"].iloc[0],
@@ -93,7 +93,7 @@ def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
 
 def _with_interval(found: Interval, told: Callable[[float], str]) -> str:
     text = told(found.estimate)
-    return text if math.isnan(found.low) else f"{text} ({told(found.low)} to {told(found.high)})"
+    return f"{text} ({told(found.low)} to {told(found.high)})" if found.known else text
 
 
 def volume(derived: Derived) -> Table:
@@ -188,9 +188,11 @@ def parity(derived: Derived) -> Table:
             "zeropp": group["tokens_per_second"].median(),
             "zero3": group["tokens_per_second_baseline"].median(),
             "unit": "tokens/s",
-            "parity": (ratio := float(np.exp(np.log(group["parity"]).mean()))),
+            "parity": (found := metrics.parity_interval(group)).estimate,
+            "parity_low": found.low,
+            "parity_high": found.high,
             "pairs": len(group),
-            **_behind(derived, {*group["id"], *group["baseline"]}, "parity_told", ratio),
+            **_behind(derived, {*group["id"], *group["baseline"]}, "parity_told", found),
         }
         for key, group in groups(ours, keys)
     ]
@@ -220,7 +222,8 @@ def parity(derived: Derived) -> Table:
         Column("parity_told", "Parity", str),
     )
     caption = (
-        "Throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate. n: trials of both."
+        "Throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate: geometric mean of the "
+        f"pairs ({FEWEST_IN_WORDS}). n: trials of both."
         f"{_marks_in_words(rows, 'parity_told')}"
     )
     return Table("parity", "Parity", caption, pd.DataFrame(rows), columns)
@@ -241,28 +244,38 @@ def break_even(derived: Derived) -> Table:
     for row in metrics.break_even(derived.pairs).to_dict("records"):
         where = f"{row['nodes']}x{row['ranks_per_node']} ranks, {row['tokens_per_rank']} tokens/rank"
         ids = str(row["records"]).split()
-        marked = _behind(derived, ids, "break_even_told", row["break_even_mbit"])
+        ends = (row["break_even_mbit"], row["break_even_low_mbit"], row["break_even_high_mbit"])
+        marked = _behind(derived, ids, "break_even_told", Interval(*ends, row["fewest_pairs"]))
         rows.append({str(key): value for key, value in row.items()} | {"where": where} | marked)
     caption = (
         "Highest achieved rate at which the contender and ZeRO-3 are equally fast, on the straight line "
-        "between neighbouring measured rates (logarithmic), of which the lowest and the highest stand beside "
-        f"it. {NOTHING}: not crossed between these. n: trials at all rates, ZeRO-3's among them."
+        "between neighbouring measured rates (speed-up and rate logarithmic), of which the lowest and the "
+        f"highest stand beside it, with Fieller's 95 % interval from {FEWEST} pairs on at both; 'below' and "
+        "'above': it goes on beyond the neighbours, where nothing was measured. "
+        f"{NOTHING}: not crossed between these. n: trials at all rates, ZeRO-3's among them."
         f"{_marks_in_words(rows, 'break_even_told')}"
     )
     return placed("break_even", "Break-even", caption, rows, *columns)
 
 
-def _behind(derived: Derived, records: Iterable[object], marked: str, value: float) -> dict[str, Any]:
+def _behind(derived: Derived, records: Iterable[object], marked: str, value: Interval) -> dict[str, Any]:
     """Columns of a row of the trials with these ids: their number, the CPU time that others took, and, in
     column ``marked``, a value with its marks.
     """
     behind = derived.trials[derived.trials["id"].isin(list(records))]
     return {
-        marked: number(3)(value) + footnotes.rates(behind),
+        marked: _with_interval(value, _end) + footnotes.rates(behind),
         "trials": len(behind),
         "trials_told": footnotes.trials(behind),
         "taken_share": behind["taken_share"].max(),
     }
+
+
+def _end(value: float) -> str:
+    """A number, or that it lies beyond what was measured."""
+    return (
+        number(3)(value) if math.isfinite(value) or math.isnan(value) else "above" if value > 0 else "below"
+    )
 
 
 def _marks_in_words(rows: list[dict[str, Any]], marked: str) -> str:

@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.statistics import median_interval
+from harness.records.statistics import FEWEST
 from harness.suites import labels
 from report.data import footnotes, metrics
 from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import NOTHING, number, span
+from report.data.text import NOTHING, counted, number, span, sweeps_in_words
 from report.draw.plot import by_contender
 from report.tables.table import Column, Table, placed
 
@@ -55,8 +55,9 @@ def summary(derived: Derived) -> Table:
     )
     caption = (
         "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
-        "interval, Student's t on their logarithms, so it is wide for few pairs; 'Pairs' has their number "
-        f"and the range in which they lie. {_PAPERS_IN_WORDS if two else ''}Share allowed: the best "
+        f"interval, Student's t on their logarithms, from {FEWEST} pairs on; 'Pairs' has their number "
+        f"and the range in which they lie.{sweeps_in_words(derived.trials['sweep'])} "
+        f"{_PAPERS_IN_WORDS if two else ''}Share allowed: the best "
         "step that schedule, link and processors allow over the measured one (told apart in Time and "
         f"processors).{footnotes.alone_in_words(derived)} Sent: by all ranks between nodes in training "
         f"(ledger).{_loss_in_words(derived)}{_marks_in_words(derived, rows, 'speedup_told', 'share')}"
@@ -136,7 +137,7 @@ def _rows(derived: Derived) -> list[dict[str, Any]]:
 
 def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
     first = mine.iloc[0]
-    step = median_interval(list(mine["step_seconds"]))
+    step = metrics.step_interval(mine)
     row: dict[str, Any] = {
         "where": first["where"],
         "contender": first["contender"],
@@ -162,12 +163,13 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         row |= {"speedup": found.estimate, "speedup_low": found.low, "speedup_high": found.high}
         row["speedup_told"] = f"{found.estimate:.2f}"
     if len(paired) and first["contender"] != NAMES[BASELINE]:
-        if not math.isnan(found.low):
+        if found.known:
             row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
         lowest, highest = paired["speedup"].min(), paired["speedup"].max()
         row |= {"pairs_lowest": lowest, "pairs_highest": highest}
         between = f": {lowest:.2f} to {highest:.2f}" if len(paired) > 1 else ""
-        row["pairs_told"] = f"{len(paired)}{between}"
+        sweeps = f" in {counted(found.sweeps, 'sweep')}" if found.sweeps > 1 else ""
+        row["pairs_told"] = f"{len(paired)}{sweeps}{between}"
     row["speedup_told"] += footnotes.rates(mine)
     return row
 
