@@ -187,7 +187,8 @@ def _speed_sentence(group: pd.DataFrame, *, several: bool) -> str:
     place = f"{'At its best, on' if several else 'On'} {group['where'].iloc[0]}{achieved}"
     return (
         f"{place}: a step of {group['contender'].iloc[0]} takes {told(ours)} s where "
-        f"{NAMES[BASELINE]}'s takes {told(base)} s (geometric means of the pairs), a speed-up of {found.estimate:.2f} ({interval})."
+        f"{NAMES[BASELINE]}'s takes {told(base)} s (geometric means of the pairs), a speed-up "
+        f"of {found.estimate:.2f} ({interval})."
     )
 
 

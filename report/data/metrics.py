@@ -318,7 +318,8 @@ def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> tuple[float, 
 def _log_speedups(group: pd.DataFrame) -> pd.Series[float]:
     """Logarithms of the speed-ups of a cell's pairs, by seed and repeat."""
     by_pair = group.drop_duplicates(["seed", "repeat"]).set_index(["seed", "repeat"])
-    return np.log(by_pair["speedup"])
+    found: pd.Series[float] = np.log(by_pair["speedup"])
+    return found
 
 
 def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
