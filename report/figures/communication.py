@@ -22,7 +22,7 @@ def _data(derived: Derived) -> pd.DataFrame:
 
 
 def _last(mine: pd.DataFrame) -> pd.DataFrame:
-    return mine[mine["step"] == mine["step"].max()]
+    return mine.loc[mine["step"] == mine["step"].max()]
 
 
 def _draw(data: pd.DataFrame) -> Figure:
