@@ -22,7 +22,8 @@ def _data(derived: Derived) -> pd.DataFrame:
 
 
 def _last(mine: pd.DataFrame) -> pd.DataFrame:
-    return mine.loc[mine["step"] == mine["step"].max()]
+    found: pd.DataFrame = mine[mine["step"] == mine["step"].max()]
+    return found
 
 
 def _draw(data: pd.DataFrame) -> Figure:
