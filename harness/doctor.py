@@ -60,7 +60,7 @@ def examine() -> list[Finding]:
         _link(
             "network namespaces",
             None,
-            "nodes behind a link that holds DDP, FSDP2 and DeepSpeed to its rate too; else our wire is paced",
+            "nodes behind a link that also holds peers to its rate; else our wire is paced",
         ),
         _link("tbf", 100.0, "the kernel's shaper of the link between namespaces"),
         Finding(

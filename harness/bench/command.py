@@ -161,9 +161,10 @@ def engine(
     samples = []
     ran: dict[str, None] = {}
     for place, kind in product(places, kinds):
-        found = asked or bench_engine.usual(kind, place[0][0])
-        here = [name for name in found if not (missing and name in bench_engine.DEEPSPEED)]
-        names = tuple(dict.fromkeys((bench_engine.ALONE, *here)))
+        found = {bench_engine.ALONE, *(asked or bench_engine.usual(kind, place[0][0]))}
+        # In this order: DeepSpeed gives all engines that are made later the groups of hpZ.
+        here = [name for name in bench_engine.NAMES if name in found]
+        names = tuple(name for name in here if not (missing and name in bench_engine.DEEPSPEED))
         ran |= dict.fromkeys(names)
         samples += run.at(
             place,

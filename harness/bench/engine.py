@@ -79,8 +79,8 @@ class Contender:
 
 
 def usual(compute: Compute, nodes: int) -> tuple[str, ...]:
-    """The contenders of a run in which none are asked for: of ours those that send in 16 bits only what the
-    peers do too, and ZeRO++; hpZ, which keeps a copy in each node, where there are several.
+    """The contenders of a run in which none are asked for: compute alone, all peers, of ours the policy that
+    sends in the peers' type, and ZeRO++.  DeepSpeed's hpZ, a copy in each node, where there are several.
     """
     unlike = {policy for kind, policy in LIKE.items() if kind != compute}
     return tuple(

@@ -406,6 +406,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
         "network namespaces",
         "tbf",
         "/dev/shm",  # noqa: S108 - a name that is printed
+        "DeepSpeed",
         "compiler",
         "cores",
         "memory",
