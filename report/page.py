@@ -125,9 +125,9 @@ def headline(derived: Derived) -> list[str]:
     best = max(speedups, key=lambda cell: speedups[cell].estimate)
     shown = ours[ours["cell"] == best]
     sentences = [*_not_to_be_relied_on(derived, shown), _speed_sentence(shown, several=len(speedups) > 1)]
-    over_papers = derived.over_papers[derived.over_papers["id"].isin(shown["id"])]
-    if len(over_papers):
-        sentences.append(_papers_sentence(over_papers))
+    over_papers = derived.over_papers[derived.over_papers["id"].isin(ours["id"])]
+    if len(there := over_papers[over_papers["cell"] == best]):
+        sentences.append(_papers_sentence(there))
     if len(speedups) > 1:
         estimates = [found.estimate for found in speedups.values()]
         sentences.append(
@@ -186,9 +186,9 @@ def _speed_sentence(group: pd.DataFrame, *, several: bool) -> str:
     ours, base = (metrics.middle(group, name) for name in ("step_seconds", "baseline_seconds"))
     place = f"{'At its best, on' if several else 'On'} {group['where'].iloc[0]}{achieved}"
     return (
-        f"{place}: a step of {group['contender'].iloc[0]} takes {told(ours)} s where {NAMES[BASELINE]}'s "
-        f"takes {told(base)} s (geometric means of the pairs), a speed-up of {found.estimate:.2f} "
-        f"({interval})."
+        f"{place}: a step of {group['contender'].iloc[0]} takes {told(ours)} s where "
+        f"{NAMES[BASELINE]}'s takes {told(base)} s (geometric means of the pairs), a speed-up "
+        f"of {found.estimate:.2f} ({interval})."
     )
 
 

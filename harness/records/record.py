@@ -129,9 +129,29 @@ class Memory(_Part):
     copied_formula: dict[str, int] = {}
 
 
+class Alone(_Part):
+    """Computation by itself on one rank, while all ranks compute and send nothing.
+
+    One micro-batch forward and backward of the unsharded model, and the optimizer's step of a rank's share of
+    its parameters.
+
+    Attributes:
+        when: before or after the timed steps.
+        cpu_seconds: of all threads in forward and backward.
+        optimizer_cpu_seconds: the same in the optimizer's step.
+    """
+
+    when: Literal["before", "after"]
+    forward: _Seconds
+    backward: _Seconds
+    optimizer: _Seconds
+    cpu_seconds: _Seconds
+    optimizer_cpu_seconds: _Seconds
+
+
 class RankRecord(_Part):
     """Measurements of one rank. ``ledger`` is None for strategies outside our wire; ``steps`` are of
-    training and ``tokens`` of generation, one of them empty.
+    training and ``tokens`` of generation, one of them empty.  ``alone`` is empty in older records.
     """
 
     rank: int
@@ -141,6 +161,20 @@ class RankRecord(_Part):
     ledger: list[LedgerRow] | None
     memory: Memory
     tokens: list[Token] = []
+    alone: list[Alone] = []
+
+
+class GradientCheck(_Part):
+    """The reduced gradient of one unit before training beside a single process's.
+
+    Attributes:
+        elements: that were compared, on all ranks.
+        share: the largest ``|found - expected| / allowed``; the trial is wrong above 1.
+    """
+
+    unit: str
+    elements: int
+    share: float
 
 
 class QuantisationError(_Part):
@@ -240,12 +274,14 @@ class Predicted(_Part):
 
 class Failure(_Part):
     """Why a trial has no result. ``kind``: refused, crashed, timeout, memory (also a trial over its memory
-    limit, which was not run), interrupted, or wrong: it ran, and a check of its results failed.
+    limit, which was not run), interrupted, or wrong: it ran, and a check of its results failed.  ``by`` is
+    the peer's library that, as was known before, is not here or cannot do what was asked; else None.
     """
 
     kind: str
     message: str
     log: str | None
+    by: str | None = None
 
 
 class Record(_Part):
@@ -287,6 +323,7 @@ class Record(_Part):
     communication_errors: list[CommunicationError] = []
     predicted: Predicted | None = None
     reference_loss: float | None = None
+    first_gradients: list[GradientCheck] = []
     decoded_sha256: list[str] = []
     power: list[dict[str, float]] | None = None
     processor_use: ProcessorUse | None = None
@@ -313,8 +350,10 @@ class Record(_Part):
 
     @property
     def answers(self) -> bool:
-        """True if it answers the suite's question: it has a result, or its memory limit allows none."""
-        if self.failure is None:
+        """True if it answers the suite's question: it has a result, or its memory limit allows none, or it is
+        known that a peer's library has none.
+        """
+        if self.failure is None or self.failure.by is not None:
             return True
         foreseen = self.failure.kind == "memory" and not self.ranks and self.failure.log is None
         return foreseen and self.trial.get("memory_limit") is not None
@@ -348,8 +387,8 @@ def digest_of(data: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def signed(record: Record) -> Record:
-    """``record`` with the digest of what it holds now.
+def signed(record: Model) -> Model:
+    """``record``, which has a field for it, with the digest of what it holds now.
 
     It tells of edits and of damage; whoever forges a record can write a digest, too.
     """
@@ -408,7 +447,7 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
     if data.get("digest") is not None and data["digest"] != (found := digest_of(data)):
         raise RecordError(
             f"{path}: edited or damaged since it was written: its digest is {str(data['digest'])[:12]}, that "
-            f"of its content {found[:12]}; delete the file to run its trial again"
+            f"of its content {found[:12]}; delete the file, and run it again"
         )
     try:
         return model.model_validate(data)

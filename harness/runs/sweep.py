@@ -42,10 +42,12 @@ from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
+from harness.runs import deepspeed
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.trial import run as run_trial
+from harness.suites.peers import DEEPSPEED
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.topology import Topology
@@ -56,6 +58,7 @@ T = TypeVar("T")
 LOGS: Final = "logs"
 LOCK: Final = ".lock"
 SCRATCH: Final = ".scratch"
+INTERRUPTED: Final = "Ctrl-C; not yet run again"
 _CALIBRATION_SECONDS: Final = 120.0
 
 
@@ -250,6 +253,8 @@ class _Sweep:
             if foreseen.beyond_limit is not None:
                 failure = Failure(kind="memory", message=f"not run: {foreseen.beyond_limit}", log=None)
                 return record(None, failure, parameters=foreseen.parameters or 0)
+        if (why := deepspeed.why_not(trial)) is not None:
+            return record(None, Failure(kind="refused", message=why, log=None, by=DEEPSPEED))
         try:
             link = self._link(_setting(trial), trial, display)
             _check(trial, link)
@@ -258,7 +263,7 @@ class _Sweep:
                 return record(None, None)
             result = assemble(outcomes, record(link, None))
         except KeyboardInterrupt:
-            write(self.results, record(link, Failure(kind="interrupted", message="Ctrl-C", log=None)))
+            write(self.results, record(link, Failure(kind="interrupted", message=INTERRUPTED, log=None)))
             raise
         except LaunchError as error:
             log = None if error.log is None else str(error.log.relative_to(self.results))
@@ -341,7 +346,7 @@ class _Sweep:
             return run_ranks(target, argument, launch, on_progress)
         if trial.cluster.launcher == "torchrun":
             return run_in_place(target, argument, launch)
-        raise Refusal("cluster.launcher = 'slurm' does not exist yet; start 'torchrun' through srun")
+        raise Refusal("cluster.launcher = 'slurm' is for predictions only; start 'torchrun' through srun")
 
     def _record(  # noqa: PLR0917  # the first three are of one trial
         self,

@@ -14,6 +14,11 @@ PADDED: Final = "¶"  # beside bytes, or a size, of a model whose units are padd
 _FOLLOWS: Final = ("policy.align", "policy.max_padding")  # from the suite; they change no trial's question
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """A count with its noun: ``1 seed``, ``3 seeds``; ``plural`` where an s is not enough."""
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
+
+
 def told(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     """Paths in which trials differ, without the layout's, which compare nothing."""
     return [path for path in differing(trials) if path not in _FOLLOWS]

@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import GPTShape, ViTShape
+from harness.suites.peers import DEEPSPEED, PEERS, Compute, configuration, family_of
 from impl.adapters.traffic import HOSTED, Host, check_host
 from impl.codecs.codec import Codec, parse
 from impl.deepspeed.recipe import Recipe, recipe
@@ -33,7 +34,6 @@ from impl.plan.policy import (
 )
 from impl.plan.topology import Topology
 
-PEERS: Final = ("single", "ddp", "fsdp2")
 RECIPE: Final = "recipe"  # the strategy whose policy a DeepSpeed configuration says
 STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)
 
@@ -109,8 +109,13 @@ def _written(parse_text: Callable[[object], object]) -> BeforeValidator:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'zeropp'?"`` for a word close to a known one, else nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+def _number(value: object) -> list[float]:
+    return [value] if isinstance(value, int | float) else []
 
 
 class _Frozen(BaseModel):
@@ -119,9 +124,10 @@ class _Frozen(BaseModel):
     @field_validator("*")
     @classmethod
     def _countable(cls, value: Any) -> Any:
-        """Numbers beyond 64 bits, whole or not, are a slip of the pen."""
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
-        if any(isinstance(part, int | float) and abs(part) >= MOST_COUNTED for part in parts):
+        """Whole numbers beyond 64 bits, of which a float's field makes a float, are a slip of the pen."""
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        numbers = [part for part in parts if isinstance(part, int)]
+        if any(abs(number) >= MOST_COUNTED for number in [*numbers, *_number(value)]):
             raise ValueError("expected a number below 2^63")
         return value
 
@@ -208,6 +214,7 @@ class PolicyChanges(_Frozen):
     reduce: Literal["ring", "one_hop", "two_hop"] | None = None
     chunks: int | None = Field(None, ge=1, le=MOST_CHUNKS)
     secondary: int | Literal["node"] | None = None
+    secondary_format: Literal["frames", "fp32", "bf16", "fp16"] | None = None
     feedback: str | None = None
     reduce_every: Literal["stage", "micro_batch", "step"] | None = None
     compute: Literal["fp32", "bf16", "fp16"] | None = None
@@ -232,6 +239,12 @@ class PolicyChanges(_Frozen):
         for text in (value,) if isinstance(value, str) else value or ():
             _TEXT_FORMS[str(info.field_name)](text)
         return value
+
+    @field_validator("secondary_format")
+    @classmethod
+    def _usual(cls, value: str | None) -> str | None:
+        """Every strategy keeps frames: saying so is the same trial, with the same id."""
+        return None if value == "frames" else value
 
     def applied(self, base: Policy) -> Policy:
         """``base`` with these fields in place of its own.
@@ -277,6 +290,17 @@ class Generate(_Frozen):
     tokens: int = Field(32, ge=2)
 
 
+class PeerSettings(_Frozen):
+    """What is said to a peer beside its name.
+
+    Attributes:
+        compute: type of weights and activations; the optimizer steps fp32 masters.  FSDP2 by its
+            ``MixedPrecisionPolicy``, DeepSpeed by its ``bf16``, DDP and ``single`` by autocast.
+    """
+
+    compute: Compute = "fp32"
+
+
 class Trial(_Frozen):
     """Everything that defines a run; its id is a hash of its canonical JSON.
 
@@ -284,8 +308,9 @@ class Trial(_Frozen):
         workload: ``train``, or ``generate``: decode tokens greedily with sharded weights.  Then a step is
             one generation on weights that have just changed, as between two updates of a policy that
             learns from what it generates.
-        strategy: a peer (single, ddp, fsdp2), a host with our collectives (``impl.adapters.traffic``), a
-            preset of ``impl.plan.policy``, or ``recipe``, whose policy ``deepspeed_config`` says.
+        strategy: a peer (``harness.suites.peers``), a host with our collectives
+            (``impl.adapters.traffic``), a preset of ``impl.plan.policy``, or ``recipe``, whose policy
+            ``deepspeed_config`` says.
         deepspeed_config: a DeepSpeed configuration as JSON text; in a suite a file or a table.
         tokens_per_rank: tokens in one micro-batch of one rank; a multiple of ``sequence``.
         accumulation: micro-batches per optimizer step.
@@ -301,6 +326,7 @@ class Trial(_Frozen):
     generate: Generate = Generate()
     strategy: str = "zeropp"
     policy: PolicyChanges = PolicyChanges()
+    peer: PeerSettings = PeerSettings()
     deepspeed_config: str | None = None
     cluster: Cluster = Cluster()
     model: Model = Model()
@@ -340,6 +366,8 @@ class Trial(_Frozen):
         for name in ("memory_limit", "deepspeed_config", "control"):
             if data[name] is None:
                 del data[name]
+        if self.peer == PeerSettings():
+            del data["peer"]
         if data["cluster"]["latency"] is None:
             del data["cluster"]["latency"]
         data["policy"] = {k: v for k, v in data["policy"].items() if v is not None or k in _FIRST}
@@ -396,10 +424,64 @@ class Trial(_Frozen):
         if words := next(self._beside_recipe(), None):
             raise ValueError(words)
 
+    def peer_configuration(self) -> dict[str, Any]:
+        """The configuration of a peer of DeepSpeed's, without what the trial's own fields say.
+
+        Raises:
+            ValueError: if it is no table.
+        """
+        table = None
+        if self.deepspeed_config is not None:
+            try:
+                table = json.loads(self.deepspeed_config)
+            except ValueError as error:
+                raise ValueError(f"deepspeed_config: not JSON: {error}") from None
+        if table is None or isinstance(table, dict):
+            return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
+        raise ValueError(f"deepspeed_config: expected a table, not {type(table).__name__}")
+
+    def _beside_deepspeed(self) -> Iterator[str]:
+        """What a configuration for DeepSpeed itself may not say, since the trial says it."""
+        table, sequences = self.peer_configuration(), self.tokens_per_rank // self.sequence
+        if self.workload == "generate":
+            yield f"workload = 'generate': strategy {self.strategy!r} trains; expected workload = 'train'"
+        for key, field in (
+            ("optimizer", "optimizer.name and optimizer.arguments"),
+            ("scheduler", "optimizer.arguments, without a schedule"),
+        ):
+            if key in table:
+                yield f"deepspeed_config has {key!r}: a trial's is said by {field}; leave it out"
+        for kind in ("fp16", "bf16"):
+            asked = table[kind].get("enabled", "auto") if isinstance(table.get(kind), dict) else "auto"
+            ours = self.peer.compute == kind
+            if asked not in ("auto", None, ours):
+                yield (
+                    f"deepspeed_config says {kind}.enabled = {json.dumps(asked)}, and peer.compute = "
+                    f"{self.peer.compute!r} makes it {json.dumps(ours)}: expected the same"
+                )
+        world = self.topology().world
+        for key, value, says in (
+            ("gradient_clipping", self.clip or 0.0, f"clip = {self.clip}"),
+            ("gradient_accumulation_steps", self.accumulation, f"accumulation = {self.accumulation}"),
+            ("train_micro_batch_size_per_gpu", sequences, f"{sequences} sequences of a rank"),
+            ("train_batch_size", sequences * self.accumulation * world, f"{world} ranks' sequences"),
+        ):
+            if table.get(key, value) not in (value, None, "auto"):
+                yield (
+                    f"deepspeed_config says {key} = {table[key]}, and {says} of the trial makes it {value}: "
+                    "expected the same"
+                )
+
     def _beside_recipe(self) -> Iterator[str]:
+        if family_of(self.strategy) == DEEPSPEED:
+            yield from self._beside_deepspeed()
+            return
         if self.strategy != RECIPE:
             if self.deepspeed_config is not None:
-                yield f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r}"
+                yield (
+                    f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r} or "
+                    f"{DEEPSPEED!r}"
+                )
             return
         found = self.recipe()
         sequences = self.tokens_per_rank // self.sequence

@@ -98,7 +98,7 @@ class InDDP(Joined):
                 for transfer in self._transfers:  # the units under way go on by one
                     transfer.proceed()
                 self._transfers = [transfer for transfer in self._transfers if not transfer.complete]
-                self._transfers.append(Transfer(self._averaging(unit)))
+                self._transfers.append(Transfer(self._averaging(unit), "reduction"))
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._futures.append((future, bucket.buffer()))
         if bucket.is_last():

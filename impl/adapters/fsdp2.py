@@ -171,7 +171,8 @@ class _Gather(_OfGroup, AllGather):
     ) -> dist.Work:
         """Gather ``input_tensor`` (S,), which may lie in ``output_tensor`` (world * S,)."""
         self._joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
-        return _Pending(Transfer(self._joined.gathering(self._group, input_tensor, output_tensor)))
+        steps = self._joined.gathering(self._group, input_tensor, output_tensor)
+        return _Pending(Transfer(steps, "gather"))
 
 
 class _Scatter(_OfGroup, ReduceScatter):
@@ -198,7 +199,7 @@ class _Scatter(_OfGroup, ReduceScatter):
                 observer.averaged(name, joined.wire.mesh.rank * mean.numel(), mean)
             output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(group.size()))
 
-        Transfer(run()).wait()
+        Transfer(run(), "reduction").wait()
 
 
 def _check_sharded(model: nn.Module, topology: Topology) -> None:

@@ -7,9 +7,12 @@ fields that define a technique (stage, group, codecs, hpZ, feedback) are always 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from harness.suites.expansion import flatten
+from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.recipe import recipe
 from impl.plan.policy import Policy
@@ -23,7 +26,14 @@ COMBINATIONS: Final = ("zero3", "qwz", "hpz", "qgz", "qwz+hpz", "qwz+qgz", "hpz+
 NAMES: Final = {
     "single": "single process",
     "ddp": "DDP",
+    "ddp-tuned": "DDP, tuned",
+    "ddp-bf16": "DDP, bf16 hook",
     "fsdp2": "FSDP2",
+    "fsdp2-prefetch": "FSDP2, prefetch",
+    "fsdp2-kept": "FSDP2, kept",
+    "fsdp2-kept-prefetch": "FSDP2, kept, prefetch",
+    "deepspeed": "DeepSpeed",
+    "deepspeed-hpz": "DeepSpeed, hpZ",
     "ddp+exact": "DDP + exact",
     "ddp+bf16": "DDP + bf16",
     "ddp+qgz": "DDP + qgZ",
@@ -54,7 +64,9 @@ _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
 _LIMITS: Final = (
     "prefetch", "max_live", "max_reuse", "persist_below", "persist_most", "reduce_bucket", "largest_unit",
 )  # fmt: skip
-_ALWAYS_TOLD: Final = frozenset({"stage", "group", "weights", "gradients", "secondary", "feedback", "frozen"})
+_ALWAYS_TOLD: Final = frozenset(
+    {"stage", "group", "weights", "gradients", "secondary", "hpZ copy", "feedback", "frozen"}
+)
 
 
 def order_of(strategy: str) -> int:
@@ -91,6 +103,7 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "weights": str(policy.weights),
         "gradients": hops[0] if hops[0] == hops[1] else "/".join(hops),
         "secondary": str(policy.secondary_ranks(topology)),
+        "hpZ copy": policy.secondary_format,
         "gather": policy.gather,
         "reduce": policy.reduce,
         "chunks": str(policy.chunks),
@@ -129,6 +142,7 @@ def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     if trial.strategy == RECIPE:
         changes = _asked(trial) | changes
     said = [told(key, value) for key, value in changes.items() if key not in shared]
+    said += [told(key, value) for key, value in _of_peer(trial).items()]
     if trial.control is not None:
         said.append(f"control: {trial.control.replace('_', ' ')}")
     return f"{name} ({', '.join(said)})" if said else name
@@ -139,6 +153,17 @@ def told(field: str, value: str) -> str:
     if field == "secondary" and value == "0":
         return "no hpZ copy"
     return f"{_SHORT.get(field, field)} {value}"
+
+
+def _of_peer(trial: Trial) -> dict[str, str]:
+    """What a peer is told beside its name: a DeepSpeed configuration, but for stage 3, and a type."""
+    found = {}
+    if family_of(trial.strategy) == DEEPSPEED:
+        settings = flatten(json.loads(trial.deepspeed_config or "{}"))
+        found = {path.rpartition(".")[2]: str(value) for path, value in settings}
+        if found.get("stage") == "3":
+            del found["stage"]
+    return found | ({} if trial.peer.compute == "fp32" else {"compute": trial.peer.compute})
 
 
 def _asked(trial: Trial) -> dict[str, str]:

@@ -46,10 +46,13 @@ def above_in_words(shares: pd.DataFrame, *, marked: bool = True) -> str:
     """Caption text about shares above 1, ending with a space; empty if there are none.
 
     Args:
-        shares: of trials, with columns ``schedule_share``, ``ideal_share`` and ``processors_busy``.
+        shares: of trials, with columns ``schedule_share``, ``ideal_share`` and ``processors_busy``, and maybe
+            ``alone``.
         marked: whether the mark stands beside them.
     """
-    beyond = {name for name in shares.columns if shares[name].round(2).gt(1).any()}
+    beyond = {name for name in shares.columns if name != "alone" and shares[name].round(2).gt(1).any()}
+    if not beyond:
+        return ""
     why = []
     if "ideal_share" in beyond:
         why.append("steps sent their bytes at a higher rate than the probe after the trial found")
@@ -58,7 +61,9 @@ def above_in_words(shares: pd.DataFrame, *, marked: bool = True) -> str:
             "steps sent their bytes at a higher rate than the probe after the trial found, or their units "
             "share the computation otherwise than by their elements, as the scheduled step takes it"
         )
-    if "processors_busy" in beyond:
+    if "alone" in shares and shares["alone"].eq(other=True).any():
+        why.append("all ranks computed at once when it was measured, while in a step some wait")
+    elif "processors_busy" in beyond:
         why.append("ranks do not begin a step together, so that part of what they computed is another step's")
     if not why:
         return ""
@@ -103,6 +108,25 @@ def taken_warning(derived: Derived) -> str | None:
         f"no ranks, and the machine's host, took more than {OTHERS_WITHIN:.0%} of their time, at most "
         f"{found['taken_share'].max():.0%}; such trials are marked ({TAKEN})."
     )
+
+
+def alone_in_words(derived: Derived) -> str:
+    """Caption text on whose computation the bounds of steps are formed of, after a space."""
+    ran = derived.trials
+    by_itself = int(ran["alone"].eq(other=True).sum())
+    told = (
+        " Computation is that of the model by itself, on all ranks at once before and after the timed steps: "
+        "what the engine adds to it, stalls among it, is not allowed."
+    )
+    if by_itself == len(ran):
+        return told
+    rest = (
+        " it was not measured by itself: it is what ranks did while they did not wait, and the engine's own "
+        "stalls count as computation."
+    )
+    if not by_itself:
+        return f" Of all trials, whose records are older,{rest}"
+    return f"{told} Of {len(ran) - by_itself} of {counted(len(ran), 'trial')}, whose records are older,{rest}"
 
 
 def modelled_in_words(derived: Derived) -> str:

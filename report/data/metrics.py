@@ -17,7 +17,7 @@ import pandas as pd
 from harness.records.statistics import Interval, crossing, median_interval, paired_ratio_interval
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.trial import PolicyChanges, Trial
-from report.data.best_step import BITS_PER_MBIT, processor_seconds, schedule_seconds
+from report.data.best_step import BITS_PER_MBIT, computations, processor_seconds, schedule_seconds
 from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE, PROPOSED
 from report.data.decoding import generations
 from report.data.frames import Frames, groups
@@ -35,7 +35,9 @@ def trials(frames: Frames) -> pd.DataFrame:
 
     Beside the columns of ``frames.trials``:
         step_seconds: median over timed steps of the slowest rank's total.
-        compute_seconds: median over timed steps of the largest (total - exposed) of any rank.
+        compute_seconds: of computation by itself, the median over samples of the largest of any rank; where
+            it is not on record, the median over timed steps of the largest (total - exposed) of any rank.
+        alone: whether it, and the bounds that follow from it, are of computation by itself.
         exposed_seconds: median over timed steps of the slowest rank's exposed communication.
         tokens_per_second: tokens of all ranks in a step / step_seconds.
         sent_bytes: bytes per step that all ranks sent between nodes in training (ledger).
@@ -49,8 +51,10 @@ def trials(frames: Frames) -> pd.DataFrame:
         best_seconds: the larger of these two; NaN where the schedule's is not known.
         share, schedule_share, ideal_share: best_seconds, schedule_seconds and ideal_seconds / step_seconds.
         processors_busy: processor_seconds / step_seconds.
+        segment_bytes: what the ledger's messages would be on a real network, each in packets of
+            :data:`harness.records.checks.SEGMENT_BYTES` with their headers.
         m_bytes: M times the micro-batches of a step; M is the bytes between nodes of one hierarchical
-            all-gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
+            all-gather of the model, without padding, in 16 bits: 2 * elements * (nodes - 1), of all ranks.
         tflops: model TFLOP/s of a rank, for presets.
         first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
         validation_step: optimizer steps before that validation, warm-ups included.
@@ -73,7 +77,8 @@ def trials(frames: Frames) -> pd.DataFrame:
         table[name] = table[f"{bound}_seconds"] / table["step_seconds"]
     model = ["nodes", "ranks_per_node", "model", "accumulation"]  # peers have no units of their own
     table["padded"] = table.groupby(model)["padded"].transform("max")
-    table["m_bytes"] = (2.0 * table["padded"] * (table["nodes"] - 1)).replace(0.0, np.nan)
+    table["numel"] = table.groupby(model)["numel"].transform("max")
+    table["m_bytes"] = (2.0 * table["numel"] * (table["nodes"] - 1)).replace(0.0, np.nan)
     table["m_bytes"] *= table["accumulation"]
     table["tflops"] = [
         _tflops(frames.ran[row["id"]], row["step_seconds"], row["processes"])
@@ -103,10 +108,10 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
 
 
 def _timed(frames: Frames) -> pd.DataFrame:
-    """Timed steps with their exposed communication, and the total without it."""
+    """Timed steps with their exposed communication."""
     timed = frames.steps[~frames.steps["warmup"].astype(bool)].copy()
     exposed = pd.to_numeric(timed["exposed_forward"]) + pd.to_numeric(timed["exposed_backward"])
-    return timed.assign(exposed=exposed, compute=timed["total"] - exposed)
+    return timed.assign(exposed=exposed)
 
 
 def _slowest(timed: pd.DataFrame) -> pd.DataFrame:
@@ -116,10 +121,13 @@ def _slowest(timed: pd.DataFrame) -> pd.DataFrame:
 
 def _times(frames: Frames) -> pd.DataFrame:
     timed = _timed(frames)
-    computing = timed.groupby(["id", "index"])["compute"].max().groupby("id").median()
+    computed = computations(frames)
+    whole = computed[["forward", "backward", "rest"]].astype(float).sum(axis=1, skipna=False)
+    computing = whole.groupby([computed["id"], computed["index"]]).max().groupby("id").median()
     slowest = _slowest(timed).groupby("id")[["total", "exposed"]].median()
     found = slowest.rename(columns={"total": "step_seconds", "exposed": "exposed_seconds"})
-    return found.assign(compute_seconds=computing).reset_index()
+    alone = computed.groupby("id")["alone"].any()
+    return found.assign(compute_seconds=computing, alone=alone).reset_index()
 
 
 def timed_steps(frames: Frames) -> pd.Series[int]:
@@ -131,6 +139,8 @@ def _traffic(frames: Frames) -> pd.DataFrame:
     """Bytes per step between nodes of each trial; NaN where there is no ledger, prediction or interface."""
     between = (frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)
     sent = frames.bytes.assign(bytes=frames.bytes["bytes"].where(between, 0).astype(float))
+    packets = (frames.bytes["bytes"] + frames.bytes["headers"]).where(between, 0).astype(float)
+    of_ledger = frames.bytes["source"] == "ledger"
     of_source = {name: sent[sent["source"] == name].groupby("id")["bytes"].sum() for name in _SOURCES}
     of_node = sent[sent["source"] == "ledger"].groupby(["id", "node"])["bytes"].sum()
     counted = frames.interfaces.set_index("id")
@@ -140,6 +150,7 @@ def _traffic(frames: Frames) -> pd.DataFrame:
         {
             "sent_bytes": of_source["ledger"],
             "predicted_bytes": of_source["predicted"],
+            "segment_bytes": packets[of_ledger].groupby(frames.bytes["id"]).sum(),
             "interface_bytes": by_trial.sum(),
             "header_bytes": headers.groupby("id").sum(min_count=1),
             "egress_bytes": of_node.groupby("id").max().combine_first(by_trial.max()),
@@ -268,8 +279,8 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
         highest crossing) with the ends of its interval, ``break_even_low_mbit`` and ``_high_mbit`` (infinite
         beyond the neighbours, NaN for few pairs; :func:`harness.records.statistics.crossing`),
         ``fewest_pairs``, which both neighbours have, ``low_mbit`` and ``high_mbit`` (the range measured),
-        ``low_speedup`` and ``high_speedup`` at its ends, and ``records``, the ids of its trials and
-        ZeRO-3's, with spaces between them.
+        ``low_speedup`` and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's,
+        with spaces between them.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
     rows: list[tuple[object, ...]] = []

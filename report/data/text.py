@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from harness.records.statistics import FEWEST, FEWEST_SWEEPS, Interval
+from harness.suites.labels import counted as counted  # noqa: PLC0414  # part of this vocabulary
 
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
 FEWEST_IN_WORDS: Final = f"with its 95 % interval from {FEWEST} pairs on"
@@ -61,11 +62,6 @@ def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
     words = " ".join(str(text).split())
     kept = "".join(c if ord(c) < 0x2000 and unicodedata.category(c)[0] != "C" else "?" for c in words)
     return kept if len(kept) <= limit else kept[: limit - 1] + "…"
-
-
-def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """A count with its noun: ``1 seed``, ``3 seeds``; ``plural`` where an s is not enough."""
-    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
 def span(counts: Collection[float], noun: str) -> str:

@@ -16,12 +16,14 @@ from report.draw.plot import Plot, by_cell_and_contender, common_to
 
 def _data(derived: Derived) -> pd.DataFrame:
     found = communication.errors(derived.frames, derived.trials)
-    shown = found.loc[(found["purpose"] == "gradients") & (found["repeated"] == 1)]
-    return shown.loc[shown["vnmse"].gt(0)]  # of exact messages a logarithm shows nothing
+    gradients = (found["purpose"] == "gradients") & (found["repeated"] == 1)
+    shown: pd.DataFrame = found[gradients & found["vnmse"].gt(0)]
+    return shown  # of exact messages a logarithm shows nothing
 
 
 def _last(mine: pd.DataFrame) -> pd.DataFrame:
-    return mine[mine["step"] == mine["step"].max()]
+    found: pd.DataFrame = mine[mine["step"] == mine["step"].max()]
+    return found
 
 
 def _draw(data: pd.DataFrame) -> Figure:

@@ -123,7 +123,7 @@ def _speedup_data(derived: Derived) -> pd.DataFrame:
     if not (rows["contender"] != NAMES[BASELINE]).any():
         return rows.iloc[:0]
     kept = [*KEPT, "baseline", "baseline_seconds", "step_seconds", "schedule_seconds", "processor_seconds"]
-    kept += ["best_seconds", "speedup", "allowed", *metrics.SHARES, "rates_differ"]
+    kept += ["best_seconds", "speedup", "allowed", *metrics.SHARES, "alone", "rates_differ"]
     return rows[kept]
 
 
@@ -220,13 +220,25 @@ def _speedup_caption(data: pd.DataFrame) -> str:
     )
     return (
         "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; "
-        f"{shown}. What is allowed: the scheduled step is the engine's schedule driven with the computation "
-        "measured (forward and backward less exposed communication, in each step of the rank for which it is "
-        "longest) and a link that carries what the busiest node sent to others at the achieved rate, one "
-        f"message after the other{_processors_in_words(data)}; the share is that step over the measured one. "
+        f"{shown}. What is allowed: the scheduled step is the engine's schedule driven with "
+        f"{_computation_in_words(data)} and a link that carries what the busiest node sent to others at the "
+        f"achieved rate, one message after the other{_processors_in_words(data)}; the share is that step "
+        "over the measured one. "
         f"{_above_in_words(data)}{peers_note(data)}{common_to(data)}{differing_in_words(data)}"
         f"{sweeps_in_words(data['sweep'])}"
     )
+
+
+def _computation_in_words(data: pd.DataFrame) -> str:
+    """Which computation the scheduled step has."""
+    alone = data["alone"].eq(other=True)
+    if alone.all():
+        return "the computation of the model by itself (on all ranks at once, of the slowest)"
+    measured = (
+        "the computation measured (forward and backward less exposed communication, in each step of the rank "
+        "for which it is longest)"
+    )
+    return f"{measured}, of some trials that of the model by itself," if alone.any() else measured
 
 
 def _above_in_words(data: pd.DataFrame) -> str:
@@ -235,7 +247,7 @@ def _above_in_words(data: pd.DataFrame) -> str:
     if not drawn.round(2).gt(1).any():
         return ""
     lines = len(metrics.several_rates(data))  # which have no marks
-    return footnotes.above_in_words(data[list(metrics.SHARES[1:])], marked=not lines)
+    return footnotes.above_in_words(data[[*metrics.SHARES[1:], "alone"]], marked=not lines)
 
 
 def _knows_processors(data: pd.DataFrame) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 
 from harness.records.statistics import FEWEST, Interval
@@ -17,6 +18,7 @@ from report.data.metrics import Derived
 from report.data.text import FEWEST_IN_WORDS, NOTHING, number
 from report.draw import theme
 from report.draw.plot import by_contender, unpublished_note
+from report.tables.peers import peers
 from report.tables.settings import setting as settings
 from report.tables.summary import summary, time
 from report.tables.table import Column, Table, placed
@@ -106,11 +108,11 @@ def volume(derived: Derived) -> Table:
             row: dict[str, Any] = {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender}
             parted = m.reindex(bytes_and_memory.VOLUME_PARTS, fill_value=0.0 if len(m) else math.nan)
             row |= {str(part): size for part, size in parted.items()}
-            for name, sent in (("predicted",) * 2, ("ledger", "sent"), ("interface",) * 2):
+            for name, sent in (("predicted",) * 2, ("ledger", "sent"), ("interface",) * 2, ("segment",) * 2):
                 row[name] = (mine[f"{sent}_bytes"] / mine["m_bytes"]).median()
             row |= {"published": published.total(strategy, contender), "m_bytes": mine["m_bytes"].median()}
             rows.append(row)
-    heads = ("Forward gather", "Backward gather", "Gradients")
+    heads = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
     columns = (
         Column("contender", "Contender"),
         *(
@@ -120,11 +122,14 @@ def volume(derived: Derived) -> Table:
         Column("predicted", "Predicted", number(4)),
         Column("ledger", "Ledger", number(4)),
         Column("interface", "Interface", number(4)),
+        Column("segment", "In 1,448-byte segments", number(4)),
         Column("published", "Published rule", number(3)),
     )
     caption = (
-        "Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model. Interfaces "
-        "count headers too; the published rule counts no scales. "
+        "Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model without "
+        "padding, which is a column of its own and in no other part. Interfaces count headers too, of "
+        "packets that this machine makes larger than a real network does; in segments: the ledger with 66 "
+        "bytes for each 1,448 bytes of a message. The published rule counts no scales. "
         f"{unpublished_note(between)}"
     ).rstrip()
     return placed("volume", "Volume between nodes", caption, rows, *columns)
@@ -146,6 +151,7 @@ def checks(derived: Derived) -> Table:
                     "equal": f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING,
                     "interface_over_ledger": (mine["interface_bytes"] / mine["sent_bytes"]).median(),
                     "interface_over_stated": (mine["interface_bytes"] / stated).median(),
+                    "gradient_share": mine["gradient_share"].max(),
                     "first_loss_deviation": ((mine["first_loss"] - reference).abs() / reference).max(),
                 }
             )
@@ -156,11 +162,14 @@ def checks(derived: Derived) -> Table:
         Column("interface_over_ledger", "Interface/ledger", number(4)),
         Column("interface_over_stated", "Interface/(ledger + headers)", number(4)),
         Column("first_loss_deviation", "First loss, relative deviation", number(2)),
+        Column("gradient_share", "First gradient, difference/allowed", number(2)),
     )
     caption = (
         "Trials whose ledger equals the prediction to the byte, row by row; bytes that the interfaces "
         "counted over the ledger's, and over the ledger's with the headers of the packets; and the largest "
-        "relative difference of the first step's loss from a single process on the same batches."
+        "relative difference of the first step's loss from a single process on the same batches; and the "
+        "largest difference of a reduced gradient before training from a single process's, over what the "
+        "codecs allow together."
     )
     return placed("checks", "Checks", caption, rows, *columns)
 
@@ -279,7 +288,12 @@ def memory(derived: Derived) -> Table:
     found = bytes_and_memory.memory(derived.frames, derived.trials)
     places = ["nodes", "ranks_per_node", "model"]
     rows = [
-        {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(mine)}
+        {
+            "where": f"{nodes}x{ranks} ranks, {model}",
+            "contender": contender,
+            **_memory_row(mine),
+            **_copy_row(derived, mine),
+        }
         for (nodes, ranks, model), group in groups(found.sort_values(places, kind="stable"), places)
         for _, contender, mine in by_contender(group)
     ]
@@ -296,6 +310,11 @@ def memory(derived: Derived) -> Table:
         Column("beyond_mib", "Without formula", number(3)),
         Column("covered_mib", "With formula", number(4)),
         Column("formula_mib", "Formula", number(4)),
+        *(
+            Column(key, title, number(3))
+            for key, title in _COPY.items()
+            if len(data) and data[key].notna().any()
+        ),
         Column("process_peak_rss_mib", "Process peak", number(3)),
         *(
             Column(f"{source}_step_mib", title, number(4))
@@ -314,8 +333,23 @@ def memory(derived: Derived) -> Table:
             if copied
             else ""
         )
+        + (
+            " hpZ's copy: by formula, as the frames that came and in 16 bits, as DeepSpeed and the paper "
+            "keep it, whichever was kept."
+            if any(column.key in _COPY for column in columns)
+            else ""
+        )
     )
     return placed("memory", "Memory per rank", caption, rows, *columns)
+
+
+_COPY: Final = {"copy_frames_mib": "hpZ's copy as frames", "copy_halves_mib": "in 16 bits"}
+
+
+def _copy_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:
+    """MiB of one contender's hpZ copy by formula, in either form; NaN without one."""
+    of_ids = [bytes_and_memory.secondary_either_way(derived.frames, str(one)) for one in mine["id"].unique()]
+    return dict(zip(_COPY, (np.array(of_ids).max(axis=0) / 2**20).tolist(), strict=True))
 
 
 def _memory_row(mine: pd.DataFrame) -> dict[str, float]:
@@ -499,6 +533,8 @@ def failures(derived: Derived) -> Table:
         Column("log", "Log"),
     )
     caption = "Trials that left a record without a result; nothing of them is in a figure."
+    if derived.frames.failures["by"].notna().any():
+        caption += " Refused by a peer's library: it is not here, or cannot do what was asked."
     return Table("failures", "Failed trials", caption, derived.frames.failures, columns)
 
 
@@ -528,7 +564,7 @@ def environment(derived: Derived) -> Table:
 _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
-        summary, time, failures, generation, volume, checks, parity, break_even, memory, sent_error,
+        summary, peers, time, failures, generation, volume, checks, parity, break_even, memory, sent_error,
         quantisation, largest_error, links, published_throughput, setting, environment,
     )
 }  # fmt: skip

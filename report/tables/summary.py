@@ -57,9 +57,9 @@ def summary(derived: Derived) -> Table:
         "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
         f"interval, Student's t on their logarithms, from {FEWEST} pairs on; 'Pairs' has their number "
         f"and the range in which they lie.{sweeps_in_words(derived.trials['sweep'])} "
-        f"{_PAPERS_IN_WORDS if two else ''}Share allowed: the best step that schedule, link and processors "
-        "allow over the measured one (told apart in Time and processors). Sent: by all ranks between nodes "
-        "in training "
+        f"{_PAPERS_IN_WORDS if two else ''}Share allowed: the best "
+        "step that schedule, link and processors allow over the measured one (told apart in Time and "
+        f"processors).{footnotes.alone_in_words(derived)} Sent: by all ranks between nodes in training "
         f"(ledger).{_loss_in_words(derived)}{_marks_in_words(derived, rows, 'speedup_told', 'share')}"
     )
     return placed("summary", "Summary", caption, rows, *columns)
@@ -86,7 +86,8 @@ def time(derived: Derived) -> Table:
         "gathers and reductions would take with this computation and these bytes on this link if every rank "
         "had a processor of its own. Processors busy: of the step in which the processors, never idle, could "
         "compute what the ranks did; not known on GPUs and of older records. Share allowed: of the longer of "
-        "these two. Share of ideal: of max(compute, wire), which no schedule reaches. Taken by others: what "
+        "these two. Share of ideal: of max(compute, wire), which no schedule reaches."
+        f"{footnotes.alone_in_words(derived)} Taken by others: what "
         "programs that are no ranks, and the machine's host, had of the processors' time, in the trial in "
         f"which it was most{_unknown_in_words(derived)}. TFLOPs: of the model, per rank, by Megatron's "
         f"formula without recomputation.{_marks_in_words(derived, rows, *metrics.SHARES)}"
@@ -109,7 +110,8 @@ def _marks_in_words(derived: Derived, rows: list[dict[str, Any]], *keys: str) ->
     told = footnotes.in_words(str(row[key]) for row in rows for key in ("trials_told", *keys))
     shares = [key for key in keys if key in metrics.SHARES]
     if len(data) and data[shares].astype(float).round(2).gt(1).to_numpy().any():
-        told += f" {footnotes.above_in_words(derived.trials[list(metrics.SHARES[1:])])}"
+        bounds = derived.trials[[*metrics.SHARES[1:], "alone"]]
+        told += f" {footnotes.above_in_words(bounds)}"
     return told.rstrip()
 
 

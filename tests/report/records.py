@@ -17,6 +17,7 @@ import numpy as np
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records.checks import HEADER_BYTES
 from harness.records.record import (
+    Alone,
     CommunicationError,
     Failure,
     InterfaceCounters,
@@ -131,6 +132,23 @@ def busy_while_waiting(record: Record, seconds: float = 1.0) -> Record:
         return waited | {"cpu_seconds": waited["total"] * processors}
 
     return changed_steps(record, change)
+
+
+def with_alone(record: Record, forward: float, backward: float, optimizer: float = 0.0) -> Record:
+    """``record`` with two samples of computation by itself on every rank, of one thread."""
+    samples = [
+        Alone(
+            when=when,
+            forward=forward,
+            backward=backward,
+            optimizer=optimizer,
+            cpu_seconds=forward + backward,
+            optimizer_cpu_seconds=optimizer,
+        )
+        for when in ("before", "after")
+    ]
+    ranks = [rank.model_copy(update={"alone": samples}) for rank in record.ranks]
+    return record.model_copy(update={"ranks": ranks})
 
 
 def taken_by_others(record: Record, others: float, steal: float = 0.0) -> Record:

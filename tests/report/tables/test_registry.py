@@ -160,10 +160,20 @@ def test_volume_is_in_units_of_one_gather() -> None:
     """ZeRO-3 sends 3 M less what stays for backward, ZeRO++ a little over 0.75 M, beside the published."""
     records = records_of("ablation", repeats=1)
     table = registry.volume(derive(frames_of(records))).data.set_index("contender")
-    sizes = [padded for _, _, padded in next(one.units for one in records if one.units)]
-    stays = (sizes[0] + sizes[-1]) / sum(sizes)  # the root, and the last block
-    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(3 - stays, abs=1e-4)
-    assert 0.75 < table.loc["ZeRO++", "ledger"] < 0.78
+    units = next(one.units for one in records if one.units)
+    sizes, padded = ([unit[at] for unit in units] for at in (1, 2))
+    assert sum(padded) > sum(sizes)
+    stays, whole = ((of[0] + of[-1]) / sum(sizes) for of in (sizes, padded))  # the root, and the last block
+    pads = sum(padded) / sum(sizes) - 1
+    sent = (3 - stays, 3 * (1 + pads) - whole)
+    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(sent[1], abs=1e-4)
+    assert table.loc["ZeRO-3", "padding"] == pytest.approx(sent[1] - sent[0], abs=1e-4)
+    parts = ["gather in forward", "gather in backward", "gradients", "control"]
+    assert table.loc["ZeRO-3", parts].sum() == pytest.approx(sent[0], abs=1e-4)
+    assert 0.75 < table.loc["ZeRO++", parts].sum() < 0.78
+    assert table.loc["ZeRO++", "segment"] == pytest.approx(
+        table.loc["ZeRO++", "ledger"] * (1 + 66 / 1448), rel=1e-3
+    )
     assert table.loc["ZeRO++", "published"] == 0.75
 
 
@@ -435,3 +445,17 @@ def test_bytes_of_much_padding_are_marked() -> None:
         (told,) = registry.summary(found).data["sent_told"]
         assert told.endswith(mark or told)
         assert any(f"{PADDED}: more than 5%" in warning for warning in warnings(found)) == bool(mark)
+
+
+def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
+    """Of policies that keep one: as frames, which are what the engine held here, and in 16 bits."""
+    found = registry.memory(derive(frames_of(records_of("quickstart", repeats=1))))
+    both = ["hpZ's copy as frames", "in 16 bits"]
+    assert [column.title for column in found.columns if column.title in both] == both
+    rows = found.data.set_index("contender")
+    assert rows.loc["ZeRO++", "copy_frames_mib"] == pytest.approx(rows.loc["ZeRO++", "engine_secondary_mib"])
+    assert rows.loc["ZeRO++", "copy_halves_mib"] > 1.9 * rows.loc["ZeRO++", "copy_frames_mib"]
+    assert rows.loc["hpZ", "copy_halves_mib"] == rows.loc["hpZ", "copy_frames_mib"]  # 16-bit frames
+    assert math.isnan(rows.loc["ZeRO-3", "copy_frames_mib"])
+    without = [r for r in records_of("quickstart", repeats=1) if r.trial["strategy"] in ("zero3", "qwz")]
+    assert "in 16 bits" not in [c.title for c in registry.memory(derive(frames_of(without))).columns]
