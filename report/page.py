@@ -50,7 +50,8 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
     apart = [*first, *(table for table in tables if table.name in ("failures", *_LAST))]
     subject = heading(derived)
     return fill(
-        title=f"{' '.join(part for part in subject if part)}: {frames.suite}",
+        title=" ".join(part for part in subject if part)
+        + ("" if derived.finished.empty else f": {frames.suite}"),
         kicker=f"Results of suite {frames.suite}",
         heading=subject,
         questions=frames.questions,
@@ -197,9 +198,10 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
         for (fact,), of_fact in groups(frames.facts, ["fact"])
     }
     ran = derived.finished
+    interrupted = f", {frames.interrupted} interrupted, not yet run again" if frames.interrupted else ""
     found = [
         ("suite", frames.suite),
-        ("trials", f"{len(ran)} finished, {len(frames.failures)} failed"),
+        ("trials", f"{len(ran)} finished, {len(frames.failures)} failed{interrupted}"),
         ("ran", _when(ran)),
     ]
     found += essentials(frames, ran)
@@ -229,7 +231,7 @@ def warnings(derived: Derived) -> list[str]:
         for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
     ]
     if len(frames.pools) > 1:
-        found.append(f"Records of {len(frames.pools)} pools (other machine or code) stand side by side.")
+        found.append(f"Records of {len(frames.pools)} machines or codes stand side by side.")
     if frames.left_out:
         found.append(
             f"Left out: {counted(frames.left_out, 'failure')} of another machine or code, "
@@ -255,6 +257,11 @@ def warnings(derived: Derived) -> list[str]:
     found += [
         said for warn in (footnotes.taken_warning, footnotes.padding_warning) if (said := warn(derived))
     ]
+    if frames.interrupted:
+        found.append(
+            f"{counted(frames.interrupted, 'trial')} interrupted, not yet run again: the same `zeropp run` "
+            "does."
+        )
     if len(frames.failures):
         found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
     return found

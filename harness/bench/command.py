@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -28,12 +29,12 @@ from harness.cluster.rank import Rank
 from harness.measure import machine
 from harness.records import bench_record
 from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
+from harness.suites.labels import counted
 from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.trial import parse_rate
 
 app = typer.Typer(
     help="Measure codecs beside a copy, collectives beside gloo's own, engines beside peers and compute.",
-    no_args_is_help=True,
     rich_markup_mode=None,
 )
 
@@ -43,6 +44,7 @@ Topology = tuple[int, int]  # nodes, and ranks of each
 Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
 MODELS: Final = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))
 MOST_RANKS: Final = 64
+_COLUMNS: Final = 98  # of text below a table
 MOST_MEBIBYTES: Final = 1 << 16
 _TIMEOUT_SECONDS: Final = 7200.0
 
@@ -136,7 +138,8 @@ def engine(
 ) -> None:
     """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 if losses differ.
 
-    Contenders are ddp, fsdp2, fsdp2-kept, deepspeed, deepspeed-kept, exact, exact-backend and zeropp.
+    Contenders are alone (always there), ddp, fsdp2, fsdp2-kept, deepspeed, deepspeed-kept, exact,
+    exact-backend and zeropp.
     """
     run = _Run("engine", results)
     # The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
@@ -206,7 +209,7 @@ class _Run:
         records = bench_record.read_all(self._folder) if any(self._folder.glob("*.json")) else []
         if strange := [bench.pool for bench in records if bench.pool != pool]:
             raise BenchError(
-                f"{self._folder}: holds {len(strange)} records of another machine or code (pool "
+                f"{self._folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
                 f"{strange[0]}, here {pool}), which are not put together; move the folder aside or "
                 "choose other --results"
             )
@@ -285,7 +288,8 @@ def _called(rank: Rank, target: Callable[[Rank], Result]) -> Result:
 
 def show(benches: Sequence[Bench], out: Console) -> None:
     """Print the tables of records of one benchmark."""
-    from report.bench.page import boards_of, table_of
+    from report.bench.boards import READ
+    from report.bench.page import boards_of, scattering, table_of
 
     for board, data in boards_of(benches):
         found = table_of(board, data, wide=False)
@@ -301,6 +305,8 @@ def show(benches: Sequence[Bench], out: Console) -> None:
             for row in rows:
                 table.add_row(*(escape(cell) for cell in row))
             out.print(table)
+        for words in filter(None, (f"{board.read} {READ}".strip(), scattering(board, data))):
+            out.print(textwrap.fill(words, _COLUMNS), markup=False, highlight=False)
 
 
 def _places(nodes: int | None, ranks: int | None, rate: str | None, usual: list[Place]) -> list[Place]:
