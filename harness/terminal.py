@@ -30,6 +30,7 @@ from harness.suites.labels import (
     padded_in_words,
     told,
 )
+from harness.suites.peers import PEERS
 
 _TRAINING: Final = ("forward", "backward", "step")  # phases
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
@@ -75,16 +76,19 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             soft_wrap=True,
         )
     other = (str(finding) for one in rows for finding in one.findings if finding.kind != "honoured")
-    for line in (*suite.kept, *dict.fromkeys(other)):
+    peers = dict.fromkeys(one.trial.strategy for one in rows if one.trial.strategy in PEERS)
+    said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
+    for line in (*suite.kept, *said, *dict.fromkeys(other)):
         out.print(escape(line), soft_wrap=True)
     notes = list(dict.fromkeys(why for one in rows for why in _reasons(one)))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    copies = ("hpZ copy, GiB: frames/16 bits",) if any(one.secondary for one in rows) else ()
     offloading = ("on the host", "to and from it/step") if any(_host_bytes(one) for one in rows) else ()
     for name in varying or ["strategy"]:
         table.add_column(name, overflow="fold")
     for name in (
         "parameters", "between nodes/step", "inside nodes/step", "out of a node/step",
-        "on the wire s/step", "memory/rank", *offloading, "runs here",
+        "on the wire s/step", "memory/rank", *copies, *offloading, "runs here",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for one in rows:
@@ -97,6 +101,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             _size(one.egress),
             NONE if one.wire_seconds is None else f"{one.wire_seconds:.3f}",
             NONE if one.memory is None else gib(sum(on_device(one.memory).values())),
+            *((_either_way(one.secondary),) if copies else ()),
             *((gib(_host_bytes(one)), _size(one.copied)) if offloading else ()),
             _runs(one, notes),
         )
@@ -105,7 +110,8 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     _say_padding((one.padding for one in rows), out)
     for number, why in enumerate(notes, 1):
         count = sum(why in _reasons(one) for one in rows)
-        what = "over its limit" if any(one.beyond_limit == why for one in rows) else "cannot run here"
+        what = next((_outcome(one) for one in rows if why in _reasons(one)), "")
+        what = "cannot run here" if what == "no" else what
         out.print(f"{number}: {what} ({count} of {len(rows)} cells): {escape(one_line(why))}", soft_wrap=True)
 
 
@@ -123,13 +129,25 @@ def _say_interfaces(sent: Iterable[str], out: Console) -> None:
 
 def _reasons(one: Forecast) -> tuple[str, ...]:
     """Why a cell cannot run here or, where it can, why it will be a failure on record."""
-    return one.problems or ((one.beyond_limit,) if one.beyond_limit else ())
+    return one.problems or tuple(why for why in (one.beyond_limit, one.refusal) if why)
+
+
+def _outcome(one: Forecast) -> str:
+    """What comes of a cell in a word: "yes" if it can run."""
+    if one.problems:
+        return "no"
+    return "over its limit" if one.beyond_limit else "refused" if one.refusal else "yes"
 
 
 def _runs(one: Forecast, notes: Sequence[str]) -> str:
     """The last column: "yes", or why not, by number."""
     numbers = ", ".join(str(notes.index(why) + 1) for why in _reasons(one))
-    return f"no: {numbers}" if one.problems else f"over its limit: {numbers}" if one.beyond_limit else "yes"
+    return f"{_outcome(one)}: {numbers}" if numbers else _outcome(one)
+
+
+def _either_way(secondary: tuple[int, int] | None) -> str:
+    """GiB of hpZ's copy kept as frames and in 16 bits."""
+    return "/".join(f"{size / 2**30:.3g}" for size in secondary) if secondary else NONE
 
 
 def _host_bytes(one: Forecast) -> int:

@@ -31,6 +31,7 @@ from harness.records import bench_record
 from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
 from harness.suites.labels import counted
 from harness.suites.model_sizes import PRESETS, GPTShape
+from harness.suites.peers import DEEPSPEED, Compute
 from harness.suites.trial import parse_rate
 
 app = typer.Typer(
@@ -132,14 +133,17 @@ def engine(
     ranks: Ranks = None,
     rate: Rate = None,
     contender: Annotated[Several, typer.Option(help="Several times. Default: all found.")] = None,
+    compute: Annotated[Several, typer.Option(help="fp32 or bf16, several times. Default: both.")] = None,
     model: Model = "gpt-small",
-    seconds: Annotated[float, typer.Option(help="For each topology, about.", min=0.0)] = 240.0,
+    seconds: Annotated[float, typer.Option(help="For each topology and type, about.", min=0.0)] = 240.0,
     results: Results = Path("results"),
 ) -> None:
     """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 if losses differ.
 
-    Contenders are alone (always there), ddp, fsdp2, fsdp2-kept, deepspeed, deepspeed-kept, exact,
-    exact-backend and zeropp.
+    Peers, as shipped and tuned, are ddp, ddp-tuned, ddp-bf16, fsdp2, fsdp2-prefetch, fsdp2-kept,
+    fsdp2-kept-prefetch, deepspeed and deepspeed-hpz; all send over gloo.  Ours on the same transport are
+    exact-gloo, zero3-gloo and zeropp-gloo, and with shared memory inside nodes exact, zero3 and zeropp.
+    Compute alone, which sends nothing, is always there, as alone.
     """
     run = _Run("engine", results)
     # The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
@@ -147,22 +151,33 @@ def engine(
     _chosen([model], MODELS, "model")
 
     from harness.bench import engine as bench_engine
-    from harness.bench import peers
+    from harness.runs import deepspeed
 
-    asked = _chosen(contender or bench_engine.NAMES, bench_engine.NAMES, "contender")
+    asked = _chosen(contender or (), bench_engine.NAMES, "contender")
+    kinds = _chosen(compute or get_args(Compute), get_args(Compute), "type to compute in")
     missing = {}
-    if (why := peers.why_missing("deepspeed")) is not None and set(asked) & set(bench_engine.DEEPSPEED):
-        if contender:
+    if (why := deepspeed.why_missing()) is not None:
+        if set(asked) & set(bench_engine.DEEPSPEED):
             raise BenchError(why)
-        missing = {"deepspeed": why}
-        asked = tuple(name for name in asked if name not in bench_engine.DEEPSPEED)
-    names = tuple(dict.fromkeys((bench_engine.ALONE, *asked)))
-    target = partial(bench_engine.measure, names=names, model=model, seconds=seconds)
-    samples = [sample for place in places for sample in run.at(place, target)]
+        if not asked:
+            missing = {"deepspeed": why}
+    samples = []
+    ran: dict[str, None] = {}
+    for place, kind in product(places, kinds):
+        found = {bench_engine.ALONE, *(asked or bench_engine.usual(kind, place[0][0]))}
+        # In this order: DeepSpeed gives all engines that are made later the groups of hpZ.
+        here = [name for name in bench_engine.NAMES if name in found]
+        names = tuple(name for name in here if not (missing and name in bench_engine.DEEPSPEED))
+        ran |= dict.fromkeys(names)
+        samples += run.at(
+            place,
+            partial(bench_engine.measure, names=names, model=model, compute=kind, seconds=seconds),
+        )
     if (words := bench_engine.unequal(samples)) is not None:
         _fail(words)
-    setting = {**target.keywords, "places": places, "peers": peers.versions([] if why else ["deepspeed"])}
-    run.finish(samples, setting, missing)
+    versions = {} if why else {DEEPSPEED: deepspeed.version()}
+    setting = {"names": list(ran), "model": model, "compute": kinds, "seconds": seconds}
+    run.finish(samples, {**setting, "places": places, "peers": versions}, missing)
 
 
 @app.command()

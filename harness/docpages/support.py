@@ -32,6 +32,7 @@ def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, C
         "groups (MiCS)": {"group": "node"},
         "qwZ": {"weights": weights},
         "hpZ": {"secondary": "node"},
+        "hpZ in 16 bits": {"secondary": "node", "secondary_format": "bf16"},
         "qgZ": {"gradients": both},
         "ring": {"reduce": "ring"},
         "one hop": {"reduce": "one_hop"},

@@ -28,7 +28,8 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from harness.suites.trial import PEERS, PolicyChanges, Trial, following_model, suggestion
+from harness.suites.peers import PEERS
+from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
 from impl.deepspeed.config_file import DeepSpeedError
@@ -503,10 +504,14 @@ def _foreign(trial: Trial) -> Iterator[str]:
             yield path
     for name, foreign in (
         ("secondary", changes.secondary and not base.secondary),
+        ("secondary_format", changes.secondary_format and not base.secondary),
         ("stage", changes.stage not in (None, base.stage)),
         ("group", changes.group and not base.group),
         ("reduce_every", changes.reduce_every == "micro_batch" and base.stage < 2),
         ("feedback", changes.feedback not in (None, "none") and _raw(base.gradients)),
+        ("gather", base.gather == "flat" and changes.gather not in (None, base.gather)),
+        ("reduce", base.reduce == "ring" and changes.reduce not in (None, base.reduce)),
+        ("chunks", base.reduce == "ring" and (changes.chunks or 1) > 1),
     ):
         if foreign:
             yield f"policy.{name}"
@@ -535,6 +540,7 @@ def _run_key(trial: Trial) -> str:
         alike = replace(
             policy,
             secondary=policy.secondary_ranks(topology),
+            secondary_format="frames" if policy.kept == policy.weights else policy.secondary_format,
             group=group if policy.stage > 0 and group < topology.world else 0,
             reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
         )
@@ -551,16 +557,14 @@ def _changes(trial: Trial) -> dict[str, Any]:
 def _aligned(trials: list[Trial]) -> list[Trial]:
     """The trials with one common alignment, that of all policies, so that bytes compare on one geometry.
 
-    A peer's are without policy fields, so that its cells do not differ by them.
+    A peer's are without policy fields, and policies are without peers', so that cells do not differ by them.
     """
     grain = math.lcm(1, *(policy.grain for trial in trials if (policy := trial.resolved_policy())))
     return [
         trial.model_copy(
-            update={
-                "policy": PolicyChanges()
-                if trial.strategy in PEERS
-                else trial.policy.model_copy(update={"align": grain})
-            }
+            update={"policy": PolicyChanges()}
+            if trial.strategy in PEERS
+            else {"policy": trial.policy.model_copy(update={"align": grain}), "peer": PeerSettings()}
         )
         for trial in trials
     ]
@@ -571,7 +575,8 @@ def _interleaved(trials: list[Trial], repeats: int) -> Iterator[Trial]:
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         data = trial.canonical()
-        del data["strategy"], data["policy"]
+        for name in ("strategy", "policy", "peer", _CONFIGURATION):
+            data.pop(name, None)
         groups.setdefault(json.dumps(data, sort_keys=True), []).append(trial)
     blocks = list(groups.values())
     for repeat in range(repeats):

@@ -95,7 +95,8 @@ def _at(policy: Policy, stage: Stage) -> Policy:
     if stage == policy.stage:
         return policy
     limits = MemoryLimits(max_padding=math.inf)
-    return replace(policy, stage=stage, group=0, secondary=0, reduce_every="stage", memory=limits)
+    bare = policy.without_secondary()
+    return replace(bare, stage=stage, group=0, reduce_every="stage", memory=limits)
 
 
 def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length: int, recompute: bool) -> int:

@@ -17,6 +17,7 @@ from impl.plan.topology import Axis, Topology
 Stage = Literal[0, 1, 2, 3]
 Gather = Literal["flat", "hierarchical"]
 Reduce = Literal["ring", "one_hop", "two_hop"]
+SecondaryFormat = Literal["frames", "fp32", "bf16", "fp16"]
 ReduceEvery = Literal["stage", "micro_batch", "step"]
 
 LARGEST_SCALE: Final = 2.0**126  # of losses; within fp32
@@ -246,6 +247,8 @@ class Policy:
             travels inside them.
         secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none,
             ``"node"`` for the ranks of a node.
+        secondary_format: how that copy is kept and sent on inside its group: ``frames`` as they came, or
+            decoded and cast to a type, in 16 bits as DeepSpeed and the paper's figure 4 do.
         reduce_every: gradients are reduced after each ``micro_batch`` and added up in shards, or added up
             locally and reduced once a ``step``, which holds a whole local gradient; ``stage`` is ``step``
             for stages 0 and 1, which hold it anyway, and ``micro_batch`` for 2 and 3.
@@ -268,6 +271,7 @@ class Policy:
     reduce: Reduce = "two_hop"
     chunks: int = 1
     secondary: int | Literal["node"] = 0
+    secondary_format: SecondaryFormat = "frames"
     feedback: Feedback | None = None  # of the gradient codecs
     reduce_every: ReduceEvery = "stage"
     compute: Dtype = "fp32"  # of gathered weights and local gradients; sums over micro-batches are fp32
@@ -286,6 +290,7 @@ class Policy:
                 )
         _one_of("gather", self.gather, get_args(Gather))
         _one_of("reduce", self.reduce, get_args(Reduce))
+        _one_of("secondary_format", self.secondary_format, get_args(SecondaryFormat))
         _one_of("compute", self.compute, tuple(ITEM_BYTES))
         _one_of("reduce_every", self.reduce_every, get_args(ReduceEvery))
         if self.stage not in get_args(Stage):
@@ -299,6 +304,11 @@ class Policy:
             raise PolicyError(
                 f"hpZ (secondary={self.secondary}) spares the backward gather of stage 3; weights of stage "
                 f"{self.stage} stay gathered"
+            )
+        if self.secondary_format != "frames" and self.secondary == 0:
+            raise PolicyError(
+                f"secondary_format = {self.secondary_format!r} says how hpZ's copy is kept, and "
+                "secondary = 0 keeps none"
             )
         if self.secondary != 0 and self.group != 0:
             raise PolicyError(
@@ -353,6 +363,11 @@ class Policy:
         return (self.weights, *self.gradients, *(() if self.frozen is None else (self.frozen,)))
 
     @property
+    def kept(self) -> Codec:
+        """How hpZ's copy is encoded."""
+        return self.weights if self.secondary_format == "frames" else Raw(self.secondary_format)
+
+    @property
     def reduces_each_micro_batch(self) -> bool:
         """Whether gradients are added up in shards; else locally."""
         return self.stage >= 2 if self.reduce_every == "stage" else self.reduce_every == "micro_batch"
@@ -370,11 +385,19 @@ class Policy:
             first, last = (codec if isinstance(codec, Raw) else plain for codec in self.gradients)
             stage = min(self.stage, 2)
             policy = replace(
-                policy, stage=stage, weights=weights, gradients=(first, last), secondary=0, feedback=None
+                policy.without_secondary(),
+                stage=stage,
+                weights=weights,
+                gradients=(first, last),
+                feedback=None,
             )
         if not trainable and self.frozen is not None:
             policy = replace(policy, weights=self.frozen)
         return policy
+
+    def without_secondary(self) -> Policy:
+        """The policy without hpZ."""
+        return replace(self, secondary=0, secondary_format="frames")
 
     def secondary_ranks(self, topology: Topology) -> int:
         """Ranks that share one secondary copy on ``topology``; 0 for none."""
@@ -444,6 +467,7 @@ PRESETS: Final[dict[str, Policy]] = {
     "zero1": Policy(stage=1),
     "zero2": Policy(stage=2),
     "zero3": Policy(),
+    "zero3-flat": Policy(gather="flat", reduce="ring"),
     "mics": Policy(group="node"),
     "qwz": Policy(weights=_INT8),
     "hpz": Policy(secondary="node"),
@@ -453,7 +477,8 @@ PRESETS: Final[dict[str, Policy]] = {
     "hpz+qgz": Policy(secondary="node", gradients=_INT4),
     "zeropp": Policy(weights=_INT8, secondary="node", gradients=_INT4),
 }
-"""Policies by name: the stages in 16 bits, the baseline ``zero3`` among them, states in a group, then each
+"""Policies by name: the stages in 16 bits, the baseline ``zero3`` among them; ``zero3-flat``, the baseline of
+the ZeRO++ paper, whose collectives are one ring over all ranks, blind to nodes; states in a group; then each
 technique of ZeRO++, every pair, and all three.
 """
 

@@ -11,13 +11,13 @@ import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import ITEM_BYTES
 from impl.plan.geometry import UnitGeometry, chunked
 from impl.plan.offload_plan import CopyKey, Direction, Placement, placements_of
-from impl.plan.policy import Policy
+from impl.plan.policy import Policy, SecondaryFormat
 from impl.plan.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]
@@ -29,6 +29,7 @@ ORDER_BYTES: Final = 16  # of a fingerprint on its way: how many exchanges, and 
 NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
 MASTER_BYTES: Final = 4  # fp32
 ADAM_BYTES: Final = 8  # two fp32 moments per element
+_EITHER_WAY: Final[tuple[SecondaryFormat, SecondaryFormat]] = ("frames", "bf16")
 STAGED: Final = 2  # mean gradients on their way to the host at most
 PARTS: Final = (
     "masters", "frozen", "gradients", "optimizer", "secondary", "feedback", "gathered", "local_gradients",
@@ -215,7 +216,7 @@ class _Sender:
         if not self.gathered:
             axes, spared = policy.gather_axes(book.topology)
             size = policy.weights.frame_bytes(self.unit.shard)
-            secondary = _secondary_bytes(policy, book.topology, self.unit)
+            secondary = secondary_bytes(policy, book.topology, self.unit)
             if self.current:
                 axes, size = axes[spared:], secondary
             elif placement.shard and (placement.frames or not self.uploaded):
@@ -276,10 +277,10 @@ def memory(
     """Bytes that one rank holds, by part, at the worst moment of a step.
 
     ``masters`` 4 S; ``frozen`` the codes of weights that are not trained, where the policy names a codec
-    for them; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` the kept frames
-    (facts A4: alpha M / P at 16 bits); ``feedback`` the kept errors, of hop k as many as that hop encodes;
-    ``gathered`` in the compute type, unsharded: everything below stage 3, else what is in use around all
-    blocks and the largest block (:func:`_largest_block`) or, if more, those that stay for backward;
+    for them; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` hpZ's copy, its
+    frames or 16 bits (facts A4: 2 alpha M / P); ``feedback`` the kept errors, of hop k as many as that hop
+    encodes; ``gathered`` in the compute type, unsharded: everything below stage 3, else what is in use around
+    all blocks and the largest block (:func:`_largest_block`) or, if more, those that stay for backward;
     ``local_gradients``: everything, in fp32, where several micro-batches are added up locally, else those of
     the root and of the largest block in the compute type.  S is the sum of shards.  Units gathered ahead come
     on top: at most ``prefetch`` elements.
@@ -304,7 +305,7 @@ def memory(
         frame, fp32 = own.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
         coded = not unit.trainable and policy.frozen is not None
         add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
-        add("secondary", _secondary_bytes(own, topology, unit), host=placement.frames)
+        add("secondary", secondary_bytes(own, topology, unit), host=placement.frames)
         if placement.shard and not coded:
             parts["host_frames"] += frame
             parts["frames"] += 0 if placement.frames else frame
@@ -349,11 +350,29 @@ def _largest_block(units: Sequence[UnitGeometry]) -> int:
     return max((size + more for size, more in zip(whole.values(), after, strict=False)), default=0)
 
 
-def _secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:
-    """Bytes of the frames that hpZ keeps of a unit."""
+def secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:
+    """Bytes of the copy that hpZ keeps of a unit, whose own policy it is, on one rank."""
     axes, spared = policy.gather_axes(topology)
     copies = math.prod(axis.size for axis in axes[:spared]) if spared else 0
-    return copies * policy.weights.frame_bytes(unit.shard)
+    return copies * policy.kept.frame_bytes(unit.shard)
+
+
+def secondary_either_way(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry]
+) -> tuple[int, int] | None:
+    """Bytes of hpZ's copy on one rank kept as frames, and in 16 bits; None for a policy that keeps none."""
+    if policy.secondary == 0:
+        return None
+    owns = [(policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit) for unit in units]
+    frames, halves = (
+        sum(
+            secondary_bytes(replace(own, secondary_format=kept), topology, unit)
+            for own, unit in owns
+            if own.secondary
+        )
+        for kept in _EITHER_WAY
+    )
+    return frames, halves
 
 
 def _feedback_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:

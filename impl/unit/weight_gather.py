@@ -10,7 +10,8 @@ scales, has F bytes.  Rank = (node, local).
 2. *Hop 1 crosses the link.*  :func:`impl.comm.all_gather.gather_frames` all-gathers along ``node``, among
    the ranks of equal local index: (node, F) = (2, F) uint8.
 3. *The secondary is kept.*  Those frames are hpZ's secondary shard (section 3.2), copied by
-   :mod:`impl.unit.secondary_shard`, and, unchanged, the message of the next hop.
+   :mod:`impl.unit.secondary_shard`, in 16 bits where the policy says so, and, unchanged, the message of the
+   next hop.
 4. *Hop 2 stays inside the node*, along ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now has
    every frame, its own too, and all decode the same bytes: replicas are equal to the bit.
 5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, seen as (local, node,
@@ -19,8 +20,8 @@ scales, has F bytes.  Rank = (node, local).
    which they lie.
 6. *The forward pass computes with it*, and :mod:`impl.unit.unit` reshards: the memory goes, the secondary
    stays.
-7. *Backward gathers again*, from the secondary: it is written to the message of hop 2, and nothing crosses
-   the link.
+7. *Backward gathers again*, from the secondary: it is written to the message of hop 2, as it is kept, and
+   nothing crosses the link.
 8. *The optimizer steps the masters*: the secondary is stale, and the next forward pass begins at 1.
 
 What happens when is :mod:`impl.plan.schedule`'s to say and :mod:`impl.engine.hooks`' to do.
@@ -65,20 +66,22 @@ class WeightGather:
         self._axes, self._spared = policy.gather_axes(topology)  # hops; how many the secondary spares
         self._ring = self._axes == (topology.world_axis,)
         self._frame = policy.weights.frame_bytes(geometry.shard)  # F
-        self._secondary_bytes = self._frame * math.prod(axis.size for axis in self._axes[: self._spared])
+        self._copies = math.prod(axis.size for axis in self._axes[: self._spared])  # frames of hpZ's copy
         self._kept_below_stage_3 = policy.stage < 3
         self._in_place = self._arrives_in_place()
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
         offloaded = master_shard.placement.frames
-        self.secondary = SecondaryShard(geometry.name, context.host, context.meter, offloaded=offloaded)
+        self.secondary = SecondaryShard(
+            geometry.name, geometry.shard, policy, context.host, context.meter, offloaded=offloaded
+        )
 
     def reserve(self) -> None:
         """Make room in shared memory for the largest messages; all ranks must call it."""
-        held = self._frame
-        for axis in self._axes:
-            self._wire.reserve(axis, held)
-            held *= axis.size
+        held, kept = self._frame, self.secondary.codec.frame_bytes(self._geometry.shard)
+        for hop, axis in enumerate(self._axes):
+            self._wire.reserve(axis, max(held, kept) if hop >= self._spared else held)
+            held, kept = held * axis.size, kept * axis.size
 
     def gathering(self, phase: Phase, flat: FlatBuffer, finish: Callable[[], None]) -> Steps[None]:
         """Bring all shards together in ``flat``; steps 1 to 5, or 7, of this module's account.
@@ -88,17 +91,18 @@ class WeightGather:
             flat: where the weights are put.
             finish: carries this very gather to its end, where another unit needs its memory before.
         """
-        tag, axes, nbytes = self._tags[phase], self._axes, self._frame
+        tag, axes, codec, nbytes = self._tags[phase], self._axes, self._codec, self._frame
         write: Callable[[Tensor], None] = self._master_shard.write_frame
         if self._spared:
             version = self._master_shard.version
             if self.secondary.holds(version):
-                write = self.secondary.write
+                write, codec = self.secondary.write, self.secondary.codec
             else:
                 between = yield from gather_frames(self._wire, axes[: self._spared], write, nbytes, tag)
                 self.secondary.keep(between.wait(), version)  # (node, F)
                 write = partial(_pass_on, between)
-            axes, nbytes = axes[self._spared :], self._secondary_bytes
+            axes = axes[self._spared :]
+            nbytes = self._copies * codec.frame_bytes(self._geometry.shard)
         lease = flat.lease(nbytes, self._passing(finish)) if flat.leases else None
         if lease is not None:
             write = partial(self._write_leased, lease, phase)
@@ -109,8 +113,9 @@ class WeightGather:
         )
         if to is None:
             frames = gathered(exchange, axes, nbytes)  # (local, bytes of the message)
-            frames = frames.view(*(axis.size for axis in self._axes[::-1]), self._frame)  # (local, node, F)
-            ops.decode(self._codec, frames, placed(flat.attach(), self._axes[::-1], self._geometry.shard))
+            frame = codec.frame_bytes(self._geometry.shard)
+            frames = frames.view(*(axis.size for axis in self._axes[::-1]), frame)  # (local, node, F)
+            ops.decode(codec, frames, placed(flat.attach(), self._axes[::-1], self._geometry.shard))
         exchange.close()
         if lease is not None:
             del exchange  # its views would look like somebody's

@@ -22,6 +22,7 @@ from harness.records.statistics import Interval, median_interval
 from report import page
 from report.bench.boards import BOARDS, Board
 from report.build import PAGE, Folders, publish
+from report.data import emulation
 from report.data.frames import ReportError, groups
 from report.data.text import NOTHING, listed, number
 from report.draw import drawing, theme
@@ -113,7 +114,7 @@ def _median(values: tuple[float, ...]) -> Interval:
 def _told(found: Interval) -> str:
     """Format an interval as ``1.23 [1.20, 1.31]``."""
     middle, low, high = map(number(3), (found.estimate, found.low, found.high))
-    return middle if math.isnan(found.low) else f"{middle} [{low}, {high}]"
+    return middle if not found.known else f"{middle} [{low}, {high}]"
 
 
 def scattering(board: Board, data: pd.DataFrame) -> str | None:
@@ -162,7 +163,8 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
     heading = ("zeropp bench", benches[0].subject)
     headline, drawn, tables = [], [], []
     scattered: list[str] = []
-    for board, data in boards_of(benches):
+    boards = list(boards_of(benches))
+    for board, data in boards:
         for figure, rounds in _drawings(board, data):
             headline.append(_finding(board, derived(board, rounds)))
             drawn.append(registry.write(figure, rounds, folder / "figures"))
@@ -171,11 +173,13 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         found.write(folder / "tables")
         tables.append(found)
     text = page.fill(
+        note="",
         title=" ".join(heading),
         kicker="Results of a benchmark",
         heading=heading,
         questions=[],
         headline=headline[:_MOST_FINDINGS],
+        emulated=emulation.of_benches(data for _, data in boards),
         facts=_facts(benches),
         warnings=[
             *scattered,

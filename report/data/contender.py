@@ -7,23 +7,34 @@ fields that define a technique (stage, group, codecs, hpZ, feedback) are always 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from harness.suites.expansion import flatten
+from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.recipe import recipe
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 
-BASELINE: Final = "zero3"
+BASELINE: Final = "zero3"  # the strongest that is not quantised
+PAPERS_BASELINE: Final = "zero3-flat"  # of ZeRO++: one ring over all ranks, blind to nodes
 PROPOSED: Final = "zeropp"
 TECHNIQUES: Final = ("qwz", "hpz", "qgz")
 COMBINATIONS: Final = ("zero3", "qwz", "hpz", "qgz", "qwz+hpz", "qwz+qgz", "hpz+qgz", "zeropp")
 NAMES: Final = {
     "single": "single process",
     "ddp": "DDP",
+    "ddp-tuned": "DDP, tuned",
+    "ddp-bf16": "DDP, bf16 hook",
     "fsdp2": "FSDP2",
+    "fsdp2-prefetch": "FSDP2, prefetch",
+    "fsdp2-kept": "FSDP2, kept",
+    "fsdp2-kept-prefetch": "FSDP2, kept, prefetch",
+    "deepspeed": "DeepSpeed",
+    "deepspeed-hpz": "DeepSpeed, hpZ",
     "ddp+exact": "DDP + exact",
     "ddp+bf16": "DDP + bf16",
     "ddp+qgz": "DDP + qgZ",
@@ -37,6 +48,7 @@ NAMES: Final = {
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
     "zero3": "ZeRO-3",
+    "zero3-flat": "flat ZeRO-3",
     "mics": "MiCS",
     "qwz": "qwZ",
     "hpz": "hpZ",
@@ -53,7 +65,9 @@ _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
 _LIMITS: Final = (
     "prefetch", "max_live", "max_reuse", "persist_below", "persist_most", "reduce_bucket", "largest_unit",
 )  # fmt: skip
-_ALWAYS_TOLD: Final = frozenset({"stage", "group", "weights", "gradients", "secondary", "feedback", "frozen"})
+_ALWAYS_TOLD: Final = frozenset(
+    {"stage", "group", "weights", "gradients", "secondary", "hpZ copy", "feedback", "frozen"}
+)
 
 
 def order_of(strategy: str) -> int:
@@ -90,6 +104,7 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "weights": str(policy.weights),
         "gradients": hops[0] if hops[0] == hops[1] else "/".join(hops),
         "secondary": str(policy.secondary_ranks(topology)),
+        "hpZ copy": policy.secondary_format,
         "gather": policy.gather,
         "reduce": policy.reduce,
         "chunks": str(policy.chunks),
@@ -128,6 +143,9 @@ def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     if trial.strategy == RECIPE:
         changes = _asked(trial) | changes
     said = [told(key, value) for key, value in changes.items() if key not in shared]
+    said += [told(key, value) for key, value in _of_peer(trial).items()]
+    if trial.control is not None:
+        said.append(f"control: {trial.control.replace('_', ' ')}")
     return f"{name} ({', '.join(said)})" if said else name
 
 
@@ -147,6 +165,17 @@ def short_names_in_words(names: Iterable[str]) -> str:
         if re.search(rf"[( ]{_SHORT[field]} \w", said)
     ]
     return f" In names {' and '.join(words)}." if words else ""
+
+
+def _of_peer(trial: Trial) -> dict[str, str]:
+    """What a peer is told beside its name: a DeepSpeed configuration, but for stage 3, and a type."""
+    found = {}
+    if family_of(trial.strategy) == DEEPSPEED:
+        settings = flatten(json.loads(trial.deepspeed_config or "{}"))
+        found = {path.rpartition(".")[2]: str(value) for path, value in settings}
+        if found.get("stage") == "3":
+            del found["stage"]
+    return found | ({} if trial.peer.compute == "fp32" else {"compute": trial.peer.compute})
 
 
 def _asked(trial: Trial) -> dict[str, str]:

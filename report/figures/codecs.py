@@ -84,7 +84,8 @@ def _draw_error(data: pd.DataFrame) -> Figure:
 
 def _error_caption(data: pd.DataFrame) -> str:
     return (
-        "Error of integer codecs, each tried on tensors of the trials, whichever they sent: vNMSE = "
+        "Integer codecs, each tried once on the weights and the reduced gradients that training left to "
+        f"{data['contender'].iloc[0]}, whichever was sent (for that see Error of what was sent): vNMSE = "
         "sum((decoded - x)^2) / sum(x^2), and the largest |decoded - x| over the largest |x|. Markers: "
         f"median over {counted(data['unit'].nunique(), 'unit')} and repeats; dots: each. 'shard': one scale "
         "for a whole shard, the paper's non-blocked baseline."
@@ -187,7 +188,15 @@ def _sweep(name: str, title: str, axis: str, suite: str) -> Plot:
 
 
 PLOTS: Final = (
-    Plot("error", "Quantisation error", _draw_error, _error_caption, _error_alt, _error_data, "block_size"),
+    Plot(
+        "error",
+        "Codecs tried on one trial's tensors",
+        _draw_error,
+        _error_caption,
+        _error_alt,
+        _error_data,
+        "block_size",
+    ),
     _sweep("block_sweep", "Block size", "block", "block_size"),
     _sweep("bits_sweep", "Bits", "bits", "bits"),
 )

@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.statistics import median_interval
+from harness.records.statistics import FEWEST
 from harness.suites import labels
 from report.data import footnotes, metrics
-from report.data.contender import BASELINE, NAMES, short_names_in_words
+from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE, short_names_in_words
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import NOTHING, number, span
+from report.data.text import NOTHING, counted, number, span, sweeps_in_words
 from report.draw.plot import by_contender
 from report.tables.table import Column, Table, placed
 
@@ -29,15 +29,24 @@ _OF_TIME: Final = (
 )  # fmt: skip
 
 
+_PAPERS_IN_WORDS: Final = (
+    f"Over the paper's baseline: the same over {NAMES[PAPERS_BASELINE]}, one ring over all ranks for gathers "
+    f"and reductions, in 16 bits, as ZeRO++ was compared with; the best {NAMES[BASELINE]} goes between nodes "
+    "and inside them by hops of their own. "
+)
+
+
 def summary(derived: Derived) -> Table:
     """The summary, one row per cell and contender: times, speed-up, bytes, loss."""
-    rows = _rows(derived)
+    rows, two = _rows(derived), bool(len(derived.over_papers))
+    speedups = [Column("speedup_told", "Speed-up over the best ZeRO-3" if two else "Speed-up", str)]
+    speedups += [Column("over_papers_told", "over the paper's baseline", str)] if two else []
     columns = (
         Column("contender", "Contender"),
         Column("trials_told", "n", str),
         Column("step_seconds", "Step, s", number(3)),
         Column("tokens_per_second", "Tokens/s", number(3)),
-        Column("speedup_told", "Speed-up", str),
+        *speedups,
         Column("pairs_told", "Pairs", str),
         Column("share", "Allowed step/step", footnotes.share),
         Column("sent_told", "Sent, MB/step", str),
@@ -46,10 +55,11 @@ def summary(derived: Derived) -> Table:
     )
     caption = (
         "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
-        "interval, Student's t on their logarithms, so it is wide for few pairs; 'Pairs' has their number "
-        "and the range in which they lie. Allowed step/step: the shortest step that schedule, link and "
-        "processors allow, over the measured one (the table Time and processors has a column for each). "
-        "Sent: by all ranks between nodes in training "
+        f"interval, Student's t on their logarithms, from {FEWEST} pairs on; 'Pairs' has their number "
+        f"and the range in which they lie.{sweeps_in_words(derived.trials['sweep'])} "
+        f"{_PAPERS_IN_WORDS if two else ''}Allowed step/step: the shortest step that schedule, link and "
+        "processors allow, over the measured one (the table Time and processors has a column for each)."
+        f"{footnotes.alone_in_words(derived)} Sent: by all ranks between nodes in training "
         f"(ledger).{short_names_in_words(row['contender'] for row in rows)}{_loss_in_words(derived)}"
         f"{_marks_in_words(derived, rows, 'speedup_told', 'share', 'sent_told')}"
     )
@@ -77,7 +87,8 @@ def time(derived: Derived) -> Table:
         "take with this computation and these bytes on this link if every rank had a processor of its own. "
         "Processors busy: of the step in which the processors, never idle, could "
         "compute what the ranks did; not known on GPUs and of older records. Allowed: the longer of "
-        "these two. Ideal: max(compute, wire), which no schedule reaches. Taken by others: what other "
+        "these two. Ideal: max(compute, wire), which no schedule reaches."
+        f"{footnotes.alone_in_words(derived)} Taken by others: what other "
         "programs, and the machine's host, had of the processors' time, in the trial in "
         f"which it was most{_unknown_in_words(derived)}. TFLOPs: of the model, per rank, by Megatron's "
         f"formula without recomputation.{_marks_in_words(derived, rows, *metrics.SHARES)}"
@@ -100,7 +111,8 @@ def _marks_in_words(derived: Derived, rows: list[dict[str, Any]], *keys: str) ->
     told = footnotes.in_words(str(row[key]) for row in rows for key in ("trials_told", *keys))
     shares = [key for key in keys if key in metrics.SHARES]
     if len(data) and data[shares].astype(float).round(2).gt(1).to_numpy().any():
-        told += f" {footnotes.above_in_words(derived.trials[list(metrics.SHARES[1:])])}"
+        bounds = derived.trials[[*metrics.SHARES[1:], "alone"]]
+        told += f" {footnotes.above_in_words(bounds)}"
     return told.rstrip()
 
 
@@ -115,9 +127,10 @@ def _loss_in_words(derived: Derived) -> str:
 
 
 def _rows(derived: Derived) -> list[dict[str, Any]]:
-    pairs = derived.pairs
+    pairs, over_papers = derived.pairs, derived.over_papers
     return [
         _row(mine, pairs[pairs["id"].isin(mine["id"])])
+        | _over_papers(over_papers[over_papers["id"].isin(mine["id"])])
         for _, of_cell in groups(derived.trials, ["cell"])
         for _, _, mine in by_contender(of_cell)
     ]
@@ -132,7 +145,7 @@ def _sent_in_words(ledger: float, interfaces: float) -> str:
 
 def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
     first = mine.iloc[0]
-    step = median_interval(list(mine["step_seconds"]))
+    step = metrics.step_interval(mine)
     row: dict[str, Any] = {
         "where": first["where"],
         "contender": first["contender"],
@@ -142,8 +155,8 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         "step_seconds_low": step.low,
         "step_seconds_high": step.high,
         "sent_mb": (sent := mine["sent_bytes"].median() / 1e6),
-        "interface_mb": (counted := mine["interface_bytes"].median() / 1e6),
-        "sent_told": _sent_in_words(sent, counted) + labels.padded(float(mine["padding_share"].max())),
+        "interface_mb": (interface := mine["interface_bytes"].median() / 1e6),
+        "sent_told": _sent_in_words(sent, interface) + labels.padded(float(mine["padding_share"].max())),
         **dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan),
         "speedup_told": NOTHING,
         "pairs": len(paired),
@@ -159,11 +172,28 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         row |= {"speedup": found.estimate, "speedup_low": found.low, "speedup_high": found.high}
         row["speedup_told"] = f"{found.estimate:.2f}"
     if len(paired) and first["contender"] != NAMES[BASELINE]:
-        if not math.isnan(found.low):
+        if found.known:
             row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
         lowest, highest = paired["speedup"].min(), paired["speedup"].max()
         row |= {"pairs_lowest": lowest, "pairs_highest": highest}
         between = f": {lowest:.2f} to {highest:.2f}" if len(paired) > 1 else ""
-        row["pairs_told"] = f"{len(paired)}{between}"
+        sweeps = f" in {counted(found.sweeps, 'sweep')}" if found.sweeps > 1 else ""
+        row["pairs_told"] = f"{len(paired)}{sweeps}{between}"
     row["speedup_told"] += footnotes.rates(mine)
     return row
+
+
+def _over_papers(paired: pd.DataFrame) -> dict[str, Any]:
+    """Columns of a row on its speed-up over the paper's baseline; ``paired`` has its pairs with that one."""
+    if not len(paired):
+        return {"over_papers": math.nan, "over_papers_told": NOTHING}
+    found = metrics.speedup(paired)
+    told = f"{found.estimate:.2f}"
+    if not math.isnan(found.low) and paired["contender"].iloc[0] != NAMES[PAPERS_BASELINE]:
+        told += f" ({found.low:.2f} to {found.high:.2f})"
+    return {
+        "over_papers": found.estimate,
+        "over_papers_low": found.low,
+        "over_papers_high": found.high,
+        "over_papers_told": told,
+    }

@@ -217,10 +217,11 @@ def test_plan_equals_what_is_sharded() -> None:
 # Memory
 
 
-@pytest.mark.parametrize("name", ["zero3", "zeropp", "hpz"])
+@pytest.mark.parametrize("name", ["zero3", "zeropp", "hpz", "zeropp with a copy in 16 bits"])
 def test_memory_is_the_formulas(name: str) -> None:
     """What the engine held at most, by part, is what the formula says, to the byte."""
-    policy = preset(name, memory=ROOMY)
+    known, _, more = name.partition(" ")
+    policy = preset(known, memory=ROOMY, **({"secondary_format": "bf16"} if more else {}))
     zero = on_threads(Topology(2, 2), train, model(depth=4), policy, 2)[0][2]
     formula = memory(policy, Topology(2, 2), [unit.geometry for unit in zero.units])
     measured = zero.memory()

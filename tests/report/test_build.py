@@ -18,8 +18,9 @@ import pytest
 from harness.records.record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
-from report.data.frames import ReportError
-from report.page import needed
+from report.data.frames import ReportError, frames_of
+from report.data.metrics import derive, speedup
+from report.page import headline, needed
 from tests.report.records import record_of, records_of, taken_by_others
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\input{x}$ |pipe| `tick` {{ 7 * 7 }}"
@@ -147,6 +148,17 @@ def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, t
     text = build(tmp_path).read_text()
     assert f"<title>{title}: titles</title>" in text
     assert " ".join(re.sub("<[^>]*>", "", text[text.index("<h1>") : text.index("</h1>")]).split()) == title
+
+
+def test_the_headline_states_both_speedups() -> None:
+    """Where the paper's baseline ran, the speed-up over it stands beside that over the best ZeRO-3."""
+    derived = derive(frames_of(records_of("baselines")))
+    best, papers, *_ = headline(derived)
+    ours = derived.over_papers[derived.over_papers["strategy"] == "zeropp"]
+    assert "a speed-up of" in best
+    assert papers.startswith("That is over the best ZeRO-3; over the paper's baseline, one flat ring")
+    assert f"it is {speedup(ours).estimate:.2f} (95 % interval" in papers
+    assert not any("baseline" in line for line in headline(derive(frames_of(records_of("quickstart")))))
 
 
 def test_a_changed_codec_is_named_in_the_headline(tmp_path: Path) -> None:
@@ -367,3 +379,62 @@ def test_peers_and_unmeasured_links_are_reported(link: Literal["none", "auto"], 
     for told in ("single process", "DDP", "FSDP2", "exact (fp32)", "ZeRO-3", "ZeRO++"):
         assert told in page.text
     assert any("Speed-up over ZeRO-3" in alt for alt in page.all("img", "alt"))
+
+
+def _without_digest(folder: Path) -> None:
+    for path in folder.glob("*.json"):
+        data = json.loads(path.read_text())
+        del data["digest"]
+        path.write_text(json.dumps(data))
+
+
+def test_halved_ledgers_are_marked(tmp_path: Path) -> None:
+    """Of a record whose ledgers were halved, and its digest taken out, the page says that it is neither the
+    prediction nor what the interfaces sent, and counts it out of the checks; with its digest it is refused.
+    """
+    (good, bad, *others) = [
+        record_of(Trial(strategy=name, repeat=repeat, cluster=Cluster(rate="50 Mbit/s")))
+        for name in ("zeropp", "zero3")
+        for repeat in range(2)
+    ]
+    ranks = [
+        rank.model_copy(
+            update={"ledger": [r.model_copy(update={"bytes": r.bytes // 2}) for r in rank.ledger or []]}
+        )
+        for rank in bad.ranks
+    ]
+    for one in (good, bad, *others):
+        path = write(tmp_path, one)
+    halved = bad.model_copy(update={"ranks": ranks})
+    path = tmp_path / f"{bad.id}.json"
+    path.write_text(halved.model_dump_json())
+    with pytest.raises(RecordError, match="edited or damaged since it was written"):
+        build(tmp_path)
+    _without_digest(tmp_path)
+    page = " ".join(_Page(build(tmp_path).read_text()).text.split())
+    assert f"The ledger differs from the prediction in 1 trial: {bad.id}" in page
+    assert f"The interfaces did not send what the ledger holds in 1 trial: {bad.id}" in page
+    assert "Without digest: 4 of 4 records" in page
+    checks = (tmp_path / "tables" / "checks.md").read_text()
+    assert "1 of 2" in checks
+    assert "2 of 2" in checks
+
+
+def test_a_modelled_link_is_called_so(tmp_path: Path) -> None:
+    """Where a pacer stood for the link, title, headline, every caption and every place say "modelled"."""
+
+    def paced(fields: dict[str, Any]) -> None:
+        fields["link"] = fields["link"].model_copy(update={"kind": "paced"})
+        fields["interfaces"] = None
+
+    for name in ("zero3", "zeropp"):
+        write(tmp_path, record_of(Trial(strategy=name, cluster=Cluster(rate="50 Mbit/s")), change=paced))
+    text = build(tmp_path).read_text()
+    assert "modelled link</title>" in text
+    page = " ".join(_Page(text).text.split())
+    assert "ranks, modelled 50 Mbit/s" in page
+    captions = text.count("<figcaption>") + text.count('<p class="caption">')
+    assert captions > 5
+    assert page.count("Modelled: of all trials the link between nodes was a pacer") == captions + 1
+    for path in (tmp_path / "tables").glob("*.md"):
+        assert "Modelled" in path.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from impl.codecs.codec import BF16, FP16, FP32, MX_BLOCK, Block, Blocked, Codec, FloatCodec, IntCodec, parse
 from impl.codecs.rounding_noise import Key
-from impl.plan.policy import Feedback, MemoryLimits, Policy
+from impl.plan.policy import Feedback, MemoryLimits, Policy, SecondaryFormat
 from impl.plan.topology import Topology
 
 ROOMY = MemoryLimits(max_padding=1e9)  # tiny test models are mostly padding
@@ -143,6 +144,9 @@ def limits(draw: st.DrawFn) -> MemoryLimits:
     )
 
 
+_KEPT: Final[tuple[SecondaryFormat, ...]] = ("frames", "frames", "bf16", "fp16", "fp32")
+
+
 @st.composite
 def policies(draw: st.DrawFn, topology: Topology, *, whole_world: bool = False) -> Policy:
     """Policies that fit ``topology``, with small blocks: all stages, groups, hops, codecs and limits.
@@ -159,6 +163,8 @@ def policies(draw: st.DrawFn, topology: Topology, *, whole_world: bool = False) 
     by_hops = gather == "hierarchical" and reduce == "two_hop" and not whole_world
     group = draw(st.sampled_from(secondaries(topology))) if by_hops and stage and draw(st.booleans()) else 0
     copy = gather == "hierarchical" and stage == 3 and group == 0
+    secondary = draw(st.sampled_from(secondaries(topology))) if copy else 0
+    kept: SecondaryFormat = draw(st.sampled_from(_KEPT)) if secondary else "frames"
     return Policy(
         stage=stage,
         group=group,
@@ -167,7 +173,8 @@ def policies(draw: st.DrawFn, topology: Topology, *, whole_world: bool = False) 
         gather=gather,
         reduce=reduce,
         chunks=draw(st.sampled_from([1, 1, 2, 3])) if reduce == "two_hop" and not whole else 1,
-        secondary=draw(st.sampled_from(secondaries(topology))) if copy else 0,
+        secondary=secondary,
+        secondary_format=kept,
         feedback=None if reduce == "ring" else draw(st.one_of(st.none(), feedbacks)),
         reduce_every=draw(st.sampled_from(["stage", "step", "micro_batch" if stage >= 2 else "stage"])),
         frozen=draw(st.one_of(st.none(), codec)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_nodes_send_alike(
     assert (inter * topology.nodes, intra * topology.nodes) == (total["inter"], total["intra"])
 
 
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (2, 4), (4, 2)])
+def test_the_papers_baseline_sends_three_flat_rings(nodes: int, ranks: int) -> None:
+    """Two gathers and a reduction, each a ring: one rank of each node sends W - 1 shards of 16 bits out."""
+    cluster = Cluster(nodes=nodes, ranks_per_node=ranks)
+    flat = one(strategy="zero3-flat", cluster=cluster, policy=PolicyChanges(max_reuse=0))
+    assert flat.padded is not None
+    world = nodes * ranks
+    assert flat.inter == 3 * nodes * (world - 1) * 2 * flat.padded // world
+    assert flat.intra == 3 * (world - nodes) * (world - 1) * 2 * flat.padded // world
+
+
 def test_quickstart_ratio() -> None:
     """ZeRO++ is predicted to send 0.25 of ZeRO-3's bytes between two nodes of two ranks, 0.28 where ZeRO-3
     keeps what backward needs first, which ZeRO++ has in hpZ's copy anyway.
@@ -102,6 +114,11 @@ def test_peers() -> None:
     sizes = {name: sum((each.memory or {}).values()) for name, each in found.items()}
     assert sizes["single"] == sizes["ddp"] == 16 * (found["ddp"].parameters or 0)
     assert sizes["fsdp2"] == sizes["ddp"] // 4
+    for stage, shares in ((0, 4 + 4 + 8), (1, 4 + 4 + 8 / 4), (2, 4 + 4 / 4 + 8 / 4), (3, 4)):
+        config = json.dumps({"zero_optimization": {"stage": stage}})
+        by_deepspeed = one(strategy="deepspeed", deepspeed_config=config)
+        size = sum((by_deepspeed.memory or {}).values())
+        assert size == pytest.approx(shares * (found["ddp"].parameters or 0), rel=1e-3)
 
 
 def test_hundred_billion() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from harness.suites.expansion import MOST_TRIALS, Suite, SuiteError, _fields, differing, load
 from harness.suites.trial import RECIPE, STRATEGIES, Trial
 from impl.codecs.codec import parse
+from impl.plan.policy import PRESETS
 
 HEAD = 'name = "q"\nquestion = "?"\n'
 SUITES = Path(__file__).parents[3] / "suites"
@@ -62,7 +65,7 @@ def test_product(tmp_path: Path, policies: list[str], steps: list[int], zipped: 
 def test_interleaving(tmp_path: Path, policies: list[str], repeats: int) -> None:
     """Compared trials stand together in every repeat, and none of them always runs first."""
     found = suite(
-        tmp_path, f"repeats = {repeats}\n[matrix]\ncluster.nodes = [1, 2, 3]\nstrategy = {policies}\n"
+        tmp_path, f"repeats = {repeats}\n[matrix]\ncluster.nodes = [2, 3, 4]\nstrategy = {policies}\n"
     )
     blocks = [found.trials[i : i + len(policies)] for i in range(0, len(found.trials), len(policies))]
     for block in blocks:
@@ -174,10 +177,23 @@ def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
     assert [trial.strategy for trial in qgz.trials] == ["qgz"]
 
 
+def test_the_papers_baseline_keeps_its_flat_rings(tmp_path: Path) -> None:
+    """Hops and chunks for all strategies do not turn it into the best ZeRO-3; the suite says so."""
+    found = suite(
+        tmp_path,
+        '[defaults]\npolicy.chunks = 2\npolicy.reduce = "two_hop"\npolicy.gather = "hierarchical"\n'
+        '[matrix]\nstrategy = ["zero3-flat", "zero3"]\n',
+    )
+    flat, best = sorted(found.trials, key=lambda trial: trial.strategy, reverse=True)
+    assert flat.resolved_policy() == replace(PRESETS["zero3-flat"], align=flat.policy.align)
+    assert best.resolved_policy().chunks == 2  # type: ignore[union-attr]
+    assert sum("does not apply to zero3-flat" in line for line in found.kept) == 3
+
+
 CELLS = {
-    "ablation": 8, "algorithms": 8, "bandwidth": 30, "bits": 13, "block_size": 8, "convergence": 15,
+    "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 13, "block_size": 8, "convergence": 15,
     "feedback": 10, "formats": 12, "generation": 9, "hpz_group": 10, "models": 6, "nodes": 14, "offload": 8,
-    "paper_scale": 20, "quickstart": 5, "smoke": 3, "stages": 32,
+    "paper_scale": 24, "peers": 15, "quickstart": 6, "smoke": 3, "stages": 32,
 }  # fmt: skip
 
 
@@ -478,11 +494,67 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, fields: str,
     assert line.count("none.json") == ("none.json" in fields)
 
 
+def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: Path) -> None:
+    """Both may stand in a suite with one file; without one, DeepSpeed's is its ZeRO-3 as shipped."""
+    (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
+    body = (
+        '[matrix]\nstrategy = ["recipe", "deepspeed"]\n[[override]]\n'
+        'match = { strategy = ["recipe", "deepspeed"] }\nset = { deepspeed_config = "ds.json" }\n'
+    )
+    ours, theirs = suite(tmp_path, body).trials
+    assert (ours.strategy, theirs.strategy) == ("recipe", "deepspeed")
+    assert ours.resolved_policy() is not None
+    assert theirs.resolved_policy() is None
+    assert theirs.peer_configuration() == json.loads(STAGE_3)
+    (bare,) = suite(tmp_path, '[defaults]\nstrategy = "deepspeed"\n').trials
+    assert bare.peer_configuration() == {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ("clip = 0.5\ndeepspeed_config.gradient_clipping = 1.0", "clip = 0.5 of the trial makes it 0.5"),
+        ("deepspeed_config.gradient_accumulation_steps = 2", "accumulation = 1 of the trial makes it 1"),
+        (
+            "deepspeed_config.train_micro_batch_size_per_gpu = 3",
+            "4 sequences of a rank of the trial makes it",
+        ),
+        ("deepspeed_config.train_batch_size = 3", "makes it 16"),
+        ("deepspeed_config.fp16.enabled = true", "peer.compute = 'fp32' makes it false"),
+        ("deepspeed_config.bf16.enabled = true", "peer.compute = 'fp32' makes it false"),
+        ("peer.compute = 'bf16'\ndeepspeed_config.bf16.enabled = false", "'bf16' makes it true"),
+        ('deepspeed_config.optimizer.type = "AdamW"', "has 'optimizer'"),
+        ('deepspeed_config.scheduler.type = "WarmupLR"', "has 'scheduler'"),
+        ('workload = "generate"', "strategy 'deepspeed' trains"),
+    ],
+)
+def test_what_a_trial_says_of_deepspeed_is_said_once(tmp_path: Path, fields: str, words: str) -> None:
+    """A configuration that contradicts a field of the trial is refused in one line with both values."""
+    assert words in refusal(tmp_path, f'[defaults]\nstrategy = "deepspeed"\n{fields}\n')
+
+
+def test_the_type_of_peers_leaves_policies_alone(tmp_path: Path) -> None:
+    """Peers' ``compute`` changes peers alone: a policy beside them is the same run, under its id."""
+    head = '[matrix]\nstrategy = ["zero3", "fsdp2-prefetch"]\n'
+    plain, peer = suite(tmp_path, head).trials
+    same, other = suite(tmp_path, f'[defaults]\npeer.compute = "bf16"\n{head}').trials
+    assert same == plain
+    assert other != peer
+    assert other.peer.compute == "bf16"
+    assert "peer" not in plain.canonical()
+    found = suite(tmp_path, f'{head}peer.compute = ["fp32", "bf16"]\n')
+    assert Counter(trial.strategy for trial in found.trials) == {"zero3": 1, "fsdp2-prefetch": 2}
+
+
 COUNTS = [path for path, kind in _fields(Trial) if kind == "leaf"] + ["model.arguments.layers"]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(COUNTS), st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63)))
+@example(path="policy.max_padding", value=2**63)
+@given(
+    path=st.sampled_from(COUNTS),
+    value=st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63)),
+)
 def test_numbers_that_nothing_counts_are_refused(tmp_path: Path, path: str, value: int) -> None:
     """In every field, beyond 64 bits as beyond a float, with the field's name and what is expected."""
     text = refusal(tmp_path, f"[defaults]\n{path} = {value}\n")

@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from harness.suites.trial import PEERS, Cluster, Generate, Model, PolicyChanges, Trial, parse_rate
+from harness.suites.peers import PEERS
+from harness.suites.trial import Cluster, Generate, Model, PeerSettings, PolicyChanges, Trial, parse_rate
 from impl.codecs.codec import IntCodec, Raw
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 
@@ -42,6 +43,7 @@ trials = st.builds(
         align=st.integers(1, 4096),
     ),
     cluster=st.builds(Cluster, nodes=st.integers(1, 64), ranks_per_node=st.integers(1, 16), rate=rates),
+    peer=st.builds(PeerSettings, compute=st.sampled_from(["fp32", "bf16"])),
     workload=st.sampled_from(["train", "generate"]),
     memory_limit=st.sampled_from([None, "64 MiB", "1.5 GiB"]),
     seed=st.integers(0, 2**63 - 1),
@@ -96,6 +98,18 @@ def test_unshaped() -> None:
 def test_peers_have_no_policy(trial: Trial) -> None:
     """A peer resolves to no policy."""
     assert trial.resolved_policy() is None
+
+
+def test_frames_are_what_is_kept_unless_said_otherwise() -> None:
+    """Saying that hpZ's copy is of frames changes no id; in 16 bits it is another trial, on record."""
+    plain, said, other = (
+        Trial(policy=PolicyChanges(secondary_format=kept)) for kept in (None, "frames", "bf16")
+    )
+    assert plain.id == said.id != other.id
+    assert Trial.from_canonical(other.canonical()) == other
+    policy = other.resolved_policy()
+    assert policy is not None
+    assert policy.secondary_format == "bf16"
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,8 +28,12 @@ from tests.support.strategies import feedbacks
 
 
 def test_presets_are_the_eight_combinations_the_stages_and_exact() -> None:
-    """ZeRO-3, each technique, every pair, all three; the other stages; states in a node; unquantised."""
-    plain = {name: policy for name, policy in PRESETS.items() if policy.stage == 3 and not policy.group}
+    """ZeRO-3, each technique, pairs, all three; the other stages; states in a node; unquantised; flat."""
+    plain = {
+        name: policy
+        for name, policy in PRESETS.items()
+        if policy.stage == 3 and not policy.group and name != "zero3-flat"
+    }
     combinations = {
         (policy.weights != BF16, policy.secondary != 0, policy.gradients != (BF16, BF16))
         for name, policy in plain.items()
@@ -38,12 +43,26 @@ def test_presets_are_the_eight_combinations_the_stages_and_exact() -> None:
     assert PRESETS["exact"].weights == FP32
     assert [PRESETS[f"zero{stage}"].stage for stage in range(4)] == [0, 1, 2, 3]
     assert PRESETS["mics"].group == "node"
-    assert len(PRESETS) == len(plain) + 4
+    assert len(PRESETS) == len(plain) + 5
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_the_papers_baseline_is_zero3_on_flat_rings(nodes: int, ranks: int) -> None:
+    """It gathers and reduces along all ranks at once, in 16 bits; all else is the best ZeRO-3's."""
+    flat, topology = PRESETS["zero3-flat"], Topology(nodes, ranks)
+    assert flat.gather_axes(topology) == ((topology.world_axis,), 0)
+    assert (flat.gather, flat.reduce, flat.weights, flat.gradients) == ("flat", "ring", BF16, (BF16, BF16))
+    assert [axis.size for axis, _ in flat.reduce_axes(topology)] == (
+        [nodes * ranks] if nodes * ranks > 1 else []
+    )
+    assert replace(flat, gather="hierarchical", reduce="two_hop") == PRESETS["zero3"]
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"secondary_format": "bf16"}, "says how hpZ's copy is kept, and secondary = 0 keeps none"),
+        ({"secondary": 2, "secondary_format": "int8:64"}, "expected one of frames, fp32, bf16, fp16"),
         ({"gather": "flat", "secondary": 2}, "a flat gather has no such hop"),
         ({"reduce": "one_hop", "gradients": (BF16, FP32)}, "has one hop"),
         ({"reduce": "ring", "feedback": Feedback()}, "the partial sums of a ring are others' too"),

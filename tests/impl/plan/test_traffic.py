@@ -11,7 +11,7 @@ import pytest
 from impl.plan.geometry import ParameterSpec, lay_out
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import Load, memory, predict
+from impl.plan.traffic import Load, memory, predict, secondary_either_way
 
 PUBLISHED = Path(__file__).parents[3] / "report" / "published"
 
@@ -34,7 +34,9 @@ def test_volumes_are_the_published_ones_plus_scales() -> None:
     unit_m = inter_bytes(PRESETS["zero3"], topology, Load()) / 3
     with (PUBLISHED / "zeropp_volume.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {row["method"] for row in rows} == set(PRESETS) - {"exact", "zero0", "zero1", "zero2", "mics"}
+    assert {row["method"] for row in rows} == set(PRESETS) - {
+        *("exact", "zero0", "zero1", "zero2", "mics", "zero3-flat")
+    }
     for row in rows:
         measured = inter_bytes(PRESETS[row["method"]], topology, Load()) / unit_m
         assert float(row["total_m"]) <= measured <= float(row["total_m"]) * 1.014
@@ -73,6 +75,33 @@ def test_memory_reduces_to_the_papers_formula() -> None:
     secondary = memory(PRESETS["hpz"], topology, [unit])["secondary"]
     assert secondary == 2 * (1 << 20) // 4  # alpha M / P at 16 bits: M over the group (facts A4)
     assert memory(preset("zeropp"), topology, [unit])["secondary"] == pytest.approx(secondary / 2, rel=0.002)
+
+
+def test_hpzs_copy_in_16_bits_is_the_papers() -> None:
+    """Figure 4's example, 100 B parameters on 64 nodes of 16: 12.5 GB in 16 bits, half as frames (facts A4).
+
+    Inside a node backward then sends 16 bits, between nodes nothing, and forward what it did.
+    """
+    topology, numel = Topology(64, 16), 100 * 10**9
+    unit = lay_out("u", [ParameterSpec("w", (numel,))], grain=2048, world=1024, max_padding=0.001)
+    released = MemoryLimits(max_reuse=0)
+    frames, halves = (preset("zeropp", secondary_format=kept, memory=released) for kept in ("frames", "bf16"))
+    assert secondary_either_way(frames, topology, [unit]) == secondary_either_way(halves, topology, [unit])
+    asked = secondary_either_way(frames, topology, [unit])
+    held = tuple(memory(policy, topology, [unit])["secondary"] for policy in (frames, halves))
+    assert held == asked
+    assert held[1] == pytest.approx(2 * numel / 16, rel=1e-4)
+    assert held[1] / held[0] == pytest.approx(2 / (1 + 4 / 2048), rel=1e-3)
+    assert secondary_either_way(preset("qwz"), topology, [unit]) is None
+    small, where = replace(unit, padded=2048 * 4, world=4), Topology(2, 2)
+    sent = [predict(policy, where, [small], 0, ["forward", "backward"]).sent for policy in (frames, halves)]
+    backward = [
+        {key.link: value.bytes for key, value in each.items() if key[:2] == ("backward", "weights")}
+        for each in sent
+    ]
+    assert backward == [{"intra": 2 * (2048 + 16)}, {"intra": 2 * 2 * 2048}]
+    forward = [{key: value for key, value in each.items() if key.phase == "forward"} for each in sent]
+    assert forward[0] == forward[1]
 
 
 @pytest.mark.parametrize(

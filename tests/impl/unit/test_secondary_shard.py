@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from impl.codecs.codec import parse
+from impl.codecs.reference import DTYPES
 from impl.comm.mesh import Mesh
-from impl.plan.policy import Policy, preset
+from impl.plan.policy import Offload, Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import shard
 from tests.impl.test_zero_models import Stack, data
@@ -50,6 +52,42 @@ def test_hpz_inside_a_node_sends_nothing_between_nodes_in_backward(secondary: An
     ):
         assert "backward" not in crossing
         assert crossing["forward"] * 2 == plain["forward"] == plain["backward"]
+
+
+def _kept(mesh: Mesh, policy: Policy) -> bool:
+    """Gather every unit in forward, then twice from the copy; whether those are the cast of the first."""
+    zero = shard(copy.deepcopy(MODEL), mesh=mesh, policy=policy)
+    kind = DTYPES[policy.secondary_format]
+    equal = []
+    for unit in zero.units:
+        seen = []
+        for phase in ("forward", "backward", "evaluate"):
+            unit.gather(phase)
+            unit.wait()
+            seen.append([member.parameter.detach().clone() for member in unit.members])
+            unit.release()
+        first, *again = seen
+        equal += [
+            torch.equal(later, value.to(kind).to(value.dtype))
+            for each in again
+            for later, value in zip(each, first, strict=True)
+        ]
+    return all(equal) and len(equal) > 0
+
+
+@pytest.mark.parametrize("secondary", [1, 2, "node", 8])
+@pytest.mark.parametrize("kept", ["bf16", "fp16"])
+@pytest.mark.parametrize("weights", ["int8:32", "mxfp4", "fp32"])
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+def test_a_copy_in_16_bits_is_the_decoded_frames_cast(
+    weights: str, kept: Any, secondary: Any, offload: float
+) -> None:
+    """What backward computes with is, bit for bit, what forward did, cast to 16 bits, whatever the codec."""
+    policy = replace(
+        EXACT, weights=parse(weights), secondary=secondary, secondary_format=kept,
+        offload=Offload(optimizer=offload, weights=offload),
+    )  # fmt: skip
+    assert all(on_threads(Topology(2, 4), _kept, policy))
 
 
 def _lives(mesh: Mesh, change: str) -> list[tuple[set[bool], float]]:

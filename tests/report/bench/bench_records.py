@@ -78,14 +78,15 @@ def engine(*, ours: float = 2.0) -> Bench:
         ("exact", "shm", 1 / ours),
         ("exact", "backend", 1 / ours),
     ]
-    contenders += [(name, "backend", 1.0) for name in ("ddp", "fsdp2", "fsdp2-kept", *bench_engine.DEEPSPEED)]
+    peers = [name for name in bench_engine.NAMES if name.startswith(("ddp", "fsdp2", "deepspeed"))]
+    contenders += [(name, "backend", 1.0) for name in peers]
     samples = [
         Sample(
             kind="training",
             names={
                 "contender": contender, "transport": transport, "nodes": nodes, "ranks_per_node": 4 // nodes,
                 "rate_mbit": rate, "model": "gpt-small", "sequence": bench_engine.SEQUENCE,
-                "sequences": bench_engine.SEQUENCES,
+                "sequences": bench_engine.SEQUENCES, "compute": "fp32",
             },
             sizes={"parameters": 3_312_384, "tokens": 6144, "steps": 3},
             seconds=[took, 1.1 * took],

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from harness.bench import command
+from harness.bench import engine as bench_engine
 from harness.records import bench_record
 from harness.records.bench_record import Bench
 from harness.records.record import RecordError
@@ -72,33 +73,56 @@ def test_of_compute_alone() -> None:
     assert found["speed"]["DDP", "backend", 1] == pytest.approx(statistics.median([6144 / 1.0, 6144 / 1.1]))
 
 
-@given(st.floats(0.2, 5.0), st.floats(0.2, 5.0))
-def test_the_fastest_peer_counts(ours: float, kept: float) -> None:
-    """A ratio over FSDP2 is of seconds of one round, beside the faster of its two settings in that place."""
+@given(
+    st.floats(0.2, 5.0),
+    st.floats(0.2, 5.0),
+    st.sampled_from(["ddp-bf16", "fsdp2-prefetch", "fsdp2-kept", "deepspeed-hpz"]),
+)
+def test_the_fastest_peer_counts(ours: float, tuned: float, name: str) -> None:
+    """A ratio over DDP, FSDP2, DeepSpeed or all is of seconds of one round, beside the fastest of its
+    settings in that place and type.
+    """
     record = engine(ours=ours)
     samples = [
-        sample.model_copy(update={"seconds": [took / kept for took in sample.seconds]})
-        if (sample.names["contender"], sample.names["nodes"]) == ("fsdp2-kept", 1)
+        sample.model_copy(update={"seconds": [took / tuned for took in sample.seconds]})
+        if (sample.names["contender"], sample.names["nodes"]) == (name, 1)
         else sample
         for sample in record.samples
     ]
-    found = rows(record.model_copy(update={"samples": samples})).set_index(
-        ["contender", "transport", "nodes"]
-    )
-    assert found["over_fsdp2"]["ours, fp32", "shm", 1] == pytest.approx(ours / max(kept, 1.0))
-    assert found["over_fsdp2"]["ours, fp32", "shm", 2] == pytest.approx(ours)
-    assert found["over_ddp"]["ours, fp32", "backend", 1] == pytest.approx(ours)
-    low, high = found["over_ddp_low"], found["over_ddp_high"]
-    assert (low.le(found["over_ddp"]) & high.ge(found["over_ddp"])).all()
+    faster = [
+        sample.model_copy(update={"seconds": [1e-3, 1e-3], "names": sample.names | {"compute": "bf16"}})
+        for sample in samples
+    ]
+    found = rows(record.model_copy(update={"samples": [*samples, *faster]}))
+    found = found[found["compute"] == "fp32"].set_index(["contender", "transport", "nodes"])
+    family = name.partition("-")[0]
+    for over in ("ddp", "fsdp2", "deepspeed", "peer"):
+        best = max(tuned, 1.0) if over in (family, "peer") else 1.0
+        assert found[f"over_{over}"]["ours, fp32", "shm", 1] == pytest.approx(ours / best)
+        assert found[f"over_{over}"]["ours, fp32", "backend", 2] == pytest.approx(ours)
+        low, high = found[f"over_{over}_low"], found[f"over_{over}_high"]
+        assert (low.le(found[f"over_{over}"]) & high.ge(found[f"over_{over}"])).all()
+
+
+def test_ours_stand_on_the_peers_transport_first() -> None:
+    """Of our rows those over gloo alone, as all peers are, come before those with shared memory, and each
+    says which it is.
+    """
+    names = [(name, bench_engine.OURS[name][1]) for name in bench_engine.NAMES if name in bench_engine.OURS]
+    transports = [transport for _, transport in names]
+    assert transports == sorted(transports)  # backend, shm
+    carried = rows(engine()).set_index(["contender", "transport", "nodes"])["carried"]
+    assert carried["ours, fp32", "backend", 2] == carried["FSDP2, kept", "backend", 2] == "gloo alone"
+    assert carried["ours, fp32", "shm", 2] == "shm, gloo"
 
 
 def test_without_peers_there_is_no_ratio_to_them(tmp_path: Path) -> None:
     """A run without DDP has no column that compares with it."""
     record = engine()
-    samples = [sample for sample in record.samples if sample.names["contender"] != "ddp"]
+    samples = [one for one in record.samples if not str(one.names["contender"]).startswith("ddp")]
     bench_record.write(tmp_path, record.model_copy(update={"samples": samples}))
     text = build(tmp_path).read_text(encoding="utf-8")
-    assert ">over DDP<" not in text
+    assert ">over best DDP<" not in text
     assert ">over best FSDP2<" in text
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 
+from harness.suites.peers import PEERS
 from harness.suites.trial import PolicyChanges, Trial
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, parse_feedback, parse_loss_scale
-from report.data.contender import _fields, label_of
+from report.data.contender import NAMES, _fields, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone
 
@@ -33,10 +34,14 @@ def test_every_field_of_a_policy_is_told() -> None:
         "memory": replace(PRESETS["zero3"].memory, prefetch=1),
         "offload": Offload(optimizer=1.0),
     }
-    assert others.keys() | LAYOUT == {field.name for field in fields(Policy)}
+    assert others.keys() | LAYOUT | {"secondary_format"} == {field.name for field in fields(Policy)}
     usual = _fields(PRESETS["zero3"], trial.topology())
     for name, value in others.items():
         assert _fields(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
+    hpz = PRESETS["hpz"]
+    kept = replace(hpz, secondary_format="bf16")
+    assert _fields(kept, trial.topology()) != _fields(hpz, trial.topology())
+    assert label_of(Trial(policy=PolicyChanges(secondary_format="bf16")), {}) == "ZeRO++ (hpZ copy bf16)"
     for limit in fields(MemoryLimits):
         if limit.name != "max_padding":
             memory = replace(PRESETS["zero3"].memory, **{limit.name: 7})
@@ -62,3 +67,15 @@ def test_deepspeeds_configurations_are_told_by_what_they_ask() -> None:
     assert "g int4:256" in quantised
     names = {label(stage=3), quantised, label(stage=2), label(stage=3, reduce_bucket_size=1000)}
     assert len(names) == 4
+
+
+def test_peers_are_told_by_their_settings() -> None:
+    """DeepSpeed by what its configuration says beside stage 3, every peer by the type it computes in."""
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    config = json.dumps({"zero_optimization": zero})
+    assert label_of(Trial(strategy="deepspeed"), {}) == "DeepSpeed"
+    by_hpz = Trial(strategy="deepspeed", deepspeed_config=config)
+    assert label_of(by_hpz, {}) == "DeepSpeed (zero_hpz_partition_size 2)"
+    found = Trial.model_validate({"strategy": "fsdp2-kept", "peer": {"compute": "bf16"}})
+    assert label_of(found, {"compute": "bf16"}) == "FSDP2, kept (compute bf16)"
+    assert set(PEERS) <= set(NAMES)

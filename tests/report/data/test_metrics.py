@@ -67,7 +67,10 @@ def test_times_and_bytes_equal_those_recomputed_by_hand() -> None:
         assert row["share"] == pytest.approx(row["best_seconds"] / seconds)
         counted = sum(counters.tx_bytes for counters in record.interfaces) / record.trial["steps"]
         assert row["interface_bytes"] == pytest.approx(counted)
-        assert row["m_bytes"] == 2 * sum(padded for _, _, padded in record.units)
+        assert row["m_bytes"] == 2 * sum(numel for _, numel, _ in record.units)
+        rows = [row for rank in record.ranks for row in rank.ledger or [] if row.link == "inter"]
+        packets = sum(row.messages * math.ceil(row.bytes / row.messages / 1448) for row in rows)
+        assert row["segment_bytes"] == pytest.approx(_sent(record) + 66 * packets / record.trial["steps"])
 
 
 def test_speedup_pairs_equal_repeats() -> None:
@@ -83,6 +86,19 @@ def test_speedup_pairs_equal_repeats() -> None:
     assert found.low < found.estimate < found.high
     # A quarter of what is gathered in forward and backward; ZeRO-3 keeps what backward needs first.
     assert ours["bytes_ratio"].max() == pytest.approx(0.278, abs=0.001)
+
+
+def test_speedups_over_the_papers_baseline_pair_with_its_trials() -> None:
+    """Beside pairs with the best ZeRO-3 stand those with the flat one of the same repeat."""
+    records = records_of("baselines")
+    seconds = {(r.trial["strategy"], r.trial["repeat"]): _step_seconds(r) for r in records}
+    derived = derive(frames_of(records))
+    ours = derived.over_papers[derived.over_papers["strategy"] == "zeropp"]
+    ratios = [seconds["zero3-flat", repeat] / seconds["zeropp", repeat] for repeat in range(3)]
+    assert sorted(ours["speedup"]) == pytest.approx(sorted(ratios))
+    best = derived.pairs[derived.pairs["strategy"] == "zero3-flat"]
+    assert best["bytes_ratio"].min() > 1  # of two nodes' rings one and a half times the shards cross
+    assert derive(frames_of(records_of("quickstart"))).over_papers.empty
 
 
 def test_a_trial_run_again_is_no_second_pair() -> None:

@@ -229,8 +229,8 @@ def test_the_size_of_m_is_told_of_every_place() -> None:
     ]
     derived = derive(frames_of([record_of(trial) for trial in trials]))
     _, data, plot = _drawn("volume", derived)
-    padded = derived.trials.drop_duplicates("nodes").set_index("nodes")["padded"]
-    two, four = (f"{2 * padded[nodes] * (nodes - 1) / 1e6:.2f} MB" for nodes in (2, 4))
+    numel = derived.trials.drop_duplicates("nodes").set_index("nodes")["numel"]
+    two, four = (f"{2 * numel[nodes] * (nodes - 1) / 1e6:.2f} MB" for nodes in (2, 4))
     assert two != four
     for told in (f"gpt-small: {two}", f"gpt-small, 2 micro-batches: {two}", f"gpt-small: {four}"):
         assert told in plot.caption(data)
@@ -267,6 +267,14 @@ def test_captions_say_how_peers_travel() -> None:
         assert "FSDP2 travels in fp32; on gloo, FSDP2's reduce-scatter sends the bytes of" in caption
     assert peers_note(pd.DataFrame({"strategy": ["ddp", "zero3"]})) == "DDP travels in fp32. "
     assert peers_note(pd.DataFrame({"strategy": ["zero3", "single"]})) == ""
+    several = pd.DataFrame(
+        {
+            "strategy": ["ddp", "ddp-bf16", "deepspeed", "deepspeed"],
+            "contender": ["DDP", "DDP, bf16 hook", "DeepSpeed", "DeepSpeed (compute bf16)"],
+        }
+    )
+    told = peers_note(several)
+    assert "DDP and DeepSpeed travel in fp32; DDP, bf16 hook and DeepSpeed travel in bf16. " in told
 
 
 def _holding(trial: Trial, extra: dict[str, int]) -> Record:

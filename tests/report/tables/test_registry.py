@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 from harness.records.record import ProcessorUse, Record
 from harness.suites.labels import PADDED
 from harness.suites.trial import Cluster, PolicyChanges, Trial
-from report.data import footnotes
+from report.data import communication, footnotes
 from report.data import text as wording
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
@@ -133,6 +133,28 @@ def test_short_names_are_explained() -> None:
     assert "In names" not in registry.summary(derive(frames_of(records_of("quickstart")))).caption
 
 
+def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
+    """Over the best ZeRO-3, and over the flat one, each from its own pairs; elsewhere there is one column."""
+    derived = derive(frames_of(records_of("baselines")))
+    found = registry.summary(derived)
+    titles = [column.title for column in found.columns]
+    both = ["Speed-up over the best ZeRO-3", "over the paper's baseline"]
+    assert [title for title in titles if title in both] == both
+    rows = found.data.set_index("contender")
+    seconds = derived.trials.groupby("contender")["step_seconds"].apply(
+        lambda each: math.exp(np.log(each).mean())
+    )
+    for name in ("ZeRO-3", "hpZ", "ZeRO++"):
+        for column, base in (("speedup", "ZeRO-3"), ("over_papers", "flat ZeRO-3")):
+            assert rows.loc[name, column] == pytest.approx(seconds[base] / seconds[name])
+    assert rows.loc["flat ZeRO-3", "over_papers_told"] == "1.00"
+    assert rows.loc["ZeRO++", "over_papers_told"].startswith(f"{rows.loc['ZeRO++', 'over_papers']:.2f} (")
+    assert "one ring over all ranks" in found.caption
+    alone = registry.summary(derive(frames_of(records_of("quickstart"))))
+    assert not {column.title for column in alone.columns} & set(both)
+    assert "ring" not in alone.caption
+
+
 def test_the_table_of_time_prints_all_shares_and_how_busy_processors_were() -> None:
     """What is allowed stands with processors and by the schedule alone, and busy from raw steps."""
     records = records_of("bandwidth", repeats=1)
@@ -157,10 +179,20 @@ def test_volume_is_in_units_of_one_gather() -> None:
     """ZeRO-3 sends 3 M less what stays for backward, ZeRO++ a little over 0.75 M, beside the published."""
     records = records_of("ablation", repeats=1)
     table = registry.volume(derive(frames_of(records))).data.set_index("contender")
-    sizes = [padded for _, _, padded in next(one.units for one in records if one.units)]
-    stays = (sizes[0] + sizes[-1]) / sum(sizes)  # the root, and the last block
-    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(3 - stays, abs=1e-4)
-    assert 0.75 < table.loc["ZeRO++", "ledger"] < 0.78
+    units = next(one.units for one in records if one.units)
+    sizes, padded = ([unit[at] for unit in units] for at in (1, 2))
+    assert sum(padded) > sum(sizes)
+    stays, whole = ((of[0] + of[-1]) / sum(sizes) for of in (sizes, padded))  # the root, and the last block
+    pads = sum(padded) / sum(sizes) - 1
+    sent = (3 - stays, 3 * (1 + pads) - whole)
+    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(sent[1], abs=1e-4)
+    assert table.loc["ZeRO-3", "padding"] == pytest.approx(sent[1] - sent[0], abs=1e-4)
+    parts = ["gather in forward", "gather in backward", "gradients", "control"]
+    assert table.loc["ZeRO-3", parts].sum() == pytest.approx(sent[0], abs=1e-4)
+    assert 0.75 < table.loc["ZeRO++", parts].sum() < 0.78
+    assert table.loc["ZeRO++", "segment"] == pytest.approx(
+        table.loc["ZeRO++", "ledger"] * (1 + 66 / 1448), rel=1e-3
+    )
     assert table.loc["ZeRO++", "published"] == 0.75
 
 
@@ -174,18 +206,66 @@ def test_checks_count_ledgers_that_equal_their_prediction() -> None:
     assert table.loc["ZeRO-3", "first_loss_deviation"] >= abs(float(np.mean(steps)) - 5.55) / 5.55 - 1e-12
 
 
-def test_errors_stand_by_block_side_by_side() -> None:
-    """Each integer codec's median error stands under its block size."""
-    records = records_of("block_size", repeats=2)
+def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_contenders() -> None:
+    """Each integer codec's median error stands under its block size, of one contender, whom the caption
+    names; what was sent is elsewhere.
+    """
+    records = records_of("quickstart", repeats=2)
     table = registry.quantisation(derive(frames_of(records)))
-    assert [column.title for column in table.columns] == [
-        "Of", "Codec", "32", "64", "256", "1024", "2048", "shard",
-    ]  # fmt: skip
+    assert [column.title for column in table.columns] == ["Of", "Codec", "64", "256", "1024", "2048", "shard"]
     found = [
-        q.vnmse for r in records for q in r.quantisation if (q.purpose, q.codec) == ("weights", "int8:64")
+        q.vnmse
+        for r in records
+        for q in r.quantisation
+        if (r.trial["strategy"], q.purpose, q.codec) == ("zero3", "weights", "int8:64")
     ]
     row = table.data.set_index(["purpose", "kind"]).loc[("weights", "int8")]
     assert row["64"] == pytest.approx(float(np.median(found)))
+    assert "ZeRO-3 (2x2 ranks" in table.caption
+    assert "Nothing of it is sent" in table.caption
+
+
+@pytest.mark.parametrize("suite", ["quickstart", "algorithms"])
+def test_errors_of_what_was_sent_are_never_put_together(suite: str) -> None:
+    """Every contender of every setting has rows of its own, one a measured step; each hop stands beside the
+    end, and each number is that of its own trials.
+    """
+    records = records_of(suite, repeats=2)
+    derived = derive(frames_of(records))
+    table = registry.sent_error(derived)
+    of_trial = {row["id"]: (row["contender"], row["where"]) for row in derived.trials.to_dict("records")}
+    assert len(table.data) == 2 * len(set(of_trial.values()))
+    for row in table.data.to_dict("records"):
+        mine = [
+            e
+            for r in records
+            if of_trial[r.id] == (row["contender"], row["where"])
+            for e in r.communication_errors
+            if (e.step, e.purpose, e.unit) == (row["step"], "gradients", "")
+        ]
+        ends = [(e.squared_error or 0) / (e.squared_value or 1) for e in mine if e.hop is None]
+        hops = [(e.squared_error or 0) / (e.squared_value or 1) for e in mine if e.hop is not None]
+        assert len(set(ends)) == 1  # it is of one contender in one setting
+        assert row["end_to_end"] == pytest.approx(ends[0])
+        assert (row["smallest_of_a_hop"], row["largest_of_a_hop"]) == pytest.approx((min(hops), max(hops)))
+        for axis in {e.axis for e in mine if e.hop is not None}:
+            assert f"{axis} " in str(row["hops_told"])
+    titles = [column.title for column in table.columns]
+    assert titles.index("End to end") == titles.index("Each hop") + 1
+
+
+def test_the_steps_of_a_ring_are_told_as_a_range() -> None:
+    """Steps of a ring, which share axis and codec, are a range and their number; hops of two axes stand
+    each by itself.
+    """
+    ring = [("world", "int4:64", hop, 0.01 * (hop + 1)) for hop in range(3)]
+    hops = [("local", "int4:64", 0, 0.012), ("node", "int8:64", 1, 0.00034)]
+    columns = ["axis", "codec", "hop", "vnmse"]
+    told = [communication.hops_told(pd.DataFrame(rows, columns=columns)) for rows in (ring, hops)]
+    assert told == [
+        "world int4:64 0.010 to 0.030 in 3 steps",
+        "local int4:64 0.012; node int8:64 0.00034",
+    ]
 
 
 def _printed(table: Table) -> dict[str, dict[str, str]]:
@@ -384,3 +464,17 @@ def test_bytes_of_much_padding_are_marked() -> None:
         (told,) = registry.summary(found).data["sent_told"]
         assert told.endswith(mark or told)
         assert any(f"{PADDED}: more than 5%" in warning for warning in warnings(found)) == bool(mark)
+
+
+def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
+    """Of policies that keep one: as frames, which are what the engine held here, and in 16 bits."""
+    found = registry.memory(derive(frames_of(records_of("quickstart", repeats=1))))
+    both = ["hpZ's copy as frames", "in 16 bits"]
+    assert [column.title for column in found.columns if column.title in both] == both
+    rows = found.data.set_index("contender")
+    assert rows.loc["ZeRO++", "copy_frames_mib"] == pytest.approx(rows.loc["ZeRO++", "engine_secondary_mib"])
+    assert rows.loc["ZeRO++", "copy_halves_mib"] > 1.9 * rows.loc["ZeRO++", "copy_frames_mib"]
+    assert rows.loc["hpZ", "copy_halves_mib"] == rows.loc["hpZ", "copy_frames_mib"]  # 16-bit frames
+    assert math.isnan(rows.loc["ZeRO-3", "copy_frames_mib"])
+    without = [r for r in records_of("quickstart", repeats=1) if r.trial["strategy"] in ("zero3", "qwz")]
+    assert "in 16 bits" not in [c.title for c in registry.memory(derive(frames_of(without))).columns]
