@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from harness.records import bench_record
 from harness.records.bench_record import Bench
 from harness.records.record import RecordError
 from report.bench.boards import BOARDS, CONTENDERS, TRANSPORTS
-from report.bench.page import boards_of, build, derived
+from report.bench.page import boards_of, build, derived, scattering
 from report.data.frames import ReportError
 from tests.report.bench.bench_records import codecs, collectives, engine, overlap
 
@@ -177,6 +178,55 @@ def test_tables_fit_a_terminal(subject: str) -> None:
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
     assert subject != "engine" or all(name in text for name in CONTENDERS.values())
+
+
+def test_a_terminal_says_how_to_read_its_tables() -> None:
+    """Below them stand what brackets and ratios are, and the words of a codec's table."""
+    said = {}
+    for record in (codecs(), engine()):
+        out = Console(width=200, file=io.StringIO(), color_system=None)
+        command.show([record], out)
+        said[record.subject] = " ".join(out.file.getvalue().split())  # type: ignore[attr-defined]
+        assert "In brackets: 95 % intervals." in said[record.subject]
+        assert "each formed inside one round" in said[record.subject]
+    assert "GB/s: every byte read or written, once" in said["codecs"]
+    assert "'carried error' adds" in said["codecs"]
+    assert "GB/s:" not in said["engine"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "scatters"), [([1.0, 1.1, 1.0, 1.1], False), ([1.0, 1.6, 1.0, 1.6], True)]
+)
+def test_rounds_that_scatter_are_told(seconds: list[float], scatters: bool, tmp_path: Path) -> None:
+    """A middle half beyond a fifth of the median is told, with its contender; less is not."""
+    record = engine()
+    samples = [
+        sample.model_copy(
+            update={
+                "seconds": seconds if sample.names["contender"] == "ddp" else [1.0] * 4,
+                "reference_seconds": [1.0] * 4,
+                "parts": {name: [1.0] * 4 for name in sample.parts},
+            }
+        )
+        for sample in record.samples
+    ]
+    record = record.model_copy(update={"samples": samples})
+    ((board, data),) = boards_of([record])
+    said = scattering(board, data)
+    assert (said is not None) is scatters
+    assert said is None or "DDP" in said
+    bench_record.write(tmp_path, record)
+    assert ("Rounds scatter" in build(tmp_path).read_text(encoding="utf-8")) is scatters
+
+
+@pytest.mark.parametrize("subject", PAGES)
+def test_a_lead_is_short(subject: str, tmp_path: Path) -> None:
+    """At most three findings of one line, each of a highest and a lowest; the table has the others."""
+    bench_record.write(tmp_path, PAGES[subject][0]())
+    text = build(tmp_path).read_text(encoding="utf-8")
+    (lead,) = re.findall(r'<p class="headline">(.*?)</p>', text, re.DOTALL)
+    assert 1 <= lead.count(": ") <= 3
+    assert all(len(finding) < 200 for finding in lead.split(". "))
 
 
 def test_every_kind_of_sample_has_its_board() -> None:
