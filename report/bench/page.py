@@ -149,10 +149,10 @@ def _finding(board: Board, rows: pd.DataFrame) -> str:
     known = rows.dropna(subset=[measure])
     others = known[known[measure] != 1.0]  # the reference itself is no finding
     known = known if others.empty else others
-    ends = (known.loc[known[measure].idxmax()], known.loc[known[measure].idxmin()])
+    ordered = known.sort_values(measure, ascending=False).to_dict("records")
     told = [
         f"{number(3)(row[measure])} ({' / '.join(str(row[key]) for key in _telling(board, rows))})"
-        for row in ends
+        for row in (ordered[0], ordered[-1])
     ]
     if len(set(told)) == 1:
         return f"{title.capitalize()}: {told[0]}."
