@@ -375,6 +375,7 @@ def test_checks_before_training_are_no_training(text: str, tmp_path: Path) -> No
     [
         ("exact", {}),
         ("zeropp", {"compute": "bf16"}),
+        ("zeropp", {"secondary_format": "bf16", "max_reuse": 0}),
         ("zeropp", {"gradients": "int4:64", "reduce": "ring"}),
         ("zero2", {"compute": "fp16", "loss_scale": "1024"}),
         ("mics", {"gradients": "int8:64"}),
