@@ -333,7 +333,7 @@ def test_usual_contenders(compute: Compute, nodes: int) -> None:
     DeepSpeed where there are several nodes.
     """
     names = bench_engine.usual(compute, nodes)
-    peers_of = {name for name, peer in PEERS.items() if peer.family != "single"}
+    peers_of = {name for name, peer in PEERS.items() if peer.family != "single"} - {"deepspeed-hpz"}
     assert peers_of <= set(names)
     ours = {bench_engine.OURS[name] for name in names if name in bench_engine.OURS}
     assert {policy for policy, _ in ours} == {bench_engine.LIKE[compute], "zeropp"}
