@@ -28,7 +28,7 @@ def codecs(names: tuple[str, ...] = CODECS, *, pool: str = POOL) -> Bench:
     for place, name in enumerate(names):
         for backend, slower in (("cpu", 1.0), ("reference", 30.0)):
             for operation in OPERATIONS:
-                seconds = [slower * (1 + 0.1 * place + 0.01 * index) * 1e-3 for index in range(4)]
+                seconds = [slower * (1 + 0.1 * place + 0.01 * index) * 1e-3 for index in range(6)]
                 samples.append(_codec(operation, name, backend, seconds))
     samples.append(_codec("encode", "nf4:64", "bitsandbytes", [0.1, 0.2, 0.15], other="4-bit <codebook>"))
     return _bench("codecs", samples, setting={"threads": 1}, pool=pool, missing={"cuda": "no device"})
