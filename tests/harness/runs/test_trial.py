@@ -18,7 +18,7 @@ from harness.cluster.processes import Launch, LaunchError, run_ranks
 from harness.measure.cpu_usage import busy
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
-from harness.records.checks import HEADER_BYTES
+from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble, run
 from harness.suites.trial import Trial

@@ -86,7 +86,7 @@ def test_the_fastest_peer_counts(ours: float, tuned: float, name: str) -> None:
     """A ratio over DDP, FSDP2, DeepSpeed or all is of seconds of one round, beside the fastest of its
     settings in that place and type.
     """
-    record = engine(ours=ours)
+    record = engine(ours=ours, rounds=6)
     samples = [
         sample.model_copy(update={"seconds": [took / tuned for took in sample.seconds]})
         if (sample.names["contender"], sample.names["nodes"]) == (name, 1)
@@ -94,7 +94,7 @@ def test_the_fastest_peer_counts(ours: float, tuned: float, name: str) -> None:
         for sample in record.samples
     ]
     faster = [
-        sample.model_copy(update={"seconds": [1e-3, 1e-3], "names": sample.names | {"compute": "bf16"}})
+        sample.model_copy(update={"seconds": [1e-3] * 6, "names": sample.names | {"compute": "bf16"}})
         for sample in samples
     ]
     found = rows(record.model_copy(update={"samples": [*samples, *faster]}))
@@ -105,7 +105,9 @@ def test_the_fastest_peer_counts(ours: float, tuned: float, name: str) -> None:
         assert found[f"over_{over}"]["ours, fp32", "shm", 1] == pytest.approx(ours / best)
         assert found[f"over_{over}"]["ours, fp32", "backend", 2] == pytest.approx(ours)
         low, high = found[f"over_{over}_low"], found[f"over_{over}_high"]
-        assert (low.le(found[f"over_{over}"]) & high.ge(found[f"over_{over}"])).all()
+        compared = found[f"over_{over}"].notna()
+        assert compared.sum() > 2
+        assert (low.le(found[f"over_{over}"]) & high.ge(found[f"over_{over}"]))[compared].all()
 
 
 def test_ours_stand_on_the_peers_transport_first() -> None:
