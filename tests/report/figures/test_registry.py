@@ -103,7 +103,7 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
 
 
 def test_each_policy_has_its_own_colour_and_marker() -> None:
-    """No two strategies share a colour; one marker is one library's in its settings, or a host's with its guests."""
+    """No two strategies share a colour, and markers only one library's settings, or a host and its guests."""
     assert set(theme.COLOURS) == set(NAMES) == set(theme.MARKERS)
     assert len(set(theme.COLOURS.values())) == len(theme.COLOURS)
     alone = {name: marker for name, marker in theme.MARKERS.items() if name not in HOSTED}
