@@ -33,10 +33,10 @@ from harness.errors import Refusal, one_line
 from harness.laws import command as check
 from harness.measure import machine
 from harness.records import bench_record
-from harness.records.record import RecordError, path_of, read, read_all
+from harness.records.record import Record, RecordError, path_of, read, read_all, readable
 from harness.runs.forecast import Forecast, PlanError, forecast, this_host
 from harness.suites.expansion import SuiteError, load
-from harness.suites.labels import at, told
+from harness.suites.labels import at, counted, told
 from harness.suites.trial import Trial
 from harness.train import command as train_command
 from harness.workloads.input_digests import digests
@@ -99,7 +99,7 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
     """Run a suite's missing trials, then build its report and print the report's path."""
     suite = load(file)
     folder = results / suite.name
-    _check_folder(folder)
+    there = _check_folder(folder)
     _check_inputs(folder, suite.trials)
     _check_feasible(file, forecast(suite.trials, this_host()))
 
@@ -108,7 +108,15 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
     interrupts.take_over()
     progress = terminal.console(stderr=True)
     progress.print(f"{suite.name}: {suite.question}", markup=False)
-    progress.print(f"{len(suite.trials)} trials into {folder}. Stated time: {suite.time}.", markup=False)
+    count = counted(len(suite.trials), "trial")
+    progress.print(f"{count} into {folder}. Stated time: {suite.time}.", markup=False)
+    if others := len({record.id for record in there} - {trial.id for trial in suite.trials}):
+        progress.print(
+            f"This folder also holds {counted(others, 'record')} that this suite does not ask for; the "
+            "report draws them too.",
+            markup=False,
+            soft_wrap=True,
+        )
 
     outcome = run_sweep(suite.name, list(suite.trials), folder, progress, question=suite.question)
     if outcome.interrupted:
@@ -126,10 +134,13 @@ def show(what: Question, results: ResultsFolder = RESULTS) -> None:
     if folder is not None and bench_record.holds(folder):
         bench.show(bench_record.read_all(folder), out)
     elif folder is not None:
-        found = read_all(folder)
-        if not found:
+        found, broken = readable(folder)
+        if not found and not broken:
             raise Refusal(f"{folder}: no records in it; `zeropp run` writes them")
-        terminal.records(found, out, folder)
+        if found:
+            terminal.records(found, out, folder)
+        if broken:
+            raise RecordError(f"{broken[0]}{f' (and {len(broken) - 1} more)' if broken[1:] else ''}")
     else:
         path = _record(what, results)
         terminal.record(read(path), out, path.parent)
@@ -222,15 +233,15 @@ def _build_report(folder: Path) -> None:
     print(build(folder))
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse a results folder that cannot be written, or whose measurements this run's cannot join."""
+def _check_folder(folder: Path) -> list[Record]:
+    """The records of a results folder; refuses one that cannot be written, or that this run cannot join."""
     pool = machine.pool_key(machine.facts(), machine.code())
     there = read_all(folder) if folder.is_dir() else []
     strange = [record for record in there if record.measured and record.pool != pool]
     if strange:
         raise Refusal(
-            f"{folder}: holds {len(strange)} records of another machine or code (pool {strange[0].pool}, "
-            f"here {pool}), which are not put together; {_aside(folder)}"
+            f"{folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
+            f"{strange[0].pool}, here {pool}), which are not put together; {_aside(folder)}"
         )
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
@@ -238,6 +249,7 @@ def _check_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise Refusal(f"{folder}: results folder not writable: {place}: {error.strerror}") from None
+    return there
 
 
 def _check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
@@ -360,6 +372,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
     except Exception as error:
+        if (words := _no_command(error)) is not None:
+            return _complain(words, REFUSED, sep=" ")
         if not hasattr(error, "format_message"):  # a usage error; its class has moved between versions
             raise
         return _complain(f"{error.format_message()} (zeropp --help lists what there is)", REFUSED)
@@ -368,8 +382,17 @@ def _main(arguments: Sequence[str] | None) -> int:
     return status if isinstance(status, int) else OK
 
 
-def _complain(words: str, status: int) -> int:
-    line = f"zeropp: {one_line(words)}"
+def _no_command(error: Exception) -> str | None:
+    """Which commands a group has that was called without one; None for any other error."""
+    context = getattr(error, "ctx", None)
+    names = getattr(getattr(context, "command", None), "commands", None)
+    if context is None or not names or not str(getattr(error, "message", "")).startswith("Missing command"):
+        return None
+    return f"{context.info_name}: say one of {', '.join(names)}"
+
+
+def _complain(words: str, status: int, *, sep: str = ": ") -> int:
+    line = f"zeropp{sep}{one_line(words)}"
     with saying(line) if status == REFUSED else nullcontext(enter_result=True) as alone:
         if alone:
             print(line, file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from typing import Final
 
 from harness.cluster.interrupts import cleaning_up
 from harness.measure import machine
+from harness.runs import deepspeed
 from harness.runs.forecast import PROCESS_BYTES, gib
 
 ENOUGH_CORES: Final = 2
@@ -59,7 +60,7 @@ def examine() -> list[Finding]:
         _link(
             "network namespaces",
             None,
-            "nodes behind a link that also holds peers (ddp, fsdp2) to its rate; else our wire is paced",
+            "nodes behind a link that also holds peers to its rate; else our wire is paced",
         ),
         _link("tbf", 100.0, "the kernel's shaper of the link between namespaces"),
         Finding(
@@ -84,6 +85,12 @@ def examine() -> list[Finding]:
             driver is not None,
             f"driver {driver}" if driver else nvml,
             "GPU facts: pip install 'zeropp-bench[cuda12]' or '[cuda13]', on an NVIDIA driver",
+        ),
+        Finding(
+            "DeepSpeed",
+            (missing := deepspeed.why_missing()) is None,
+            deepspeed.version() if missing is None else "none",
+            "a peer of suites and bench engine: pip install 'zeropp-bench[deepspeed]'",
         ),
     ]
 

@@ -19,10 +19,27 @@ from harness.measure.memory_parts import on_device, on_host
 from harness.records.record import Record, slowest_seconds
 from harness.runs.forecast import Forecast, gib
 from harness.suites.expansion import Suite, flatten
-from harness.suites.labels import NONE, at, in_words, padded, padded_in_words, told
+from harness.suites.labels import (
+    INTERFACES,
+    INTERFACES_IN_WORDS,
+    NONE,
+    at,
+    counted,
+    in_words,
+    padded,
+    padded_in_words,
+    told,
+)
+from harness.suites.peers import PEERS
 
 _TRAINING: Final = ("forward", "backward", "step")  # phases
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
+_MOST_CELLS: Final = 6  # that are named one by one
+_PLANNED: Final = (
+    "between, inside nodes/step: bytes that all ranks send in an optimizer step (or one generation); out of "
+    "a node/step: those of one node to others; on the wire: the time that these take at the link's rate; "
+    "memory/rank: without activations."
+)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -45,13 +62,24 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     rows = sorted(once.values(), key=lambda one: place(one.trial.canonical()))
     repeats = 1 + max(one.trial.repeat for one in found)
     out.print(f"[bold]{escape(suite.name)}[/]: {escape(suite.question)}")
-    merged = f", {suite.merged} cells were the same run as another" if suite.merged else ""
     out.print(
-        f"{len(found)} trials: {len(rows)} cells x {repeats} repeats{merged}. Stated time: {suite.time}."
+        f"{counted(len(found), 'trial')}: {counted(len(rows), 'cell')} x {counted(repeats, 'repeat')}. "
+        f"Stated time: {suite.time}.",
+        markup=False,
     )
+    if suite.merged:
+        more = len(suite.merged) - _MOST_CELLS
+        cells = "; ".join(suite.merged[:_MOST_CELLS]) + (f"; and {more} more" if more > 0 else "")
+        out.print(
+            f"Run once, being the same run as another cell, {len(suite.merged)}: {cells}.",
+            markup=False,
+            soft_wrap=True,
+        )
     other = (str(finding) for one in rows for finding in one.findings if finding.kind != "honoured")
-    for line in (*suite.kept, *dict.fromkeys(other)):
-        out.print(escape(line))
+    peers = dict.fromkeys(one.trial.strategy for one in rows if one.trial.strategy in PEERS)
+    said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
+    for line in (*suite.kept, *said, *dict.fromkeys(other)):
+        out.print(escape(line), soft_wrap=True)
     notes = list(dict.fromkeys(why for one in rows for why in _reasons(one)))
     table = Table(box=box.SIMPLE_HEAD, title_justify="left")
     copies = ("hpZ copy, GiB: frames/16 bits",) if any(one.secondary for one in rows) else ()
@@ -78,10 +106,12 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
             _runs(one, notes),
         )
     out.print(table)
+    out.print(_PLANNED, soft_wrap=True)
     _say_padding((one.padding for one in rows), out)
     for number, why in enumerate(notes, 1):
         count = sum(why in _reasons(one) for one in rows)
-        what = "over its limit" if any(one.beyond_limit == why for one in rows) else "cannot run here"
+        what = next((_outcome(one) for one in rows if why in _reasons(one)), "")
+        what = "cannot run here" if what == "no" else what
         out.print(f"{number}: {what} ({count} of {len(rows)} cells): {escape(one_line(why))}", soft_wrap=True)
 
 
@@ -91,15 +121,28 @@ def _say_padding(shares: Iterable[float], out: Console) -> None:
         out.print(said, soft_wrap=True)
 
 
+def _say_interfaces(sent: Iterable[str], out: Console) -> None:
+    """What the mark of bytes without a ledger means, if it stands there."""
+    if any(text.endswith(INTERFACES) for text in sent):
+        out.print(INTERFACES_IN_WORDS, soft_wrap=True, markup=False)
+
+
 def _reasons(one: Forecast) -> tuple[str, ...]:
     """Why a cell cannot run here or, where it can, why it will be a failure on record."""
-    return one.problems or ((one.beyond_limit,) if one.beyond_limit else ())
+    return one.problems or tuple(why for why in (one.beyond_limit, one.refusal) if why)
+
+
+def _outcome(one: Forecast) -> str:
+    """What comes of a cell in a word: "yes" if it can run."""
+    if one.problems:
+        return "no"
+    return "over its limit" if one.beyond_limit else "refused" if one.refusal else "yes"
 
 
 def _runs(one: Forecast, notes: Sequence[str]) -> str:
     """The last column: "yes", or why not, by number."""
     numbers = ", ".join(str(notes.index(why) + 1) for why in _reasons(one))
-    return f"no: {numbers}" if one.problems else f"over its limit: {numbers}" if one.beyond_limit else "yes"
+    return f"{_outcome(one)}: {numbers}" if numbers else _outcome(one)
 
 
 def _either_way(secondary: tuple[int, int] | None) -> str:
@@ -123,17 +166,19 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
         table.add_column(name, overflow="fold")
     for name in ("s/step", "exposed s", "between nodes/step", "Mbit/s", "loss", "outcome"):
         table.add_column(name, justify="right", overflow="fold")
-    for record in found:
+    measured = [_measured(record) for record in found]
+    for record, values in zip(found, measured, strict=True):
         table.add_row(
             record.id,
             in_words(record.trial.get("strategy")),
             *(at(record.trial, path) for path in varying),
             in_words(record.trial.get("repeat")),
-            *_measured(record),
+            *values,
             "ok" if record.failure is None else record.failure.kind,
         )
     out.print(table)
     _say_padding((record.padding for record in found), out)
+    _say_interfaces((sent for _, _, sent, _, _ in measured), out)
     for record in found:
         if record.failure is not None:
             log = f"; log {folder / record.failure.log}" if record.failure.log else ""
@@ -167,7 +212,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
         *((path, at(one.trial, path)) for path, value in flatten(one.trial) if value is not None),
         *((f"machine {name}", value) for name, value in one.machine.items()),
         *((f"code {name}", value) for name, value in one.code.items()),
-        ("pool", one.pool),
+        ("hash of machine and code", one.pool),
         *((f"ran {name}", value) for name, value in one.ran.items()),
         ("parameters", one.parameters),
         ("padding of its units", f"{one.padding:.1%} of them" if one.units else NONE),
@@ -186,6 +231,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
     for name, value in lines:
         table.add_row(name, escape(in_words(value)))
     out.print(table)
+    _say_interfaces([sent], out)
     if one.failure is not None and one.failure.log:
         out.print(escape(f"log: {folder / one.failure.log}"), soft_wrap=True)
 
@@ -207,6 +253,7 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
     timed = [[step for step in rank.steps if not step.warmup] for rank in one.ranks]
     tokens = [[token for token in rank.tokens if not token.warmup] for rank in one.ranks]
     waited: list[float] | None = None
+    mark = ""
     if one.ranks and tokens[0]:
         of_steps = [list(group) for _, group in itertools.groupby(tokens[0], lambda token: token.step)]
         seconds = [sum(token.seconds for token in group) for group in of_steps]
@@ -223,6 +270,8 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
             sum(row.bytes for row in ledger if row.link == "inter" and row.phase in _TRAINING)
             for ledger in ledgers
         ]
+        if not ledgers and one.interfaces:
+            sent, mark = [counters.tx_bytes for counters in one.interfaces], f" {INTERFACES}"
         loss = f"{statistics.fmean(rank.steps[-1].loss for rank in one.ranks):.4f}"
     else:
         return NONE, NONE, NONE, NONE, NONE
@@ -230,7 +279,7 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
     return (
         f"{statistics.median(seconds):.4f}",
         NONE if waited is None else f"{statistics.median(waited):.4f}",
-        _size(sum(sent) / len(seconds)) + padded(one.padding) if sent else NONE,
+        _size(sum(sent) / len(seconds)) + padded(one.padding) + mark if sent else NONE,
         f"{statistics.median(rates):.4g}" if rates else NONE,
         loss,
     )

@@ -10,11 +10,11 @@ from typing import Any, Final
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from report.data import decoding, footnotes, metrics, published
+from report.data import decoding, emulation, footnotes, metrics, published
 from report.data.contender import BASELINE, NAMES, PROPOSED, order_of
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import NOTHING, counted, listed, number
+from report.data.text import NOTHING, counted, interval_in_words, listed, number
 from report.draw.plot import Plot
 from report.figures.registry import Drawn
 from report.tables.settings import essentials
@@ -50,14 +50,18 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
     apart = [*first, *(table for table in tables if table.name in ("failures", *_LAST))]
     subject = heading(derived)
     return fill(
-        title=f"{' '.join(part for part in subject if part)}: {frames.suite}",
-        kicker=f"Results of suite {frames.suite}",
+        title=" ".join(part for part in subject if part)
+        + ("" if derived.finished.empty else f": {frames.suite}")
+        + _modelled(derived),
+        kicker=f"Results of suite {frames.suite}{_modelled(derived)}",
         heading=subject,
         questions=frames.questions,
         headline=headline(derived),
+        emulated=emulation.of_trials(frames),
         facts=facts(derived),
         warnings=warnings(derived),
         figures=drawn,
+        note=footnotes.modelled_in_words(derived),
         marked=derived.disturbed,
         missing=[(plot.title, needed(plot.suite)) for plot in missing],
         summary=first,
@@ -121,7 +125,8 @@ def headline(derived: Derived) -> list[str]:
         return [f"{counted(len(derived.trials), 'finished trial')}.", why]
     speedups = {str(cell): metrics.speedup(group) for cell, group in ours.groupby("cell", sort=False)}
     best = max(speedups, key=lambda cell: speedups[cell].estimate)
-    sentences = [_speed_sentence(ours[ours["cell"] == best], several=len(speedups) > 1)]
+    shown = ours[ours["cell"] == best]
+    sentences = [*_not_to_be_relied_on(derived, shown), _speed_sentence(shown, several=len(speedups) > 1)]
     over_papers = derived.over_papers[derived.over_papers["id"].isin(ours["id"])]
     if len(there := over_papers[over_papers["cell"] == best]):
         sentences.append(_papers_sentence(there))
@@ -131,7 +136,25 @@ def headline(derived: Derived) -> list[str]:
             f"Over the {len(speedups)} settings of this folder, the speed-up lies between "
             f"{min(estimates):.2f} and {max(estimates):.2f}."
         )
-    return sentences + _bytes_sentences(ours)
+    return sentences + _bytes_sentences(shown)
+
+
+def _not_to_be_relied_on(derived: Derived, pairs: pd.DataFrame) -> list[str]:
+    """What is said before a speed-up if all the trials behind it are marked, on the page and in figures."""
+    why = []
+    if {*pairs["id"], *pairs["baseline"]} <= derived.disturbed:
+        why.append(f"in each trial others had more than {metrics.OTHERS_WITHIN:.0%} of the processors' time")
+    if {*pairs["cell"]} <= derived.differing.keys():
+        why.append(
+            f"the links of what is compared achieved rates that differ by more than "
+            f"{metrics.RATES_AGREE_WITHIN:.0%}"
+        )
+    return [f"The following is not to be relied on: {'; '.join(why)}."] if why else []
+
+
+def _modelled(derived: Derived) -> str:
+    """What follows the suite's name where links were modelled."""
+    return ", on a modelled link" if derived.finished["modelled"].any() else ""
 
 
 def _generation_sentences(derived: Derived) -> list[str]:
@@ -142,46 +165,43 @@ def _generation_sentences(derived: Derived) -> list[str]:
         return [f"{counted(table['id'].nunique(), 'finished trial')} of generation."]
     found, told = decoding.speedup(ours), number(3)
     theirs = listed([f"{value:.2f}" for value in published.generation()["speedup"]])
-    interval = "" if math.isnan(found.low) else f" (95 % interval {found.low:.2f} to {found.high:.2f})"
-    speed = (
-        f"{NAMES[PROPOSED]} decodes {told(ours['tokens_per_second'].median())} tokens per second and rank "
-        f"where {NAMES[BASELINE]} decodes {told(ours['baseline_tokens_per_second'].median())}: "
-        f"{found.estimate:.2f} times as many{interval}; the ZeRO++ blog prints {theirs} "
-        "for far larger models on 32 GPUs."
+    speed, base = (metrics.middle(ours, name) for name in ("tokens_per_second", "baseline_tokens_per_second"))
+    sentence = (
+        f"{NAMES[PROPOSED]} decodes {told(speed)} tokens per second and rank where {NAMES[BASELINE]} decodes "
+        f"{told(base)} (geometric means of the trials): {found.estimate:.2f} times as many "
+        f"({counted(found.n, 'pair')}{'; ' if found.known else ', '}{interval_in_words(found)}); the ZeRO++ "
+        f"blog prints {theirs} for far larger models on 32 GPUs."
     )
     sent = f"For a token after the first, its ranks send {ours['later_bytes'].max():.0f} bytes between nodes."
-    return [speed, sent]
+    return [*_not_to_be_relied_on(derived, ours), sentence, sent]
 
 
 def _speed_sentence(group: pd.DataFrame, *, several: bool) -> str:
     found = metrics.speedup(group)
     told = number(3)
-    interval = (
-        "one pair, so no interval"
-        if math.isnan(found.low)
-        else (
-            f"{counted(found.n, 'pair')} between {group['speedup'].min():.2f} and "
-            f"{group['speedup'].max():.2f}; Student's 95 % interval {found.low:.2f} to {found.high:.2f}"
-        )
-    )
+    interval = counted(found.n, "pair")
+    if found.n > 1:
+        interval += f" between {group['speedup'].min():.2f} and {group['speedup'].max():.2f}"
+    interval += f"{'; ' if found.known else ', '}{interval_in_words(found)}"
     rate = group["achieved_mbit"].median()
     achieved = f"; the link achieved {rate:.3g} Mbit/s" if not math.isnan(rate) else ""
+    ours, base = (metrics.middle(group, name) for name in ("step_seconds", "baseline_seconds"))
     place = f"{'At its best, on' if several else 'On'} {group['where'].iloc[0]}{achieved}"
     return (
-        f"{place}: a step of {group['contender'].iloc[0]} takes {told(group['step_seconds'].median())} s "
-        f"where {NAMES[BASELINE]}'s takes {told(group['baseline_seconds'].median())} s, a speed-up of "
-        f"{found.estimate:.2f} ({interval})."
+        f"{place}: a step of {group['contender'].iloc[0]} takes {told(ours)} s where "
+        f"{NAMES[BASELINE]}'s takes {told(base)} s (geometric means of the pairs), a speed-up "
+        f"of {found.estimate:.2f} ({interval})."
     )
 
 
 def _papers_sentence(group: pd.DataFrame) -> str:
     """The speed-up over the paper's own baseline, beside the one over the best ZeRO-3 that stands before."""
     found = metrics.speedup(group)
-    interval = "" if math.isnan(found.low) else f" (95 % interval {found.low:.2f} to {found.high:.2f})"
     return (
         f"That is over the best {NAMES[BASELINE]}; over the paper's baseline, one flat ring over all ranks, "
-        f"whose step takes {number(3)(group['baseline_seconds'].median())} s, it is "
-        f"{found.estimate:.2f}{interval}."
+        f"whose step takes {number(3)(metrics.middle(group, 'baseline_seconds'))} s, it is "
+        f"{found.estimate:.2f} ({counted(found.n, 'pair')}{'; ' if found.known else ', '}"
+        f"{interval_in_words(found)})."
     )
 
 
@@ -211,9 +231,10 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
         for (fact,), of_fact in groups(frames.facts, ["fact"])
     }
     ran = derived.finished
+    interrupted = f", {frames.interrupted} interrupted, not yet run again" if frames.interrupted else ""
     found = [
         ("suite", frames.suite),
-        ("trials", f"{len(ran)} finished, {len(frames.failures)} failed"),
+        ("trials", f"{len(ran)} finished, {len(frames.failures)} failed{interrupted}"),
         ("ran", _when(ran)),
     ]
     found += essentials(frames, ran)
@@ -243,18 +264,13 @@ def warnings(derived: Derived) -> list[str]:
         for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
     ]
     if len(frames.pools) > 1:
-        found.append(f"Records of {len(frames.pools)} pools (other machine or code) stand side by side.")
+        found.append(f"Records of {len(frames.pools)} machines or codes stand side by side.")
     if frames.left_out:
         found.append(
             f"Left out: {counted(frames.left_out, 'failure')} of another machine or code, "
             "of which nothing was measured."
         )
-    unequal = ran[ran["predicted_equal"].eq(other=False)]
-    if len(unequal):
-        found.append(
-            f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
-            f"{listed(sorted(unequal['id'])[:6])}."
-        )
+    found += footnotes.bytes_warnings(derived)
     contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
     found += [
         f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
@@ -267,8 +283,17 @@ def warnings(derived: Derived) -> list[str]:
             f"comparison is marked ({footnotes.RATES})."
         )
     found += [
-        said for warn in (footnotes.taken_warning, footnotes.padding_warning) if (said := warn(derived))
+        said
+        for warn in (footnotes.taken_warning, footnotes.padding_warning, footnotes.unsigned_warning)
+        if (said := warn(derived))
     ]
+    if frames.interrupted:
+        found.append(
+            f"{counted(frames.interrupted, 'trial')} interrupted, not yet run again: the same `zeropp run` "
+            "does."
+        )
+    if modelled := footnotes.modelled_in_words(derived).strip():
+        found.append(modelled)
     if len(frames.failures):
         found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -28,12 +29,13 @@ from harness.cluster.rank import Rank
 from harness.measure import machine
 from harness.records import bench_record
 from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
+from harness.suites.labels import counted
 from harness.suites.model_sizes import PRESETS, GPTShape
+from harness.suites.peers import DEEPSPEED, Compute
 from harness.suites.trial import parse_rate
 
 app = typer.Typer(
     help="Measure codecs beside a copy, collectives beside gloo's own, engines beside peers and compute.",
-    no_args_is_help=True,
     rich_markup_mode=None,
 )
 
@@ -43,6 +45,7 @@ Topology = tuple[int, int]  # nodes, and ranks of each
 Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
 MODELS: Final = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))
 MOST_RANKS: Final = 64
+_COLUMNS: Final = 98  # of text below a table
 MOST_MEBIBYTES: Final = 1 << 16
 _TIMEOUT_SECONDS: Final = 7200.0
 
@@ -130,13 +133,17 @@ def engine(
     ranks: Ranks = None,
     rate: Rate = None,
     contender: Annotated[Several, typer.Option(help="Several times. Default: all found.")] = None,
+    compute: Annotated[Several, typer.Option(help="fp32 or bf16, several times. Default: both.")] = None,
     model: Model = "gpt-small",
-    seconds: Annotated[float, typer.Option(help="For each topology, about.", min=0.0)] = 240.0,
+    seconds: Annotated[float, typer.Option(help="For each topology and type, about.", min=0.0)] = 240.0,
     results: Results = Path("results"),
 ) -> None:
     """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 if losses differ.
 
-    Contenders are ddp, fsdp2, fsdp2-kept, deepspeed, deepspeed-kept, exact, exact-backend and zeropp.
+    Peers, as shipped and tuned, are ddp, ddp-tuned, ddp-bf16, fsdp2, fsdp2-prefetch, fsdp2-kept,
+    fsdp2-kept-prefetch, deepspeed and deepspeed-hpz; all send over gloo.  Ours on the same transport are
+    exact-gloo, zero3-gloo and zeropp-gloo, and with shared memory inside nodes exact, zero3 and zeropp.
+    Compute alone, which sends nothing, is always there, as alone.
     """
     run = _Run("engine", results)
     # The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
@@ -144,22 +151,33 @@ def engine(
     _chosen([model], MODELS, "model")
 
     from harness.bench import engine as bench_engine
-    from harness.bench import peers
+    from harness.runs import deepspeed
 
-    asked = _chosen(contender or bench_engine.NAMES, bench_engine.NAMES, "contender")
+    asked = _chosen(contender or (), bench_engine.NAMES, "contender")
+    kinds = _chosen(compute or get_args(Compute), get_args(Compute), "type to compute in")
     missing = {}
-    if (why := peers.why_missing("deepspeed")) is not None and set(asked) & set(bench_engine.DEEPSPEED):
-        if contender:
+    if (why := deepspeed.why_missing()) is not None:
+        if set(asked) & set(bench_engine.DEEPSPEED):
             raise BenchError(why)
-        missing = {"deepspeed": why}
-        asked = tuple(name for name in asked if name not in bench_engine.DEEPSPEED)
-    names = tuple(dict.fromkeys((bench_engine.ALONE, *asked)))
-    target = partial(bench_engine.measure, names=names, model=model, seconds=seconds)
-    samples = [sample for place in places for sample in run.at(place, target)]
+        if not asked:
+            missing = {"deepspeed": why}
+    samples = []
+    ran: dict[str, None] = {}
+    for place, kind in product(places, kinds):
+        found = {bench_engine.ALONE, *(asked or bench_engine.usual(kind, place[0][0]))}
+        # In this order: DeepSpeed gives all engines that are made later the groups of hpZ.
+        here = [name for name in bench_engine.NAMES if name in found]
+        names = tuple(name for name in here if not (missing and name in bench_engine.DEEPSPEED))
+        ran |= dict.fromkeys(names)
+        samples += run.at(
+            place,
+            partial(bench_engine.measure, names=names, model=model, compute=kind, seconds=seconds),
+        )
     if (words := bench_engine.unequal(samples)) is not None:
         _fail(words)
-    setting = {**target.keywords, "places": places, "peers": peers.versions([] if why else ["deepspeed"])}
-    run.finish(samples, setting, missing)
+    versions = {} if why else {DEEPSPEED: deepspeed.version()}
+    setting = {"names": list(ran), "model": model, "compute": kinds, "seconds": seconds}
+    run.finish(samples, {**setting, "places": places, "peers": versions}, missing)
 
 
 @app.command()
@@ -206,7 +224,7 @@ class _Run:
         records = bench_record.read_all(self._folder) if any(self._folder.glob("*.json")) else []
         if strange := [bench.pool for bench in records if bench.pool != pool]:
             raise BenchError(
-                f"{self._folder}: holds {len(strange)} records of another machine or code (pool "
+                f"{self._folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
                 f"{strange[0]}, here {pool}), which are not put together; move the folder aside or "
                 "choose other --results"
             )
@@ -285,7 +303,8 @@ def _called(rank: Rank, target: Callable[[Rank], Result]) -> Result:
 
 def show(benches: Sequence[Bench], out: Console) -> None:
     """Print the tables of records of one benchmark."""
-    from report.bench.page import boards_of, table_of
+    from report.bench.boards import READ
+    from report.bench.page import boards_of, scattering, table_of
 
     for board, data in boards_of(benches):
         found = table_of(board, data, wide=False)
@@ -301,6 +320,8 @@ def show(benches: Sequence[Bench], out: Console) -> None:
             for row in rows:
                 table.add_row(*(escape(cell) for cell in row))
             out.print(table)
+        for words in filter(None, (f"{board.read} {READ}".strip(), scattering(board, data))):
+            out.print(textwrap.fill(words, _COLUMNS), markup=False, highlight=False)
 
 
 def _places(nodes: int | None, ranks: int | None, rate: str | None, usual: list[Place]) -> list[Place]:

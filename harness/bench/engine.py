@@ -2,9 +2,11 @@
 
 All contenders live in the same processes: each has its own copy of the same model, sees the same batches of
 real text, and steps the same AdamW.  In each round each trains a few steps in its turn, after a barrier; the
-turns rotate from round to round.  A round's seconds are the slowest rank's.  Nothing is clipped, all is fp32
-but for what ``zeropp`` quantises.  Weights are released after use, but for the root and the last block of
-ours; where a name says ``kept``, none is.
+turns rotate from round to round.  A round's seconds are the slowest rank's.  Nothing is clipped.
+
+Peers stand as their libraries ship them, and tuned (``harness.suites.peers``); over gloo, as they send.  Ours
+stand first over gloo alone, which is their footing, then with shared memory inside nodes.  All compute in
+fp32, or all in bf16 with fp32 masters.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from harness.bench import peers
 from harness.bench.rounds import interleaved
 from harness.cluster.rank import Rank
 from harness.records.bench_record import CPU, Sample
-from harness.runs.strategies import peer
+from harness.runs import deepspeed, peers
+from harness.suites.peers import PEERS, Compute, configuration
 from harness.suites.trial import Model
 from harness.workloads import corpus
 from harness.workloads.models import build
@@ -35,20 +37,25 @@ SEQUENCE: Final = 128
 SEQUENCES: Final = 4
 STEPS: Final = 3  # of each contender in a round
 ROUNDS: Final = (5, 40)
-LOSS_TOLERANCE: Final = 1e-3
-"""Largest relative difference of two contenders' losses in a step: what the order of fp32 sums makes of
-AdamW's steps, far below what a lost or doubled gradient does (docs/reference/metrics.md)."""
+LOSS_TOLERANCE: Final[dict[Compute, float]] = {"fp32": 1e-3, "bf16": 2e-2}
+"""Largest relative difference of two contenders' losses in a step: what the order of sums in that type makes
+of AdamW's steps, far below what a lost or doubled gradient does (docs/reference/metrics.md)."""
 
 ALONE: Final = "alone"  # computes, and sends nothing
-DEEPSPEED: Final = ("deepspeed", "deepspeed-kept")
+_CARRIED: Final[dict[str, Transport]] = {"-gloo": "backend", "": "shm"}
 OURS: Final[dict[str, tuple[str, Transport]]] = {
-    "exact": ("exact", "shm"),
-    "exact-backend": ("exact", "backend"),
-    "zeropp": ("zeropp", "shm"),
+    f"{policy}{suffix}": (policy, transport)
+    for suffix, transport in _CARRIED.items()
+    for policy in ("exact", "zero3", "zeropp")
 }
-"""Preset and transport by the name of the run."""
+"""Preset and transport by the name of the run, those on the peers' own transport first."""
 
-NAMES: Final = (ALONE, "ddp", "fsdp2", "fsdp2-kept", *DEEPSPEED, *OURS)
+DEEPSPEED: Final = tuple(name for name, peer in PEERS.items() if peer.family == "deepspeed")
+NAMES: Final = (ALONE, *(name for name, peer in PEERS.items() if peer.family != "single"), *OURS)
+LIKE: Final[dict[Compute, str]] = {"fp32": "exact", "bf16": "zero3"}
+"""Our policy that sends weights and gradients in the type that peers compute and send in."""
+IN_16_BITS: Final = ("ddp-bf16", "zero3", "bf16")
+"""Contenders, and types computed in, whose losses are held to bf16's tolerance."""
 
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, T)
 
@@ -71,14 +78,28 @@ class Contender:
         return took
 
 
-def measure(rank: Rank, *, names: Sequence[str], model: str, seconds: float) -> list[Sample]:
+def usual(compute: Compute, nodes: int) -> tuple[str, ...]:
+    """The contenders of a run in which none are asked for: compute alone, all peers, of ours the policy that
+    sends in the peers' type, and ZeRO++.  DeepSpeed's hpZ, a copy in each node, where there are several.
+    """
+    unlike = {policy for kind, policy in LIKE.items() if kind != compute}
+    return tuple(
+        name
+        for name in NAMES
+        if OURS.get(name, ("",))[0] not in unlike and not (nodes == 1 and name in PEERS and PEERS[name].hpz)
+    )
+
+
+def measure(
+    rank: Rank, *, names: Sequence[str], model: str, compute: Compute, seconds: float
+) -> list[Sample]:
     """Train everything for about ``seconds``; the target of every rank.  Seconds and losses are this rank's
     alone; ``names`` are of :data:`NAMES`, the first is :data:`ALONE`, and ``model`` is a preset.
     """
     # torch 2.13 renames two collectives that FSDP2 and DeepSpeed still call by their old names.
     warnings.filterwarnings("ignore", category=FutureWarning)
     mesh = Mesh.create(rank.topology)
-    contenders = [_contender(name, mesh, model) for name in names]
+    contenders = [_contender(name, mesh, model, compute) for name in names]
     batch = batches_of(rank, SEQUENCES)
     took = interleaved(
         rank,
@@ -91,8 +112,8 @@ def measure(rank: Rank, *, names: Sequence[str], model: str, seconds: float) -> 
     by_round = [[whole for whole, _ in rounds] for rounds in took]
     tokens = mesh.topology.world * SEQUENCES * SEQUENCE * STEPS
     parameters = sum(parameter.numel() for parameter in model_of(model).parameters())
-    # The one learns from its own batches alone, the other quantises.
-    equal = {ALONE: 1, "zeropp": 0}
+    # The one learns from its own batches alone, the others quantise.
+    equal = {ALONE: 1, "zeropp": 0, "zeropp-gloo": 0}
     samples = []
     for each, mine, rounds in zip(contenders, by_round, took, strict=True):
         policy, transport = OURS.get(each.name, (each.name, "none" if each.name == ALONE else "backend"))
@@ -101,7 +122,7 @@ def measure(rank: Rank, *, names: Sequence[str], model: str, seconds: float) -> 
                 kind="training",
                 names={
                     "contender": policy, "transport": transport, "model": model,
-                    "sequence": SEQUENCE, "sequences": SEQUENCES,
+                    "sequence": SEQUENCE, "sequences": SEQUENCES, "compute": compute,
                 },
                 sizes={"parameters": parameters, "tokens": tokens, "steps": STEPS},
                 seconds=mine,
@@ -122,16 +143,18 @@ def unequal(samples: Sequence[Sample]) -> str | None:
     (:attr:`~harness.records.bench_record.Sample.equal_steps`).
     """
     for sample in samples:
-        here = (other for other in samples if other.place == sample.place)
+        here = (other for other in samples if other.setting == sample.setting)
         first = next((other for other in here if other.equal_steps == len(other.losses)), sample)
         pairs = zip(sample.losses[: sample.equal_steps], first.losses, strict=False)
+        named = {str(one.names[key]) for one in (sample, first) for key in ("contender", "compute")}
+        tolerance = LOSS_TOLERANCE["bf16" if named & set(IN_16_BITS) else "fp32"]
         for step, (loss, expected) in enumerate(pairs):
-            if not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected):  # NaN is not equal either
+            if not abs(loss - expected) <= tolerance * abs(expected):  # NaN is not equal either
                 nodes, ranks, _ = sample.place
                 one, other = (f"{x.names['contender']} over {x.names['transport']}" for x in (sample, first))
                 return (
                     f"{one} has loss {loss:.6g} in step {step} on {nodes}x{ranks} ranks, {other} "
-                    f"{expected:.6g}: more than {LOSS_TOLERANCE:g} apart, so they do not train the same"
+                    f"{expected:.6g}: more than {tolerance:g} apart, so they do not train the same"
                 )
     return None
 
@@ -158,26 +181,74 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-def _contender(name: str, mesh: Mesh, preset_name: str) -> Contender:
+def _contender(name: str, mesh: Mesh, preset_name: str, compute: Compute) -> Contender:
     """Build a contender; all ranks must call it."""
     model, told = model_of(preset_name), {"optimizer": "fused AdamW"}
     if name in DEEPSPEED:
-        kept = name == "deepspeed-kept"
-        return Contender(name, *peers.deepspeed(model, optimizer_of, sequences=SEQUENCES, kept=kept))
+        return Contender(name, *_by_deepspeed(name, model, mesh, compute))
     if name in OURS:
         policy, transport = OURS[name]
-        zero = shard(model, mesh=mesh, policy=preset(policy), wire=Wire(mesh, transport=transport))
+        asked = preset(policy, compute=compute)
+        zero = shard(model, mesh=mesh, policy=asked, wire=Wire(mesh, transport=transport))
         step = _trained(model, optimizer_of(zero.param_groups()), zero.finish_backward)
         return Contender(name, step, told | {"preset": policy})
-    if name != ALONE:
-        model = peer(name.removesuffix("-kept"), model, mesh.device, kept=name.endswith("-kept")).model
+    if name == ALONE:
+        return Contender(name, _alone(model, compute), told)
+    model = peers.wrapped(PEERS[name], model, mesh.device, compute)
+    told |= peers.algorithms(PEERS[name], compute)
     return Contender(name, _trained(model, optimizer_of(model.parameters())), told)
 
 
+def _alone(model: nn.Module, compute: Compute) -> Callable[[Tensor, Tensor], Tensor]:
+    """A step of compute alone.  In bf16 with fp32 masters, as ours and FSDP2 keep them: weights are cast once
+    a step, not in each use of them as autocast does.
+    """
+    if compute == "fp32":
+        return _trained(model, optimizer_of(model.parameters()))
+    masters = [nn.Parameter(weight.detach().clone()) for weight in model.parameters()]
+    weights = list(model.bfloat16().parameters())
+
+    def hand_over() -> None:
+        for master, weight in zip(masters, weights, strict=True):
+            master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
+
+    @torch.no_grad()
+    def hand_back() -> None:
+        for master, weight in zip(masters, weights, strict=True):
+            weight.copy_(master)
+
+    return _trained(model, optimizer_of(masters), hand_over, hand_back)
+
+
+def _by_deepspeed(
+    name: str, model: nn.Module, mesh: Mesh, compute: Compute
+) -> tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]:
+    """A training step by DeepSpeed, and its configuration; by its own default it clips at 1.0."""
+    config = {
+        **configuration(PEERS[name], mesh.topology.ranks_per_node),
+        "train_micro_batch_size_per_gpu": SEQUENCES,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": compute == "bf16"},
+    }
+    engine = deepspeed.initialised(model, optimizer_of(model.parameters()), config, mesh.device)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step, config
+
+
 def _trained(
-    model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable[[], None] = lambda: None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    finish: Callable[[], None] = lambda: None,
+    stepped: Callable[[], None] = lambda: None,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A step of a model in a plain torch training loop."""
+    """A step of a model in a plain torch training loop; ``finish`` follows backward, ``stepped`` the step."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
@@ -185,6 +256,7 @@ def _trained(
         finish()
         optimizer.step()
         optimizer.zero_grad()
+        stepped()
         return loss.detach()
 
     return step

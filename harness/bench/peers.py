@@ -1,9 +1,8 @@
-"""Other libraries, timed beside ours: optional extras, imported only when used.
+"""Other libraries' quantisers, timed beside ours: optional extras, imported only when used.
 
 The CPU quantisers of bitsandbytes and torchao have arithmetic that equals no codec of ours, so only their
 speed is compared, and the table marks them.  Neither writes into an existing buffer on a CPU, so their
-seconds include allocation.
-DeepSpeed's ZeRO-3 on a CPU is unquantised, since its quantising kernels do not exist for CPUs.
+seconds include allocation.  Engines are peers in ``harness.suites.peers``.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 QUANTISERS: Final = ("bitsandbytes", "torchao")
-_EXTRAS: Final = {"bitsandbytes": "peers", "torchao": "peers", "deepspeed": "deepspeed"}
 Coding = tuple[str, str, int, Callable[[], object], Callable[[], object]]
 """A quantiser of one tensor: its name, what it computes, bytes of codes and scales, and its two calls."""
 
@@ -29,12 +26,12 @@ def why_missing(name: str) -> str | None:
     """How to install a peer that is missing; None if it is installed."""
     if importlib.util.find_spec(name) is not None:
         return None
-    return f"{name} is not installed: pip install -c constraints.txt -e '.[{_EXTRAS[name]}]'"
+    return f"{name} is not installed: pip install -c constraints.txt -e '.[peers]'"
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Versions of the peers among ``names``, for the record."""
-    return {name: importlib.metadata.version(name) for name in names if name in _EXTRAS}
+    return {name: importlib.metadata.version(name) for name in names if name in QUANTISERS}
 
 
 def codings(name: str, x: Tensor) -> Iterator[Coding]:
@@ -88,46 +85,3 @@ def _torchao(x: Tensor) -> Iterator[Coding]:
         encode_mx,
         partial(mx.to_dtype, mx_codes, mx_scale, torch.float8_e4m3fn, 32, x.dtype),
     )
-
-
-def deepspeed(
-    model: nn.Module, build_optimizer: Callable[[Any], torch.optim.Optimizer], *, sequences: int, kept: bool
-) -> tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]:
-    """Shard ``model`` in place over all ranks of the default group, which must all call it.
-
-    ``sequences`` are of one rank in one step; ``kept`` weights stay gathered until backward, as by default,
-    else they are released after use.
-
-    Returns:
-        A training step, which returns the () loss before it, and DeepSpeed's configuration: ZeRO-3 in fp32,
-        everything sharded, no clipping, which by default is at 1.0.
-    """
-    config = {
-        "train_micro_batch_size_per_gpu": sequences,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": False,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 1_000_000_000 if kept else 0,  # elements; the default
-        },
-    }
-    # It asks the environment alone for the device, and for the rank of this process on its node.
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    library: Any = importlib.import_module("deepspeed")
-    # Its all-reduce for inference is compiled by every first start and never called in training; a
-    # compilation that was killed leaves a lock behind that later ones wait for without end.
-    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    library.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    optimizer = build_optimizer(model.parameters())
-    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step, config

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from harness.cluster import namespaces
+from harness.records.packet_sizes import HEADER_BYTES
 
 Kind = Literal["auto", "namespaces", "paced", "none", "real"]
 
-HEADER_BYTES: Final = 66  # a TCP packet's on the interface: Ethernet 14, IPv4 20, TCP 20 + 12 of timestamps
 QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks send at once
 REPETITIONS: Final = 5  # of a calibration
 PROBES: Final = 2  # of a probe after a trial
@@ -49,12 +49,14 @@ class LinkError(Exception):
 class Setting:
     """Request for a link, whose rate is per node and direction; None is unshaped.
 
-    Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.
+    Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.  A message
+    takes ``latency_ms`` milliseconds one way beyond its bytes at the rate.
     """
 
     kind: Kind
     nodes: int
     rate_mbit: float | None
+    latency_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,12 @@ def shape(rate_mbit: float) -> namespaces.Shape:
     return namespaces.Shape(rate=rate, burst=burst, limit=int(burst + rate * QUEUE_SECONDS), segment=segment)
 
 
-def message_bytes(rate_mbit: float | None) -> int:
-    """Size of a calibration message: 0.2 s at the rate, and at least 20 bursts; unshaped 64 MiB."""
-    if rate_mbit is None:
+def message_bytes(setting: Setting) -> int:
+    """Size of a calibration message: 0.2 s at the rate, at least 20 bursts, 50 latencies; unshaped 64 MiB."""
+    if setting.rate_mbit is None:
         return 64 * 2**20
-    form = shape(rate_mbit)
-    return max(form.rate // 5, 20 * form.burst)
+    form = shape(setting.rate_mbit)
+    return max(form.rate // 5, 20 * form.burst, round(form.rate * 0.05 * setting.latency_ms))
 
 
 @dataclass(slots=True)
@@ -150,6 +152,11 @@ def open_link(setting: Setting, run_id: str) -> Link:
         LinkError: if it is not possible on this machine, or contradicts itself.
     """
     rate, why = setting.rate_mbit, "asked for"
+    if setting.latency_ms and (setting.kind in ("real", "none") or setting.nodes == 1):
+        raise LinkError(
+            f"a latency of {setting.latency_ms:g} ms cannot be added to link {setting.kind!r} between "
+            f"{setting.nodes} node(s); use 'auto', 'namespaces' or 'paced'"
+        )
     if setting.kind == "real":
         if rate is not None:
             raise LinkError(
@@ -172,9 +179,13 @@ def open_link(setting: Setting, run_id: str) -> Link:
             return _open_namespaces(setting, run_id, "auto: namespaces work here")
         except LinkError as error:
             why = f"auto: no namespaces ({error})"
+    if rate is None and setting.latency_ms:
+        raise LinkError(
+            f"a latency of {setting.latency_ms:g} ms without a rate needs network namespaces ({why})"
+        )
     if rate is None:
         return Link(setting, "none", why, loopback)
-    return Link(setting, "paced", why, loopback, {"header_bytes": 0})
+    return Link(setting, "paced", why, loopback, {"header_bytes": 0, "latency_ms": setting.latency_ms})
 
 
 def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
@@ -185,7 +196,7 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
         raise LinkError(f"{longest!r} is longer than an interface's name")
     form = None if setting.rate_mbit is None else shape(setting.rate_mbit)
     process = subprocess.Popen(
-        [*_KEEPER, json.dumps(asdict(namespaces.Request(setting.nodes, prefix, form)))],
+        [*_KEEPER, json.dumps(asdict(namespaces.Request(setting.nodes, prefix, form, setting.latency_ms)))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -209,6 +220,7 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
         "mtu": namespaces.MTU,
         "congestion": namespaces.CONGESTION,
         "header_bytes": HEADER_BYTES,
+        "latency_ms": setting.latency_ms,
     }
     if form is not None:
         details |= {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
@@ -311,12 +323,13 @@ class Pacer:
     book under a lock on their node's eight bytes, which the kernel releases when a rank dies.
     """
 
-    def __init__(self, path: Path, node: int, rate_mbit: float) -> None:
-        """Attach to ``path``, which :meth:`create` made; all nodes have the rate of ``rate_mbit`` Mbit/s."""
+    def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
+        """Attach to ``path``, which :meth:`create` made; all nodes have one rate, and one latency one way."""
         self._file = path.open("r+b", buffering=0)
         self._memory = mmap.mmap(self._file.fileno(), 0)
         self._offset = 8 * node
         self._seconds_per_byte = 8 / (rate_mbit * 1e6)
+        self._latency = latency_ms / 1e3
 
     @staticmethod
     def create(path: Path, nodes: int) -> Path:
@@ -325,7 +338,7 @@ class Pacer:
         return path
 
     def book(self, nbytes: int) -> float:
-        """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` when the last byte has left."""
+        """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` when the last byte arrives."""
         with _BOOKING:
             fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)
             try:
@@ -334,7 +347,7 @@ class Pacer:
                 struct.pack_into("d", self._memory, self._offset, end)
             finally:
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 8, self._offset)
-        return end
+        return end + self._latency
 
     def close(self) -> None:
         """Unmap and close the shared file."""

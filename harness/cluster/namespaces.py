@@ -35,6 +35,7 @@ PREFIX: Final = 16  # of NETWORK: 65,533 nodes
 # 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR and at 47.6 to 48.5 under Reno,
 # which every kernel has.  Set on the route, since /proc/sys may be read-only.
 CONGESTION: Final = "reno"
+_DELAYED_PACKETS: Final = 100_000  # that netem holds at once; its own default drops above 1000
 
 
 class KeeperError(Exception):
@@ -61,11 +62,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request to the keeper: ``nodes`` namespaces whose interface names start with ``prefix``."""
+    """Request to the keeper: ``nodes`` namespaces whose interface names start with ``prefix``.
+
+    Packets leave a node ``latency_ms`` milliseconds late.
+    """
 
     nodes: int
     prefix: str
     shape: Shape | None
+    latency_ms: float = 0.0
 
 
 def address(node: int) -> str:
@@ -139,11 +144,22 @@ def _netlink() -> Any:
     return IPRoute()
 
 
-def _shape(route: Any, index: int, shape: Shape | None) -> None:
+def _shape(route: Any, index: int, shape: Shape | None, latency_ms: float = 0.0) -> None:
+    """Queue what leaves an interface: ``netem`` delays it, ``tbf`` below holds it to the rate."""
+    below: dict[str, Any] = {}
+    if latency_ms:
+        delay = {"delay": round(latency_ms * 1e3), "limit": _DELAYED_PACKETS}  # in microseconds
+        try:
+            route.tc("add", "netem", index, handle="1:", **delay)
+        except Exception as error:
+            raise KeeperError(
+                f"no latency of {latency_ms:g} ms: the kernel has no netem ({error})"
+            ) from error
+        below = {"parent": "1:1", "handle": "10:"}
     if shape is None:
         return
     route.link("set", index=index, gso_max_size=shape.segment)
-    route.tc("add", "tbf", index, rate=shape.rate, burst=shape.burst, limit=shape.limit)
+    route.tc("add", "tbf", index, rate=shape.rate, burst=shape.burst, limit=shape.limit, **below)
 
 
 def _configure_node(request: Request, node: int) -> None:
@@ -151,7 +167,7 @@ def _configure_node(request: Request, node: int) -> None:
         route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
         index = route.link_lookup(ifname=interface(request.prefix, node))[0]
         route.addr("add", index=index, address=address(node), prefixlen=PREFIX)
-        _shape(route, index, request.shape)
+        _shape(route, index, request.shape, request.latency_ms)
         route.link("set", index=index, state="up")
         route.route(
             "replace",
@@ -259,7 +275,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     shape = Shape(**asked["shape"]) if asked["shape"] else None
     try:
-        answer = keep(Request(asked["nodes"], asked["prefix"], shape))
+        answer = keep(Request(**asked | {"shape": shape}))
     except Exception as error:  # reported to the parent, whatever netlink raised
         answer = {"error": str(error)}
     print(json.dumps(answer), flush=True)

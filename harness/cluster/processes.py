@@ -85,7 +85,7 @@ class Launch:
     """Options for starting ranks.
 
     Attributes:
-        paced_mbit: rate of the in-process pacer, or None.
+        paced_mbit: rate of the in-process pacer, or None; ``paced_latency_ms``: its latency one way.
         threads: of torch in each rank.
         timeout_seconds: for the whole run.
         log: where the log goes if something fails.
@@ -100,6 +100,7 @@ class Launch:
     log: Path
     backend: str = "gloo"
     scratch: Path | None = None
+    paced_latency_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +431,7 @@ def _run(  # noqa: PLR0917  # as above
     torch.set_num_threads(launch.threads)
     pacer = None
     if launch.paced_mbit is not None:
-        pacer = Pacer(scratch / "pacer", node, launch.paced_mbit)
+        pacer = Pacer(scratch / "pacer", node, launch.paced_mbit, launch.paced_latency_ms)
 
     def report(progress: Progress) -> None:
         if number == 0:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from harness.docpages.markdown import table
 from harness.suites.expansion import MOST_TRIALS, _File, _Override
 from harness.suites.model_sizes import PRESETS as MODELS
+from harness.suites.peers import PEERS
 from harness.suites.trial import STRATEGIES, Trial
 
 _WORDS: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
@@ -20,7 +21,8 @@ _OVERRIDE: Final = (
 )
 _MORE: Final = {
     "strategy": ", ".join(STRATEGIES),
-    "deepspeed_config": "of strategy `recipe`: a file beside the suite, or a table",
+    "peer.compute": "`fp32`, `bf16`: of peers; policies have `policy.compute`",
+    "deepspeed_config": "of strategy `recipe` or `deepspeed`: a file beside the suite, or a table",
     "policy.stage": "0, 1, 2 or 3: what is sharded",
     "policy.group": "ranks that share one copy of all states, 0 for all, or `node`",
     "policy.secondary": "ranks that share hpZ's copy, 0 for none, or `node`",
@@ -42,7 +44,9 @@ _MORE: Final = {
     "policy.weights": "codec",
     "policy.gradients": "codec, or a list of two: inside a node, between nodes",
     "policy.feedback": "`none`, `classic` or `loco`, then `:decay<d>`, `:reset<n>`, `:last`, `:all`, `:bf16`",
+    "cluster.launcher": "`local`, `torchrun`; `slurm` is for predictions only",
     "cluster.rate": "text with kbit/s, Mbit/s or Gbit/s, or `unshaped`",
+    "cluster.latency": "text with us or ms: one way, beside the time for the bytes",
     "model.name": f"{', '.join(MODELS)}, or `module:function`",
     "model.arguments": "table: arguments of the model",
     "optimizer.name": "class of torch.optim",
@@ -51,7 +55,9 @@ _MORE: Final = {
     "sequence": "tokens; of an image, patches: 1, 4, 16, 64, 256 or 1024, and there 64 is the default",
     "validate_every": "steps between validations; 0: one, after the last step; none: no validation",
     "validation_batches": "batches of each rank in a validation",
+    "measure_quantisation": "true: measure errors of what is sent, untimed, before three steps; try codecs",
     "memory_limit": "text with MiB or GiB",
+    "control": "`stale_secondary`: a run that must train worse, to show that the test of losses sees it",
 }
 
 
@@ -60,7 +66,11 @@ def render() -> str:
     head = ("key", "value", "default")
     top = table(head, (_row(name, field) for name, field in _File.model_fields.items()))
     trial = table(head, (_row(path, field) for path, field in _leaves(Trial) if path != "repeat"))
-    return f"### The top of the file\n\n{top}\n{_OVERRIDE}\n\n### Fields of a trial\n\n{trial}"
+    peers = table(("strategy", "what trains"), ((f"`{name}`", peer.says) for name, peer in PEERS.items()))
+    return (
+        f"### The top of the file\n\n{top}\n{_OVERRIDE}\n\n### Fields of a trial\n\n{trial}"
+        f"\n### Strategies that are peers\n\n{peers}"
+    )
 
 
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:

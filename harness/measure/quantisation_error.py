@@ -1,6 +1,7 @@
-"""Measures quantisation errors of codecs on a trial's weights and gradients.
+"""Tries a grid of codecs on a trial's weights and reduced gradients: one encoding each; nothing is sent.
 
-Every rank sums squares over its own shards; the sums of all ranks give one error per tensor.
+Every rank sums squares over its own shards; the sums of all ranks give one error per tensor.  What the
+policy's own codecs do to what is sent is measured there (:mod:`harness.measure.communication_error`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch import Tensor
 from harness.records.record import QuantisationError
 from impl import ops
 from impl.codecs.codec import Block, Codec, IntCodec
-from impl.codecs.rounding_noise import Clock
 from impl.zero import Zero
 
 BITS: Final = (2, 3, 4, 5, 6, 7, 8)
@@ -34,13 +34,11 @@ class Squares:
 
 
 def measure(zero: Zero) -> dict[Key, Squares]:
-    """Measure the error sums of the policy's codecs and of a grid of bits and block sizes.
+    """Measure the error sums of a grid of bits and block sizes.
 
     ``zero`` has gradients that no optimizer step has consumed.
     """
-    policy = zero.policy
-    grid: list[Codec] = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
-    own = {"weights": (policy.weights,), "gradients": policy.gradients}
+    grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
     found: dict[Key, Squares] = {}
     with torch.no_grad():
         for unit in zero.units:
@@ -48,18 +46,16 @@ def measure(zero: Zero) -> dict[Key, Squares]:
             for purpose, tensor in tensors.items():
                 if tensor is None:
                     continue
-                for codec in dict.fromkeys([*own[purpose], *grid]):
+                for codec in grid:
                     found[purpose, unit.geometry.name, str(codec)] = squares(codec, tensor)
     return found
 
 
 def squares(codec: Codec, x: Tensor) -> Squares:
-    """Error sums of one codec on one tensor: (S,) fp32."""
+    """Error sums of one codec, which rounds to nearest, on one tensor: (S,) fp32."""
     frames = torch.empty(codec.frame_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     decoded = torch.empty_like(x)
-    # Any bits will do: what is summed does not depend on which.
-    noise = Clock().weights("").noise() if codec.stochastic else None
-    ops.encode(codec, x, frames, noise=noise)
+    ops.encode(codec, x, frames)
     ops.decode(codec, frames, decoded)
     error, value = (decoded - x).double(), x.double()
     return Squares(

@@ -18,6 +18,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from harness.suites.peers import family_of
+from harness.suites.trial import Trial
+from harness.workloads.models import under_autocast
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs import reference
 from impl.codecs.codec import Codec
@@ -47,15 +50,21 @@ class FirstLoss:
 
 def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
     """Mean loss of ``model`` over ``batches`` in evaluation mode; its mode is restored."""
+    with evaluating(model), torch.no_grad():
+        losses = [float(model(*batch)) for batch in batches]
+    return math.fsum(losses) / len(losses)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model`` is in evaluation mode; each module's mode is restored."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
-            losses = [float(model(*batch)) for batch in batches]
+        yield
     finally:
         for module, training in modes.items():
             module.training = training
-    return math.fsum(losses) / len(losses)
 
 
 @contextmanager
@@ -87,6 +96,19 @@ def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
 
     for module in (twin, *find_blocks(twin, most=policy.memory.largest_unit)):
         module.register_forward_pre_hook(cast, with_kwargs=True)
+    return twin
+
+
+def as_computed_by(trial: Trial, model: nn.Module, device: torch.device) -> nn.Module:
+    """``model`` in the type in which a trial's peer computes: itself in fp32, else a copy that computes in
+    bf16 as the peer does, by autocast or with weights in bf16.
+    """
+    if trial.peer.compute == "fp32":
+        return model
+    if family_of(trial.strategy) not in ("single", "ddp"):
+        return as_computed(model, Policy(compute="bf16"))
+    twin = copy.deepcopy(model)
+    under_autocast(twin, device)
     return twin
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, get_args
 
 from pydantic import BaseModel, model_validator
 
-from harness.records.record import RecordError, path_of, read_as, write_whole
+from harness.records.record import RecordError, path_of, read_as, signed, write_whole
 
 # 1: a type of its own for every benchmark's samples.  2: one type for all.
 SCHEMA_VERSION: Final = 2
@@ -68,6 +68,11 @@ class Sample(BaseModel, extra="forbid", frozen=True):
         """Nodes, ranks of each, and the rate of the link between nodes in Mbit/s; None is unshaped."""
         return tuple(self.names.get(name) for name in ("nodes", "ranks_per_node", "rate_mbit"))
 
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """The place, the model and the type computed in: what contenders have in common."""
+        return (*self.place, self.names.get("model"), self.names.get("compute", "fp32"))
+
 
 def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
     """All ranks' samples as one: of every round the slowest rank's seconds, of every step the mean loss,
@@ -108,6 +113,7 @@ class Bench(BaseModel, extra="forbid", frozen=True):
     pool: str  # hash of the facts that must agree before two records are pooled
     missing: dict[str, str] = {}  # what is not here and why, by name
     samples: list[Sample]
+    digest: str | None = None  # of all that the file holds beside it; None in older records
 
     @property
     def id(self) -> str:
@@ -123,7 +129,7 @@ def write(folder: Path, bench: Bench) -> Path:
         RecordError: if the folder cannot be written.
     """
     target = path_of(folder, bench.id)
-    write_whole(target, bench.model_dump_json(indent=1))
+    write_whole(target, signed(bench).model_dump_json(indent=1))
     return target
 
 

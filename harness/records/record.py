@@ -7,6 +7,7 @@ means; here stands what is not plain from its name.  Times are in seconds.  No t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -20,11 +21,14 @@ from impl.plan.geometry import padding_share
 
 # 1: first schema.
 SCHEMA_VERSION: Final = 1
+_REMEDY: Final = "; delete the file and run again"
 
 Model = TypeVar("Model", bound=BaseModel)
 Phase = Literal["forward", "backward", "evaluate", "step", "probe"]
 Link = Literal["inter", "intra"]  # between nodes, inside a node
+Communicated = Literal["gradients", "weights", "secondary"]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Squares = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 
 
 class RecordError(Exception):
@@ -126,9 +130,29 @@ class Memory(_Part):
     copied_formula: dict[str, int] = {}
 
 
+class Alone(_Part):
+    """Computation by itself on one rank, while all ranks compute and send nothing.
+
+    One micro-batch forward and backward of the unsharded model, and the optimizer's step of a rank's share of
+    its parameters.
+
+    Attributes:
+        when: before or after the timed steps.
+        cpu_seconds: of all threads in forward and backward.
+        optimizer_cpu_seconds: the same in the optimizer's step.
+    """
+
+    when: Literal["before", "after"]
+    forward: _Seconds
+    backward: _Seconds
+    optimizer: _Seconds
+    cpu_seconds: _Seconds
+    optimizer_cpu_seconds: _Seconds
+
+
 class RankRecord(_Part):
     """Measurements of one rank. ``ledger`` is None for strategies outside our wire; ``steps`` are of
-    training and ``tokens`` of generation, one of them empty.
+    training and ``tokens`` of generation, one of them empty.  ``alone`` is empty in older records.
     """
 
     rank: int
@@ -138,10 +162,26 @@ class RankRecord(_Part):
     ledger: list[LedgerRow] | None
     memory: Memory
     tokens: list[Token] = []
+    alone: list[Alone] = []
+
+
+class GradientCheck(_Part):
+    """The reduced gradient of one unit before training beside a single process's.
+
+    Attributes:
+        elements: that were compared, on all ranks.
+        share: the largest ``|found - expected| / allowed``; the trial is wrong above 1.
+    """
+
+    unit: str
+    elements: int
+    share: float
 
 
 class QuantisationError(_Part):
-    """Error of one codec on the weights or gradients of one unit.
+    """Error of one codec that was tried on the weights or the reduced gradients of one unit, sending nothing.
+
+    What was really sent erred as :class:`CommunicationError` says.
 
     Attributes:
         vnmse: sum((decoded - x)^2) / sum(x^2).
@@ -153,6 +193,38 @@ class QuantisationError(_Part):
     codec: str
     vnmse: float
     largest: float
+
+
+class CommunicationError(_Part):
+    """Error of what was communicated of one unit in one step: of one hop, or end to end.
+
+    Of a hop: sums over all ranks of (decoded frames - values that were encoded there)^2 and of these values
+    squared, error feedback included.  End to end of gradients: of (reduced - exact mean)^2 and of the exact
+    mean of this step's gradients squared.  Of weights: of (gathered - master)^2 and of masters squared.
+    Both sums are None where the values overflowed.
+
+    Attributes:
+        step: index of the optimizer step, warm-ups included, just before which it was measured.
+        purpose: ``secondary`` are weights that were gathered of hpZ's copy.
+        unit: its name; empty for all units together.
+        hop: 0 first; a ring has one a step; None for end to end, and for weights.
+        axis: along which the hop goes; empty end to end.
+        codec: of the hop's frames, or of weights; empty for gradients end to end.
+        repeated: reductions of the same gradients of whose sum this is the error; more than 1 of policies
+            whose error in one step is another in the next: with error feedback, or random rounding.
+        cosine: mean over pairs of ranks of the cosine between their gradients; end to end of gradients alone.
+    """
+
+    step: int
+    purpose: Communicated
+    unit: str
+    hop: int | None = None
+    axis: str = ""
+    codec: str = ""
+    repeated: int = 1
+    squared_error: _Squares
+    squared_value: _Squares
+    cosine: float | None = None
 
 
 class LinkRecord(_Part):
@@ -203,12 +275,14 @@ class Predicted(_Part):
 
 class Failure(_Part):
     """Why a trial has no result. ``kind``: refused, crashed, timeout, memory (also a trial over its memory
-    limit, which was not run), interrupted, or wrong: it ran, and a check of its results failed.
+    limit, which was not run), interrupted, or wrong: it ran, and a check of its results failed.  ``by`` is
+    the peer's library that, as was known before, is not here or cannot do what was asked; else None.
     """
 
     kind: str
     message: str
     log: str | None
+    by: str | None = None
 
 
 class Record(_Part):
@@ -217,9 +291,11 @@ class Record(_Part):
     Attributes:
         trial: the trial's canonical JSON; its hash is ``id``.
         pool: hash of the facts that must agree before two records are pooled.
+        sweep: which of the suite's sweeps it belongs to; no part of the trial, whose repeat differs too.
         units: name, elements, padded elements of each unit.
         processor_use: of the machine on which all ranks ran; None if they may run on several, if the
             system does not report it, and in older records.
+        digest: of all that the file holds beside it (:func:`digest_of`); None in older records.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -230,6 +306,7 @@ class Record(_Part):
     started: str
     finished: str
     order: int
+    sweep: int = 0
     machine: dict[str, Any]
     code: dict[str, Any]
     inputs: dict[str, str] = {}
@@ -244,11 +321,14 @@ class Record(_Part):
     interfaces: list[InterfaceCounters] | None = None
     validations: list[Validation] = []
     quantisation: list[QuantisationError] = []
+    communication_errors: list[CommunicationError] = []
     predicted: Predicted | None = None
     reference_loss: float | None = None
+    first_gradients: list[GradientCheck] = []
     decoded_sha256: list[str] = []
     power: list[dict[str, float]] | None = None
     processor_use: ProcessorUse | None = None
+    digest: str | None = None
 
     @property
     def padding(self) -> float:
@@ -271,8 +351,10 @@ class Record(_Part):
 
     @property
     def answers(self) -> bool:
-        """True if it answers the suite's question: it has a result, or its memory limit allows none."""
-        if self.failure is None:
+        """True if it answers the suite's question: it has a result, or its memory limit allows none, or it is
+        known that a peer's library has none.
+        """
+        if self.failure is None or self.failure.by is not None:
             return True
         foreseen = self.failure.kind == "memory" and not self.ranks and self.failure.log is None
         return foreseen and self.trial.get("memory_limit") is not None
@@ -296,8 +378,22 @@ def write(results: Path, record: Record) -> Path:
         RecordError: if the folder cannot be written.
     """
     target = path_of(results, record.id)
-    write_whole(target, record.model_dump_json(indent=1))
+    write_whole(target, signed(record).model_dump_json(indent=1))
     return target
+
+
+def digest_of(data: dict[str, Any]) -> str:
+    """SHA-256 over a record's JSON-ready content, its digest left out: keys sorted, without spaces."""
+    content = {key: value for key, value in data.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def signed(record: Model) -> Model:
+    """``record``, which has a field for it, with the digest of what it holds now.
+
+    It tells of edits and of damage; whoever forges a record can write a digest, too.
+    """
+    return record.model_copy(update={"digest": digest_of(json.loads(record.model_dump_json()))})
 
 
 def write_whole(target: Path, text: str) -> None:
@@ -333,27 +429,33 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
     """Read a file of ``model`` in schema ``version``.
 
     Raises:
-        RecordError: naming the file: not JSON, another schema version, or a missing field.
+        RecordError: naming the file: not JSON, another schema version, a missing field, or other content
+            than its digest is of.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
     except (ValueError, RecursionError) as error:  # no JSON, or numbers or nesting beyond Python's limits
-        raise RecordError(f"{path}: not a record: {error}") from None
+        raise RecordError(f"{path}: not a record: {error}{_REMEDY}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
-        raise RecordError(f"{path}: not a record: no schema_version")
+        raise RecordError(f"{path}: not a record: no schema_version{_REMEDY}")
     if data["schema_version"] != version:
         raise RecordError(
             f"{path}: schema version {data['schema_version']}, this program reads and writes "
             f"{version}; move the folder aside or use the version that wrote it"
+        )
+    if data.get("digest") is not None and data["digest"] != (found := digest_of(data)):
+        raise RecordError(
+            f"{path}: edited or damaged since it was written: its digest is {str(data['digest'])[:12]}, that "
+            f"of its content {found[:12]}; delete the file, and run it again"
         )
     try:
         return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise RecordError(f"{path}: not a record: {where}: {first['msg']}") from error
+        raise RecordError(f"{path}: not a record: {where}: {first['msg']}{_REMEDY}") from error
 
 
 def read_all(results: Path) -> list[Record]:
@@ -362,4 +464,19 @@ def read_all(results: Path) -> list[Record]:
     Raises:
         RecordError: for any file that is not a record of this schema.
     """
-    return sorted((read(path) for path in results.glob("*.json")), key=lambda r: (r.started, r.id))
+    found, broken = readable(results)
+    if broken:
+        raise broken[0]
+    return found
+
+
+def readable(results: Path) -> tuple[list[Record], list[RecordError]]:
+    """The records of a folder, in the order in which they ran, and what is wrong with its other files."""
+    found: list[Record] = []
+    broken: list[RecordError] = []
+    for path in sorted(results.glob("*.json")):
+        try:
+            found.append(read(path))
+        except RecordError as error:
+            broken.append(error)
+    return sorted(found, key=lambda record: (record.started, record.id)), broken

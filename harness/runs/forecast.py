@@ -18,6 +18,8 @@ from harness.cluster.interrupts import cleaning_up
 from harness.errors import CorpusError
 from harness.measure import machine
 from harness.measure.memory_parts import on_device, on_host, without_training
+from harness.runs import deepspeed
+from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import RECIPE, Model, Trial
 from harness.workloads import samples
 from impl.adapters.traffic import GroupGeometry, predict_hosted
@@ -69,6 +71,7 @@ class Forecast:
         wire_seconds: time that ``egress`` takes at the link's rate; None without a rate.
         problems: why it cannot run here.
         beyond_limit: how it exceeds its memory limit, so that it will not be run; None if it does not.
+        refusal: why a peer's library cannot run it here, so that it will be a refusal on record; else None.
         copied: bytes that one rank copies between host and device in one step, both ways; 0 where nothing
             is offloaded.
         secondary: bytes of hpZ's copy on one rank, kept as frames and in 16 bits, whichever the policy keeps;
@@ -85,6 +88,7 @@ class Forecast:
     wire_seconds: float | None = None
     problems: tuple[str, ...] = ()
     beyond_limit: str | None = None
+    refusal: str | None = None
     copied: int = 0
     secondary: tuple[int, int] | None = None
 
@@ -151,7 +155,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     topology, policy = trial.topology(), trial.resolved_policy()
     found = Forecast(trial, parameters)
     state = optimizer if isinstance(optimizer, int) else 0
-    memory = _peer_memory(trial.host or trial.strategy, parameters, topology, state)
+    memory: dict[str, int] | None = _peer_memory(trial, parameters, topology, state)
     if policy is not None:
         from harness.runs.optimizers import with_state
         from impl.zero import ZeroError, plan_units
@@ -182,10 +186,18 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
             copied=copied,
             secondary=secondary,
         )
+    if isinstance(optimizer, str) or memory is None:  # nobody knows what its state is
+        return replace(found, problems=problems)
     if trial.workload == "generate":
         memory = without_training(memory)
     problems += _too_big(trial, host, memory)
-    return replace(found, memory=memory, problems=problems, beyond_limit=beyond_limit(trial, memory))
+    return replace(
+        found,
+        memory=memory,
+        problems=problems,
+        beyond_limit=beyond_limit(trial, memory),
+        refusal=deepspeed.why_not(trial),
+    )
 
 
 def _hosted(
@@ -311,13 +323,21 @@ def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]
     return models[key]
 
 
-def _peer_memory(strategy: str, parameters: int, topology: Topology, state: int) -> dict[str, int]:
-    """Weights and gradients in fp32 and the optimizer's ``state`` bytes an element; FSDP2 holds a share."""
-    share = -(-parameters // topology.world) if strategy == "fsdp2" else parameters
+def _peer_memory(trial: Trial, parameters: int, topology: Topology, state: int) -> dict[str, int]:
+    """Weights and gradients in fp32 and the optimizer's ``state`` bytes an element, each rank's share of what
+    a peer shards: FSDP2 all, DeepSpeed by its stage.
+    """
+    peer = PEERS.get(trial.host or trial.strategy)
+    family = "" if peer is None else peer.family
+    stage = zero_stage(trial.peer_configuration()) if family == "deepspeed" else 3 * (family == "fsdp2")
+
+    def held(least: int) -> int:
+        return -(-parameters // topology.world) if stage >= least else parameters
+
     return {
-        "masters": FP32_BYTES * share,
-        "gradients": FP32_BYTES * share,
-        "optimizer": state * share,
+        "masters": FP32_BYTES * held(3),
+        "gradients": FP32_BYTES * held(2),
+        "optimizer": state * held(1),
     }
 
 
@@ -383,7 +403,7 @@ def _check_corpus(trial: Trial) -> str | None:
 
 def _check_link(trial: Trial, host: Host) -> str | None:
     """Why the link cannot be opened here, or cannot limit a peer's rate; None if it can."""
-    cluster, peer = trial.cluster, trial.strategy in ("ddp", "fsdp2")
+    cluster, peer = trial.cluster, trial.strategy in PEERS and trial.strategy != "single"
     if cluster.link == "real":
         if cluster.launcher == "local" and cluster.nodes > 1:
             return (
@@ -414,7 +434,10 @@ def _check_launcher(trial: Trial) -> str | None:
     if cluster.launcher == "local":
         return None
     if cluster.launcher == "slurm":
-        return "cluster.launcher = 'slurm': not yet; expected 'torchrun', started through srun, or 'local'"
+        return (
+            "cluster.launcher = 'slurm' is for predictions only; expected 'torchrun', started through srun, "
+            "or 'local' to run"
+        )
     import torch.distributed as dist
 
     if dist.is_torchelastic_launched():

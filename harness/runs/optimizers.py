@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 from harness.errors import Refusal
-from harness.suites.trial import Optimizer
+from harness.suites.trial import Optimizer, suggestion
 from impl.plan.traffic import ADAM_BYTES
 
 
@@ -50,8 +50,10 @@ def built(
         Refusal: if torch has none of that name, or its arguments do not fit.
     """
     kind = getattr(torch.optim, optimizer.name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise Refusal(f"optimizer.name = {optimizer.name!r}: torch.optim has no such optimizer")
+    if not _is_optimizer(kind):
+        known = [name for name, one in vars(torch.optim).items() if _is_optimizer(one)]
+        near = suggestion(optimizer.name, known)
+        raise Refusal(f"optimizer.name = {optimizer.name!r}: torch.optim has no such optimizer{near}")
     if unwrapped:
         methods = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "step")}
         kind = type(kind.__name__, (kind,), methods)
@@ -60,6 +62,10 @@ def built(
     except Exception as error:  # each checks its arguments in its own way
         raise _refusal(optimizer, error) from error
     return made
+
+
+def _is_optimizer(thing: object) -> TypeGuard[type[torch.optim.Optimizer]]:
+    return isinstance(thing, type) and issubclass(thing, torch.optim.Optimizer)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:

@@ -22,7 +22,7 @@ _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluste
 
 
 class Display:
-    """Progress of a sweep over ``trials`` into ``results``, where ``skipped`` have a record already."""
+    """Progress of a sweep over ``trials`` into ``results``, of which ``skipped`` are done already."""
 
     def __init__(self, console: Console, trials: Sequence[Trial], skipped: int, results: Path) -> None:
         self._console, self._trials, self._done = console, len(trials), skipped
@@ -35,7 +35,7 @@ class Display:
         self._live: Live | None = None
         self._said: set[str] = set()
         if skipped:
-            console.print(f"{skipped} of {len(trials)} trials have a record and are skipped", markup=False)
+            console.print(f"{skipped} of {len(trials)} trials are done, and skipped", markup=False)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -77,7 +77,8 @@ class Display:
             if record.link is not None and record.link.probed_mbit:
                 end += f", link {statistics.median(record.link.probed_mbit):.0f} Mbit/s"
         name = self._name()
-        left = "" if self._done == self._trials else f", {self._eta()} left"
+        eta = self._eta()
+        left = "" if self._done == self._trials or not eta else f", {eta} left"
         self._console.print(
             f"{place} {name}: {end} ({seconds:.1f} s{left})", markup=False, highlight=False, soft_wrap=True
         )
@@ -86,7 +87,7 @@ class Display:
     def interrupted(self) -> None:
         """Print that the sweep was interrupted, and what is left."""
         self._console.print(
-            f"interrupted; {self._done} of {self._trials} trials have a record, the same command goes on",
+            f"interrupted; {self._done} of {self._trials} trials are done, the same command goes on",
             markup=False,
         )
 
@@ -100,7 +101,10 @@ class Display:
         return f"{self._trial.id} {', '.join(words)}, repeat {self._trial.repeat}"
 
     def _eta(self) -> str:
-        seconds = statistics.fmean(self._durations) * (self._trials - self._done) if self._durations else 0.0
+        """Time left, by the trials but the first, which starts up for all; empty until the second ends."""
+        if len(self._durations) < 2:
+            return ""
+        seconds = statistics.fmean(self._durations[1:]) * (self._trials - self._done)
         return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
     def _line(self) -> Text:
@@ -110,7 +114,8 @@ class Display:
         if self._progress.steps:
             stage += f" {self._progress.step}/{self._progress.steps}"
         seconds = time.monotonic() - self._began
-        left = f", about {self._eta()} left" if self._durations else ""
+        eta = self._eta()
+        left = f", about {eta} left" if eta else ""
         place = f"[{self._done + 1}/{self._trials}]"
         line = f"{place} {stage} ({seconds:.0f} s{left}) {self._name()}"  # what moves comes first
         return Text(line, overflow="ellipsis", no_wrap=True)

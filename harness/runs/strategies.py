@@ -1,16 +1,17 @@
 """Training strategies: torch's peers, and every policy of ``impl``, behind one class.
 
-``single`` is one process that averages over the batches of all ranks: the reference.  ``ddp`` and
-``fsdp2`` are torch's own, in fp32, on the same model, data and link.  Peers send outside our wire: they have
-no ledger, and only a shaped network limits their rate.  With our collectives inside (``fsdp2+qgz``) the
-same two have a ledger and a prediction, as policies do.
+``single`` is one process that averages over the batches of all ranks: the reference.  DDP and FSDP2, as
+shipped and tuned, are torch's, and DeepSpeed is an optional library (``harness.suites.peers``), on the same
+model, data and link.  Peers send outside our wire: they have no ledger, and only a shaped network limits
+their rate.  With our collectives inside (``fsdp2+qgz``) torch's have a ledger and a prediction, as policies
+do.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -18,8 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.cluster.rank import Rank
-from harness.errors import Refusal
-from harness.runs.optimizers import local_part, state_bytes, state_bytes_per_element, with_state
+from harness.measure import communication_error
+from harness.measure.first_gradient import Layout
+from harness.runs import deepspeed, peers
+from harness.runs.controls import never_renew_secondary
+from harness.runs.optimizers import built, local_part, state_bytes, state_bytes_per_element, with_state
+from harness.suites.peers import DEEPSPEED, PEERS, Compute
 from harness.suites.trial import Optimizer, Trial
 from impl.adapters.ddp import InDDP
 from impl.adapters.fsdp2 import InFSDP2
@@ -32,7 +37,7 @@ from impl.plan.geometry import UnitGeometry
 from impl.plan.offload_plan import CopyKey
 from impl.plan.policy import Policy
 from impl.plan.traffic import Event, LedgerKey, Sent, memory, predict
-from impl.zero import Zero, find_blocks, shard
+from impl.zero import Zero, shard
 
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "nccl": "backend"}
 
@@ -50,6 +55,7 @@ class Strategy:
     model: nn.Module
     algorithms: dict[str, Any]
     wire: Wire | None
+    _begun: bool = field(default=False, init=False)  # whether a micro-batch was trained
 
     @property
     def zero(self) -> Zero | None:
@@ -60,13 +66,24 @@ class Strategy:
         """The parameters for the optimizer."""
         return self.model.parameters()
 
+    def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
+        """The trial's optimizer over :meth:`parameters`.
+
+        Raises:
+            Refusal: if torch has none of that name, or its arguments do not fit.
+        """
+        return built(setting, self.parameters())
+
     def begin(self, *, last: bool) -> None:
         """Begin a micro-batch; ``last`` if it is the last of its step.
 
-        DDP reduces in the last only; FSDP2 reduces in each, holding only shards.
+        DDP reduces in the last only; FSDP2 reduces in each, holding only shards.  A static graph of DDP is
+        learnt in a backward pass that reduces, so its very first does: the mean of a mean is the mean.
         """
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            self.model.require_backward_grad_sync = last  # what its no_sync() sets
+            learning = self.model.static_graph and not self._begun
+            self.model.require_backward_grad_sync = last or learning  # what its no_sync() sets
+        self._begun = True
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of ``loss``, scaled if the strategy scales losses."""
@@ -79,6 +96,28 @@ class Strategy:
     def reduced(self) -> bool:
         """Whether :meth:`finish_backward` of this micro-batch reduces gradients; not tracked for peers."""
         return True
+
+    @property
+    def loss_scale(self) -> float:
+        """By what :meth:`backward` multiplies losses now."""
+        return 1.0
+
+    def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
+        """The reduced gradient of a layout as far as this rank has it: its first row, and (n, row) fp32."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            whole = self.model.module.named_parameters()
+            return 0, layout.packed({name: parameter.grad for name, parameter in whole})
+        parts = {
+            name: None if parameter.grad is None else local_part(parameter.grad)
+            for name, parameter in self.model.named_parameters()
+        }
+        return dist.get_rank(), layout.part(parts)
+
+    def forget_gradients(self) -> None:
+        """Drop all gradients, and whatever a pass that is not part of the training has left."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.weights_changed()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
         """Clip gradients to a global 2-norm of at most ``clip`` and step; an overflow may skip the step."""
@@ -101,6 +140,26 @@ class Strategy:
             reshard: Any = getattr(module, "reshard", None)
             if reshard is not None:
                 reshard()
+
+    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
+        """Passes inside leave no trace in weights, gradients, buffers and whatever codecs go by."""
+        return self._rehearsing()
+
+    @contextlib.contextmanager
+    def _rehearsing(self) -> Iterator[None]:
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        yield
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, values in kept:
+                buffer.copy_(values)
+        self.weights_changed()
+
+    def weight_errors(self, step: int) -> communication_error.Found:
+        """Errors of what is gathered now, just before optimizer step ``step``; none where nothing is."""
+        del step
+        return {}
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
         """Everything this rank has sent so far; None if it was sent outside our wire."""
@@ -159,6 +218,12 @@ class Hosted(Strategy):
 
     joined: InFSDP2 | InDDP
 
+    def weight_errors(self, step: int) -> communication_error.Found:
+        """See :meth:`Strategy.weight_errors`; DDP gathers none."""
+        if isinstance(self.joined, InDDP):
+            return {}
+        return communication_error.of_fsdp2_weights(step, self.model, self.joined)
+
     def clip(self, largest: float) -> float:
         """See :meth:`Strategy.clip`; the sums over FSDP2's shards go through our wire."""
         return float(self.joined.clip_grad_norm_(largest))
@@ -174,6 +239,67 @@ class Hosted(Strategy):
     def describe(self) -> dict[str, Any]:
         """See :meth:`Strategy.describe`."""
         return self.joined.describe()
+
+
+@dataclass(slots=True)
+class ByDeepSpeed(Strategy):
+    """A model that DeepSpeed trains; ``model`` is its engine, which clips and accumulates by itself.
+
+    Attributes:
+        stepping: the trial's optimizer, whose parameters are now DeepSpeed's shards.
+    """
+
+    stepping: torch.optim.Optimizer
+    _last: bool = True  # micro-batch of its step
+    _secondary: int | None = None  # bytes of hpZ's copy, which a step lets go
+
+    def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
+        """The one that DeepSpeed was given when it took the model."""
+        return self.stepping
+
+    def begin(self, *, last: bool) -> None:
+        """See :meth:`Strategy.begin`; DeepSpeed counts micro-batches by itself."""
+        self._last = last
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of ``loss``, which is divided by the accumulation already."""
+        engine: Any = self.model
+        engine.backward(loss, scale_wrt_gas=False)
+
+    def finish_backward(self) -> None:
+        """Tell DeepSpeed that a micro-batch has ended; the step's last one ends in :meth:`step`."""
+        engine: Any = self.model
+        if not self._last:
+            engine.step()
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
+        """See :meth:`Strategy.step`; the norm is DeepSpeed's, before clipping."""
+        engine: Any = self.model
+        if self._secondary is None:
+            copies = [getattr(one, "ds_secondary_tensor", None) for one in engine.parameters()]
+            self._secondary = sum(copy.nbytes for copy in copies if copy is not None)
+        engine.step()
+        return Stepped(None if clip is None else float(engine.get_global_grad_norm()), done=True)
+
+    def weights_changed(self) -> None:
+        """See :meth:`Strategy.weights_changed`; what DeepSpeed keeps because it is small stays."""
+        engine: Any = self.model
+        engine.empty_partition_cache()
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """Bytes that stay on this rank at most, by part: weights' shards count among the masters, and
+        gradients are computed to be as large as the masters.
+        """
+        masters: list[Tensor] = list(optimizer.state)  # its groups are empty between steps
+        stepped = sum(parameter.nbytes for parameter in masters)
+        weights = [getattr(one, "ds_tensor", one) for one in self.model.parameters()]
+        held = {tensor.data_ptr(): tensor.nbytes for tensor in (*masters, *weights)}
+        return {
+            "masters": sum(held.values()),
+            "gradients": stepped,
+            "optimizer": state_bytes(optimizer, optimizer.state),
+            **({"secondary": self._secondary} if self._secondary else {}),
+        }
 
 
 @dataclass(slots=True)
@@ -214,6 +340,27 @@ class Sharded(Strategy):
         """See :meth:`Strategy.reduced`."""
         return self._last or self.policy.reduces_each_micro_batch
 
+    @property
+    def loss_scale(self) -> float:
+        """See :meth:`Strategy.loss_scale`."""
+        return self.engine.scaler.scale
+
+    def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
+        """See :meth:`Strategy.mean_gradient`; where micro-batches add up locally, after the last."""
+        (unit,) = (unit for unit in self.engine.units if unit.geometry == layout.geometry)
+        shard = unit.master_shard.mean_gradient()
+        if shard is None:
+            shard = torch.zeros(unit.geometry.shard)
+        return unit.geometry.bounds(self.engine.wire.mesh.rank)[0] // layout.row, shard.view(-1, layout.row)
+
+    def forget_gradients(self) -> None:
+        """See :meth:`Strategy.forget_gradients`; errors that codecs carry, and their noise, begin anew."""
+        self.engine.model.zero_grad()
+        for unit in self.engine.units:
+            unit.reduction.clear_feedback()
+        self.engine.clock.micro_batch = 0
+        self.weights_changed()
+
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
         """See :meth:`Strategy.step`."""
         return self.engine.step(optimizer, max_norm=clip)
@@ -221,6 +368,14 @@ class Sharded(Strategy):
     def weights_changed(self) -> None:
         """See :meth:`Strategy.weights_changed`."""
         self.engine.weights_changed()
+
+    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`Strategy.rehearsing`."""
+        return self.engine.rehearsing()
+
+    def weight_errors(self, step: int) -> communication_error.Found:
+        """See :meth:`Strategy.weight_errors`."""
+        return communication_error.of_weights(step, self.engine)
 
     def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
         """What ``impl.plan.traffic`` says."""
@@ -283,7 +438,9 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     """
     policy = trial.resolved_policy()
     if policy is None:
-        return peer(trial.strategy, model, device)
+        if PEERS[trial.strategy].family == DEEPSPEED:
+            return _by_deepspeed(trial, model, device)
+        return peer(trial.strategy, model, device, trial.peer.compute)
     wire = wire_of(trial, rank, device)
     if trial.host is not None:
         return _hosted(trial.host, model, wire, policy)
@@ -304,42 +461,30 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
 def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
     """Shard ``model`` with our engine; all ranks must call it."""
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
+    if trial.control == "stale_secondary":
+        never_renew_secondary(zero)
     return Sharded(model, {}, wire, zero, policy, trial.optimizer, trial.accumulation)
 
 
-def peer(name: str, model: nn.Module, device: torch.device, *, kept: bool = False) -> Strategy:
-    """Wrap ``model`` as torch does.
+def peer(name: str, model: nn.Module, device: torch.device, compute: Compute = "fp32") -> Strategy:
+    """Have ``model`` trained by a peer of torch; all ranks must call it."""
+    one = PEERS[name]
+    return Strategy(peers.wrapped(one, model, device, compute), peers.algorithms(one, compute), None)
 
-    FSDP2 keeps the root gathered between forward and backward, as by default; ``kept`` has it keep all.
-    """
-    if name == "single":
-        return Strategy(model, {"gather": "none", "reduce": "none"}, None)
-    backend = dist.get_backend()
-    if name == "ddp":
-        devices = [device.index] if device.type == "cuda" else None
-        wrapped = nn.parallel.DistributedDataParallel(model, device_ids=devices)
-        names = {"gather": "none", "reduce": f"all_reduce of {backend}, fp32, by bucket"}
-        return Strategy(wrapped, names, None)
-    if name == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
-        # torch 2.13 renames two collectives that its own FSDP2 still calls by their old names.
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for block in find_blocks(model):
-            fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False if kept else None)
-        names = {"gather": f"all_gather of {backend}, fp32", "reduce": f"reduce_scatter of {backend}, fp32"}
-        return Strategy(model, names, None)
-    raise Refusal(f"unknown strategy {name!r}")
+def _by_deepspeed(trial: Trial, model: nn.Module, device: torch.device) -> ByDeepSpeed:
+    """Have ``model`` trained by DeepSpeed."""
+    config, optimizer = deepspeed.configuration(trial), built(trial.optimizer, model.parameters())
+    engine = deepspeed.initialised(model, optimizer, config, device)
+    told = {"deepspeed": deepspeed.version(), "deepspeed_config": config}
+    return ByDeepSpeed(engine, told, None, optimizer)
 
 
 def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
     """The named peer with our collectives inside."""
     check_host(host, policy)
     if host == "fsdp2":
-        wrapped = peer(host, model, wire.mesh.device).model
+        wrapped = peers.wrapped(PEERS[host], model, wire.mesh.device)
         return Hosted(wrapped, {}, wire, InFSDP2(wrapped, wire, policy))
     # Buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire.
     wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)

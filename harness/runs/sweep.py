@@ -42,10 +42,12 @@ from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
+from harness.runs import deepspeed
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.trial import run as run_trial
+from harness.suites.peers import DEEPSPEED
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.topology import Topology
@@ -56,6 +58,7 @@ T = TypeVar("T")
 LOGS: Final = "logs"
 LOCK: Final = ".lock"
 SCRATCH: Final = ".scratch"
+INTERRUPTED: Final = "Ctrl-C; not yet run again"
 _CALIBRATION_SECONDS: Final = 120.0
 
 
@@ -196,12 +199,15 @@ def _agree(missing: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
 
 def _setting(trial: Trial) -> Setting:
     cluster = trial.cluster
+    latency = cluster.latency or 0.0
     if cluster.launcher == "torchrun":
-        return Setting("real" if cluster.link == "auto" else cluster.link, cluster.nodes, cluster.rate)
+        return Setting(
+            "real" if cluster.link == "auto" else cluster.link, cluster.nodes, cluster.rate, latency
+        )
     nodes = 1 if trial.strategy == "single" else cluster.nodes
     if nodes == 1 and cluster.link != "real":
         return Setting("none", 1, None)
-    return Setting(cluster.link, nodes, cluster.rate)
+    return Setting(cluster.link, nodes, cluster.rate, latency)
 
 
 @dataclass(slots=True)
@@ -247,6 +253,8 @@ class _Sweep:
             if foreseen.beyond_limit is not None:
                 failure = Failure(kind="memory", message=f"not run: {foreseen.beyond_limit}", log=None)
                 return record(None, failure, parameters=foreseen.parameters or 0)
+        if (why := deepspeed.why_not(trial)) is not None:
+            return record(None, Failure(kind="refused", message=why, log=None, by=DEEPSPEED))
         try:
             link = self._link(_setting(trial), trial, display)
             _check(trial, link)
@@ -255,7 +263,7 @@ class _Sweep:
                 return record(None, None)
             result = assemble(outcomes, record(link, None))
         except KeyboardInterrupt:
-            write(self.results, record(link, Failure(kind="interrupted", message="Ctrl-C", log=None)))
+            write(self.results, record(link, Failure(kind="interrupted", message=INTERRUPTED, log=None)))
             raise
         except LaunchError as error:
             log = None if error.log is None else str(error.log.relative_to(self.results))
@@ -293,7 +301,7 @@ class _Sweep:
         launch = self._launch(
             link, Topology(link.setting.nodes, per_node), 1, _CALIBRATION_SECONDS, "calibration"
         )
-        found = self._start(trial, _exchange, message_bytes(link.setting.rate_mbit), launch, lambda _: None)
+        found = self._start(trial, _exchange, message_bytes(link.setting), launch, lambda _: None)
         link.calibrated_mbit = slowest([rates for rates in found if rates])
 
     def _launch(  # noqa: PLR0917  # what differs between a calibration and a trial
@@ -303,6 +311,7 @@ class _Sweep:
             topology=topology,
             ports=link.ports,
             paced_mbit=link.paced_mbit,
+            paced_latency_ms=link.setting.latency_ms,
             threads=threads,
             timeout_seconds=seconds,
             log=self.results / LOGS / f"{log}.log",
@@ -319,7 +328,7 @@ class _Sweep:
         launch = self._launch(link, topology, threads, trial.timeout_seconds, trial.id, backend)
         assignment = Assignment(
             trial=trial,
-            probe_bytes=message_bytes(link.setting.rate_mbit) if link.setting.nodes > 1 else None,
+            probe_bytes=message_bytes(link.setting) if link.setting.nodes > 1 else None,
             count=link.kind == "namespaces",
         )
         return self._start(trial, run_trial, assignment, launch, on_progress)
@@ -337,7 +346,7 @@ class _Sweep:
             return run_ranks(target, argument, launch, on_progress)
         if trial.cluster.launcher == "torchrun":
             return run_in_place(target, argument, launch)
-        raise Refusal("cluster.launcher = 'slurm' does not exist yet; start 'torchrun' through srun")
+        raise Refusal("cluster.launcher = 'slurm' is for predictions only; start 'torchrun' through srun")
 
     def _record(  # noqa: PLR0917  # the first three are of one trial
         self,
@@ -407,7 +416,7 @@ def _link_record(link: Link) -> LinkRecord:
         requested_mbit=link.setting.rate_mbit,
         calibrated_mbit=link.calibrated_mbit,
         probed_mbit=[],
-        message_bytes=message_bytes(link.setting.rate_mbit) if link.setting.nodes > 1 else 0,
+        message_bytes=message_bytes(link.setting) if link.setting.nodes > 1 else 0,
         details=link.details,
     )
 

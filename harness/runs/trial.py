@@ -1,16 +1,18 @@
 """Runs one trial on each rank, and assembles the ranks' outcomes into a record.
 
 Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the
-link, and quantisation errors on a backward pass of its own after everything timed.  A step trains or,
-in workload ``generate``, decodes.  Each rank returns raw values; :func:`assemble` merges them.
+link, and a grid of codecs tried on a backward pass of its own after everything timed; before three of the
+steps, in passes of their own, errors of what is sent.  A step trains or, in workload ``generate``, decodes.
+Each rank returns raw values; :func:`assemble` merges them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,19 +21,16 @@ from torch import Tensor, nn
 from harness.cluster.link import PROBES, Counters, counters, slowest
 from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
+from harness.measure import communication_error, compute_alone
 from harness.measure.cpu_usage import ProcessorMeter, Spent
+from harness.measure.first_gradient import GradientError, checks_of
 from harness.measure.memory_parts import without_training
 from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss, sampling_power
 from harness.measure.quantisation_error import Squares, errors_of, measure
-from harness.measure.reference_loss import (
-    TOLERANCE,
-    FirstLoss,
-    as_computed,
-    as_gathered,
-    as_gathered_by_fsdp2,
-    mean_loss,
-)
+from harness.measure.reference_loss import TOLERANCE, FirstLoss, as_computed, as_computed_by
+from harness.records import checks
 from harness.records.record import (
+    Alone,
     InterfaceCounters,
     LedgerRow,
     Memory,
@@ -41,17 +40,16 @@ from harness.records.record import (
     Record,
     Validation,
 )
+from harness.runs import before_training
 from harness.runs.optimizers import built
 from harness.runs.strategies import Strategy, prepare
 from harness.suites.trial import Trial
 from harness.workloads import models
-from harness.workloads.data import Batch, Data
+from harness.workloads.data import Data
 from harness.workloads.generation import Counted, Generator
 from impl import ops
-from impl.adapters.joined import fsdp2_groups
 from impl.plan.offload_plan import CopyKey
 from impl.plan.traffic import Event, LedgerKey, Sent
-from impl.zero import find_blocks, plan_units
 
 
 class TrialError(RuntimeError):
@@ -79,6 +77,7 @@ class Outcome:
     What is here named as in :class:`~harness.records.record.Record` is this rank's share of it.
 
     Attributes:
+        gradient_errors: of the reduced gradients before training, by unit.
         predicted: bytes that ``impl.plan.traffic`` predicts for the timed steps; None for peers.
         sent: counters of its node's interface over the timed steps, evaluations left out; from the
             first rank of a node.
@@ -93,7 +92,9 @@ class Outcome:
     sent: InterfaceCounters | None
     probed: list[float]
     errors: dict[tuple[str, str, str], Squares]
+    communicated: communication_error.Found
     first_loss: FirstLoss
+    gradient_errors: list[GradientError]
     ran: dict[str, Any]
     units: list[tuple[str, int, int]]
     parameters: int
@@ -124,21 +125,25 @@ class _Run:
         with self.device:
             model = models.build(trial.model, trial.sequence)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        reference, expected = self._single_process(model)
+        expected = before_training.single_process(trial, model, self.data, rank.topology)
+        self.alone = self._compute_alone(model, "before")
         self.strategy: Strategy = prepare(trial, model, rank, self.device)
         why = None if trial.resolved_policy() is None else ops.warning_of(self.device)  # peers have no codecs
         if why is not None:
             rank.report(Progress("set-up", text=f"{why}; PyTorch's reference does its work, far more slowly"))
-        found = mean_loss(self.strategy.model, self._first_batches())
-        self.strategy.weights_changed()  # what the check gathered must not serve the first step
-        self.first_loss = FirstLoss(reference, expected, found)
-        self.optimizer = built(trial.optimizer, self.strategy.parameters())
+        checked = before_training.sharded(trial, self.strategy, self.data, expected)
+        self.gradient_errors = checked.errors
+        self.first_loss = FirstLoss(expected.reference, expected.loss, checked.loss)
+        self.optimizer = self.strategy.make_optimizer(trial.optimizer)
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
         self.generator = self._generator() if trial.workload == "generate" else None
-        self.events: list[Event] = []
+        self.events: list[Event] = [*checked.events]
         self.validations: list[Validation] = []
         self.train_seconds = 0.0
-        self.evaluated = Counters(0, 0)  # sent by evaluations so far; they belong to no step
+        self.apart = Counters(0, 0)  # sent by evaluations and measurements so far; they belong to no step
+        self.communicated: communication_error.Found = {}
+        self.peak_rss = 0  # before the last measurement, which may have held more
+        self.checked = self._booked() or 0  # sent by the checks before training, which is no training
         self.before_training = self._count()
 
     def run(self) -> Outcome:
@@ -169,7 +174,7 @@ class _Run:
         memory = Memory(
             engine=engine,
             formula=formula,
-            peak_rss=peak_rss(),
+            peak_rss=max(self.peak_rss, peak_rss()),
             peak_device=peak_device(self.device),
             copied=_copied(self.strategy.copied(), copied_before),
             copied_formula=_copied(
@@ -177,6 +182,7 @@ class _Run:
                 self.strategy.predicted_copies(self.events[:skipped]),
             ),
         )
+        self.alone += self._compute_alone(None, "after")
         probed = self._probe()
         errors = self._quantisation()
         ran = self._ran()
@@ -193,6 +199,7 @@ class _Run:
                 ledger=_rows(ledger, ledger_before),
                 memory=memory,
                 tokens=[] if self.generator is None else self.generator.measured,
+                alone=self.alone,
             ),
             validations=self.validations,
             predicted=_rows(
@@ -201,7 +208,9 @@ class _Run:
             sent=sent,
             probed=probed,
             errors=errors,
+            communicated=self.communicated,
             first_loss=self.first_loss,
+            gradient_errors=self.gradient_errors,
             ran=ran,
             units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
             parameters=self.parameters,
@@ -210,27 +219,29 @@ class _Run:
             spent=spent,
         )
 
-    def _first_batches(self) -> Iterator[Batch]:
-        """This rank's batches of the first step."""
-        return (batch for micro in self.data.step(0) for batch in micro)
-
-    def _single_process(self, model: nn.Module) -> tuple[float, float]:
-        """Loss of the unsharded model in fp32, and with weights as all-gathered."""
-        exact = mean_loss(model, self._first_batches())
-        policy, host = self.trial.resolved_policy(), self.trial.host
-        if policy is None or host == "ddp":  # whole weights on every rank: none are gathered
-            return exact, exact
-        if host == "fsdp2":
-            groups = fsdp2_groups(model, find_blocks(model), self.rank.topology)
-            with as_gathered_by_fsdp2(model, policy.weights, groups):
-                return exact, mean_loss(model, self._first_batches())
-        units = plan_units(model, self.rank.topology, policy)
-        with as_gathered(model, policy, units, self.trial.seed):
-            return exact, mean_loss(as_computed(model, policy), self._first_batches())
+    def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:
+        """Time computation by itself, of ``model`` or one like it."""
+        trial = self.trial
+        if trial.workload == "generate" or trial.strategy == "single":
+            return []
+        self.rank.report(Progress("compute alone"))
+        if model is None:
+            with torch.random.fork_rng(), self.device:
+                model = models.build(trial.model, trial.sequence)
+        policy = trial.resolved_policy()
+        return compute_alone.measure(
+            as_computed_by(trial, model, self.device) if policy is None else as_computed(model, policy),
+            next(self.data.first()),
+            partial(built, trial.optimizer),
+            ranks=trial.topology().world,
+            when=when,
+            count=compute_alone.samples(trial.steps * trial.accumulation),
+        )
 
     def _one(self, index: int) -> None:
         """One step of the trial's workload."""
         if self.generator is None:
+            self._measure_communication(index)
             self._step(index)
             return
         self.strategy.weights_changed()
@@ -241,7 +252,7 @@ class _Run:
     def _generator(self) -> Generator:
         """A generator whose prompts are the beginnings of this rank's first batch."""
         generate = self.trial.generate
-        prompts = [tokens[:, : generate.prompt] for tokens, _ in self._first_batches()]
+        prompts = [tokens[:, : generate.prompt] for tokens, _ in self.data.first()]
         shape = models.shape_of(self.trial.model)
         return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counted, self.device)
 
@@ -295,7 +306,7 @@ class _Run:
         self.events.append("changed")
         after = self._count()
         if before is not None and after is not None:
-            self.evaluated += after - before
+            self.apart += after - before
         loss = math.fsum(losses) / len(losses)
         share = Validation(step=step, loss=loss, train_seconds=self.train_seconds, inter_bytes=inter)
         self.validations.append(share)
@@ -315,21 +326,26 @@ class _Run:
         counted = self._count()
         if counted is None or self.before_training is None:
             return None
-        return counted - self.before_training - self.evaluated
+        return counted - self.before_training - self.apart
 
     def _inter_bytes(self) -> int | None:
         """Bytes sent between nodes in training so far: by this rank, or by its node if only the
         interface knows (then 0 for its other ranks).
         """
-        ledger = self.strategy.ledger()
-        if ledger is not None:
-            return sum(
-                s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate"
-            )
+        booked = self._booked()
+        if booked is not None:
+            return booked - self.checked
         if not self.assignment.count:
             return 0 if self.rank.topology.nodes == 1 or self.trial.strategy == "single" else None
         counted = self._trained()
         return 0 if counted is None else counted.tx_bytes
+
+    def _booked(self) -> int | None:
+        """Bytes that this rank has booked to other nodes, evaluations left out; None without a ledger."""
+        ledger = self.strategy.ledger()
+        if ledger is None:
+            return None
+        return sum(s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate")
 
     def _probe(self) -> list[float]:
         if self.assignment.probe_bytes is None:
@@ -337,8 +353,46 @@ class _Run:
         self.rank.report(Progress("probe"))
         return exchange(self.rank, self.assignment.probe_bytes, PROBES, str(self.device))
 
+    def _measure_communication(self, index: int) -> None:
+        """Errors of what step ``index`` is about to send, in passes of its own, which are not timed.
+
+        They leave no trace but these: the next step, and the ledger, are as without them.
+        """
+        trial, strategy = self.trial, self.strategy
+        measured = communication_error.measured_steps(trial.warmup + trial.steps)
+        if strategy.wire is None or not trial.measure_quantisation or index not in measured:
+            return
+        self.rank.report(Progress("errors", index, trial.warmup + trial.steps))
+        before, self.peak_rss = self._count(), max(self.peak_rss, peak_rss())
+        policy, last = trial.resolved_policy(), index == max(measured)
+        differ = policy is not None and communication_error.outcomes_differ(policy)
+        for repeated in (1, communication_error.REPEATED) if differ and last else (1,):
+            observed = communication_error.Observed()
+            random = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+            with strategy.wire.observed(observed), strategy.rehearsing(), random:
+                if repeated == 1:
+                    self.communicated |= strategy.weight_errors(index)
+                for _ in range(repeated):
+                    self._rehearse(index)
+            self.communicated |= communication_error.of_gradients(index, observed, repeated=repeated)
+        self.events.append("changed")
+        forget_peak(self.device)
+        after = self._count()
+        if before is not None and after is not None:
+            self.apart += after - before
+        dist.barrier()  # the step begins on all ranks at once
+
+    def _rehearse(self, index: int) -> None:
+        """The passes of a step, without taking it."""
+        trial, strategy = self.trial, self.strategy
+        for number, micro in enumerate(self.data.step(index)):
+            strategy.begin(last=number == trial.accumulation - 1)
+            for batch in micro:
+                strategy.backward(strategy.model(*batch) / (trial.accumulation * self.data.parts))
+            strategy.finish_backward()
+
     def _quantisation(self) -> dict[tuple[str, str, str], Squares]:
-        """Errors of codecs on this rank's weights and on the gradients of one more backward pass."""
+        """Errors of a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
         zero = self.strategy.zero
         if zero is None or not self.trial.measure_quantisation:
             return {}
@@ -405,28 +459,31 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     """Assemble the record of a trial from all ranks' outcomes, in rank order, and one without measurements.
 
     Raises:
-        TrialError: for a loss that is not finite, one before training that is not a single process's,
-            a ledger that is not the prediction, or generations of one rank that differ.
+        TrialError: for a loss that is not finite, one before training that is not a single process's, reduced
+            gradients that are not, a ledger that is not the prediction, interfaces that did not send what the
+            ledger holds, or generations of one rank that differ.
     """
     _check_losses(outcomes)
+    _check_gradients(outcomes)
     _check_steps(outcomes[0])
     _check_decoded(outcomes)
     first = outcomes[0]
     predicted = None
     if first.predicted is not None:
         ledgers = [outcome.predicted or [] for outcome in outcomes]
-        for ledger, outcome in zip(ledgers, outcomes, strict=True):
-            _check_ledger(outcome.record.rank, outcome.record.ledger or [], ledger)
-        predicted = Predicted(ledgers=ledgers, equal=True)
+        equal = [outcome.record.ledger for outcome in outcomes] == ledgers
+        predicted = Predicted(ledgers=ledgers, equal=equal)
     link, rates = blank.link, [outcome.probed for outcome in outcomes if outcome.probed]
-    return blank.model_copy(
+    found = blank.model_copy(
         update={
             "ranks": [outcome.record for outcome in outcomes],
             "interfaces": [outcome.sent for outcome in outcomes if outcome.sent is not None] or None,
             "validations": [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)],
             "quantisation": errors_of([outcome.errors for outcome in outcomes]),
+            "communication_errors": communication_error.errors_of([o.communicated for o in outcomes]),
             "predicted": predicted,
             "reference_loss": math.fsum(o.first_loss.reference for o in outcomes) / len(outcomes),
+            "first_gradients": checks_of([outcome.gradient_errors for outcome in outcomes]),
             "link": link and link.model_copy(update={"probed_mbit": slowest(rates)}),
             "ran": first.ran,
             "units": first.units,
@@ -436,6 +493,10 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "processor_use": _processor_use([outcome.spent for outcome in outcomes]),
         }
     )
+    for wrong in (checks.unpredicted(found), checks.miscounted(found)):
+        if wrong is not None:
+            raise TrialError(wrong)
+    return found
 
 
 def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
@@ -478,6 +539,18 @@ def _check_losses(outcomes: Sequence[Outcome]) -> None:
                 )
 
 
+def _check_gradients(outcomes: Sequence[Outcome]) -> None:
+    """Refuse reduced gradients that are farther from a single process's than the codecs promise."""
+    for outcome in outcomes:
+        for error in outcome.gradient_errors:
+            if not error.share <= 1:
+                raise TrialError(
+                    f"before training rank {outcome.record.rank}'s reduced gradient of unit {error.unit!r} "
+                    f"has an element {error.found:.6g}, a single process's {error.expected:.6g}: they differ "
+                    f"by more than the codecs allow, {error.allowed:.3g}"
+                )
+
+
 def _check_steps(outcome: Outcome) -> None:
     """Refuse a run in which overflows skipped every step."""
     scaler = outcome.ran.get("loss_scale")
@@ -498,23 +571,3 @@ def _check_decoded(outcomes: Sequence[Outcome]) -> None:
                     f"{digest[:12]}) than generation 0 ({outcome.decoded[0][:12]}) from the same prompt and "
                     "weights"
                 )
-
-
-def _check_ledger(rank: int, found: Sequence[LedgerRow], expected: Sequence[LedgerRow]) -> None:
-    """Check that every ledger row equals the prediction.
-
-    Raises:
-        TrialError: naming the first row that differs, and both numbers.
-    """
-    ours, theirs = ({_key(row): (row.bytes, row.messages) for row in rows} for rows in (found, expected))
-    for key in sorted(ours.keys() | theirs.keys()):
-        sent, predicted = ours.get(key, (0, 0)), theirs.get(key, (0, 0))
-        if sent != predicted:
-            raise TrialError(
-                f"rank {rank} sent {sent[0]} bytes in {sent[1]} messages for {', '.join(filter(None, key))}; "
-                f"predicted are {predicted[0]} bytes in {predicted[1]} messages"
-            )
-
-
-def _key(row: LedgerRow) -> tuple[str, str, str, str, str]:
-    return row.phase, row.purpose, row.unit, row.hop, row.link

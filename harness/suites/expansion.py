@@ -28,7 +28,8 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from harness.suites.trial import PEERS, PolicyChanges, Trial, following_model, suggestion
+from harness.suites.peers import PEERS
+from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
 from impl.deepspeed.config_file import DeepSpeedError
@@ -72,16 +73,16 @@ class Suite:
         time: how long it takes, as its file states.
         trials: repeat by repeat; inside a repeat, trials that differ only in strategy and policy
             stand together, and their order changes from repeat to repeat.
-        merged: number of cells dropped as duplicates: those of a peer that differ in policy
-            alone, or two that resolve to one policy.
-        kept: fields not applied to a strategy because they would turn it into another, one line each.
+        merged: cells dropped as duplicates, by what the axes say of each: those of a peer that differ in
+            policy alone, or two that resolve to one policy.
+        kept: fields that are left out of strategies, and why, one line each.
     """
 
     name: str
     question: str
     time: str
     trials: tuple[Trial, ...]
-    merged: int
+    merged: tuple[str, ...]
     kept: tuple[str, ...] = ()
 
 
@@ -94,6 +95,8 @@ class _Setting:
 
 
 _Settings = dict[str, _Setting]  # by dotted path
+_LeftOut = dict[tuple[str, str], tuple[dict[str, None], dict[str, dict[str, None]]]]
+"""Fields that are left out: by path and table, the values, and by reason the strategies."""
 
 
 def load(path: Path) -> Suite:
@@ -153,20 +156,22 @@ class _Expansion:
         if not cells:
             self._refuse("[[exclude]] leaves no trial")
         trials = self._checked(cells, Trial.check_recipe)
-        kept: dict[str, None] = {}
+        left_out: _LeftOut = {}
+        for settings, trial in zip(cells, trials, strict=True):
+            self._note_peer(settings, trial, left_out)
+        asked = [self._told(settings) for settings in cells]
         if len({trial.strategy for trial in trials} - set(PEERS)) > 1:
-            cells = [
-                self._fitting(settings, trial, kept) for settings, trial in zip(cells, trials, strict=True)
-            ]
+            cells = [self._fitting(cell, trial, left_out) for cell, trial in zip(cells, trials, strict=True)]
         trials = _aligned(self._checked(cells, Trial.check))
         unique = _different(trials)
+        once = {id(trial) for trial in unique}
         return Suite(
             self.file.name,
             self.file.question,
             self.file.time,
             tuple(_interleaved(unique, self.file.repeats)),
-            len(trials) - len(unique),
-            tuple(kept),
+            tuple(cell for trial, cell in zip(trials, asked, strict=True) if id(trial) not in once),
+            tuple(_left_out_in_words(left_out)),
         )
 
     def _refuse(self, complaint: str) -> NoReturn:
@@ -305,7 +310,7 @@ class _Expansion:
             setting = settings[path]
             self._refuse(f"{setting.table} {path} = {_text(setting.value)}: {_allowed(same)}")
 
-    def _fitting(self, settings: _Settings, trial: Trial, kept: dict[str, None]) -> _Settings:
+    def _fitting(self, settings: _Settings, trial: Trial, left_out: _LeftOut) -> _Settings:
         """The cell without fields that would turn its strategy into another, unless set for that strategy."""
         if trial.strategy in PEERS:
             return settings
@@ -315,20 +320,37 @@ class _Expansion:
         }
         foreign = [path for path in _foreign(trial) if path in settings and settings[path].table not in named]
         for path in foreign:
-            said = f"{path} = {_text(settings[path].value)} of {settings[path].table}"
-            kept[f"{said} does not apply to {trial.strategy}, which would be another strategy with it"] = None
+            _, _, name = path.partition("policy.")
+            able = trial.host is None or carries(trial.host, name)
+            why = "it would make another strategy of" if able else "it cannot be carried out in"
+            _note(left_out, settings, path, trial, why)
         return {path: setting for path, setting in settings.items() if path not in foreign}
 
-    def _checked(self, cells: list[_Settings], check: Callable[[Trial], None]) -> list[Trial]:
-        """The cells' trials; refuses fields that contradict each other, naming the cell by what varies."""
-        trials = [self._trial(settings) for settings in cells]
+    @staticmethod
+    def _note_peer(settings: _Settings, trial: Trial, left_out: _LeftOut) -> None:
+        """Note the axes of policies on which a peer stands: it has none."""
+        for path, setting in settings.items():
+            if trial.strategy in PEERS and path.startswith("policy.") and setting.table == "[matrix]":
+                _note(left_out, settings, path, trial, "there is no policy in")
+
+    def _told(self, settings: _Settings) -> str:
+        """A cell by what the axes say of it."""
         varying = dict.fromkeys(path for axis in self.axes for point in axis for path in point)
+        return ", ".join(f"{path} = {_text(settings[path].value)}" for path in varying if path in settings)
+
+    def _checked(self, cells: list[_Settings], check: Callable[[Trial], None]) -> list[Trial]:
+        """The cells' trials; refuses fields that contradict each other.
+
+        The message names the table of the field that it begins with and, unless all cells are refused alike,
+        the cell.
+        """
+        trials = [self._trial(settings) for settings in cells]
         for settings, trial in zip(cells, trials, strict=True):
-            try:
-                check(trial)
-            except ValueError as error:
-                cell = [f"{path} = {_text(settings[path].value)}" for path in varying if path in settings]
-                self._refuse(f"with {', '.join(cell)}: {error}" if cell else str(error))
+            if (words := _complaint(check, trial)) is not None:
+                table = next((f"{s.table} " for p, s in settings.items() if words.startswith(f"{p} = ")), "")
+                cell = self._told(settings)
+                alike = all(_complaint(check, other) == words for other in trials)
+                self._refuse(f"{table}{words}" if alike or not cell else f"with {cell}: {words}")
         return trials
 
     def _exclude(self, cells: list[_Settings]) -> list[_Settings]:
@@ -441,6 +463,31 @@ def _text(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def _complaint(check: Callable[[Trial], None], trial: Trial) -> str | None:
+    """What a check says against a trial; None for nothing."""
+    try:
+        check(trial)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _note(left_out: _LeftOut, settings: _Settings, path: str, trial: Trial, why: str) -> None:
+    """Note that a field is left out of a trial's strategy."""
+    setting = settings[path]
+    values, strategies = left_out.setdefault((path, setting.table), ({}, {}))
+    values[_text(setting.value)] = None
+    strategies.setdefault(why, {})[trial.strategy] = None
+
+
+def _left_out_in_words(left_out: _LeftOut) -> Iterator[str]:
+    """One line for each field and table."""
+    for (path, table), (values, strategies) in left_out.items():
+        names = ", ".join(dict.fromkeys(name for named in strategies.values() for name in named))
+        reasons = "; ".join(f"{why} {', '.join(named)}" for why, named in strategies.items())
+        yield f"{path} ({', '.join(values)} of {table}) is left out of {names}: {reasons}"
+
+
 def _foreign(trial: Trial) -> Iterator[str]:
     """Paths of policy changes that would turn the trial's preset into another technique."""
     base, changes = trial.base_policy(), trial.policy
@@ -510,16 +557,14 @@ def _changes(trial: Trial) -> dict[str, Any]:
 def _aligned(trials: list[Trial]) -> list[Trial]:
     """The trials with one common alignment, that of all policies, so that bytes compare on one geometry.
 
-    A peer's are without policy fields, so that its cells do not differ by them.
+    A peer's are without policy fields, and policies are without peers', so that cells do not differ by them.
     """
     grain = math.lcm(1, *(policy.grain for trial in trials if (policy := trial.resolved_policy())))
     return [
         trial.model_copy(
-            update={
-                "policy": PolicyChanges()
-                if trial.strategy in PEERS
-                else trial.policy.model_copy(update={"align": grain})
-            }
+            update={"policy": PolicyChanges()}
+            if trial.strategy in PEERS
+            else {"policy": trial.policy.model_copy(update={"align": grain}), "peer": PeerSettings()}
         )
         for trial in trials
     ]
@@ -530,7 +575,8 @@ def _interleaved(trials: list[Trial], repeats: int) -> Iterator[Trial]:
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         data = trial.canonical()
-        del data["strategy"], data["policy"]
+        for name in ("strategy", "policy", "peer", _CONFIGURATION):
+            data.pop(name, None)
         groups.setdefault(json.dumps(data, sort_keys=True), []).append(trial)
     blocks = list(groups.values())
     for repeat in range(repeats):

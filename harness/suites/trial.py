@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import GPTShape, ViTShape
+from harness.suites.peers import DEEPSPEED, PEERS, Compute, configuration, family_of
 from impl.adapters.traffic import HOSTED, Host, check_host
 from impl.codecs.codec import Codec, parse
 from impl.deepspeed.recipe import Recipe, recipe
@@ -33,14 +34,15 @@ from impl.plan.policy import (
 )
 from impl.plan.topology import Topology
 
-PEERS: Final = ("single", "ddp", "fsdp2")
 RECIPE: Final = "recipe"  # the strategy whose policy a DeepSpeed configuration says
 STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)
 
 _QUANTITY: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(\S+)\s*$")
 _MBIT: Final = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
+_MILLISECONDS: Final = {"us": 1e-3, "ms": 1.0}
 _BYTES: Final = {"MiB": 2.0**20, "GiB": 2.0**30}
 _RATES: Final = (1e-3, 1e6)  # 1 kbit/s to 1 Tbit/s: nothing outside is a link between nodes
+_LONGEST_LATENCY: Final = 1000.0  # ms
 MOST_MICRO_BATCHES: Final = 1_000_000
 _LARGEST_LR: Final = 1e3
 MOST_COUNTED: Final = 2**63  # of anything
@@ -62,6 +64,20 @@ def parse_rate(value: object) -> float | None:
     if not _RATES[0] <= mbit <= _RATES[1]:
         raise ValueError("expected a rate from 1 kbit/s to 1000 Gbit/s, or 'unshaped'")
     return mbit
+
+
+def parse_latency(value: object) -> float | None:
+    """``"2 ms"`` or ``"50 us"`` to milliseconds.
+
+    Raises:
+        ValueError: for a number without a unit, an unknown unit, or a latency above a second.
+    """
+    if value is None:
+        return None
+    found = _quantity(value, _MILLISECONDS)
+    if not 0 < found <= _LONGEST_LATENCY:
+        raise ValueError("expected a number above 0 with a unit, us or ms, and at most 1000 ms")
+    return found
 
 
 def _parse_size(value: object) -> int | None:
@@ -93,8 +109,13 @@ def _written(parse_text: Callable[[object], object]) -> BeforeValidator:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'zeropp'?"`` for a word close to a known one, else nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+def _number(value: object) -> list[float]:
+    return [value] if isinstance(value, int | float) else []
 
 
 class _Frozen(BaseModel):
@@ -103,9 +124,10 @@ class _Frozen(BaseModel):
     @field_validator("*")
     @classmethod
     def _countable(cls, value: Any) -> Any:
-        """Whole numbers that neither 64 bits nor, in a quotient, a float would hold are a slip of the pen."""
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
-        if any(isinstance(part, int) and abs(part) >= MOST_COUNTED for part in parts):
+        """Whole numbers beyond 64 bits, of which a float's field makes a float, are a slip of the pen."""
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        numbers = [part for part in parts if isinstance(part, int)]
+        if any(abs(number) >= MOST_COUNTED for number in [*numbers, *_number(value)]):
             raise ValueError("expected a number below 2^63")
         return value
 
@@ -136,6 +158,8 @@ class Cluster(_Frozen):
         link: auto, namespaces, paced, none (ranks joined unshaped) or real (nodes are machines).
         rate: Mbit/s per node and direction; None is unshaped.  A real link is as fast as it is:
             its rate is only what predictions reckon with.
+        latency: milliseconds that a message between nodes takes one way beyond its bytes at the rate; None
+            adds nothing.  On namespaces it needs the kernel's ``netem``; a paced link waits.
         transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs.
     """
 
@@ -143,6 +167,7 @@ class Cluster(_Frozen):
     ranks_per_node: int = Field(2, ge=1, le=64)
     link: Literal["auto", "namespaces", "paced", "none", "real"] = "auto"
     rate: Annotated[float | None, _written(parse_rate)] = None
+    latency: Annotated[float | None, _written(parse_latency)] = None
     device: Literal["cpu", "cuda"] = "cpu"
     transport: Literal["shm", "gloo", "nccl"] = "shm"
     launcher: Literal["local", "torchrun", "slurm"] = "local"
@@ -265,6 +290,17 @@ class Generate(_Frozen):
     tokens: int = Field(32, ge=2)
 
 
+class PeerSettings(_Frozen):
+    """What is said to a peer beside its name.
+
+    Attributes:
+        compute: type of weights and activations; the optimizer steps fp32 masters.  FSDP2 by its
+            ``MixedPrecisionPolicy``, DeepSpeed by its ``bf16``, DDP and ``single`` by autocast.
+    """
+
+    compute: Compute = "fp32"
+
+
 class Trial(_Frozen):
     """Everything that defines a run; its id is a hash of its canonical JSON.
 
@@ -272,13 +308,16 @@ class Trial(_Frozen):
         workload: ``train``, or ``generate``: decode tokens greedily with sharded weights.  Then a step is
             one generation on weights that have just changed, as between two updates of a policy that
             learns from what it generates.
-        strategy: a peer (single, ddp, fsdp2), a host with our collectives (``impl.adapters.traffic``), a
-            preset of ``impl.plan.policy``, or ``recipe``, whose policy ``deepspeed_config`` says.
+        strategy: a peer (``harness.suites.peers``), a host with our collectives
+            (``impl.adapters.traffic``), a preset of ``impl.plan.policy``, or ``recipe``, whose policy
+            ``deepspeed_config`` says.
         deepspeed_config: a DeepSpeed configuration as JSON text; in a suite a file or a table.
         tokens_per_rank: tokens in one micro-batch of one rank; a multiple of ``sequence``.
         accumulation: micro-batches per optimizer step.
         steps: timed ones of the optimizer, after ``warmup`` untimed ones.
         validate_every: optimizer steps between validations; 0 validates only at the end, None never.
+        control: positive control, which a test of losses must call inferior: ``stale_secondary`` never renews
+            hpZ's copy, so that backward passes compute with the first weights.  No policy offers it.
         memory_limit: bytes that the engine of a rank may hold, without activations and buffers of the
             wire; a trial that would hold more is recorded as a failure, and not run.
     """
@@ -287,6 +326,7 @@ class Trial(_Frozen):
     generate: Generate = Generate()
     strategy: str = "zeropp"
     policy: PolicyChanges = PolicyChanges()
+    peer: PeerSettings = PeerSettings()
     deepspeed_config: str | None = None
     cluster: Cluster = Cluster()
     model: Model = Model()
@@ -306,6 +346,7 @@ class Trial(_Frozen):
     timeout_seconds: float = Field(600, gt=0, le=_LONGEST_SECONDS)
     measure_quantisation: bool = False
     memory_limit: Annotated[int | None, _written(_parse_size)] = None
+    control: Literal["stale_secondary"] | None = None
 
     @field_validator("strategy")
     @classmethod
@@ -315,16 +356,20 @@ class Trial(_Frozen):
         return value
 
     def canonical(self) -> dict[str, Any]:
-        """The trial as JSON-ready data; ``rate`` is in Mbit/s, ``memory_limit`` in bytes.
+        """The trial as JSON-ready data; ``rate`` is in Mbit/s, ``latency`` in ms, ``memory_limit`` in bytes.
 
         What came to the schema later and is not used is left out: trials from before keep their ids.
         """
         data = self.model_dump(mode="json")
         if self.workload == "train":
             del data["workload"], data["generate"]
-        for name in ("memory_limit", "deepspeed_config"):
+        for name in ("memory_limit", "deepspeed_config", "control"):
             if data[name] is None:
                 del data[name]
+        if self.peer == PeerSettings():
+            del data["peer"]
+        if data["cluster"]["latency"] is None:
+            del data["cluster"]["latency"]
         data["policy"] = {k: v for k, v in data["policy"].items() if v is not None or k in _FIRST}
         return data
 
@@ -379,10 +424,64 @@ class Trial(_Frozen):
         if words := next(self._beside_recipe(), None):
             raise ValueError(words)
 
+    def peer_configuration(self) -> dict[str, Any]:
+        """The configuration of a peer of DeepSpeed's, without what the trial's own fields say.
+
+        Raises:
+            ValueError: if it is no table.
+        """
+        table = None
+        if self.deepspeed_config is not None:
+            try:
+                table = json.loads(self.deepspeed_config)
+            except ValueError as error:
+                raise ValueError(f"deepspeed_config: not JSON: {error}") from None
+        if table is None or isinstance(table, dict):
+            return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
+        raise ValueError(f"deepspeed_config: expected a table, not {type(table).__name__}")
+
+    def _beside_deepspeed(self) -> Iterator[str]:
+        """What a configuration for DeepSpeed itself may not say, since the trial says it."""
+        table, sequences = self.peer_configuration(), self.tokens_per_rank // self.sequence
+        if self.workload == "generate":
+            yield f"workload = 'generate': strategy {self.strategy!r} trains; expected workload = 'train'"
+        for key, field in (
+            ("optimizer", "optimizer.name and optimizer.arguments"),
+            ("scheduler", "optimizer.arguments, without a schedule"),
+        ):
+            if key in table:
+                yield f"deepspeed_config has {key!r}: a trial's is said by {field}; leave it out"
+        for kind in ("fp16", "bf16"):
+            asked = table[kind].get("enabled", "auto") if isinstance(table.get(kind), dict) else "auto"
+            ours = self.peer.compute == kind
+            if asked not in ("auto", None, ours):
+                yield (
+                    f"deepspeed_config says {kind}.enabled = {json.dumps(asked)}, and peer.compute = "
+                    f"{self.peer.compute!r} makes it {json.dumps(ours)}: expected the same"
+                )
+        world = self.topology().world
+        for key, value, says in (
+            ("gradient_clipping", self.clip or 0.0, f"clip = {self.clip}"),
+            ("gradient_accumulation_steps", self.accumulation, f"accumulation = {self.accumulation}"),
+            ("train_micro_batch_size_per_gpu", sequences, f"{sequences} sequences of a rank"),
+            ("train_batch_size", sequences * self.accumulation * world, f"{world} ranks' sequences"),
+        ):
+            if table.get(key, value) not in (value, None, "auto"):
+                yield (
+                    f"deepspeed_config says {key} = {table[key]}, and {says} of the trial makes it {value}: "
+                    "expected the same"
+                )
+
     def _beside_recipe(self) -> Iterator[str]:
+        if family_of(self.strategy) == DEEPSPEED:
+            yield from self._beside_deepspeed()
+            return
         if self.strategy != RECIPE:
             if self.deepspeed_config is not None:
-                yield f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r}"
+                yield (
+                    f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r} or "
+                    f"{DEEPSPEED!r}"
+                )
             return
         found = self.recipe()
         sequences = self.tokens_per_rank // self.sequence
@@ -434,7 +533,13 @@ class Trial(_Frozen):
                 f"cluster.rate = {cluster.rate:g} Mbit/s: with cluster.link = 'none' nothing shapes the "
                 "link; expected 'unshaped', or another link"
             )
+        if cluster.link in ("none", "real") and cluster.latency is not None:
+            yield (
+                f"cluster.latency = {cluster.latency:g} ms: nothing adds it to cluster.link = "
+                f"{cluster.link!r}; expected another link, or no latency"
+            )
         yield from self._beyond_workload()
+        yield from self._beside_control()
         if cluster.transport == "nccl" and cluster.device != "cuda":
             yield "cluster.transport = 'nccl': expected cluster.device = 'cuda' with it"
         policy = self.resolved_policy()
@@ -447,6 +552,19 @@ class Trial(_Frozen):
                 f"cluster.device = {cluster.device!r}: strategy {self.strategy!r} carries messages inside "
                 f"{self.host} on the CPU; expected 'cpu'"
             )
+
+    def _beside_control(self) -> Iterator[str]:
+        """A control spoils the copy of hpZ, in our own engine."""
+        policy = self.resolved_policy()
+        if self.control is None:
+            return
+        if policy is None or self.host is not None or not policy.secondary_ranks(self.topology()):
+            yield (
+                f"control = {self.control!r}: strategy {self.strategy!r} keeps no secondary shard; expected "
+                "one with hpZ"
+            )
+        if self.workload != "train":
+            yield f"control = {self.control!r}: expected workload = 'train'"
 
     def _beyond_workload(self) -> Iterator[str]:
         """What only the other workload can do."""

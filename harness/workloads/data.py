@@ -44,6 +44,10 @@ class Data:
                 )
             ]
 
+    def first(self) -> Iterator[Batch]:
+        """Batches of the first step, of all micro-batches."""
+        return (batch for micro in self.step(0) for batch in micro)
+
     def step(self, index: int) -> Iterator[list[Batch]]:
         """For each micro-batch of a step, the batches of each part."""
         for micro_batch in range(self._trial.accumulation):

@@ -192,6 +192,12 @@ class ViT(nn.Module):
         return _mean_cross_entropy(logits, labels)
 
 
+def under_autocast(model: nn.Module, device: torch.device) -> None:
+    """Have ``model`` compute in bf16 by autocast; its parameters and their gradients stay fp32."""
+    cast = torch.autocast(device.type, torch.bfloat16)
+    model.forward = cast(model.forward)
+
+
 def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """() nats, mean cross-entropy of (N, classes) logits over (N,) targets, ``NO_TARGET`` ignored.
 

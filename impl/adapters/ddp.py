@@ -98,7 +98,7 @@ class InDDP(Joined):
                 for transfer in self._transfers:  # the units under way go on by one
                     transfer.proceed()
                 self._transfers = [transfer for transfer in self._transfers if not transfer.complete]
-                self._transfers.append(Transfer(self._averaging(unit)))
+                self._transfers.append(Transfer(self._averaging(unit), "reduction"))
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._futures.append((future, bucket.buffer()))
         if bucket.is_last():
@@ -112,8 +112,11 @@ class InDDP(Joined):
         if axes:  # one rank has the whole mean
             strides = [axis.stride for axis in axes]
             mean = yield from replicated(
-                self.wire, axes, codec, how.tag, mean, strides=strides
+                self.wire, axes, codec, how.tag, mean, strides=strides, hop=len(how.hops)
             )  # (padded,) fp32
+        if self.wire.observer is not None:
+            first, end = unit.geometry.received_piece(self.wire.mesh.rank)
+            self.wire.observer.averaged(unit.geometry.name, first, mean[first:end])
         for gradient, slot in unit.back:
             gradient.copy_(mean[slot.offset : slot.end].view(slot.spec.shape))
 

@@ -11,6 +11,7 @@ through one :class:`~impl.comm.wire.Wire`, and :mod:`impl.adapters.traffic` pred
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -52,6 +53,8 @@ class InFSDP2(Joined):
             parameter group.
         PolicyError: for a policy that FSDP2 cannot carry out (:func:`~impl.adapters.traffic.check_host`).
     """
+
+    units: Sequence[GroupGeometry]
 
     def __init__(self, model: nn.Module, wire: Wire, policy: Policy) -> None:
         super().__init__("fsdp2", wire, policy)
@@ -168,7 +171,8 @@ class _Gather(_OfGroup, AllGather):
     ) -> dist.Work:
         """Gather ``input_tensor`` (S,), which may lie in ``output_tensor`` (world * S,)."""
         self._joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
-        return _Pending(Transfer(self._joined.gathering(self._group, input_tensor, output_tensor)))
+        steps = self._joined.gathering(self._group, input_tensor, output_tensor)
+        return _Pending(Transfer(steps, "gather"))
 
 
 class _Scatter(_OfGroup, ReduceScatter):
@@ -191,9 +195,11 @@ class _Scatter(_OfGroup, ReduceScatter):
 
         def run() -> Steps[None]:
             mean = yield from reduced(how, joined.policy.reduce, input_tensor)  # (S,) fp32
+            if (observer := joined.wire.observer) is not None:
+                observer.averaged(name, joined.wire.mesh.rank * mean.numel(), mean)
             output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(group.size()))
 
-        Transfer(run()).wait()
+        Transfer(run(), "reduction").wait()
 
 
 def _check_sharded(model: nn.Module, topology: Topology) -> None:

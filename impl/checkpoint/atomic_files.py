@@ -11,7 +11,6 @@ import fcntl
 import os
 import shutil
 import weakref
-from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
 from typing import Final
@@ -76,8 +75,12 @@ def remove_folder(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
-        with suppress(FileNotFoundError):  # somebody else removes it too
-            shutil.rmtree(path)
+        shutil.rmtree(path, onerror=_unless_gone)
+
+
+def _unless_gone(_function: object, _path: object, raised: tuple[type, BaseException, object]) -> None:
+    if not isinstance(raised[1], FileNotFoundError):  # somebody else removes it too
+        raise raised[1]
 
 
 class Lock:

@@ -27,11 +27,9 @@ def to_json(value: object, where: str) -> Any:
     Raises:
         CheckpointError: naming the place of what has no such form.
     """
+    if value is None or type(value) in (bool, int, float, str):  # subclasses would come back as these
+        return {_FLOAT: repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
     match value:
-        case float() if not math.isfinite(value):
-            return {_FLOAT: repr(float(value))}
-        case None | bool() | str() | int() | float():
-            return value
         case list() if type(value) is list:
             return [to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
         case tuple() if type(value) is tuple:

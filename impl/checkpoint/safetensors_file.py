@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,8 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would wait for a writer
+                raise CheckpointError(f"{path}: not a regular file")
             path.open("rb").close()  # the library's errors have no words of the system's
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None

@@ -151,7 +151,8 @@ class DesyncReporter:
             return self._last
         log = self._collective_log
         finished, steps, after = log.finished, log.steps(), f"after {log.count} exchanges"
-        waiting = f"exchange {told(log.waiting)}" if isinstance(log.waiting, tuple) else log.waiting
+        now = log.waiting  # read once: the rank goes on meanwhile
+        waiting = f"exchange {told(now)}" if isinstance(now, tuple) else now
         if closed:
             does = f"closed its wire {after}"
         elif waiting is not None:

@@ -26,8 +26,8 @@ from impl.transport.zero_copy import Lease
 Kind = Literal["all_gather", "all_to_all", "shift"]
 Start = Callable[[Group, Kind, Tensor, Tensor, int], list[dist.Work]]  # group, kind, received, sent, tag
 
-# torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
 _TAGS: Final = 1 << 30  # of gloo's messages
+# torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

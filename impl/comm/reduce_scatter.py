@@ -20,6 +20,7 @@ from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import are_elements, as_frames, gather_frames, gathered, placed
 from impl.comm.error_feedback import Errors
+from impl.comm.observer import Hop
 from impl.comm.transfer import Steps
 from impl.comm.wire import Exchange, Tag, Wire
 from impl.plan.policy import Reduce
@@ -73,6 +74,11 @@ class Reduction:
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
         """Error feedback of elements [start, end) of each shard."""
         return None if self.errors is None else self.errors.carried(hop, start, end)
+
+    def tell(self, hop: Hop, values: Tensor | None, frames: Tensor | None) -> None:
+        """Tell an observer, if there are values for one (:func:`_observed`), what became which frames."""
+        if values is not None and self.wire.observer is not None:
+            self.wire.observer.encoded(self.tag.unit, hop, values, frames)
 
 
 def opened(how: Reduction, piece: int, dtype: torch.dtype) -> Exchange | None:
@@ -144,6 +150,7 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
             noise, carried = how.noise(hop, shard, start), how.carried(hop, start, end)
             if hop == 0 and how.opened is not None:
                 under_way.append((codec, how.opened))
+                how.tell(Hop(hop, axis.name, codec), _observed(how, slices[..., start:end], None), None)
                 how.opened.post()
                 continue
             source = None
@@ -152,6 +159,7 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
             exchange = how.wire.all_to_all(axis, math.prod(rest) * frame, how.tag, source=source)
             send = exchange.send.view(axis.size, *rest, frame)
             if hop == 0:
+                values = _observed(how, slices[..., start:end], carried)
                 if source is None or exchange.send.data_ptr() != source.data_ptr():
                     ops.encode(codec, slices[..., start:end], send, noise=noise, carried=carried)
                 under_way.append((codec, exchange))
@@ -161,9 +169,11 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
                     frames = _picked(how, received, sizes[1:], before.frame_bytes(end - start))
                 else:
                     frames = _frames(under_way[index], sizes[hop:], end - start)
+                values = _observed_sum(how, before, frames, end - start, carried)
                 ops.decode_sum_encode(before, codec, frames, send, end - start, noise=noise, carried=carried)
                 received.close()
                 under_way[index] = codec, exchange
+            how.tell(Hop(hop, axis.name, codec), values, send)
             exchange.post()
         done = turn - len(chunks) + 1  # the hop on which the last chunk was posted
         if done >= 0:
@@ -175,6 +185,24 @@ def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
         ops.decode_sum(last[0], _frames(last, [], end - start), mean[start:end])
         last[1].close()
     return mean.div_(world)
+
+
+def _observed(how: Reduction, x: Tensor, carried: Carried | None) -> Tensor | None:
+    """What is encoded of ``x``, for an observer: with the errors that feedback adds; None without one."""
+    if how.wire.observer is None:
+        return None
+    return x if carried is None else x.float() + carried.error.float()
+
+
+def _observed_sum(
+    how: Reduction, codec: Codec, frames: Tensor, numel: int, carried: Carried | None
+) -> Tensor | None:
+    """The same of the sum (..., numel) of ``frames`` (sources, ..., F)."""
+    if how.wire.observer is None:
+        return None
+    held = torch.empty((*frames.shape[1:-1], numel), dtype=torch.float32, device=frames.device)
+    ops.decode_sum(codec, frames, held)
+    return _observed(how, held, carried)
 
 
 def _frames(received: tuple[Codec, Exchange], rest: Sequence[int], numel: int) -> Tensor:
@@ -206,6 +234,7 @@ def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
         if codec.stochastic and how.key is not None:
             noise = replace(how.key, hop=step).noise((me - 1 - step) % size * apart(shard))
         ops.encode(codec, partial, exchange.send, noise=noise)
+        how.tell(Hop(step, axis.name, codec), _observed(how, partial, None), exchange.send)
         exchange.post()
         yield step == size - 2 and how.wire.mesh.topology.crosses(axis)
         ops.decode(codec, exchange.wait()[0], partial)
@@ -216,6 +245,8 @@ def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
 
 def reduced(how: Reduction, reduce: Reduce, gradient: Tensor) -> Steps[Tensor]:
     """The mean by the algorithm that a policy names: (S,) fp32 of this rank's shard."""
+    if how.wire.observer is not None:
+        how.wire.observer.local(how.tag.unit, gradient)
     if not how.hops:  # one rank
         return gradient.to(torch.float32, copy=True)
     return (yield from (ring_reduce if reduce == "ring" else reduce_gradients)(how, gradient))
@@ -230,6 +261,7 @@ def replicated(
     *,
     strides: Sequence[int],
     noise: Noise | None = None,
+    hop: int = 0,
 ) -> Steps[Tensor]:
     """Gather the pieces of a shard's mean from the ranks of all groups that hold the shard.
 
@@ -243,6 +275,7 @@ def replicated(
         mean: (piece,) fp32 of this rank.
         strides: along each axis, pieces of the shard from one rank's to its neighbour's.
         noise: of a stochastic codec, for this rank's piece.
+        hop: number of this hop after those of the reduction, for an observer.
 
     Returns:
         (S,) fp32 mean of this rank's shard.
@@ -251,6 +284,9 @@ def replicated(
 
     def write(frame: Tensor) -> None:
         ops.encode(codec, mean, frame, noise=noise)
+        if wire.observer is not None:
+            name = "+".join(axis.name for axis in axes)
+            wire.observer.encoded(tag.unit, Hop(hop, name, codec), mean, frame)
 
     exchange = yield from gather_frames(wire, axes, write, nbytes, tag)
     whole = mean.new_empty(piece * math.prod(axis.size for axis in axes))

@@ -13,7 +13,7 @@ inside a node it is over by the time that anybody asks.
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TypeVar
+from typing import Final, Literal, TypeVar
 
 from impl.errors import ZeroError
 
@@ -22,6 +22,13 @@ T = TypeVar("T")
 
 # Yields after each message whether it is the last, and travels between nodes ([Note: deferred last hop]).
 Steps = Generator[bool, None, T]
+
+_INTERRUPTED: Final = {
+    "gather": "a gather that was interrupted cannot be finished: its weights did not arrive on this rank; "
+    "call drop_gradients(), and run the pass anew",
+    "reduction": "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; "
+    "call drop_gradients(), finish_backward() and zero_grad(), and run the step anew",
+}
 
 
 def finish(steps: Steps[T]) -> T:
@@ -40,12 +47,16 @@ class Transfer:
     All ranks must call :meth:`proceed`, :meth:`advance` and :meth:`wait` in the same order: each may post
     the next hop's message, and messages of one axis match by order.
 
+    Args:
+        of: what it is, for the error of one that was interrupted.
+
     Attributes:
         failed: whether it ended in an error, or was interrupted: then it is never carried on.
     """
 
-    def __init__(self, steps: Steps[None]) -> None:
+    def __init__(self, steps: Steps[None], of: Literal["gather", "reduction"]) -> None:
         self._steps: Steps[None] | None = steps
+        self._of = of
         self.failed = self._deferred = False
         self.advance()
 
@@ -61,10 +72,7 @@ class Transfer:
             ZeroError: if it failed before.
         """
         if self.failed:
-            raise ZeroError(
-                "a gather or reduction that was interrupted cannot be finished: its values are lost on this "
-                "rank; call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
-            )
+            raise ZeroError(_INTERRUPTED[self._of])
         if self._steps is not None:
             try:
                 self._deferred = next(self._steps)
@@ -75,8 +83,12 @@ class Transfer:
                 raise
 
     def proceed(self) -> None:
-        """:meth:`advance`, unless it would only wait for the slowest link ([Note: deferred last hop])."""
-        if not self._deferred:
+        """:meth:`advance`, unless it would only wait for the slowest link ([Note: deferred last hop]).
+
+        Raises:
+            ZeroError: if it failed before.
+        """
+        if self.failed or not self._deferred:
             self.advance()
 
     def wait(self) -> None:

@@ -30,6 +30,7 @@ from impl.comm import exchanges
 from impl.comm.exchanges import Kind, Pacer
 from impl.comm.fingerprint import unpacked
 from impl.comm.mesh import Mesh
+from impl.comm.observer import Observer
 from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Link, Phase, Purpose, Sent, destinations
@@ -105,6 +106,9 @@ class Wire:
         transport: what carries messages inside a node.
         pacer: models the link between nodes, where none is shaped.
         timeout: seconds after which a missing rank is an error.
+
+    Attributes:
+        observer: is told of reductions, inside :meth:`observed`.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Wire:
         self.mesh = mesh
         self.transport = transport
         self.ledger = Ledger()
+        self.observer: Observer | None = None
         self._pacer, self._timeout = pacer, timeout
         self._watchdog = Watchdog(mesh, timeout)
         self._buffers = exchanges.Buffers(mesh.device)
@@ -131,6 +136,15 @@ class Wire:
     def exposed_seconds(self) -> float:
         """Time spent waiting for messages; near 0 on a CUDA device, where the stream waits."""
         return self._watchdog.exposed_seconds
+
+    @contextlib.contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Inside, ``observer`` is told of reductions, and bytes are booked in a ledger that ends with it."""
+        kept, self.ledger, self.observer = self.ledger, Ledger(), observer
+        try:
+            yield
+        finally:
+            self.ledger, self.observer = kept, None
 
     def reserve(self, axis: Axis, nbytes: int) -> None:
         """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""

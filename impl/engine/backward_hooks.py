@@ -26,6 +26,9 @@ class BackwardHooks:
     Args:
         of_module: indices of the units that travel with a module.
         masters: told when new gradients are there.
+
+    Attributes:
+        finished: backward passes so far.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class BackwardHooks:
         self._clock, self._check_every = context.clock, context.policy.order_every
         self._calls: dict[nn.Module, int] = {}  # forward calls whose backward is to come
         self._unfinished = False
-        self._finished = 0  # backward passes so far
+        self.finished = 0
         for index, unit in enumerate(self._units):
             if unit.geometry.trainable:
                 for number, member in enumerate(unit.members):
@@ -152,7 +155,7 @@ class BackwardHooks:
         with contextlib.ExitStack() as ending:
             ending.callback(self._end)
             ending.callback(each, (unit.release for unit in self._units))
-        if self._check_every and self._finished % self._check_every == 0:
+        if self._check_every and self.finished % self._check_every == 0:
             self._wire.check_order()
 
     def _end(self) -> None:
@@ -163,7 +166,7 @@ class BackwardHooks:
         self._actions.in_backward = self._unfinished = False
         self._clock.next_micro_batch()
         self._masters.arrived()
-        self._finished += 1
+        self.finished += 1
 
     def drop(self) -> None:
         """Forget local gradients and reductions that failed."""

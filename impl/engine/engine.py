@@ -142,6 +142,29 @@ class Zero:
         self.hooks.backward.finish()
         self.scaler.passed()
 
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Passes inside leave no trace: they are run for what is sent; the next ones are as without them.
+
+        Gradients are dropped, and weights will be gathered anew; the errors that codecs carry, what
+        stochastic ones go by, buffers, and counts of passes and of copies are as before.
+
+        Raises:
+            ZeroError: while there are gradients, which would be dropped too.
+        """
+        self.hooks.backward.check_finished("rehearsing()")
+        if any(master.grad is not None for master in self.masters):
+            raise ZeroError("rehearsing() while masters have gradients: step and zero_grad() before it")
+        kept, finished, copied = self.communication_state(), self.hooks.backward.finished, self.copied()
+        with self.buffers.restored():
+            yield
+        self._zero_grad()
+        self.load_communication_state(kept)
+        self.hooks.backward.finished = finished
+        self._host.copied.clear()
+        self._host.copied.update(copied)
+        self.weights_changed()
+
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
 

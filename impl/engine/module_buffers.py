@@ -7,6 +7,9 @@ all).  Buffers that are not persistent are derived from something else and left 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +43,18 @@ class ModuleBuffers:
     def changed(self) -> None:
         """A training pass may have changed them."""
         self._differ = True
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """After the body all buffers, those that are not persistent too, are as they were before it."""
+        differ, kept = self._differ, [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        try:
+            yield
+        finally:
+            self._differ = differ
+            with torch.no_grad():
+                for buffer, values in kept:
+                    buffer.copy_(values)
 
     @torch.no_grad()
     def make_equal(self) -> None:

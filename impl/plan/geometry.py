@@ -143,6 +143,15 @@ class UnitGeometry:
         replica = rank // self.shards
         return replica * self.piece, (replica + 1) * self.piece
 
+    def received_piece(self, rank: int) -> tuple[int, int]:
+        """(first, end) elements of the unit: a piece of the mean that ``rank`` holds; all ranks' fill it.
+
+        With several groups it is a piece that another one reduced.
+        """
+        low, _ = self.bounds(rank)
+        first, end = self.own_piece((rank + self.shards) % self.world)
+        return low + first, low + end
+
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """(group, start, end) of each optimizer group inside ``rank``'s shard, shard-relative.
 

@@ -70,9 +70,16 @@ class GradientReduction:
         mean = yield from reduced(how, self._policy.reduce, gradient)
         if axes:
             noise, strides = self._replica_noise(how, codec), self._strides_of(axes)
-            mean = yield from replicated(self._wire, axes, codec, how.tag, mean, strides=strides, noise=noise)
+            mean = yield from replicated(
+                self._wire, axes, codec, how.tag, mean, strides=strides, noise=noise, hop=len(how.hops)
+            )
         for start, end in self._pads:
             mean[start:end] = 0
+        if self._wire.observer is not None:
+            rank = self._wire.mesh.rank
+            first, end = self._geometry.received_piece(rank)
+            low, _ = self._geometry.bounds(rank)
+            self._wire.observer.averaged(self._geometry.name, first, mean[first - low : end - low])
         master_shard.take(mean)
 
     def _reduction(

@@ -134,19 +134,17 @@ class Unit:
             steps = self.weight_gather.gathering(phase, self.flat, self._finish_gather)
             if self.master_shard.placement.crosses:
                 with self.host.ahead() as arrival:
-                    self._transfer = Transfer(steps)
+                    self._transfer = Transfer(steps, "gather")
                 self.master_shard.arrival = arrival
             else:
-                self._transfer = Transfer(steps)
+                self._transfer = Transfer(steps, "gather")
             self.state = State.GATHERING
             self._under_way.add(self)
 
     def wait(self) -> None:
         """Finish gathering: modules hold the parameters, with their values, when this returns."""
-        if self._transfer is not None:
-            transfer, self._transfer = self._transfer, None
-            self._under_way.discard(self)
-            self.state = State.SHARDED  # first: one that is interrupted brings nothing
+        if (transfer := self._transfer) is not None:
+            self._drop_transfer()  # first: one that is interrupted brings nothing
             self.master_shard.arrival.join()
             transfer.wait()
             self.flat.unhide()
@@ -219,7 +217,17 @@ class Unit:
     def _finish_gather(self) -> None:
         """Carry a gather under way to its end; where its unit is next used, it has arrived."""
         if self._transfer is not None:
-            self._transfer.wait()
+            try:
+                self._transfer.wait()
+            except BaseException:  # as in :meth:`wait`: it brings nothing
+                self._drop_transfer()
+                raise
+
+    def _drop_transfer(self) -> None:
+        """No gather is under way any more; the unit is sharded, unless its weights arrive."""
+        self._transfer = None
+        self._under_way.discard(self)
+        self.state = State.SHARDED
 
     # Gradients
 
@@ -265,7 +273,8 @@ class Unit:
 
     def reduce(self) -> Transfer:
         """Start averaging the collected gradient over all ranks."""
-        transfer = Transfer(self.reduction.reducing(self.gradients.whole(), self.gradients.opened))
+        steps = self.reduction.reducing(self.gradients.whole(), self.gradients.opened)
+        transfer = Transfer(steps, "reduction")
         self.gradients.forget()
         return transfer
 

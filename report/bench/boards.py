@@ -41,6 +41,7 @@ class Board:
     below: str | None = None  # column whose values have a row of panels each
     split: Mapping[str, Sequence[str]] = field(default_factory=dict)  # columns with a figure for each value
     colours: tuple[str, Mapping[str, str]] | None = None  # a column, and the colour of each of its values
+    read: str = ""  # how to read the table in a terminal, which prints no caption
     log: bool = True  # the plot's axis
     labels: Callable[[Sample], dict[str, Any]] = lambda sample: {"place": _place(sample)}
     """Further labels of a row, beside the sample's names."""
@@ -66,18 +67,18 @@ class Board:
 
 
 def _best_peers(sample: Sample, run: Sequence[Sample]) -> dict[str, list[float]]:
-    """Seconds of DDP, and of the FSDP2 over which the median of the same rounds' ratios is lower, in the same
-    place; NaN where there is none.
+    """Seconds of the best peer of each family, and of all, in the same setting: of the one over which the
+    median of the same rounds' ratios is lowest; NaN where there is none.
     """
 
     def over(seconds: list[float]) -> float:
         return statistics.median(a / b for a, b in zip(seconds, sample.seconds, strict=True))
 
-    def best(*names: str) -> list[float]:
-        peers = [one for one in run if one.names["contender"] in names and one.place == sample.place]
+    def best(names: Sequence[Any]) -> list[float]:
+        peers = [one for one in run if one.names["contender"] in names and one.setting == sample.setting]
         return min((peer.seconds for peer in peers), key=over, default=[math.nan] * len(sample.seconds))
 
-    return {"ddp": best("ddp"), "fsdp2": best("fsdp2", "fsdp2-kept")}
+    return {name: best(those) for name, those in _FAMILIES.items()}
 
 
 def _measured(name: str, title: str, measure: str, digits: int = 3, *, wide: bool = False) -> Shown:
@@ -85,9 +86,9 @@ def _measured(name: str, title: str, measure: str, digits: int = 3, *, wide: boo
     return Shown(name, title, number(digits), measure=measure, wide=wide)
 
 
-def _ratio(name: str, title: str, measure: str) -> Shown:
+def _ratio(name: str, title: str, measure: str, *, wide: bool = False) -> Shown:
     """A column of medians with their intervals."""
-    return Shown(f"{name}_told", title, str, measure=measure)
+    return Shown(f"{name}_told", title, str, measure=measure, wide=wide)
 
 
 def _place(sample: Sample) -> str:
@@ -98,6 +99,10 @@ def _place(sample: Sample) -> str:
 _OF_COPY: Final = "reference_seconds / seconds * moved_bytes / (2 * element_bytes)"
 _ROUNDS: Final = Shown("rounds", "rounds", "{:d}".format, wide=True)
 _MEDIANS: Final = "Medians over rounds, in brackets 95 % intervals of ratios formed inside a round. "
+READ: Final = (
+    "In brackets: 95 % intervals. A ratio is the median of ratios, each formed inside one round, so it need "
+    "not be the quotient of two printed medians."
+)
 _SLOWEST: Final = f"{_MEDIANS}Times are the slowest rank's. "
 BACKENDS: Final = {
     "cpu": "#0072b2", "cuda": "#009e73", "reference": "#777777", "bitsandbytes": "#cc79a7",
@@ -115,15 +120,29 @@ OPERATIONS: Final = {
 CONTENDERS: Final = {
     "alone": "compute alone",
     "ddp": "DDP",
+    "ddp-tuned": "DDP, tuned",
+    "ddp-bf16": "DDP, bf16 hook",
     "fsdp2": "FSDP2",
+    "fsdp2-prefetch": "FSDP2, prefetch",
     "fsdp2-kept": "FSDP2, kept",
+    "fsdp2-kept-prefetch": "FSDP2, kept, prefetch",
     "deepspeed": "DeepSpeed",
-    "deepspeed-kept": "DeepSpeed, kept",
+    "deepspeed-hpz": "DeepSpeed, hpZ",
     "exact": "ours, fp32",
+    "zero3": "ours, ZeRO-3",
     "zeropp": "ours, ZeRO++",
 }
+_FAMILIES: Final = {
+    family: [name for name in CONTENDERS if name.startswith(starts)]
+    for family, starts in (
+        *((name, (name,)) for name in ("ddp", "fsdp2", "deepspeed")),
+        ("peer", ("ddp", "fsdp2", "deepspeed")),
+    )
+}
+"""Contenders of which the best counts."""
 TRANSPORTS: Final = {"shm": "shm", "backend": "gloo", "none": "nothing"}
 _CARRIED: Final = ("carried", {"shm": "#0072b2", "gloo": "#e69f00", "nothing": "#000000"})
+_FOOTING: Final = {"backend": "gloo alone", "shm": "shm, gloo", "none": "nothing"}  # of an engine's messages
 
 
 def _of_codec(sample: Sample) -> dict[str, Any]:
@@ -150,9 +169,9 @@ def _of_collective(sample: Sample) -> dict[str, Any]:
 
 def _of_contender(sample: Sample) -> dict[str, Any]:
     return {
-        "contender": CONTENDERS[str(sample.names["contender"])],
-        "place": f"{sample.names['model']}, {_place(sample)}",
-        "carried": TRANSPORTS[str(sample.names["transport"])],
+        "contender": CONTENDERS.get(name := str(sample.names["contender"]), name),
+        "place": f"{sample.names['model']} in {sample.names.get('compute', 'fp32')}, {_place(sample)}",
+        "carried": _FOOTING[str(sample.names["transport"])],
         "last_loss": sample.losses[-1],
     }
 
@@ -167,6 +186,11 @@ BOARDS: Final[dict[Kind, Board]] = {
             "rate: GB/s over the copy's, which reads and writes the elements: at 1 memory is the limit, "
             "below it arithmetic. Sums are of 4 frames. Other arithmetic: another library's, which equals "
             "none of ours and makes its own buffers."
+        ),
+        read=(
+            "GB/s: every byte read or written, once, over seconds. 'decode, sum 4, encode' decodes 4 frames, "
+            "adds them and encodes the sum; 'carried error' adds what the last encoding lost, and keeps what "
+            "this one loses."
         ),
         labels=_of_codec,
         columns=(
@@ -225,14 +249,21 @@ BOARDS: Final[dict[Kind, Board]] = {
         name="engine",
         title="Training steps beside peers",
         caption=(
-            f"{_SLOWEST}Tokens of all ranks. Of compute alone: tokens per second over those of the same "
-            "model that steps on every rank by itself and sends nothing. Over DDP, and over the faster of "
-            "FSDP2 with weights released after use and with weights kept: likewise. DeepSpeed: its ZeRO-3. "
-            "Ours keep the root and the last block. shm: shared memory inside nodes, gloo between them. "
-            "Nothing is clipped; AdamW, fp32, one thread a rank. CPU ms: that all ranks' processes computed "
-            "in a step, waiting awake included. The last loss is the mean over ranks before the last step: "
-            "all that train without quantising agree in every step."
+            f"{_SLOWEST}Tokens of all ranks. gloo alone: the transport of all peers, so these rows are on "
+            "the same footing; shm, gloo: shared memory inside nodes, gloo between them. Of compute alone: "
+            "tokens per second over those of the same model that steps on every rank by itself and sends "
+            "nothing. Over the best peer, and the best DDP, FSDP2 and DeepSpeed: likewise, over the setting "
+            "of each over which we gain least. DDP, FSDP2, DeepSpeed: as shipped (FSDP2 keeps the root; "
+            "DeepSpeed overlaps, and gathers parameters below 100,000 elements once). Tuned: gradients are "
+            "views of buckets, the graph is static; bf16 hook: and gradients travel in bf16. Prefetch: "
+            "asynchronous all-gathers, two blocks ahead; kept: all weights until backward. hpZ: a copy in "
+            "each node. Ours keep the root and the last block. In bf16, masters are fp32: DDP by autocast, "
+            "the others with bf16 weights, which they also send. Nothing is clipped; AdamW, one thread a "
+            "rank. CPU ms: that all ranks' processes computed in a step, waiting awake included. The last "
+            "loss is the mean over ranks before the last step: all but ZeRO++ and compute alone agree in "
+            "every step."
         ),
+        read="tok/s: of all ranks, the median over rounds.",
         labels=_of_contender,
         rounds=_best_peers,
         columns=(
@@ -241,8 +272,10 @@ BOARDS: Final[dict[Kind, Board]] = {
             Shown("carried", "carried by"),
             _measured("speed", "tok/s", "tokens / seconds", 4),
             _ratio("of_alone", "of compute alone", "reference_seconds / seconds"),
-            _ratio("over_ddp", "over DDP", "ddp / seconds"),
-            _ratio("over_fsdp2", "over best FSDP2", "fsdp2 / seconds"),
+            _ratio("over_peer", "over best peer", "peer / seconds"),
+            _ratio("over_ddp", "over best DDP", "ddp / seconds", wide=True),
+            _ratio("over_fsdp2", "over best FSDP2", "fsdp2 / seconds", wide=True),
+            _ratio("over_deepspeed", "over best DeepSpeed", "deepspeed / seconds", wide=True),
             _measured("milliseconds", "ms a step", "1e3 * seconds / steps", wide=True),
             _measured("cpu_milliseconds", "CPU ms", "1e3 * cpu / steps", wide=True),
             Shown("last_loss", "last loss", number(5), wide=True),
@@ -252,7 +285,7 @@ BOARDS: Final[dict[Kind, Board]] = {
         line="At the dashed line communication would cost nothing. Colours: what carried messages.",
         row="contender",
         panel="place",
-        colours=_CARRIED,
+        colours=("carried", {told: _CARRIED[1][TRANSPORTS[name]] for name, told in _FOOTING.items()}),
     ),
     "step": Board(
         name="steps",

@@ -2,6 +2,10 @@
 
 The schedule is simulated by :mod:`impl.plan.simulate`: computation as measured, divided among the units by
 their elements, and messages as in the ledger at the rate that the link achieved.
+
+Computation is that of :mod:`harness.measure.compute_alone`, of the model by itself on all ranks at once, so
+that what an engine adds to it, stalls among it, is the engine's.  Records from before it was measured have
+what ranks did in their steps while they did not wait.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ BITS_PER_MBIT: Final = 1e6
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     """Seconds of the simulated schedule's step of each trial, by id; NaN if exposed time is not known.
 
-    In every timed step the longest of any rank, since no step is shorter than that of any of its ranks
-    alone; then the median over steps.  Steps are summarised like this everywhere, so the bound is not below
-    the computation of those steps.
+    In every sample or timed step the longest of any rank, since no step is shorter than that of any of its
+    ranks alone; then the median over them.  Steps are summarised like this everywhere, so the bound is not
+    below the computation of those steps.
 
     With A micro-batches a step, A passes that each compute and send a part of A; what is neither forward
     nor backward (the optimizer) comes on top as it was measured.
@@ -35,16 +39,7 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
         frames: with the trials' raw values.
         steps: timed steps of each trial.
     """
-    timed = frames.steps[~frames.steps["warmup"].astype(bool)]
-    computed = pd.DataFrame(
-        {
-            "id": timed["id"],
-            "index": timed["index"],
-            "forward": timed["forward"] - pd.to_numeric(timed["exposed_forward"]),
-            "backward": timed["backward"] - pd.to_numeric(timed["exposed_backward"]),
-            "rest": timed["total"] - timed["forward"] - timed["backward"],
-        }
-    )
+    computed = computations(frames)
     by_id = {row["id"]: row for row in frames.trials.to_dict("records")}
     found = {}
     for identity, mine in computed.groupby("id"):
@@ -56,20 +51,55 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     return pd.Series(found, dtype=float)
 
 
+def computations(frames: Frames) -> pd.DataFrame:
+    """Seconds of computation of a step: of each rank in each sample of it by itself, else in each timed step.
+
+    Columns ``id``, ``index`` (of sample or step), ``forward``, ``backward``, ``rest`` and ``cpu_seconds``, of
+    all micro-batches of a step, and ``alone``, whether they are of computation by itself.
+    """
+    alone = frames.alone
+    passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.ran.items()})
+    by_itself = pd.DataFrame(
+        {
+            "id": alone["id"],
+            "index": alone["sample"],
+            "forward": alone["forward"] * passes,
+            "backward": alone["backward"] * passes,
+            "rest": alone["optimizer"],
+            "cpu_seconds": alone["cpu_seconds"] * passes + alone["optimizer_cpu_seconds"],
+            "alone": True,
+        }
+    )
+    timed = frames.steps[~frames.steps["warmup"].astype(bool) & ~frames.steps["id"].isin(alone["id"])]
+    in_steps = pd.DataFrame(
+        {
+            "id": timed["id"],
+            "index": timed["index"],
+            "forward": timed["forward"] - pd.to_numeric(timed["exposed_forward"]),
+            "backward": timed["backward"] - pd.to_numeric(timed["exposed_backward"]),
+            "rest": timed["total"] - timed["forward"] - timed["backward"],
+            "cpu_seconds": pd.to_numeric(timed["cpu_seconds"]).astype(float),
+            "alone": False,
+        }
+    )
+    found = [part for part in (by_itself, in_steps) if len(part)]
+    return pd.concat(found, ignore_index=True) if found else in_steps
+
+
 def processor_seconds(frames: Frames) -> pd.Series[float]:
     """Seconds of a step of each trial, by id, if the CPUs were always busy.
 
-    CPU seconds of all ranks over the number of CPUs that they share; the median over timed steps.  With a
-    CPU for every rank it is at most what the slowest of them computes.
+    CPU seconds of all ranks over the number of CPUs that they share; the median over samples or steps.  With
+    a CPU for every rank it is at most what the slowest of them computes.
 
     NaN on GPUs, for ranks that may run on several machines, and for records without CPU seconds.
 
     Args:
         frames: with the trials' raw values.
     """
-    timed = frames.steps[~frames.steps["warmup"].astype(bool)]
-    computed = pd.to_numeric(timed["cpu_seconds"]).astype(float)
-    of_steps = computed.groupby([timed["id"], timed["index"]]).agg(lambda ranks: ranks.sum(skipna=False))
+    computed = computations(frames)
+    by_step = computed["cpu_seconds"].astype(float).groupby([computed["id"], computed["index"]])
+    of_steps = by_step.agg(lambda ranks: ranks.sum(skipna=False))
     of_trials = of_steps.groupby("id").agg(lambda steps: steps.median(skipna=False))
     return of_trials / frames.trials.set_index("id")["processors"].reindex(of_trials.index)
 

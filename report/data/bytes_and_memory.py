@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final
@@ -19,11 +20,14 @@ from impl.plan.traffic import Load, predict
 from report.data.frames import Frames
 from report.data.metrics import TRAINING, timed_steps
 
-VOLUME_PARTS: Final = ("gather in forward", "gather in backward", "gradients", "control")
+VOLUME_PARTS: Final = ("gather in forward", "gather in backward", "gradients", "control", "padding")
 
 
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Bytes between nodes per step by part, from the ledger, all ranks: one row per trial and part."""
+    """Bytes between nodes per step by part, from the ledger, all ranks: one row per trial and part.
+
+    What is sent of padding is a part of its own, and in no other.
+    """
     steps = timed_steps(frames)
     between = frames.bytes[
         (frames.bytes["link"] == "inter")
@@ -39,7 +43,10 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
         VOLUME_PARTS[:3],
         default=VOLUME_PARTS[3],
     )
-    sums = between.assign(part=part).groupby(["id", "part"], as_index=False)[["bytes"]].sum()
+    own = between.assign(part=part, bytes=between["bytes"] - between["padding"])
+    of_padding = between.assign(part=VOLUME_PARTS[4], bytes=between["padding"])
+    parts = pd.concat([own, of_padding[of_padding["padding"] > 0]])
+    sums = parts.groupby(["id", "part"], as_index=False)[["bytes"]].sum()
     sums["bytes"] = sums["bytes"] / sums["id"].map(steps)
     return _in_m(sums, table)
 
@@ -59,7 +66,8 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
         ``hops``        flat - hierarchical in 16 bits
         ``copy``        hierarchical - with the hpZ copy, in 16 bits
         ``quantising``  with the hpZ copy in 16 bits - the policy itself
-        ``sent``        what is left
+        ``sent``        what is left, of the model's elements
+        ``padding``     what is left, of padding
 
     One row per trial and part; trials of peers, inside FSDP2 or DDP, and on one node are left out.
     """
@@ -86,7 +94,9 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
             for p, laid_out in zip(ladder, layouts, strict=True)
         ]
         saved = [before - after for before, after in pairwise(sent)]
-        parts = zip(("hops", "copy", "quantising", "sent"), (*saved, sent[-1]), strict=True)
+        pads = _padding_between(policy, topology, units, frames.units[str(trial.id)], ran.accumulation)
+        left = (sent[-1] - pads, pads)
+        parts = zip(("hops", "copy", "quantising", "sent", "padding"), (*saved, *left), strict=True)
         rows += [{"id": trial.id, "part": part, "bytes": size} for part, size in parts]
     return _in_m(pd.DataFrame(rows, columns=["id", "part", "bytes"]), table)
 
@@ -110,13 +120,32 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
 
 
 def _sent_between(policy: Policy, topology: Topology, units: list[UnitGeometry], micro_batches: int) -> int:
-    load = Load(micro_batches=micro_batches)
-    return sum(
-        sent.bytes
-        for rank in range(topology.world)
-        for key, sent in predict(policy, topology, units, rank, load).sent.items()
-        if key.link == "inter"
-    )
+    return sum(_unit_bytes(policy, topology, units, micro_batches).values())
+
+
+def _padding_between(
+    policy: Policy,
+    topology: Topology,
+    units: list[UnitGeometry],
+    sizes: list[tuple[str, int, int]],
+    micro_batches: int,
+) -> float:
+    """What of that is of padding: of a unit's messages as much as of its elements."""
+    pads = {name: 1 - numel / padded for name, numel, padded in sizes if padded}
+    sent = _unit_bytes(policy, topology, units, micro_batches)
+    return sum(size * pads.get(unit, 0.0) for unit, size in sent.items())
+
+
+def _unit_bytes(
+    policy: Policy, topology: Topology, units: list[UnitGeometry], micro_batches: int
+) -> Counter[str]:
+    """Bytes between nodes of all ranks by unit."""
+    load, found = Load(micro_batches=micro_batches), Counter[str]()
+    for rank in range(topology.world):
+        for key, sent in predict(policy, topology, units, rank, load).sent.items():
+            if key.link == "inter":
+                found[key.unit] += sent.bytes
+    return found
 
 
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from harness.suites.trial import Trial
 from impl.codecs.codec import CodecError, IntCodec, parse
+from report.data.communication import tried
 from report.data.contender import BASELINE, NAMES, fields_of, told
 from report.data.frames import Frames
 
@@ -27,8 +28,11 @@ REFERENCE: Final = "reference"
 
 
 def codecs(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Errors of integer codecs by bits and block size: one row per trial, purpose, unit and codec."""
-    found = frames.quantisation.merge(table[["id", "contender", "strategy", "seed", "repeat"]], on="id")
+    """Errors of integer codecs by bits and block size: one row per trial, purpose, unit and codec.
+
+    Of the trials that :func:`report.data.communication.tried` chooses.
+    """
+    found, _ = tried(frames, table)
     found = found[found["codec"].str.startswith("int")]
     parsed = [codec for text in found["codec"] if isinstance(codec := parse(text), IntCodec)]
     rows = [(c.bits, str(c.block), c.asymmetric, ", ".join(str(c).split(":")[2:])) for c in parsed]

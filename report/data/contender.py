@@ -7,9 +7,13 @@ fields that define a technique (stage, group, codecs, hpZ, feedback) are always 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from harness.suites.expansion import flatten
+from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.recipe import recipe
 from impl.plan.policy import Policy
@@ -23,7 +27,14 @@ COMBINATIONS: Final = ("zero3", "qwz", "hpz", "qgz", "qwz+hpz", "qwz+qgz", "hpz+
 NAMES: Final = {
     "single": "single process",
     "ddp": "DDP",
+    "ddp-tuned": "DDP, tuned",
+    "ddp-bf16": "DDP, bf16 hook",
     "fsdp2": "FSDP2",
+    "fsdp2-prefetch": "FSDP2, prefetch",
+    "fsdp2-kept": "FSDP2, kept",
+    "fsdp2-kept-prefetch": "FSDP2, kept, prefetch",
+    "deepspeed": "DeepSpeed",
+    "deepspeed-hpz": "DeepSpeed, hpZ",
     "ddp+exact": "DDP + exact",
     "ddp+bf16": "DDP + bf16",
     "ddp+qgz": "DDP + qgZ",
@@ -132,6 +143,9 @@ def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     if trial.strategy == RECIPE:
         changes = _asked(trial) | changes
     said = [told(key, value) for key, value in changes.items() if key not in shared]
+    said += [told(key, value) for key, value in _of_peer(trial).items()]
+    if trial.control is not None:
+        said.append(f"control: {trial.control.replace('_', ' ')}")
     return f"{name} ({', '.join(said)})" if said else name
 
 
@@ -140,6 +154,28 @@ def told(field: str, value: str) -> str:
     if field == "secondary" and value == "0":
         return "no hpZ copy"
     return f"{_SHORT.get(field, field)} {value}"
+
+
+def short_names_in_words(names: Iterable[str]) -> str:
+    """Caption text, after a space, for the codecs in these contenders' names; empty where none has any."""
+    said = " ".join(names)
+    words = [
+        f"{_SHORT[field]} is the codec of {field}"
+        for field in ("weights", "gradients")
+        if re.search(rf"[( ]{_SHORT[field]} \w", said)
+    ]
+    return f" In names {' and '.join(words)}." if words else ""
+
+
+def _of_peer(trial: Trial) -> dict[str, str]:
+    """What a peer is told beside its name: a DeepSpeed configuration, but for stage 3, and a type."""
+    found = {}
+    if family_of(trial.strategy) == DEEPSPEED:
+        settings = flatten(json.loads(trial.deepspeed_config or "{}"))
+        found = {path.rpartition(".")[2]: str(value) for path, value in settings}
+        if found.get("stage") == "3":
+            del found["stage"]
+    return found | ({} if trial.peer.compute == "fp32" else {"compute": trial.peer.compute})
 
 
 def _asked(trial: Trial) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 
-from harness.records.statistics import Interval, paired_ratio_interval
+from harness.records.statistics import Interval, median_interval, paired_ratio_interval
 from report.data.contender import BASELINE, NAMES
 from report.data.frames import Frames
 
-PAIR = ("cell", "seed", "repeat", "step")  # generations that ran under the same conditions
+PAIR = ("cell", "sweep", "seed", "repeat", "step")  # generations that ran under the same conditions
 
 
 def generations(frames: Frames) -> pd.DataFrame:
@@ -59,9 +60,18 @@ def generations(frames: Frames) -> pd.DataFrame:
 def speedup(group: pd.DataFrame) -> Interval:
     """Geometric mean of the paired ratios of tokens per second, with its interval.
 
+    Generations of one trial are no samples of their own: the ratio of a trial is the geometric mean of its.
+
     Args:
         group: rows of :func:`generations` of one contender in one cell, with a baseline.
     """
-    by_pair = group.set_index(["seed", "repeat", "step"])
-    ours, base = by_pair["tokens_per_second"], by_pair["baseline_tokens_per_second"]
-    return paired_ratio_interval(ours.to_dict(), base.to_dict())
+    by_trial = group.groupby(["seed", "repeat"])
+    rates = ("tokens_per_second", "baseline_tokens_per_second")
+    ours, base = (by_trial[name].agg(lambda values: np.exp(np.log(values).mean())) for name in rates)
+    return paired_ratio_interval(ours.to_dict(), base.to_dict(), by_trial["sweep"].first().to_dict())
+
+
+def speed(group: pd.DataFrame) -> Interval:
+    """Median over trials of the median tokens per second of each one's generations, with its interval."""
+    by_trial = group.groupby("id", sort=False)
+    return median_interval(list(by_trial["tokens_per_second"].median()), list(by_trial["sweep"].first()))

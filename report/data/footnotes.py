@@ -9,7 +9,7 @@ import pandas as pd
 from harness.suites import labels
 from impl.plan.geometry import MUCH_PADDING
 from report.data.metrics import OTHERS_WITHIN, RATES_AGREE_WITHIN, Derived
-from report.data.text import NOTHING, counted
+from report.data.text import NOTHING, counted, listed
 
 RATES = "†"
 TAKEN = "‡"
@@ -46,10 +46,13 @@ def above_in_words(shares: pd.DataFrame, *, marked: bool = True) -> str:
     """Caption text about shares above 1, ending with a space; empty if there are none.
 
     Args:
-        shares: of trials, with columns ``schedule_share``, ``ideal_share`` and ``processors_busy``.
+        shares: of trials, with columns ``schedule_share``, ``ideal_share`` and ``processors_busy``, and maybe
+            ``alone``.
         marked: whether the mark stands beside them.
     """
-    beyond = {name for name in shares.columns if shares[name].round(2).gt(1).any()}
+    beyond = {name for name in shares.columns if name != "alone" and shares[name].round(2).gt(1).any()}
+    if not beyond:
+        return ""
     why = []
     if "ideal_share" in beyond:
         why.append("steps sent their bytes at a higher rate than the probe after the trial found")
@@ -58,7 +61,9 @@ def above_in_words(shares: pd.DataFrame, *, marked: bool = True) -> str:
             "steps sent their bytes at a higher rate than the probe after the trial found, or their units "
             "share the computation otherwise than by their elements, as the scheduled step takes it"
         )
-    if "processors_busy" in beyond:
+    if "alone" in shares and shares["alone"].eq(other=True).any():
+        why.append("all ranks computed at once when it was measured, while in a step some wait")
+    elif "processors_busy" in beyond:
         why.append("ranks do not begin a step together, so that part of what they computed is another step's")
     if not why:
         return ""
@@ -88,7 +93,7 @@ def padding_warning(derived: Derived) -> str | None:
 def in_words(cells: Iterable[str]) -> str:
     """Caption text for the marks of rates and trials that occur in these cells, after a space."""
     found = "".join(cells)
-    words = {RATES: RATES_IN_WORDS, TAKEN: TAKEN_IN_WORDS}
+    words = {RATES: RATES_IN_WORDS, TAKEN: TAKEN_IN_WORDS, labels.INTERFACES: labels.INTERFACES_IN_WORDS}
     return "".join(f" {told}" for mark, told in words.items() if mark in found)
 
 
@@ -99,9 +104,71 @@ def taken_warning(derived: Derived) -> str | None:
     if found.empty:
         return None
     return (
-        f"During {len(found)} of {counted(len(ran), 'trial')} others had the processors: programs that are "
-        f"no ranks, and the machine's host, took more than {OTHERS_WITHIN:.0%} of their time, at most "
-        f"{found['taken_share'].max():.0%}; such trials are marked ({TAKEN})."
+        f"During {len(found)} of {counted(len(ran), 'trial')} other programs and the machine's host took "
+        f"more than {OTHERS_WITHIN:.0%} of the processors' time, at most {found['taken_share'].max():.0%}; "
+        f"such trials are marked ({TAKEN})."
+    )
+
+
+def alone_in_words(derived: Derived) -> str:
+    """Caption text on whose computation the bounds of steps are formed of, after a space."""
+    ran = derived.trials
+    by_itself = int(ran["alone"].eq(other=True).sum())
+    told = (
+        " Computation is that of the model by itself, on all ranks at once before and after the timed steps: "
+        "what the engine adds to it, stalls among it, is not allowed."
+    )
+    if by_itself == len(ran):
+        return told
+    rest = (
+        " it was not measured by itself: it is what ranks did while they did not wait, and the engine's own "
+        "stalls count as computation."
+    )
+    if not by_itself:
+        return f" Of all trials, whose records are older,{rest}"
+    return f"{told} Of {len(ran) - by_itself} of {counted(len(ran), 'trial')}, whose records are older,{rest}"
+
+
+def modelled_in_words(derived: Derived) -> str:
+    """Caption text where the link of any trial was modelled, after a space; empty for none."""
+    ran = derived.finished
+    paced = int(ran["modelled"].sum())
+    if not paced:
+        return ""
+    which = "all trials" if paced == len(ran) else f"{paced} of {counted(len(ran), 'trial')}"
+    return (
+        f" Modelled: of {which} the link between nodes was a pacer in the process, which holds back what our "
+        "wire sends by its bytes; no network was slow."
+    )
+
+
+def bytes_warnings(derived: Derived) -> list[str]:
+    """Warnings of the page on trials whose bytes on record do not agree with each other."""
+    ran = derived.finished
+    found = []
+    if len(unequal := ran[ran["predicted_equal"].eq(other=False)]):
+        found.append(
+            f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
+            f"{listed(sorted(unequal['id'])[:6])}; what was sent by them is not to be relied on."
+        )
+    if len(wrong := ran[ran["miscounted"].ne("")]):
+        first = wrong.iloc[0]
+        found.append(
+            f"The interfaces did not send what the ledger holds in {counted(len(wrong), 'trial')}: "
+            f"{listed(sorted(wrong['id'])[:6])}; in {first['id']} {first['miscounted']}."
+        )
+    return found
+
+
+def unsigned_warning(derived: Derived) -> str | None:
+    """What the page says of records without a digest of their content."""
+    ran = derived.finished
+    bare = int((~ran["signed"].astype(bool)).sum())
+    if not bare:
+        return None
+    return (
+        f"Without digest: {bare} of {counted(len(ran), 'record')}, from before records had one; whether "
+        "their content was edited is not known."
     )
 
 

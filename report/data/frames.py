@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 import pandas as pd
 from pydantic import ValidationError
 
+from harness.records import checks
 from harness.records.record import Record, RecordError, read_all
 from harness.suites.trial import Trial
 from report.data.contender import label_of, order_of, shared_changes
@@ -26,8 +27,8 @@ from report.data.text import plain
 
 # What may differ between trials of one cell: who ran, and which repetition it was.
 _NOT_OF_A_CELL: Final = (
-    "strategy", "policy", "deepspeed_config", "seed", "repeat", "timeout_seconds", "measure_quantisation",
-    "validate_every",
+    "strategy", "policy", "peer", "deepspeed_config", "control", "seed", "repeat", "timeout_seconds",
+    "measure_quantisation", "validate_every",
 )  # fmt: skip
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
@@ -37,18 +38,27 @@ STEPS: Final = (
     "exposed_forward", "exposed_backward", "loss", "gradient_norm", "cpu_seconds",
 )  # fmt: skip
 BYTES: Final = (
-    "id", "source", "rank", "node", "phase", "purpose", "link", "hop", "bytes", "messages",
+    "id", "source", "rank", "node", "phase", "purpose", "link", "hop", "bytes", "messages", "padding",
+    "headers",
 )  # fmt: skip
+_SUMMED: Final = ("bytes", "messages", "padding", "headers")
 INTERFACES: Final = ("id", "node", "tx_bytes", "tx_packets", "header_bytes")
 MEMORY: Final = ("id", "rank", "source", "part", "bytes")
 TOKENS: Final = (
     "id", "rank", "step", "warmup", "index", "seconds", "exposed", "inter_bytes", "intra_bytes",
 )  # fmt: skip
+ALONE: Final = (
+    "id", "rank", "sample", "forward", "backward", "optimizer", "cpu_seconds", "optimizer_cpu_seconds",
+)  # fmt: skip
 VALIDATIONS: Final = ("id", "step", "loss", "train_seconds", "inter_bytes")
 QUANTISATION: Final = ("id", "purpose", "unit", "codec", "vnmse", "largest")
+COMMUNICATION_ERRORS: Final = (
+    "id", "step", "purpose", "unit", "hop", "axis", "codec", "repeated", "squared_error", "squared_value",
+    "cosine",
+)  # fmt: skip
 LINKS: Final = ("id", "order", "kind", "why", "when", "requested_mbit", "achieved_mbit", "message_bytes")
 FAILURES: Final = (
-    "id", "contender", "where", "repeat", "seed", "kind", "message", "log", "strategy", "place", "cell",
+    "id", "contender", "where", "repeat", "seed", "kind", "message", "log", "by", "strategy", "place", "cell",
     "parameters", "nodes", "ranks_per_node",
 )  # fmt: skip
 FACTS: Final = ("pool", "records", "fact", "value")
@@ -71,16 +81,21 @@ class Frames:
     questions: tuple[str, ...]  # of the suites, where records hold them
     pools: tuple[str, ...]  # hashes of machine and code
     left_out: int  # failures of another pool, without measurements
+    interrupted: int  # trials that Ctrl-C ended and that have not been run again; they are no failures
     trials: pd.DataFrame  # one row per finished trial that trained
     generators: pd.DataFrame  # the same of those that generated; their raw values are in ``tokens`` alone
     steps: pd.DataFrame  # per rank and optimizer step; seconds
-    bytes: pd.DataFrame  # sent over the timed steps, by all its columns; source: ledger or predicted
+    # Sent over the timed steps, by all its columns; source: ledger or predicted.  ``padding`` is how much of
+    # the bytes is of padding, ``headers`` what a real network's packets would add to them.
+    bytes: pd.DataFrame
     interfaces: pd.DataFrame  # per node: counted over the timed steps, with the bytes of a packet's headers
     # By part, rank and source: engine, formula or process; of a step, copied and copied_formula.
     memory: pd.DataFrame
     tokens: pd.DataFrame  # per rank and decoded token; seconds, and bytes that the rank sent for it
+    alone: pd.DataFrame  # computation by itself: per rank and sample; seconds of one micro-batch, and a step
     validations: pd.DataFrame
-    quantisation: pd.DataFrame  # error of a codec on a unit
+    quantisation: pd.DataFrame  # error of a codec that was tried on a unit
+    communication_errors: pd.DataFrame  # of what was sent, by hop and end to end; sums of squares
     links: pd.DataFrame  # one row per measurement, ``when`` calibrated or probed
     failures: pd.DataFrame  # one row per trial without a result
     facts: pd.DataFrame  # machine, code and what ran: one row per pool and distinct value
@@ -119,7 +134,7 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
     trials = {record.id: _trial(record) for record in records}
     shared = shared_changes(list(trials.values()))
     cells = _cells(trials)
-    everything = [_trial_row(r, trials[r.id], shared) | cells[r.id] for r in records]
+    everything = [_trial_row(r, trials[r.id], shared) | _told_as_modelled(r, cells[r.id]) for r in records]
     ended = [record for record in records if record.failure is None]
     finished = [record for record in ended if trials[record.id].workload == "train"]
     generated = [record for record in ended if trials[record.id].workload == "generate"]
@@ -129,12 +144,17 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         rows = pd.DataFrame([row for row in everything if row["id"] in ids], columns=list(everything[0]))
         return rows.astype(dict.fromkeys(_FLOATS, float))
 
-    failed = {record.id: record.failure.model_dump() for record in records if record.failure is not None}
+    failed = {
+        record.id: record.failure.model_dump()
+        for record in records
+        if record.failure is not None and record.failure.kind != "interrupted"
+    }
     return Frames(
         suite=", ".join(sorted({record.suite for record in records})),
         questions=tuple(sorted({record.question for record in records if record.question})),
         pools=tuple(sorted({record.pool for record in records})),
         left_out=found - len(records),
+        interrupted=len(records) - len(ended) - len(failed),
         trials=trials_of(finished),
         generators=trials_of(generated),
         steps=_frame(finished, STEPS, lambda r: _of_ranks(r, "steps")),
@@ -142,8 +162,12 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         interfaces=_frame(finished, INTERFACES, _interface_rows),
         memory=_frame(finished, MEMORY, _memory_rows),
         tokens=_frame(generated, TOKENS, lambda r: _of_ranks(r, "tokens")),
+        alone=_frame(finished, ALONE, _alone_rows),
         validations=_frame(finished, VALIDATIONS, lambda r: (v.model_dump() for v in r.validations)),
         quantisation=_frame(finished, QUANTISATION, lambda r: (q.model_dump() for q in r.quantisation)),
+        communication_errors=_frame(
+            finished, COMMUNICATION_ERRORS, lambda r: (e.model_dump() for e in r.communication_errors)
+        ),
         links=_links_frame(ended),
         failures=pd.DataFrame(
             [row | failed[row["id"]] for row in everything if row["id"] in failed], columns=list(FAILURES)
@@ -217,6 +241,19 @@ def _cells(trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
     return found
 
 
+def _told_as_modelled(record: Record, cell: dict[str, str]) -> dict[str, str]:
+    """``cell``, whose description says so where the link between nodes is modelled."""
+    if not _modelled(record):
+        return cell
+    rate = rate_text(record.link.requested_mbit if record.link else None)
+    return cell | {"where": cell["where"].replace(rate, f"modelled {rate}", 1)}
+
+
+def _modelled(record: Record) -> bool:
+    """Whether a pacer in the process stood for the link: there was no network that could be slow."""
+    return record.link is not None and record.link.kind == "paced"
+
+
 def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
     """Rows by equal ``keys``, in the order of first appearance, with the keys' values."""
     first = data.drop_duplicates(keys)[keys].astype(object)
@@ -247,6 +284,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "place": order_of(trial.strategy),
         "seed": trial.seed,
         "repeat": trial.repeat,
+        "sweep": record.sweep,
         "nodes": topology.nodes,
         "ranks_per_node": topology.ranks_per_node,
         "world": topology.world,
@@ -263,11 +301,16 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "secondary": policy.secondary_ranks(topology) if policy else 0,
         "parameters": record.parameters,
         "units": len(record.units),
+        "numel": sum(numel for _, numel, _ in record.units) or record.parameters,
         "padded": sum(padded for _, _, padded in record.units),
         "padding_share": record.padding,
         "reference_loss": record.reference_loss,
-        "predicted_equal": record.predicted.equal if record.predicted else None,
+        "predicted_equal": checks.unpredicted(record) is None if record.predicted else None,
+        "miscounted": checks.miscounted(record) or "",
+        "gradient_share": max((check.share for check in record.first_gradients), default=math.nan),
+        "signed": record.digest is not None,
         "link_kind": link.kind if link else "",
+        "modelled": _modelled(record),
         "backend": str(record.ran.get("backend", "")),
         "kernels": str(record.ran.get("kernels", "")),
         "kernels_warning": plain(record.ran.get("kernels_warning", ""), 300),
@@ -306,6 +349,12 @@ def _of_ranks(record: Record, values: Literal["steps", "tokens"]) -> Iterator[di
             yield {"rank": rank.rank, "node": rank.node, "local": rank.local, **value.model_dump()}
 
 
+def _alone_rows(record: Record) -> Iterator[dict[str, Any]]:
+    for rank in record.ranks:
+        for number, sample in enumerate(rank.alone):
+            yield {"rank": rank.rank, "sample": number, **sample.model_dump(exclude={"when"})}
+
+
 def _interface_rows(record: Record) -> Iterator[dict[str, Any]]:
     headers = record.link.details.get("header_bytes") if record.link else None
     for counters in record.interfaces or []:
@@ -313,18 +362,29 @@ def _interface_rows(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def _bytes_frame(records: list[Record]) -> pd.DataFrame:
-    """Ledger and prediction, summed over units."""
+    """Ledger and prediction, summed over units.
+
+    A unit's messages are of padding as far as its elements are.
+    """
 
     def rows(record: Record) -> Iterator[dict[str, Any]]:
+        pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
         predicted = dict(enumerate(record.predicted.ledgers if record.predicted else []))
         for place, rank in enumerate(record.ranks):
             where = {"rank": rank.rank, "node": rank.node}
             for source, ledger in (("ledger", rank.ledger), ("predicted", predicted.get(place))):
                 for entry in ledger or []:
-                    yield {"source": source, **where, **entry.model_dump(exclude={"unit"})}
+                    yield {
+                        "source": source,
+                        **where,
+                        **entry.model_dump(exclude={"unit"}),
+                        "padding": entry.bytes * pads.get(entry.unit, 0.0),
+                        "headers": checks.segmented(entry),
+                    }
 
     frame = _frame(records, BYTES, rows)
-    return frame.groupby(list(BYTES[:-2]), as_index=False, sort=False)[["bytes", "messages"]].sum()
+    keys = [name for name in BYTES if name not in _SUMMED]
+    return frame.groupby(keys, as_index=False, sort=False)[list(_SUMMED)].sum()
 
 
 def _unit_bytes(record: Record) -> dict[tuple[str, str, str], int]:
@@ -371,6 +431,7 @@ def _links_frame(records: list[Record]) -> pd.DataFrame:
 def _environment(record: Record) -> dict[str, Any]:
     """Facts of one record under dotted names: machine, code, and algorithms used."""
     facts: dict[str, Any] = {"machine": record.machine, "code": record.code, "ran": record.ran}
+    facts["record"] = {"digest": "none" if record.digest is None else "SHA-256, of this content"}
     if record.link is not None:
         facts["link"] = {"kind": record.link.kind, "why": record.link.why, **record.link.details}
     return _flat(facts)

@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import Interval, paired_ratio_interval
+from harness.records.statistics import Interval, crossing, median_interval, paired_ratio_interval
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.trial import PolicyChanges, Trial
-from report.data.best_step import BITS_PER_MBIT, processor_seconds, schedule_seconds
+from report.data.best_step import BITS_PER_MBIT, computations, processor_seconds, schedule_seconds
 from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE, PROPOSED
 from report.data.decoding import generations
 from report.data.frames import Frames, groups
@@ -27,7 +27,7 @@ TRAINING: Final = ("forward", "backward", "step")  # phases of a training step
 OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
 SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
 _SOURCES: Final = ("ledger", "predicted")
-PAIR: Final = ("cell", "seed", "repeat")  # trials that ran under the same conditions
+PAIR: Final = ("cell", "sweep", "seed", "repeat")  # trials that ran under the same conditions
 
 
 def trials(frames: Frames) -> pd.DataFrame:
@@ -35,7 +35,9 @@ def trials(frames: Frames) -> pd.DataFrame:
 
     Beside the columns of ``frames.trials``:
         step_seconds: median over timed steps of the slowest rank's total.
-        compute_seconds: median over timed steps of the largest (total - exposed) of any rank.
+        compute_seconds: of computation by itself, the median over samples of the largest of any rank; where
+            it is not on record, the median over timed steps of the largest (total - exposed) of any rank.
+        alone: whether it, and the bounds that follow from it, are of computation by itself.
         exposed_seconds: median over timed steps of the slowest rank's exposed communication.
         tokens_per_second: tokens of all ranks in a step / step_seconds.
         sent_bytes: bytes per step that all ranks sent between nodes in training (ledger).
@@ -49,8 +51,10 @@ def trials(frames: Frames) -> pd.DataFrame:
         best_seconds: the larger of these two; NaN where the schedule's is not known.
         share, schedule_share, ideal_share: best_seconds, schedule_seconds and ideal_seconds / step_seconds.
         processors_busy: processor_seconds / step_seconds.
+        segment_bytes: what the ledger's messages would be on a real network, each in packets of
+            :data:`harness.records.packet_sizes.SEGMENT_BYTES` with their headers.
         m_bytes: M times the micro-batches of a step; M is the bytes between nodes of one hierarchical
-            all-gather in 16 bits, 2 * padded * (nodes - 1), summed over ranks.
+            all-gather of the model, without padding, in 16 bits: 2 * elements * (nodes - 1), of all ranks.
         tflops: model TFLOP/s of a rank, for presets.
         first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
         validation_step: optimizer steps before that validation, warm-ups included.
@@ -73,7 +77,8 @@ def trials(frames: Frames) -> pd.DataFrame:
         table[name] = table[f"{bound}_seconds"] / table["step_seconds"]
     model = ["nodes", "ranks_per_node", "model", "accumulation"]  # peers have no units of their own
     table["padded"] = table.groupby(model)["padded"].transform("max")
-    table["m_bytes"] = (2.0 * table["padded"] * (table["nodes"] - 1)).replace(0.0, np.nan)
+    table["numel"] = table.groupby(model)["numel"].transform("max")
+    table["m_bytes"] = (2.0 * table["numel"] * (table["nodes"] - 1)).replace(0.0, np.nan)
     table["m_bytes"] *= table["accumulation"]
     table["tflops"] = [
         _tflops(frames.ran[row["id"]], row["step_seconds"], row["processes"])
@@ -103,10 +108,10 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
 
 
 def _timed(frames: Frames) -> pd.DataFrame:
-    """Timed steps with their exposed communication, and the total without it."""
+    """Timed steps with their exposed communication."""
     timed = frames.steps[~frames.steps["warmup"].astype(bool)].copy()
     exposed = pd.to_numeric(timed["exposed_forward"]) + pd.to_numeric(timed["exposed_backward"])
-    return timed.assign(exposed=exposed, compute=timed["total"] - exposed)
+    return timed.assign(exposed=exposed)
 
 
 def _slowest(timed: pd.DataFrame) -> pd.DataFrame:
@@ -116,10 +121,13 @@ def _slowest(timed: pd.DataFrame) -> pd.DataFrame:
 
 def _times(frames: Frames) -> pd.DataFrame:
     timed = _timed(frames)
-    computing = timed.groupby(["id", "index"])["compute"].max().groupby("id").median()
+    computed = computations(frames)
+    whole = computed[["forward", "backward", "rest"]].astype(float).sum(axis=1, skipna=False)
+    computing = whole.groupby([computed["id"], computed["index"]]).max().groupby("id").median()
     slowest = _slowest(timed).groupby("id")[["total", "exposed"]].median()
     found = slowest.rename(columns={"total": "step_seconds", "exposed": "exposed_seconds"})
-    return found.assign(compute_seconds=computing).reset_index()
+    alone = computed.groupby("id")["alone"].any()
+    return found.assign(compute_seconds=computing, alone=alone).reset_index()
 
 
 def timed_steps(frames: Frames) -> pd.Series[int]:
@@ -131,6 +139,8 @@ def _traffic(frames: Frames) -> pd.DataFrame:
     """Bytes per step between nodes of each trial; NaN where there is no ledger, prediction or interface."""
     between = (frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)
     sent = frames.bytes.assign(bytes=frames.bytes["bytes"].where(between, 0).astype(float))
+    packets = (frames.bytes["bytes"] + frames.bytes["headers"]).where(between, 0).astype(float)
+    of_ledger = frames.bytes["source"] == "ledger"
     of_source = {name: sent[sent["source"] == name].groupby("id")["bytes"].sum() for name in _SOURCES}
     of_node = sent[sent["source"] == "ledger"].groupby(["id", "node"])["bytes"].sum()
     counted = frames.interfaces.set_index("id")
@@ -140,6 +150,7 @@ def _traffic(frames: Frames) -> pd.DataFrame:
         {
             "sent_bytes": of_source["ledger"],
             "predicted_bytes": of_source["predicted"],
+            "segment_bytes": packets[of_ledger].groupby(frames.bytes["id"]).sum(),
             "interface_bytes": by_trial.sum(),
             "header_bytes": headers.groupby("id").sum(min_count=1),
             "egress_bytes": of_node.groupby("id").max().combine_first(by_trial.max()),
@@ -191,10 +202,30 @@ def speedup(group: pd.DataFrame) -> Interval:
     Args:
         group: rows of :func:`pairs` of one contender in one cell.
     """
-    by_pair = group.set_index(
-        ["seed", "repeat"]
-    )  # a trial run again under another time limit is no second pair
-    return paired_ratio_interval(by_pair["baseline_seconds"].to_dict(), by_pair["step_seconds"].to_dict())
+    return _paired(group, "baseline_seconds", "step_seconds")
+
+
+def _paired(group: pd.DataFrame, above: str, below: str) -> Interval:
+    """Interval of the ratio of two columns, by seed and repeat, with the spread between sweeps in it."""
+    by_pair = group.set_index(["seed", "repeat"])  # a trial run again under another time limit: no new pair
+    columns = (by_pair[name].to_dict() for name in (above, below, "sweep"))
+    return paired_ratio_interval(*columns)
+
+
+def middle(group: pd.DataFrame, column: str) -> float:
+    """Geometric mean over sweeps of each one's geometric mean: of paired columns the ratio of two of these
+    is :func:`speedup`'s.
+    """
+    return float(np.exp(np.log(group[column]).groupby(group["sweep"]).mean().mean()))
+
+
+def step_interval(group: pd.DataFrame) -> Interval:
+    """Median step of some trials, with its interval.
+
+    Args:
+        group: rows of :func:`trials` of one contender in one cell.
+    """
+    return median_interval(list(group["step_seconds"]), list(group["sweep"]))
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
@@ -238,16 +269,18 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """The rate at which a contender and ZeRO-3 are equally fast, per size of cluster and batch.
 
     Between two neighbouring measured rates whose speed-ups lie on both sides of 1, on the straight
-    line over the logarithm of the rate; NaN where none is crossed.
+    line through their logarithms over the logarithm of the rate; NaN where none is crossed.
 
     Args:
         pairs: from :func:`pairs`.
 
     Returns:
         One row per size and contender that ran at two or more rates: ``break_even_mbit`` (the
-        highest crossing), ``low_mbit`` and ``high_mbit`` (the range measured), ``low_speedup``
-        and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's, with
-        spaces between them.
+        highest crossing) with the ends of its interval, ``break_even_low_mbit`` and ``_high_mbit`` (infinite
+        beyond the neighbours, NaN for few pairs; :func:`harness.records.statistics.crossing`),
+        ``fewest_pairs``, which both neighbours have, ``low_mbit`` and ``high_mbit`` (the range measured),
+        ``low_speedup`` and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's,
+        with spaces between them.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
     rows: list[tuple[object, ...]] = []
@@ -255,20 +288,37 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     for key, group in groups(measured, keys):
         cells = [of_cell for _, of_cell in groups(group, ["cell"])]
         points = sorted(
-            (float(of_cell["achieved_mbit"].median()), speedup(of_cell).estimate) for of_cell in cells
+            ((float(of_cell["achieved_mbit"].median()), of_cell) for of_cell in cells),
+            key=lambda point: point[0],
         )
         if len(points) < 2:
             continue
-        crossings = [
-            math.exp(math.log(r0) + (math.log(r1) - math.log(r0)) * (s0 - 1) / (s0 - s1))
-            for (r0, s0), (r1, s1) in pairwise(points)
-            if (s0 - 1) * (s1 - 1) < 0
-        ]
+        (lowest, slow), (highest, fast) = points[0], points[-1]
         records = " ".join(sorted({*group["id"], *group["baseline"]}))
-        ends = (points[0][0], points[-1][0], points[0][1], points[-1][1])
-        rows.append((*key, *ends, max(crossings, default=math.nan), records))
-    names = ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "break_even_mbit", "records"]
+        ends = (lowest, highest, speedup(slow).estimate, speedup(fast).estimate)
+        rows.append((*key, *_highest_crossing(points), *ends, records))
+    names = ["break_even_mbit", "break_even_low_mbit", "break_even_high_mbit", "fewest_pairs"]
+    names += ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "records"]
     return pd.DataFrame(rows, columns=[*keys, *names])
+
+
+def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> tuple[float, float, float, int]:
+    """Rate, ends and pairs of the last neighbours whose speed-ups lie on both sides of 1."""
+    for (r0, slow), (r1, fast) in reversed(list(pairwise(points))):
+        left, right = _log_speedups(slow), _log_speedups(fast)
+        both = left.index.intersection(right.index)
+        if len(both) and left[both].mean() * right[both].mean() < 0:
+            sweeps = slow.set_index(["seed", "repeat"])["sweep"].to_dict()
+            places = crossing(left.to_dict(), right.to_dict(), sweeps)
+            rates = [r0 * (r1 / r0) ** place if math.isfinite(place) else place for place in places]
+            return rates[0], rates[1], rates[2], len(both)
+    return math.nan, math.nan, math.nan, 0
+
+
+def _log_speedups(group: pd.DataFrame) -> pd.Series[float]:
+    """Logarithms of the speed-ups of a cell's pairs, by seed and repeat."""
+    by_pair = group.drop_duplicates(["seed", "repeat"]).set_index(["seed", "repeat"])
+    return by_pair["baseline_seconds"].map(math.log) - by_pair["step_seconds"].map(math.log)
 
 
 def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
@@ -287,11 +337,20 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     ours = shaped[shaped["contender"] == NAMES[PROPOSED]].assign(full_rate=lambda t: 4 * t["rate_mbit"])
     base = shaped[shaped["contender"] == NAMES[BASELINE]]
     base = base.rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
-    keys = ["elsewhere", "seed", "repeat", "full_rate"]
+    keys = ["elsewhere", "sweep", "seed", "repeat", "full_rate"]
     columns = [*keys, "baseline", "tokens_per_second", "achieved_mbit"]
     joined = ours.merge(base[columns], on=keys, suffixes=("", "_baseline"))
     joined["parity"] = joined["tokens_per_second"] / joined["tokens_per_second_baseline"]
     return joined.sort_values(["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"], ignore_index=True)
+
+
+def parity_interval(group: pd.DataFrame) -> Interval:
+    """Geometric mean of the pairs' parity, with its interval.
+
+    Args:
+        group: rows of :func:`parity` with one place and rate.
+    """
+    return _paired(group, "tokens_per_second", "tokens_per_second_baseline")
 
 
 def cell_without_rate(frames: Frames, identity: str) -> str:

@@ -7,8 +7,32 @@ import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
+from harness.records.statistics import FEWEST, FEWEST_SWEEPS, Interval
+from harness.suites.labels import counted as counted  # noqa: PLC0414  # part of this vocabulary
+
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
+FEWEST_IN_WORDS: Final = f"with its 95 % interval from {FEWEST} pairs on"
 _LABEL_CHARACTERS: Final = 48
+
+
+def interval_in_words(found: Interval) -> str:
+    """Which interval it is, with its ends, or why there is none: to follow a number of pairs."""
+    if found.known:
+        of = f" of the means of {found.sweeps} sweeps" if found.sweeps > 1 else ""
+        return f"Student's 95 % interval{of} {found.low:.2f} to {found.high:.2f}"
+    if found.n < FEWEST:
+        return f"too few for an interval, which takes {FEWEST}"
+    return f"of {found.sweeps} sweeps, too few for an interval, which takes {FEWEST_SWEEPS}"
+
+
+def sweeps_in_words(sweeps: Collection[int]) -> str:
+    """Caption text on intervals over several sweeps, after a space; empty for one."""
+    count = len(set(sweeps))
+    if count < 2:
+        return ""
+    few = "" if count >= FEWEST_SWEEPS else f"; there is none of fewer than {FEWEST_SWEEPS}"
+    of = f" Of {count} sweeps: intervals are of the sweeps' means"
+    return f"{of}, so that the spread between sweeps is in them{few}."
 
 
 def number(digits: int = 3) -> Callable[[Any], str]:
@@ -38,11 +62,6 @@ def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
     words = " ".join(str(text).split())
     kept = "".join(c if ord(c) < 0x2000 and unicodedata.category(c)[0] != "C" else "?" for c in words)
     return kept if len(kept) <= limit else kept[: limit - 1] + "…"
-
-
-def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """A count with its noun: ``1 seed``, ``3 seeds``; ``plural`` where an s is not enough."""
-    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
 def span(counts: Collection[float], noun: str) -> str:

@@ -10,6 +10,7 @@ from typing import Final
 import pandas as pd
 from matplotlib.figure import Figure
 
+from harness.suites.peers import PEERS
 from report.data import published
 from report.data.contender import NAMES
 from report.data.metrics import Derived
@@ -60,13 +61,21 @@ def common_to(data: pd.DataFrame) -> str:
 
 def peers_note(data: pd.DataFrame) -> str:
     """Caption text on the bytes of peers, if ``data`` has any; ends with a space."""
-    peers = [NAMES[name] for name in ("ddp", "fsdp2") if (data["strategy"] == name).any()]
-    if not peers:
+    travels: dict[str, dict[str, None]] = {"fp32": {}, "bf16": {}}
+    for strategy, contender in zip(data["strategy"], data.get("contender", data["strategy"]), strict=True):
+        if strategy in PEERS and strategy != "single":
+            wire = PEERS[strategy].wire("bf16" if "compute bf16" in contender else "fp32")
+            travels[wire][NAMES[strategy]] = None
+    told = [
+        f"{listed(list(names))} {'travel' if len(names) > 1 else 'travels'} in {wire}"
+        for wire, names in travels.items()
+        if names
+    ]
+    if not told:
         return ""
-    told = f"{listed(peers)} {'travel' if len(peers) > 1 else 'travels'} in fp32"
-    if NAMES["fsdp2"] in peers:
-        told += "; on gloo, FSDP2's reduce-scatter sends the bytes of an all-reduce"
-    return f"{told}. "
+    if any(PEERS[strategy].family == "fsdp2" for strategy in set(data["strategy"]) & set(PEERS)):
+        told.append("on gloo, FSDP2's reduce-scatter sends the bytes of an all-reduce")
+    return f"{'; '.join(told)}. "
 
 
 def unpublished_note(data: pd.DataFrame) -> str:

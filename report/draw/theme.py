@@ -41,7 +41,14 @@ COLOURS: Final = {
     "fsdp2+qwz": "#4a7fb0",
     "fsdp2+qgz": "#b784a7",
     "fsdp2+qwz+qgz": "#9a5fb0",
+    "fsdp2-prefetch": "#c2528b",
+    "fsdp2-kept": "#5e1a45",
+    "fsdp2-kept-prefetch": "#e08bb5",
     "ddp": "#999933",
+    "ddp-tuned": "#77771f",
+    "ddp-bf16": "#c4c46e",
+    "deepspeed": "#44aa99",
+    "deepspeed-hpz": "#2c7a6d",
     "ddp+exact": "#5f7f1f",
     "ddp+bf16": "#b8b85a",
     "ddp+qgz": "#c98a5a",
@@ -51,7 +58,9 @@ COLOURS: Final = {
 MARKERS: Final = {
     "zero3": "o", "zeropp": "D", "qwz": "s", "hpz": "^", "qgz": "v", "qwz+hpz": "P", "qwz+qgz": "X",
     "hpz+qgz": "p", "exact": "h", "fsdp2": "<", "ddp": ">", "single": "*",
-    "recipe": "d", "zero3-flat": "4", "zero0": "1", "zero1": "2", "zero2": "3", "mics": "8",
+    "fsdp2-prefetch": "<", "fsdp2-kept": "<", "fsdp2-kept-prefetch": "<", "ddp-tuned": ">", "ddp-bf16": ">",
+    "deepspeed": "H", "deepspeed-hpz": "H", "recipe": "d",
+    "zero3-flat": "4", "zero0": "1", "zero1": "2", "zero2": "3", "mics": "8",
     "fsdp2+exact": "<", "fsdp2+bf16": "<", "fsdp2+qwz": "<", "fsdp2+qgz": "<", "fsdp2+qwz+qgz": "<",
     "ddp+exact": ">", "ddp+bf16": ">", "ddp+qgz": ">",
 }  # fmt: skip
@@ -68,9 +77,11 @@ VOLUME: Final = {
     "gather in backward": "#56b4e9",
     "gradients": "#e69f00",
     "control": "#999999",
+    "padding": "#dddddd",
 }
 SPARED: Final = {
     "sent": "#4d4d4d",
+    "padding": "#dddddd",
     "quantising": "#e69f00",
     "copy": "#009e73",
     "hops": "#cfe8df",

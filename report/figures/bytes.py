@@ -24,6 +24,7 @@ _MARKS: Final[dict[str, tuple[str, str, int]]] = {  # beside the ledger's bars: 
 }
 _SPARED: Final = {
     "sent": "sent",
+    "padding": "sent, of padding",
     "quantising": "spared by quantising",
     "copy": "spared by hpZ's copy inside the node",
     "hops": "spared by hopping by node",
@@ -115,7 +116,8 @@ def _volume_caption(data: pd.DataFrame) -> str:
     several = "Of several micro-batches: the mean of one. " if data["accumulation"].gt(1).any() else ""
     return (
         "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
-        f"padded elements x (nodes - 1) ({sizes}). Left: the ledger by purpose "
+        f"elements x (nodes - 1) ({sizes}), without padding, which is a part of its own. Left: the ledger by "
+        "purpose "
         f"(bars and numbers{unledgered}), what impl.plan.traffic predicts ( | ), what the network "
         "interfaces counted, headers included ( o ), and the rule printed in the ZeRO++ blog, 3M for ZeRO-3 "
         "and 0.75M for ZeRO++, applied to each technique ( x; only the two totals were printed there); the "

@@ -84,7 +84,8 @@ def _draw_error(data: pd.DataFrame) -> Figure:
 
 def _error_caption(data: pd.DataFrame) -> str:
     return (
-        "Error of integer codecs, each tried on tensors of the trials, whichever they sent: vNMSE = "
+        "Integer codecs, each tried once on the weights and the reduced gradients that training left to "
+        f"{data['contender'].iloc[0]}, whichever was sent (for that see Error of what was sent): vNMSE = "
         "sum((decoded - x)^2) / sum(x^2), and the largest |decoded - x| over the largest |x|. Markers: "
         f"median over {counted(data['unit'].nunique(), 'unit')} and repeats; dots: each. 'shard': one scale "
         "for a whole shard, the paper's non-blocked baseline."
@@ -153,10 +154,18 @@ def _sweep_lines(
 
 def _sweep_caption(data: pd.DataFrame) -> str:
     base = " Dashed: ZeRO-3 in 16 bits." if (data["swept"] == codec_sweeps.REFERENCE).any() else ""
+    drawn = [
+        words
+        for value, words in (
+            ("step_seconds", "median step seconds"),
+            ("m", "bytes between nodes per step (ledger, in units of M, see 'Bytes between nodes')"),
+            ("validation_loss", "loss of the last validation (its axis does not start at 0)"),
+        )
+        if data[value].notna().any()
+    ]
     return (
-        "What changes when only the named codecs do: median step seconds, bytes between nodes per step "
-        "(ledger, in units of M, see 'Bytes between nodes') and loss of the last validation (its axis does "
-        f"not start at 0). Markers: median over repeats; dots: each.{base} {common_to(data)}"
+        f"What changes when only the named codecs do: {listed(drawn)}. Markers: median over repeats; dots: "
+        f"each.{base} {common_to(data)}"
     )
 
 
@@ -179,7 +188,15 @@ def _sweep(name: str, title: str, axis: str, suite: str) -> Plot:
 
 
 PLOTS: Final = (
-    Plot("error", "Quantisation error", _draw_error, _error_caption, _error_alt, _error_data, "block_size"),
+    Plot(
+        "error",
+        "Codecs tried on one trial's tensors",
+        _draw_error,
+        _error_caption,
+        _error_alt,
+        _error_data,
+        "block_size",
+    ),
     _sweep("block_sweep", "Block size", "block", "block_size"),
     _sweep("bits_sweep", "Bits", "bits", "bits"),
 )

@@ -9,17 +9,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from harness.records.statistics import median_interval
 from report.data import decoding, published
 from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import Derived
-from report.data.text import byte_unit, listed, number
+from report.data.text import FEWEST_IN_WORDS, byte_unit, listed, number, sweeps_in_words
 from report.draw import drawing, theme
 from report.draw.plot import Plot, by_cell, by_contender, common_to, contenders
 
 _KEPT: Final = [
-    "id", "baseline", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "step",
-    "tokens", "sequences", "seconds", "tokens_per_second", "later_tokens_per_second", "first_bytes",
+    "id", "baseline", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat",
+    "step", "tokens", "sequences", "seconds", "tokens_per_second", "later_tokens_per_second", "first_bytes",
     "later_bytes", "baseline_tokens_per_second", "speedup",
 ]  # fmt: skip
 
@@ -39,19 +38,19 @@ def _draw(data: pd.DataFrame) -> Figure:
         drawing.row_names(row[0], [contender for _, contender in contenders(mine)])
         for place, (strategy, _, group) in enumerate(by_contender(mine)):
             colour, speeds = theme.colour(strategy), group["tokens_per_second"]
-            found = median_interval(list(speeds))
+            found = decoding.speed(group)
             drawing.interval_bar(row[0], place, found, speeds, colour=colour, text=number(3)(found.estimate))
-            _ratio(row[1], group, place, colour, 1.25 * top)
+            _ratio(row[1], group, place, colour)
             for offset, part, alpha in ((-0.16, "first_bytes", 1.0), (0.16, "later_bytes", 0.45)):
                 sent = group[part].median() / size
                 row[2].barh(place + offset, sent, 0.3, color=colour, alpha=alpha)
                 drawing.beside(row[2], sent, place + offset, number(3)(float(sent)))
         row[0].set_title(title)
-        row[0].set_xlim(0, mine["tokens_per_second"].max() * 1.2)
+        row[0].set_xlim(0, row[0].dataLim.x1 * 1.2)
         row[1].axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
         for one in published.generation().to_dict("records"):
             row[1].axvline(one["speedup"], color=theme.PUBLISHED, lw=0.9, ls=":", zorder=1)
-        row[1].set_xlim(0, top * 1.25)
+        row[1].set_xlim(0, max(top, row[1].dataLim.x1) * 1.25)
         row[2].set_xlim(0, max(mine[["first_bytes", "later_bytes"]].max().max() / size, 1e-9) * 1.3)
         for ax in row[1:]:
             drawing.same_rows(ax)
@@ -61,16 +60,14 @@ def _draw(data: pd.DataFrame) -> Figure:
     return figure
 
 
-def _ratio(ax: Axes, group: pd.DataFrame, place: int, colour: str, end: float) -> None:
+def _ratio(ax: Axes, group: pd.DataFrame, place: int, colour: str) -> None:
     paired = group.dropna(subset=["baseline"])
     if paired.empty:
         return
     found = decoding.speedup(paired)
     ax.barh(place, found.estimate, 0.6, color=colour)
     drawing.error_bar(ax, place, found, theme.INK)
-    most = float(np.nanmax([found.estimate, found.high]))  # an interval of few pairs may leave the panel
-    label = most if most < 0.85 * end else found.estimate
-    drawing.beside(ax, label, place - (0.24 if label < most else 0), f"{found.estimate:.2f}")
+    drawing.beside(ax, float(np.nanmax([found.estimate, found.high])), place, f"{found.estimate:.2f}")
 
 
 def _caption(data: pd.DataFrame) -> str:
@@ -80,12 +77,12 @@ def _caption(data: pd.DataFrame) -> str:
     return (
         f"Greedy decoding of {first['tokens']} tokens for each of {first['sequences']} sequences a rank, "
         "keys and values kept, on weights that have just changed. Left: decoded tokens per second of one "
-        "rank, prompt included: median with its 95 % interval, dots are single generations. Middle: over "
-        "ZeRO-3's of the same repeat, geometric mean with its 95 % interval; dotted: what the ZeRO++ blog "
+        "rank, prompt included: median of the trials, dots are single generations. Middle: over ZeRO-3's of "
+        f"the same repeat, geometric mean of the trials ({FEWEST_IN_WORDS}); dotted: what the ZeRO++ blog "
         f"prints for generation in RLHF on 32 GPUs, {listed(told)}. Right: bytes that all ranks sent "
         "between nodes for the first token (full colour) and for each later one (pale), by the ledger. "
         "Gradient codecs (qgZ) change nothing here: nothing is reduced. "
-        f"{common_to(data)}"
+        f"{common_to(data)}{sweeps_in_words(data['sweep'])}"
     )
 
 

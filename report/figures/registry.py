@@ -20,13 +20,14 @@ from report.data.metrics import Derived
 from report.draw import theme
 from report.draw.plot import Drawing, Plot, records_behind
 from report.figures import bytes as bytes_figures
-from report.figures import codecs, generation, loss, memory, scaling, speed, step
+from report.figures import codecs, communication, generation, loss, memory, scaling, speed, step
 
-_MODULES: Final = (speed, step, scaling, generation, bytes_figures, loss, memory, codecs)
+_MODULES: Final = (speed, step, scaling, generation, bytes_figures, loss, memory, communication, codecs)
 _BY_NAME: Final = {plot.name: plot for module in _MODULES for plot in module.PLOTS}
 _ORDER: Final = (
     "speedup", "ablation", "throughput", "beside_published", "parity", "generation", "scaling", "step_split",
-    "volume", "loss", "final_loss", "memory", "largest_model", "error", "block_sweep", "bits_sweep", "link",
+    "volume", "loss", "final_loss", "memory", "largest_model", "sent_error", "error", "block_sweep",
+    "bits_sweep", "link",
 )  # fmt: skip
 PLOTS: Final = tuple(_BY_NAME[name] for name in _ORDER)
 

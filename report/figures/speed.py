@@ -10,10 +10,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from report.data import footnotes, metrics, published
+from harness.records.statistics import FEWEST
+from report.data import emulation, footnotes, metrics, published
 from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.metrics import Derived
-from report.data.text import listed, span
+from report.data.text import FEWEST_IN_WORDS, listed, span, sweeps_in_words
 from report.draw import drawing, theme
 from report.draw.plot import (
     Plot,
@@ -26,8 +27,8 @@ from report.draw.plot import (
 
 _PANEL_INCHES: Final = 2.35
 KEPT: Final = [
-    "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "nodes",
-    "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit",
+    "id", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat", "nodes",
+    "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
 ]  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def _speedup_data(derived: Derived) -> pd.DataFrame:
     if not (rows["contender"] != NAMES[BASELINE]).any():
         return rows.iloc[:0]
     kept = [*KEPT, "baseline", "baseline_seconds", "step_seconds", "schedule_seconds", "processor_seconds"]
-    kept += ["best_seconds", "speedup", "allowed", *metrics.SHARES, "rates_differ"]
+    kept += ["best_seconds", "speedup", "allowed", *metrics.SHARES, "alone", "rates_differ"]
     return rows[kept]
 
 
@@ -199,7 +200,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
             alone = group["schedule_share"].median()
             right.plot(alone, place, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
     top = np.nanmax([data["speedup"].max(), data["allowed"].max()])
-    top = max(top, min(left.dataLim.x1, 1.5 * top))  # an interval of two pairs may leave the panel
+    top = max(top, left.dataLim.x1)
     left.set_xlim(0, top * 1.08)
     left.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
     right.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
@@ -219,12 +220,25 @@ def _speedup_caption(data: pd.DataFrame) -> str:
     )
     return (
         "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; "
-        f"{shown}. What is allowed: the scheduled step is the engine's schedule driven with the computation "
-        "measured (forward and backward less exposed communication, in each step of the rank for which it is "
-        "longest) and a link that carries what the busiest node sent to others at the achieved rate, one "
-        f"message after the other{_processors_in_words(data)}; the share is that step over the measured one. "
+        f"{shown}. What is allowed: the scheduled step is the engine's schedule driven with "
+        f"{_computation_in_words(data)} and a link that carries what the busiest node sent to others at the "
+        f"achieved rate, one message after the other{_processors_in_words(data)}; the share is that step "
+        "over the measured one. "
         f"{_above_in_words(data)}{peers_note(data)}{common_to(data)}{differing_in_words(data)}"
+        f"{sweeps_in_words(data['sweep'])}"
     )
+
+
+def _computation_in_words(data: pd.DataFrame) -> str:
+    """Which computation the scheduled step has."""
+    alone = data["alone"].eq(other=True)
+    if alone.all():
+        return "the computation of the model by itself (on all ranks at once, of the slowest)"
+    measured = (
+        "the computation measured (forward and backward less exposed communication, in each step of the rank "
+        "for which it is longest)"
+    )
+    return f"{measured}, of some trials that of the model by itself," if alone.any() else measured
 
 
 def _above_in_words(data: pd.DataFrame) -> str:
@@ -233,7 +247,7 @@ def _above_in_words(data: pd.DataFrame) -> str:
     if not drawn.round(2).gt(1).any():
         return ""
     lines = len(metrics.several_rates(data))  # which have no marks
-    return footnotes.above_in_words(data[list(metrics.SHARES[1:])], marked=not lines)
+    return footnotes.above_in_words(data[[*metrics.SHARES[1:], "alone"]], marked=not lines)
 
 
 def _knows_processors(data: pd.DataFrame) -> bool:
@@ -252,11 +266,13 @@ def _processors_in_words(data: pd.DataFrame) -> str:
 
 
 def interval_in_words(data: pd.DataFrame) -> str:
-    """Caption text on the interval drawn and its number of pairs; a single pair has none."""
+    """Caption text on the interval drawn and its number of pairs; few have none."""
     pairs = data.groupby(["cell", "contender"]).size()
-    if pairs.max() == 1:
-        return "of one pair, so without an interval"
-    return f"with its 95 % interval (line; Student's t from {span(pairs, 'pair')}, wide for few)"
+    if pairs.max() < FEWEST:
+        told = "one pair" if pairs.max() == 1 else span(pairs, "pair")
+        return f"of {told}, so without an interval"
+    few = f"; none of fewer than {FEWEST}" if pairs.min() < FEWEST else ""
+    return f"with its 95 % interval (line; Student's t from {span(pairs, 'pair')}{few})"
 
 
 def _speedup_alt(data: pd.DataFrame) -> str:
@@ -309,7 +325,8 @@ def _beside_caption(data: pd.DataFrame) -> str:
         "Speed-up of ZeRO++ over ZeRO-3 by link rate and tokens per rank, beside the numbers printed in the "
         "ZeRO++ blog's figures (June 2023: 18 to 138 B parameters on 24 nodes of 16 V100; TFLOPs per GPU, "
         "rounded to integers there; dots are models, lines their medians). Rates and hardware differ by "
-        f"orders of magnitude: compare shapes, not positions. {common_to(data)}"
+        "orders of magnitude: compare shapes, not positions. "
+        f"{emulation.note(data['link_kind'])}{common_to(data)}"
     )
 
 
@@ -345,15 +362,18 @@ def _draw_parity(data: pd.DataFrame) -> Figure:
     figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(names)))
     drawing.row_names(ax, names)
     for place, group in enumerate(groups):
-        middle = float(np.exp(np.log(group["parity"]).mean()))
+        found_here = metrics.parity_interval(group)
+        middle = found_here.estimate
+        drawing.error_bar(ax, place, found_here, theme.colour(PROPOSED))
         ax.plot(group["parity"], [place] * len(group), ".", color=theme.colour(PROPOSED), ms=3, alpha=0.5)
         ax.plot(middle, place, theme.marker(PROPOSED), color=theme.colour(PROPOSED), mec="white")
-        drawing.beside(ax, float(group["parity"].max()), place, f"{middle:.2f}", points=8)
+        furthest = float(np.nanmax([group["parity"].max(), found_here.high]))
+        drawing.beside(ax, furthest, place, f"{middle:.2f}", points=8)
     for place, row in enumerate(theirs.itertuples(), start=len(groups)):
         ax.plot(float(str(row.parity)), place, "o", color=theme.PUBLISHED, mfc="white")
         drawing.beside(ax, float(str(row.parity)), place, f"{row.zeropp:g}/{row.zero3:g}", points=8)
     ax.axvline(1, color=theme.FAINT, lw=0.9, zorder=1)
-    low, high = data["parity"].min(), data["parity"].max()
+    low, high = ax.dataLim.x0, ax.dataLim.x1
     ax.set_xlim(min(0.8, 0.92 * low), max(1.2, 1.12 * high))
     ax.set_xlabel("throughput of ZeRO++ at B/4 over ZeRO-3 at B")
     return figure
@@ -362,8 +382,10 @@ def _draw_parity(data: pd.DataFrame) -> Figure:
 def _parity_caption(data: pd.DataFrame) -> str:
     return (
         "Parity: tokens per second of ZeRO++ on a link of a quarter of the rate over ZeRO-3 on the full one, "
-        "paired by repeat (geometric mean, dots are pairs); at 1, ZeRO++ makes up for a four times slower "
-        f"link. Published: TFLOPs per GPU printed in the blog's figure 'bandwidth parity'. {common_to(data)}"
+        f"paired by repeat (geometric mean, {FEWEST_IN_WORDS}, dots are pairs); at 1, ZeRO++ makes up for a "
+        f"four times slower link.{sweeps_in_words(data['sweep'])} Published: TFLOPs per GPU printed in the "
+        "blog's figure 'bandwidth parity'. "
+        f"{emulation.note(data['link_kind'])}{common_to(data)}"
     )
 
 

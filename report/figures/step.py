@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from report.data import footnotes, metrics
 from report.data.contender import COMBINATIONS, NAMES, PROPOSED, TECHNIQUES
 from report.data.metrics import Derived
-from report.data.text import listed, number
+from report.data.text import listed, number, sweeps_in_words
 from report.draw import drawing, theme
 from report.draw.plot import Plot, by_cell, by_contender, common_to, contenders, peers_note
 from report.figures.speed import KEPT, differing_in_words, interval_in_words
@@ -40,8 +40,7 @@ def _draw_ablation(data: pd.DataFrame) -> Figure:
             ratio = group["bytes_ratio"].median()
             right.barh(place, ratio, 0.66, color=colour)
             drawing.beside(right, ratio, place, f"{ratio:.3f}")
-        top = mine["speedup"].max()
-        left.set_xlim(0, max(top, min(left.dataLim.x1, 1.5 * top)) * 1.18)
+        left.set_xlim(0, left.dataLim.x1 * 1.18)
         right.set_xlim(0, mine["bytes_ratio"].max() * 1.18)
         drawing.same_rows(right)
         left.set_title(f"{title}{footnotes.rates(mine)}".strip())
@@ -62,7 +61,7 @@ def _ablation_caption(data: pd.DataFrame) -> str:
         "quantised two-hop gradient reductions (qgZ). Speed-up: geometric mean over repeats "
         f"{interval_in_words(data)}, dots are single pairs; bytes: ledger, all ranks. Product of the three "
         f"single speed-ups against all three measured together: {'; '.join(told)}. "
-        f"{common_to(data)}{differing_in_words(data)}"
+        f"{common_to(data)}{differing_in_words(data)}{sweeps_in_words(data['sweep'])}"
     )
 
 
@@ -115,7 +114,7 @@ def _unexposed_in_words(data: pd.DataFrame) -> str:
     without = [contender for _, contender in contenders(data) if contender not in known]
     if not without:
         return ""
-    return f"It is not known of {listed(without)}: theirs is inside forward and backward. "
+    return f"For {listed(without)} it is not known: it is part of forward and backward. "
 
 
 def _split_alt(data: pd.DataFrame) -> str:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import Interval, median_interval
-from report.data import bytes_and_memory, decoding, footnotes, metrics, published
+from harness.records.statistics import FEWEST, Interval
+from report.data import bytes_and_memory, communication, decoding, footnotes, metrics, published
 from report.data.contender import NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import NOTHING, number
+from report.data.text import FEWEST_IN_WORDS, NOTHING, number
 from report.draw import theme
 from report.draw.plot import by_contender, unpublished_note
+from report.tables.peers import peers
 from report.tables.settings import setting as settings
 from report.tables.summary import summary, time
 from report.tables.table import Column, Table, placed
@@ -24,8 +26,9 @@ from report.tables.table import Column, Table, placed
 
 def all_tables(derived: Derived) -> list[Table]:
     """All tables that have rows, in page order."""
+    note = footnotes.modelled_in_words(derived)
     made = [maker(derived) for maker in _MAKERS.values()]
-    return [table for table in made if not table.data.empty]
+    return [replace(table, caption=table.caption + note) for table in made if not table.data.empty]
 
 
 def generation(derived: Derived) -> Table:
@@ -66,7 +69,7 @@ def generation(derived: Derived) -> Table:
 
 
 def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
-    speed, paired = median_interval(list(mine["tokens_per_second"])), mine.dropna(subset=["baseline"])
+    speed, paired = decoding.speed(mine), mine.dropna(subset=["baseline"])
     row = {
         "where": mine["where"].iloc[0],
         "contender": mine["contender"].iloc[0],
@@ -90,7 +93,7 @@ def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
 
 def _with_interval(found: Interval, told: Callable[[float], str]) -> str:
     text = told(found.estimate)
-    return text if math.isnan(found.low) else f"{text} ({told(found.low)} to {told(found.high)})"
+    return f"{text} ({told(found.low)} to {told(found.high)})" if found.known else text
 
 
 def volume(derived: Derived) -> Table:
@@ -105,11 +108,11 @@ def volume(derived: Derived) -> Table:
             row: dict[str, Any] = {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender}
             parted = m.reindex(bytes_and_memory.VOLUME_PARTS, fill_value=0.0 if len(m) else math.nan)
             row |= {str(part): size for part, size in parted.items()}
-            for name, sent in (("predicted",) * 2, ("ledger", "sent"), ("interface",) * 2):
+            for name, sent in (("predicted",) * 2, ("ledger", "sent"), ("interface",) * 2, ("segment",) * 2):
                 row[name] = (mine[f"{sent}_bytes"] / mine["m_bytes"]).median()
             row |= {"published": published.total(strategy, contender), "m_bytes": mine["m_bytes"].median()}
             rows.append(row)
-    heads = ("Forward gather", "Backward gather", "Gradients")
+    heads = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
     columns = (
         Column("contender", "Contender"),
         *(
@@ -119,11 +122,14 @@ def volume(derived: Derived) -> Table:
         Column("predicted", "Predicted", number(4)),
         Column("ledger", "Ledger", number(4)),
         Column("interface", "Interface", number(4)),
+        Column("segment", "In 1,448-byte segments", number(4)),
         Column("published", "Published rule", number(3)),
     )
     caption = (
-        "Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model. Interfaces "
-        "count headers too; the published rule counts no scales. "
+        "Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model without "
+        "padding, which is a column of its own and in no other part. Interfaces count headers too, of "
+        "packets that this machine makes larger than a real network does; in segments: the ledger with 66 "
+        "bytes for each 1,448 bytes of a message. The published rule counts no scales. "
         f"{unpublished_note(between)}"
     ).rstrip()
     return placed("volume", "Volume between nodes", caption, rows, *columns)
@@ -145,6 +151,7 @@ def checks(derived: Derived) -> Table:
                     "equal": f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING,
                     "interface_over_ledger": (mine["interface_bytes"] / mine["sent_bytes"]).median(),
                     "interface_over_stated": (mine["interface_bytes"] / stated).median(),
+                    "gradient_share": mine["gradient_share"].max(),
                     "first_loss_deviation": ((mine["first_loss"] - reference).abs() / reference).max(),
                 }
             )
@@ -155,11 +162,14 @@ def checks(derived: Derived) -> Table:
         Column("interface_over_ledger", "Interface/ledger", number(4)),
         Column("interface_over_stated", "Interface/(ledger + headers)", number(4)),
         Column("first_loss_deviation", "First loss, relative deviation", number(2)),
+        Column("gradient_share", "First gradient, difference/allowed", number(2)),
     )
     caption = (
         "Trials whose ledger equals the prediction to the byte, row by row; bytes that the interfaces "
         "counted over the ledger's, and over the ledger's with the headers of the packets; and the largest "
-        "relative difference of the first step's loss from a single process on the same batches."
+        "relative difference of the first step's loss from a single process on the same batches; and the "
+        "largest difference of a reduced gradient before training from a single process's, over what the "
+        "codecs allow together."
     )
     return placed("checks", "Checks", caption, rows, *columns)
 
@@ -178,9 +188,11 @@ def parity(derived: Derived) -> Table:
             "zeropp": group["tokens_per_second"].median(),
             "zero3": group["tokens_per_second_baseline"].median(),
             "unit": "tokens/s",
-            "parity": (ratio := float(np.exp(np.log(group["parity"]).mean()))),
+            "parity": (found := metrics.parity_interval(group)).estimate,
+            "parity_low": found.low,
+            "parity_high": found.high,
             "pairs": len(group),
-            **_behind(derived, {*group["id"], *group["baseline"]}, "parity_told", ratio),
+            **_behind(derived, {*group["id"], *group["baseline"]}, "parity_told", found),
         }
         for key, group in groups(ours, keys)
     ]
@@ -210,7 +222,8 @@ def parity(derived: Derived) -> Table:
         Column("parity_told", "Parity", str),
     )
     caption = (
-        "Throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate. n: trials of both."
+        "Throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate: geometric mean of the "
+        f"pairs ({FEWEST_IN_WORDS}). n: trials of both."
         f"{_marks_in_words(rows, 'parity_told')}"
     )
     return Table("parity", "Parity", caption, pd.DataFrame(rows), columns)
@@ -231,28 +244,38 @@ def break_even(derived: Derived) -> Table:
     for row in metrics.break_even(derived.pairs).to_dict("records"):
         where = f"{row['nodes']}x{row['ranks_per_node']} ranks, {row['tokens_per_rank']} tokens/rank"
         ids = str(row["records"]).split()
-        marked = _behind(derived, ids, "break_even_told", row["break_even_mbit"])
+        ends = (row["break_even_mbit"], row["break_even_low_mbit"], row["break_even_high_mbit"])
+        marked = _behind(derived, ids, "break_even_told", Interval(*ends, row["fewest_pairs"]))
         rows.append({str(key): value for key, value in row.items()} | {"where": where} | marked)
     caption = (
         "Highest achieved rate at which the contender and ZeRO-3 are equally fast, on the straight line "
-        "between neighbouring measured rates (logarithmic), of which the lowest and the highest stand beside "
-        f"it. {NOTHING}: not crossed between these. n: trials at all rates, ZeRO-3's among them."
+        "between neighbouring measured rates (speed-up and rate logarithmic), of which the lowest and the "
+        f"highest stand beside it, with Fieller's 95 % interval from {FEWEST} pairs on at both; 'below' and "
+        "'above': it goes on beyond the neighbours, where nothing was measured. "
+        f"{NOTHING}: not crossed between these. n: trials at all rates, ZeRO-3's among them."
         f"{_marks_in_words(rows, 'break_even_told')}"
     )
     return placed("break_even", "Break-even", caption, rows, *columns)
 
 
-def _behind(derived: Derived, records: Iterable[object], marked: str, value: float) -> dict[str, Any]:
+def _behind(derived: Derived, records: Iterable[object], marked: str, value: Interval) -> dict[str, Any]:
     """Columns of a row of the trials with these ids: their number, the CPU time that others took, and, in
     column ``marked``, a value with its marks.
     """
     behind = derived.trials[derived.trials["id"].isin(list(records))]
     return {
-        marked: number(3)(value) + footnotes.rates(behind),
+        marked: _with_interval(value, _end) + footnotes.rates(behind),
         "trials": len(behind),
         "trials_told": footnotes.trials(behind),
         "taken_share": behind["taken_share"].max(),
     }
+
+
+def _end(value: float) -> str:
+    """A number, or that it lies beyond what was measured."""
+    return (
+        number(3)(value) if math.isfinite(value) or math.isnan(value) else "above" if value > 0 else "below"
+    )
 
 
 def _marks_in_words(rows: list[dict[str, Any]], marked: str) -> str:
@@ -347,24 +370,94 @@ def _memory_row(mine: pd.DataFrame) -> dict[str, float]:
     return row | {"covered_mib": row["engine_mib"] - row["beyond_mib"]}
 
 
+def sent_error(derived: Derived) -> Table:
+    """Table of the error of what was sent, hop by hop and end to end, at the measured steps."""
+    found = communication.errors(derived.frames, derived.trials)
+    rows = [
+        _sent_error_row(mine, derived)
+        for _, of_step in groups(found, ["cell", "step"])
+        for _, _, mine in by_contender(of_step)
+    ]
+    rows.sort(key=lambda row: row["order"])
+    columns = (
+        Column("contender", "Contender"),
+        Column("step", "Step", str),
+        Column("trials_told", "n", str),
+        Column("cosine", "Cosine of ranks", number(3)),
+        Column("hops_told", "Each hop"),
+        Column("end_to_end", "End to end", number(3)),
+        Column("repeated", f"of {_repeated(found)} reductions' sum", number(3)),
+        Column("weights", "Weights", number(3)),
+        Column("secondary", "from hpZ's copy", number(3)),
+    )
+    caption = (
+        "vNMSE, sums over all units; medians over repeats and seeds. Each hop: the decoded frames that it "
+        "sends, against the values that were encoded there (error feedback included). End to end: "
+        "sum((reduced - mean)^2) / sum(mean^2), the mean being that of all ranks' gradients, sent as they "
+        "are in fp32 and added up in fp64. Cosine: between ranks' gradients, mean over all pairs: the less "
+        "they agree, the smaller their mean, and the larger the same error of a hop is beside it. With error "
+        "feedback the error of one step includes what earlier ones left over; what it lowers, as random "
+        "rounding does, is the error of the sum of steps: here of so many reductions of the same gradients, "
+        "which for all others is that of one. Weights: gathered against "
+        "fp32 masters. Measured just before the step of that number, in passes that are not timed."
+        f"{footnotes.in_words(row['trials_told'] for row in rows)}"
+    )
+    if not rows:
+        return Table("sent_error", "Error of what was sent", caption, pd.DataFrame(), columns)
+    return placed("sent_error", "Error of what was sent", caption, rows, *columns)
+
+
+def _repeated(found: pd.DataFrame) -> str:
+    """How many reductions were added up."""
+    return ", ".join(str(count) for count in sorted(set(found["repeated"]) - {1}))
+
+
+def _sent_error_row(mine: pd.DataFrame, derived: Derived) -> dict[str, Any]:
+    """One contender in one cell at one step."""
+    ends = communication.end_to_end(mine)
+    hops = communication.of_hops(mine)
+    first = mine.iloc[0]
+    ran = derived.trials[derived.trials["id"].isin(mine["id"])]
+    return {
+        "where": first["where"],
+        "contender": first["contender"],
+        "step": int(first["step"]),
+        "trials": len(ran),
+        "trials_told": footnotes.trials(ran),
+        "cosine": communication.median(ends, "cosine"),
+        "hops_told": communication.hops_told(hops),
+        "smallest_of_a_hop": float(hops["vnmse"].min()),
+        "largest_of_a_hop": float(hops["vnmse"].max()),
+        "end_to_end": communication.median(ends),
+        "repeated": communication.median(communication.end_to_end(mine, repeated=True)),
+        "weights": communication.median(communication.end_to_end(mine, "weights")),
+        "secondary": communication.median(communication.end_to_end(mine, "secondary")),
+        "order": int(ran.index[0]),
+    }
+
+
 def quantisation(derived: Derived) -> Table:
-    """Table of the median vNMSE of each codec, by block size."""
+    """Table of the median vNMSE of each codec that was tried, by block size."""
     caption = (
         "Median vNMSE = sum((decoded - x)^2) / sum(x^2) over units and trials, by elements per block; "
         "'shard' is one scale for a whole shard."
     )
-    return _errors(derived, "quantisation", "Quantisation error", caption, "vnmse")
+    return _tried(derived, "quantisation", "Codecs tried", caption, "vnmse")
 
 
 def largest_error(derived: Derived) -> Table:
-    """Table of the largest error of each codec, by block size."""
+    """Table of the largest error of each codec that was tried, by block size."""
     caption = "Largest |decoded - x| over the largest |x|, of any unit and trial, by elements per block."
-    return _errors(derived, "largest_error", "Largest quantisation error", caption, "largest")
+    return _tried(derived, "largest_error", "Codecs tried: largest error", caption, "largest")
 
 
-def _errors(derived: Derived, name: str, title: str, caption: str, value: str) -> Table:
+def _tried(derived: Derived, name: str, title: str, caption: str, value: str) -> Table:
     """Errors with one row per tensor, bits and kind of codec, and one column per block size."""
-    found = derived.frames.quantisation
+    found, where = communication.tried(derived.frames, derived.trials)
+    caption += (
+        f" Each codec encodes once what training left to {where}: weights, and reduced gradients. Nothing of "
+        "it is sent; what was sent has a table of its own."
+    )
     parts = [[*str(codec).split(":", 2), "", ""][:3] for codec in found["codec"]]
     kinds = [f"{head} {options}".strip() for head, _, options in parts]
     told = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts])
@@ -440,6 +533,8 @@ def failures(derived: Derived) -> Table:
         Column("log", "Log"),
     )
     caption = "Trials that left a record without a result; nothing of them is in a figure."
+    if derived.frames.failures["by"].notna().any():
+        caption += " Refused by a peer's library: it is not here, or cannot do what was asked."
     return Table("failures", "Failed trials", caption, derived.frames.failures, columns)
 
 
@@ -469,8 +564,8 @@ def environment(derived: Derived) -> Table:
 _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
-        summary, time, failures, generation, volume, checks, parity, break_even, memory, quantisation,
-        largest_error, links, published_throughput, setting, environment,
+        summary, peers, time, failures, generation, volume, checks, parity, break_even, memory, sent_error,
+        quantisation, largest_error, links, published_throughput, setting, environment,
     )
 }  # fmt: skip
 NAMES_OF_FILES: Final = tuple(_MAKERS)

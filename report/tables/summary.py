@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.statistics import median_interval
+from harness.records.statistics import FEWEST
 from harness.suites import labels
 from report.data import footnotes, metrics
-from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE
+from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE, short_names_in_words
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import NOTHING, number, span
+from report.data.text import NOTHING, counted, number, span, sweeps_in_words
 from report.draw.plot import by_contender
 from report.tables.table import Column, Table, placed
 
@@ -48,18 +48,20 @@ def summary(derived: Derived) -> Table:
         Column("tokens_per_second", "Tokens/s", number(3)),
         *speedups,
         Column("pairs_told", "Pairs", str),
-        Column("share", "Share allowed", footnotes.share),
+        Column("share", "Allowed step/step", footnotes.share),
         Column("sent_told", "Sent, MB/step", str),
         Column("bytes_ratio", "of ZeRO-3's", number(3)),
         Column("validation_loss", "Validation loss", number(4)),
     )
     caption = (
         "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
-        "interval, Student's t on their logarithms, so it is wide for few pairs; 'Pairs' has their number "
-        f"and the range in which they lie. {_PAPERS_IN_WORDS if two else ''}Share allowed: the best "
-        "step that schedule, link and processors allow over the measured one (told apart in Time and "
-        "processors). Sent: by all ranks between nodes in training "
-        f"(ledger).{_loss_in_words(derived)}{_marks_in_words(derived, rows, 'speedup_told', 'share')}"
+        f"interval, Student's t on their logarithms, from {FEWEST} pairs on; 'Pairs' has their number "
+        f"and the range in which they lie.{sweeps_in_words(derived.trials['sweep'])} "
+        f"{_PAPERS_IN_WORDS if two else ''}Allowed step/step: the shortest step that schedule, link and "
+        "processors allow, over the measured one (the table Time and processors has a column for each)."
+        f"{footnotes.alone_in_words(derived)} Sent: by all ranks between nodes in training "
+        f"(ledger).{short_names_in_words(row['contender'] for row in rows)}{_loss_in_words(derived)}"
+        f"{_marks_in_words(derived, rows, 'speedup_told', 'share', 'sent_told')}"
     )
     return placed("summary", "Summary", caption, rows, *columns)
 
@@ -72,21 +74,22 @@ def time(derived: Derived) -> Table:
         Column("trials_told", "n", str),
         Column("step_seconds", "Step, s", number(3)),
         Column("exposed_seconds", "Exposed, s", number(2)),
-        Column("share", "Share allowed", footnotes.share),
-        Column("schedule_share", "Share of schedule", footnotes.share),
-        Column("ideal_share", "Share of ideal", footnotes.share),
+        Column("share", "Allowed step/step", footnotes.share),
+        Column("schedule_share", "Scheduled step/step", footnotes.share),
+        Column("ideal_share", "Ideal step/step", footnotes.share),
         Column("processors_busy", "Processors busy", footnotes.share),
         Column("taken_share", "Taken by others", footnotes.part),
         Column("tflops", "TFLOPs", number(2)),
     )
     caption = (
-        "Medians over repeats and seeds. Exposed: communication waited for. Each share is that of a possible "
-        "step over the measured one. Share of schedule: of the scheduled step, which the engine's order of "
-        "gathers and reductions would take with this computation and these bytes on this link if every rank "
-        "had a processor of its own. Processors busy: of the step in which the processors, never idle, could "
-        "compute what the ranks did; not known on GPUs and of older records. Share allowed: of the longer of "
-        "these two. Share of ideal: of max(compute, wire), which no schedule reaches. Taken by others: what "
-        "programs that are no ranks, and the machine's host, had of the processors' time, in the trial in "
+        "Medians over repeats and seeds. Exposed: communication waited for. Step/step: a possible step "
+        "over the measured one. Scheduled: the step that the engine's order of gathers and reductions would "
+        "take with this computation and these bytes on this link if every rank had a processor of its own. "
+        "Processors busy: of the step in which the processors, never idle, could "
+        "compute what the ranks did; not known on GPUs and of older records. Allowed: the longer of "
+        "these two. Ideal: max(compute, wire), which no schedule reaches."
+        f"{footnotes.alone_in_words(derived)} Taken by others: what other "
+        "programs, and the machine's host, had of the processors' time, in the trial in "
         f"which it was most{_unknown_in_words(derived)}. TFLOPs: of the model, per rank, by Megatron's "
         f"formula without recomputation.{_marks_in_words(derived, rows, *metrics.SHARES)}"
     )
@@ -108,7 +111,8 @@ def _marks_in_words(derived: Derived, rows: list[dict[str, Any]], *keys: str) ->
     told = footnotes.in_words(str(row[key]) for row in rows for key in ("trials_told", *keys))
     shares = [key for key in keys if key in metrics.SHARES]
     if len(data) and data[shares].astype(float).round(2).gt(1).to_numpy().any():
-        told += f" {footnotes.above_in_words(derived.trials[list(metrics.SHARES[1:])])}"
+        bounds = derived.trials[[*metrics.SHARES[1:], "alone"]]
+        told += f" {footnotes.above_in_words(bounds)}"
     return told.rstrip()
 
 
@@ -132,9 +136,16 @@ def _rows(derived: Derived) -> list[dict[str, Any]]:
     ]
 
 
+def _sent_in_words(ledger: float, interfaces: float) -> str:
+    """MB by the ledger or, where there is none, by the interfaces, marked so."""
+    if math.isnan(ledger) and not math.isnan(interfaces):
+        return f"{number(3)(interfaces)} {labels.INTERFACES}"
+    return number(3)(ledger)
+
+
 def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
     first = mine.iloc[0]
-    step = median_interval(list(mine["step_seconds"]))
+    step = metrics.step_interval(mine)
     row: dict[str, Any] = {
         "where": first["where"],
         "contender": first["contender"],
@@ -144,7 +155,8 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         "step_seconds_low": step.low,
         "step_seconds_high": step.high,
         "sent_mb": (sent := mine["sent_bytes"].median() / 1e6),
-        "sent_told": number(3)(sent) + labels.padded(float(mine["padding_share"].max())),
+        "interface_mb": (interface := mine["interface_bytes"].median() / 1e6),
+        "sent_told": _sent_in_words(sent, interface) + labels.padded(float(mine["padding_share"].max())),
         **dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan),
         "speedup_told": NOTHING,
         "pairs": len(paired),
@@ -160,12 +172,13 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         row |= {"speedup": found.estimate, "speedup_low": found.low, "speedup_high": found.high}
         row["speedup_told"] = f"{found.estimate:.2f}"
     if len(paired) and first["contender"] != NAMES[BASELINE]:
-        if not math.isnan(found.low):
+        if found.known:
             row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
         lowest, highest = paired["speedup"].min(), paired["speedup"].max()
         row |= {"pairs_lowest": lowest, "pairs_highest": highest}
         between = f": {lowest:.2f} to {highest:.2f}" if len(paired) > 1 else ""
-        row["pairs_told"] = f"{len(paired)}{between}"
+        sweeps = f" in {counted(found.sweeps, 'sweep')}" if found.sweeps > 1 else ""
+        row["pairs_told"] = f"{len(paired)}{sweeps}{between}"
     row["speedup_told"] += footnotes.rates(mine)
     return row
 
@@ -176,7 +189,7 @@ def _over_papers(paired: pd.DataFrame) -> dict[str, Any]:
         return {"over_papers": math.nan, "over_papers_told": NOTHING}
     found = metrics.speedup(paired)
     told = f"{found.estimate:.2f}"
-    if not math.isnan(found.low) and paired["contender"].iloc[0] != NAMES[PAPERS_BASELINE]:
+    if found.known and paired["contender"].iloc[0] != NAMES[PAPERS_BASELINE]:
         told += f" ({found.low:.2f} to {found.high:.2f})"
     return {
         "over_papers": found.estimate,

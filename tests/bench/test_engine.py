@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from harness.bench import peers
-from harness.bench.engine import DEEPSPEED, NAMES, measure, unequal
+from harness.bench.engine import DEEPSPEED, measure, unequal, usual
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample, together
+from harness.runs import deepspeed
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 from tests.support.ranks import on_processes
@@ -23,14 +23,15 @@ pytestmark = pytest.mark.bench
 
 def _measure(mesh: Mesh, names: list[str]) -> list[Sample]:
     rank = Rank(mesh.rank, mesh.topology, None, None, lambda _: None, 1)  # type: ignore[arg-type]
-    return measure(rank, names=names, model="gpt-small", seconds=60.0)
+    return measure(rank, names=names, model="gpt-small", compute="fp32", seconds=60.0)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("topology", [Topology(1, 4), Topology(2, 2)], ids=str)
 def test_step(benchmark: Any, topology: Topology) -> None:
     """All contenders, on one machine, unshaped."""
-    names = [name for name in NAMES if name not in DEEPSPEED or peers.why_missing("deepspeed") is None]
+    missing = deepspeed.why_missing() is not None
+    names = [name for name in usual("fp32", topology.nodes) if not (missing and name in DEEPSPEED)]
     ranks: list[Any] = []
     benchmark.pedantic(lambda: ranks.extend(on_processes(topology, _measure, names)), rounds=1, iterations=1)
     samples = together(ranks)

@@ -14,7 +14,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from harness.measure.quantisation_error import BITS, BLOCKS
+from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import (
+    Alone,
+    CommunicationError,
     Failure,
     InterfaceCounters,
     LedgerRow,
@@ -28,9 +32,10 @@ from harness.records.record import (
     Step,
     Token,
     Validation,
+    signed,
 )
 from harness.suites.trial import Cluster, Generate, Model, PolicyChanges, Trial
-from impl.codecs.codec import IntCodec
+from impl.codecs.codec import Codec, IntCodec
 from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
@@ -103,7 +108,7 @@ def record_of(
         fields |= _results(trial, topology, trial.resolved_policy())
     if change is not None:
         change(fields)
-    return Record(**fields)
+    return signed(Record(**fields))
 
 
 def changed_steps(record: Record, change: Callable[[Step], dict[str, Any]]) -> Record:
@@ -127,6 +132,23 @@ def busy_while_waiting(record: Record, seconds: float = 1.0) -> Record:
         return waited | {"cpu_seconds": waited["total"] * processors}
 
     return changed_steps(record, change)
+
+
+def with_alone(record: Record, forward: float, backward: float, optimizer: float = 0.0) -> Record:
+    """``record`` with two samples of computation by itself on every rank, of one thread."""
+    samples = [
+        Alone(
+            when=when,
+            forward=forward,
+            backward=backward,
+            optimizer=optimizer,
+            cpu_seconds=forward + backward,
+            optimizer_cpu_seconds=optimizer,
+        )
+        for when in ("before", "after")
+    ]
+    ranks = [rank.model_copy(update={"alone": samples}) for rank in record.ranks]
+    return record.model_copy(update={"ranks": ranks})
 
 
 def taken_by_others(record: Record, others: float, steal: float = 0.0) -> Record:
@@ -187,12 +209,13 @@ def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[st
             InterfaceCounters(
                 node=node,
                 tx_bytes=int(egress * trial.steps * 1.02),
-                tx_packets=int(egress * trial.steps / 1448),
+                tx_packets=int(0.02 * egress * trial.steps / HEADER_BYTES),
             )
             for node in range(topology.nodes)
         ],
         "validations": _validations(trial, policy, step_seconds, egress * topology.nodes, noise),
         "quantisation": _quantisation(trial, policy, noise),
+        "communication_errors": _communication_errors(trial, policy),
         "predicted": Predicted(ledgers=ledgers, equal=True) if ledgers else None,
         "reference_loss": 5.55,
         "processor_use": _processor_use(ranks),
@@ -351,13 +374,39 @@ def _quantisation(trial: Trial, policy: Policy | None, noise: np.random.Generato
             vnmse=_vnmse(codec) * (1 + 0.1 * abs(float(noise.standard_normal()))),
             largest=0.5 / (2 ** (codec.bits - 1) - 1),
         )
-        for purpose, codec in (("weights", policy.weights), ("gradients", policy.gradients[1]))
-        if isinstance(codec, IntCodec)
+        for purpose in ("weights", "gradients")
+        for codec in (IntCodec(bits, block) for bits in BITS for block in BLOCKS)
         for unit in ("root", "blocks.0", "blocks.1")
     ]
 
 
-def _vnmse(codec: IntCodec) -> float:
+def _communication_errors(trial: Trial, policy: Policy | None) -> list[CommunicationError]:
+    """Each hop errs as its codec, and the end as all hops together: over two steps, all units and one."""
+    if policy is None or not trial.measure_quantisation:
+        return []
+    found = []
+    for step, unit in product((0, trial.warmup + trial.steps - 1), ("root", "")):
+        value = 10.0 + step
+        hops = [
+            CommunicationError(
+                step=step, purpose="gradients", unit=unit, hop=hop, axis=axis.name, codec=str(codec),
+                squared_error=value * _vnmse(codec), squared_value=value,
+            )
+            for hop, (axis, codec) in enumerate(policy.reduce_axes(trial.topology()))
+        ]  # fmt: skip
+        sums = sum(hop.squared_error or 0.0 for hop in hops)
+        end = {"step": step, "unit": unit, "squared_value": value}
+        found += [
+            *hops,
+            CommunicationError(purpose="gradients", squared_error=sums, cosine=0.5, **end),
+            CommunicationError(purpose="weights", squared_error=1e-6, codec=str(policy.weights), **end),
+        ]
+    return found
+
+
+def _vnmse(codec: Codec) -> float:
+    if not isinstance(codec, IntCodec):
+        return 4.0**-8
     block = 100_000 if codec.block == "shard" else codec.block
     return float(2 * np.log(block + 1) / (2 ** (codec.bits - 1) - 1) ** 2 / 12)
 
@@ -439,6 +488,19 @@ def _bits(repeats: Iterable[int]) -> Iterable[Trial]:
     )
 
 
+def _algorithms(repeats: Iterable[int]) -> Iterable[Trial]:
+    return (
+        _with(
+            strategy="zeropp", repeat=r, measure_quantisation=True,
+            policy=PolicyChanges(gradients="int4:128", reduce=reduce),
+            cluster=Cluster(nodes=nodes, ranks_per_node=ranks, rate="100 Mbit/s"),
+        )
+        for r, (nodes, ranks), reduce in product(
+            repeats, ((2, 2), (4, 2), (4, 4)), ("ring", "one_hop", "two_hop")
+        )
+    )  # fmt: skip
+
+
 def _hpz_group(repeats: Iterable[int]) -> Iterable[Trial]:
     cluster = Cluster(nodes=4, ranks_per_node=2, rate="100 Mbit/s")
     return (
@@ -502,6 +564,7 @@ _SUITES: Final[dict[str, Callable[[Iterable[int]], Iterable[Trial]]]] = {
     "baselines": _baselines,
     "ablation": _ablation,
     "block_size": _block_size,
+    "algorithms": _algorithms,
     "bits": _bits,
     "hpz_group": _hpz_group,
     "bandwidth": _bandwidth,

@@ -137,7 +137,6 @@ def test_the_headline_states_speedup_and_bytes(quickstart: Path) -> None:
         (("zero0", "zero1", "zero2", "ddp", "zero3"), "4 strategies against ZeRO-3"),
         (("zeropp", "ddp"), "DDP and ZeRO++"),
         (("zero3",), "ZeRO-3"),
-        ((), "No finished trial of titles"),
     ],
 )
 def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, tmp_path: Path) -> None:
@@ -153,12 +152,12 @@ def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, t
 
 def test_the_headline_states_both_speedups() -> None:
     """Where the paper's baseline ran, the speed-up over it stands beside that over the best ZeRO-3."""
-    derived = derive(frames_of(records_of("baselines")))
+    derived = derive(frames_of(records_of("baselines", repeats=6)))
     best, papers, *_ = headline(derived)
     ours = derived.over_papers[derived.over_papers["strategy"] == "zeropp"]
     assert "a speed-up of" in best
     assert papers.startswith("That is over the best ZeRO-3; over the paper's baseline, one flat ring")
-    assert f"it is {speedup(ours).estimate:.2f} (95 % interval" in papers
+    assert f"it is {speedup(ours).estimate:.2f} (6 pairs; Student's 95 % interval" in papers
     assert not any("baseline" in line for line in headline(derive(frames_of(records_of("quickstart")))))
 
 
@@ -186,8 +185,8 @@ def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) ->
             write(tmp_path / name, one)
         text = _Page(build(tmp_path / name).read_text().replace("</dt>", ": </dt>")).text
         page[name] = " ".join(text.split())
-    assert "During 1 of 5 trials others had the processors" in page["taken"]
-    assert "took more than 5% of their time, at most 50%" in page["taken"]
+    assert "During 1 of 5 trials other programs and the machine's host took more" in page["taken"]
+    assert "more than 5% of the processors' time, at most 50%" in page["taken"]
     assert "processors taken by others: at most 50.0% in a trial" in page["taken"]
     assert f"{first.id} ‡" in page["taken"]
     assert f"{rest[0].id} ‡" not in page["taken"]
@@ -333,7 +332,21 @@ def test_nothing_but_failures_still_gives_a_page(tmp_path: Path) -> None:
     write(tmp_path, record_of(Trial(), failure=Failure(kind="timeout", message="too slow", log=None)))
     text = _Page(build(tmp_path).read_text()).text
     assert "too slow" in text
+    assert "0 finished, 1 failed" in text
+    page = (tmp_path / "report.html").read_text()
+    assert "<title>No finished trial of quickstart</title>" in page
+    assert ">Figures<" not in page
     assert "no speed-up is stated" in text
+
+
+def test_what_was_interrupted_did_not_fail(tmp_path: Path) -> None:
+    """A trial that Ctrl-C ended is counted by itself until it is run again, and is no failed trial."""
+    write(tmp_path, record_of(Trial(strategy="zero3")))
+    failure = Failure(kind="interrupted", message="Ctrl-C", log=None)
+    write(tmp_path, record_of(Trial(strategy="zeropp"), failure=failure))
+    text = " ".join(_Page(build(tmp_path).read_text()).text.split())
+    assert "1 finished, 0 failed, 1 interrupted, not yet run again" in text
+    assert "Failed trials" not in text
 
 
 def test_what_cannot_be_reported_raises_one_line(tmp_path: Path) -> None:
@@ -342,7 +355,7 @@ def test_what_cannot_be_reported_raises_one_line(tmp_path: Path) -> None:
         build(tmp_path)
     foreign = tmp_path / "x.json"
     foreign.write_text("{")
-    with pytest.raises(RecordError, match="not a record") as broken:
+    with pytest.raises(RecordError, match=r"not a record: .*; delete the file and run again") as broken:
         build(tmp_path)
     foreign.write_text(json.dumps({"schema_version": 0}))
     with pytest.raises(RecordError, match="schema version 0") as old:
@@ -366,3 +379,63 @@ def test_peers_and_unmeasured_links_are_reported(link: Literal["none", "auto"], 
     for told in ("single process", "DDP", "FSDP2", "exact (fp32)", "ZeRO-3", "ZeRO++"):
         assert told in page.text
     assert any("Speed-up over ZeRO-3" in alt for alt in page.all("img", "alt"))
+
+
+def _without_digest(folder: Path) -> None:
+    for path in folder.glob("*.json"):
+        data = json.loads(path.read_text())
+        del data["digest"]
+        path.write_text(json.dumps(data))
+
+
+def test_halved_ledgers_are_marked(tmp_path: Path) -> None:
+    """Of a record whose ledgers were halved, and its digest taken out, the page says that it is neither the
+    prediction nor what the interfaces sent, and counts it out of the checks; with its digest it is refused.
+    """
+    (good, bad, *others) = [
+        record_of(Trial(strategy=name, repeat=repeat, cluster=Cluster(rate="50 Mbit/s")))
+        for name in ("zeropp", "zero3")
+        for repeat in range(2)
+    ]
+    ranks = [
+        rank.model_copy(
+            update={"ledger": [r.model_copy(update={"bytes": r.bytes // 2}) for r in rank.ledger or []]}
+        )
+        for rank in bad.ranks
+    ]
+    for one in (good, bad, *others):
+        path = write(tmp_path, one)
+    halved = bad.model_copy(update={"ranks": ranks})
+    path = tmp_path / f"{bad.id}.json"
+    path.write_text(halved.model_dump_json())
+    with pytest.raises(RecordError, match="edited or damaged since it was written"):
+        build(tmp_path)
+    _without_digest(tmp_path)
+    page = " ".join(_Page(build(tmp_path).read_text()).text.split())
+    assert f"The ledger differs from the prediction in 1 trial: {bad.id}" in page
+    assert f"The interfaces did not send what the ledger holds in 1 trial: {bad.id}" in page
+    assert "Without digest: 4 of 4 records" in page
+    checks = (tmp_path / "tables" / "checks.md").read_text()
+    assert "1 of 2" in checks
+    assert "2 of 2" in checks
+
+
+def test_a_modelled_link_is_called_so(tmp_path: Path) -> None:
+    """Where a pacer stood for the link, title, headline, every caption and every place say "modelled"."""
+
+    def paced(fields: dict[str, Any]) -> None:
+        fields["link"] = fields["link"].model_copy(update={"kind": "paced"})
+        fields["interfaces"] = None
+
+    for name in ("zero3", "zeropp"):
+        write(tmp_path, record_of(Trial(strategy=name, cluster=Cluster(rate="50 Mbit/s")), change=paced))
+    text = build(tmp_path).read_text()
+    assert "modelled link</title>" in text
+    page = " ".join(_Page(text).text.split())
+    assert "ranks, modelled 50 Mbit/s" in page
+    captions = text.count("<figcaption>") + text.count('<p class="caption">') - 1  # without "Emulated"'s
+    assert captions > 5
+    assert "Emulated: nodes are processes of one machine, and the link between them is modelled" in page
+    assert page.count("Modelled: of all trials the link between nodes was a pacer") == captions + 1
+    for path in (tmp_path / "tables").glob("*.md"):
+        assert "Modelled" in path.read_text()

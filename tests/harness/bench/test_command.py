@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from harness import cli
 from harness.bench import codecs as bench_codecs
 from harness.bench import engine as bench_engine
-from harness.bench import overlap, peers
+from harness.bench import overlap
 from harness.bench.collectives import any_inside
 from harness.bench.rounds import interleaved
 from harness.cluster import link, processes
@@ -23,6 +24,8 @@ from harness.cluster.rank import Progress, Rank
 from harness.records import bench_record
 from harness.records.bench_record import Bench, Sample, together
 from harness.records.record import RecordError
+from harness.runs import deepspeed
+from harness.suites.peers import PEERS, Compute
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Axis, Topology
@@ -38,6 +41,14 @@ def local() -> Rank:
     return Rank(0, None, None, None, lambda _: None, 1)  # type: ignore[arg-type]
 
 
+def test_help_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``--contender`` takes stands in the help of the command."""
+    assert cli.main(["bench", "engine", "--help"]) == cli.OK
+    whole = re.sub(r"-\s*\n\W*", "-", capsys.readouterr().out)  # lines may end behind a hyphen
+    said = set(re.findall(r"[\w-]+", whole))
+    assert set(bench_engine.NAMES) <= said
+
+
 BAD = {
     "no codec": (("codecs", "--codec", "int9:64"), "2 to 8 bits"),
     "no backend": (("codecs", "--backend", "gpu"), "unknown backend 'gpu'"),
@@ -48,6 +59,8 @@ BAD = {
     "a rate without unit": (("collectives", "--rate", "50"), "with a unit"),
     "one rank": (("collectives", "--nodes", "1", "--ranks", "1"), "expected 2 to 64 ranks"),
     "no such benchmark": (("codec",), "No such command"),
+    "no benchmark": ((), "zeropp bench: say one of codecs, collectives, engine, overlap"),
+    "no type to compute in": (("engine", "--compute", "fp16"), "unknown type to compute in 'fp16'"),
     "no contender": (("engine", "--contender", "megatron"), "unknown contender 'megatron'"),
     "no model": (("engine", "--model", "gpt-huge"), "unknown model 'gpt-huge'"),
     "one rank alone": (("engine", "--nodes", "1", "--ranks", "1"), "expected 2 to 64 ranks"),
@@ -267,37 +280,65 @@ def test_records_refuse(tmp_path: Path) -> None:
     path = bench_record.write(tmp_path, codecs())
     assert bench_record.holds(tmp_path)
     data = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(data | {"started": "2020-01-01"}), encoding="utf-8")
+    with pytest.raises(RecordError, match="edited or damaged since it was written"):
+        bench_record.read_all(tmp_path)
     path.write_text(json.dumps(data | {"schema_version": 99}), encoding="utf-8")
     with pytest.raises(RecordError, match="schema version 99"):
         bench_record.read_all(tmp_path)
 
 
-@pytest.mark.skipif(peers.why_missing("deepspeed") is None, reason="DeepSpeed is installed")
-def test_deepspeed_is_optional(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deepspeed_is_optional(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DeepSpeed that is asked for and missing is refused, with how to install it."""
+    monkeypatch.setattr(deepspeed, "why_missing", lambda: deepspeed.MISSING)
     assert "pip install" in refused(folder, capsys, "bench", "engine", "--contender", "deepspeed")
 
 
-@pytest.mark.timeout(120)
-def test_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Contenders train the same in the same processes, each in every round; what is printed says how each
-    stands beside compute alone and its peers.
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_engine(folder: Path, capsys: pytest.CaptureFixture[str], compute: Compute) -> None:
+    """Contenders train the same in the same processes, each in every round, peers as shipped and tuned; what
+    is printed says how each stands beside compute alone and the best peer.
     """
-    arguments = ["--ranks", "2", "--model", "gpt-tiny", "--seconds", "0"]
-    chosen = [word for name in ("fsdp2", "exact", "exact-backend") for word in ("--contender", name)]
+    arguments = ["--ranks", "2", "--model", "gpt-tiny", "--seconds", "0", "--compute", compute]
+    ours = bench_engine.LIKE[compute]
+    names = ["ddp-bf16", "fsdp2", "fsdp2-kept-prefetch", f"{ours}-gloo", ours]
+    if deepspeed.why_missing() is None:
+        names.insert(3, "deepspeed")
+    chosen = [word for name in names for word in ("--contender", name)]
     assert cli.main(["bench", "engine", *arguments, *chosen]) == cli.OK
     out = capsys.readouterr().out
     assert "of compute alone" in out
-    assert "over best FSDP2" in out
+    assert "over best peer" in out
     (found,) = bench_record.read_all(folder / "results" / "bench-engine")
-    names = [(sample.names["contender"], sample.names["transport"]) for sample in found.samples]
-    assert names == [("alone", "none"), ("fsdp2", "backend"), ("exact", "shm"), ("exact", "backend")]
+    pairs = [(sample.names["contender"], sample.names["transport"]) for sample in found.samples]
+    peers_of = [(name, "backend") for name in names[:-2]]
+    assert pairs == [("alone", "none"), *peers_of, (ours, "backend"), (ours, "shm")]
     for sample in found.samples:
+        assert sample.names["compute"] == compute
         assert len(sample.seconds) == bench_engine.ROUNDS[0]
         assert len(sample.losses) == bench_engine.STEPS * (bench_engine.ROUNDS[0] + 1)
         assert sample.reference_seconds == found.samples[0].seconds
         assert sample.losses[-1] < sample.losses[0]
-    assert found.samples[0].losses[0] == pytest.approx(found.samples[1].losses[0], rel=1e-6)
+        assert sample.equal_steps == (1 if sample.names["contender"] == "alone" else len(sample.losses))
+    first, second = (sample.losses[0] for sample in found.samples[:2])
+    assert first == pytest.approx(second, rel=1e-6 if compute == "fp32" else 2**-8)
+
+
+@given(st.sampled_from(["fp32", "bf16"]), st.integers(1, 8))
+def test_usual_contenders(compute: Compute, nodes: int) -> None:
+    """By default all peers run, and ours that send in the same type as they, over both transports; hpZ of
+    DeepSpeed where there are several nodes.
+    """
+    names = bench_engine.usual(compute, nodes)
+    peers_of = {name for name, peer in PEERS.items() if peer.family != "single"} - {"deepspeed-hpz"}
+    assert peers_of <= set(names)
+    ours = {bench_engine.OURS[name] for name in names if name in bench_engine.OURS}
+    assert {policy for policy, _ in ours} == {bench_engine.LIKE[compute], "zeropp"}
+    assert len(ours) == 4
+    assert ("deepspeed-hpz" in names) == (nodes > 1)
 
 
 def test_what_fails_is_not_bad_input(
@@ -330,10 +371,13 @@ def test_what_fails_is_not_bad_input(
     assert not list(folder.glob("results/bench-engine/*.json"))
 
 
-@given(st.sampled_from([2e-3, -2e-3, float("nan")]), st.integers(0, 1))
-def test_losses_must_be_equal(off: float, step: int) -> None:
-    """A loss beyond the tolerance, or none, names contender, step and both numbers; less is rounding."""
-    samples = engine().samples
+@given(st.sampled_from([2.0, -2.0, float("nan")]), st.integers(0, 1), st.sampled_from(["fp32", "bf16"]))
+def test_losses_must_be_equal(times: float, step: int, compute: Compute) -> None:
+    """A loss beyond the tolerance of the type computed in, or none, names contender, step and both numbers;
+    less is rounding.
+    """
+    off = times * bench_engine.LOSS_TOLERANCE[compute]
+    samples = [one.model_copy(update={"names": one.names | {"compute": compute}}) for one in engine().samples]
     assert bench_engine.unequal(samples) is None
     for scale, told in ((1.0, True), (1e-2, math.isnan(off))):
         losses = list(samples[1].losses)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from harness.cluster.link import counters
 from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
-from harness.runs.optimizers import built
 from harness.runs.strategies import prepare
 from harness.suites.trial import Trial
 from harness.workloads.models import build
@@ -76,7 +75,7 @@ def train(rank: Rank, trial: Trial) -> list[float]:
     torch.manual_seed(trial.seed)
     model = build(trial.model, trial.sequence)
     strategy = prepare(trial, model, rank, torch.device("cpu"))
-    optimizer = built(trial.optimizer, strategy.parameters())
+    optimizer = strategy.make_optimizer(trial.optimizer)
     world, losses = trial.topology().world, []
     mine = range(world) if trial.strategy == "single" else [rank.rank]
     for step in range(trial.steps):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from hypothesis import strategies as st
 
 from harness.cluster import link, namespaces
 from harness.cluster.link import (
-    HEADER_BYTES,
     Link,
     LinkError,
     Pacer,
@@ -31,6 +31,7 @@ from harness.cluster.link import (
     slowest,
 )
 from harness.cluster.processes import Launch, run_ranks
+from harness.records.packet_sizes import HEADER_BYTES
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
 
@@ -48,17 +49,18 @@ def exchanged(
 # Pure parts
 
 
-@given(rate=st.floats(0.05, 30_000))
-def test_queues_suit_their_rate(rate: float) -> None:
+@given(rate=st.floats(0.05, 30_000), latency=st.floats(0, 100))
+def test_queues_suit_their_rate(rate: float, latency: float) -> None:
     """A packet fits the burst, the queue holds 0.4 s, and a calibration message outlasts the burst 20
-    times, and 0.19 s.
+    times, the latency 49 times, and 0.19 s.
     """
     form = shape(rate)
     assert 2 * namespaces.MTU <= form.segment <= 65536
     assert form.segment + HEADER_BYTES <= form.burst < form.limit
     assert form.limit - form.burst == pytest.approx(0.4 * form.rate, abs=1)
-    assert message_bytes(rate) >= 20 * form.burst
-    assert message_bytes(rate) >= 0.19 * form.rate
+    nbytes = message_bytes(Setting("namespaces", 2, rate, latency))
+    assert nbytes >= 20 * form.burst
+    assert nbytes >= max(0.19, 0.049 * latency) * form.rate
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=30), st.floats(0.1, 1e4))
@@ -142,6 +144,55 @@ def test_a_rate_that_nothing_holds_is_refused(kind: link.Kind) -> None:
         open_link(Setting(kind, 2, 50.0), "abc123")
 
 
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        (Setting("none", 2, None, 2.0), "link 'none'"),
+        (Setting("real", 2, None, 2.0), "link 'real'"),
+        (Setting("auto", 1, None, 2.0), r"1 node\(s\)"),
+        (Setting("paced", 2, None, 2.0), "without a rate"),
+    ],
+)
+def test_a_latency_that_nothing_adds_is_refused(setting: Setting, named: str) -> None:
+    """No link takes a latency in silence: it is added, or refused by its number."""
+    with pytest.raises(LinkError, match=f"latency of 2 ms.*{named}"):
+        open_link(setting, "abc123")
+
+
+def test_a_latency_of_namespaces_is_added_or_refused() -> None:
+    """With netem in the kernel round trips take twice as long; else the refusal says what is missing."""
+    missing = ""
+    try:
+        joined = open_link(Setting("namespaces", 2, 50.0, 20.0), "late02")
+    except LinkError as error:
+        missing = str(error)
+    if missing:
+        if "latency" not in missing:
+            pytest.skip(missing)
+        assert "no latency of 20 ms: the kernel has no netem" in missing
+        return
+    with joined:
+        assert joined.details["latency_ms"] == 20.0
+        ping = ("ping", "-c", "3", joined.ports[1].address)
+        inside = ("nsenter", "-t", str(joined.ports[0].holder), "-U", "-n", "--preserve-credentials")
+        done = subprocess.run([*inside, *ping], capture_output=True, text=True, check=True)
+        trips = re.findall(r"time=([0-9.]+)", done.stdout)
+        assert min(map(float, trips)) >= 40.0
+
+
+def test_a_paced_link_adds_its_latency(tmp_path: Path) -> None:
+    """A booking ends so much later than the same without; the next is not held up by it."""
+    paths = [Pacer.create(tmp_path / name, 1) for name in ("with", "without")]
+    late, plain = (Pacer(path, 0, 8.0, ms) for path, ms in zip(paths, (50.0, 0.0), strict=True))
+    begun = time.monotonic()
+    first, second = late.book(1_000_000), late.book(1_000_000)  # a second each
+    assert second - first == pytest.approx(1.0)
+    assert first - begun >= 1.05
+    assert first - plain.book(1_000_000) == pytest.approx(0.05, abs=0.04)
+    for pacer in (late, plain):
+        pacer.close()
+
+
 def test_a_keeper_that_is_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """It did not die: it was not waited for any longer, and the limit is named."""
     monkeypatch.setattr(link, "_ANSWER_SECONDS", 0.01)
@@ -203,7 +254,7 @@ def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
 def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -> None:
     """Each node sends at the rate and no faster; its interface counts the messages plus 66 bytes a packet."""
     setting = Setting("namespaces", nodes, 50.0)
-    nbytes, repetitions = message_bytes(50.0), 3
+    nbytes, repetitions = message_bytes(Setting("namespaces", 2, 50.0)), 3
     with open_link(setting, "abc123") as joined:
         assert joined.kind == "namespaces"
         found = exchanged(joined, tmp_path, nbytes, repetitions, per_node)
@@ -220,7 +271,7 @@ def test_two_links_do_not_disturb_each_other(tmp_path: Path) -> None:
     first = open_link(Setting("namespaces", 2, 50.0), "abc123")
     with open_link(Setting("namespaces", 2, 80.0), "abc123") as second:
         first.close()
-        found = exchanged(second, tmp_path, message_bytes(80.0), 1)
+        found = exchanged(second, tmp_path, message_bytes(Setting("namespaces", 2, 80.0)), 1)
         assert all(rates[0] < 83 for rates, _, _ in found)
 
 
@@ -266,7 +317,8 @@ from tests.harness.cluster.test_link import exchanged
 if __name__ == "__main__":
     with open_link(Setting("namespaces", 2, 50.0), "abc123") as joined:
         print(joined.details["mode"])
-        for rates, sent, packets in exchanged(joined, Path({str(tmp_path)!r}), message_bytes(50.0), 2):
+        nbytes = message_bytes(joined.setting)
+        for rates, sent, packets in exchanged(joined, Path({str(tmp_path)!r}), nbytes, 2):
             print(min(rates), max(rates))
 """
     (tmp_path / "main.py").write_text(code)

@@ -18,6 +18,13 @@ def test_it_is_whole() -> None:
         assert kind == "table" or f"| `{path}` |" in page
 
 
+def test_what_does_not_run_is_said() -> None:
+    """A launcher that predicts and never runs is not offered beside those that do."""
+    page = (DOCS / "guide" / "suites.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"\| `cluster.launcher` \| (.*?) \|", page)
+    assert "`slurm` is for predictions only" in row
+
+
 def test_its_examples_hold() -> None:
     """The codecs that it names are codecs of the presets, and its remedy for padding is a policy."""
     page = (DOCS / "guide" / "suites.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,11 @@ def test_peers() -> None:
     sizes = {name: sum((each.memory or {}).values()) for name, each in found.items()}
     assert sizes["single"] == sizes["ddp"] == 16 * (found["ddp"].parameters or 0)
     assert sizes["fsdp2"] == sizes["ddp"] // 4
+    for stage, shares in ((0, 4 + 4 + 8), (1, 4 + 4 + 8 / 4), (2, 4 + 4 / 4 + 8 / 4), (3, 4)):
+        config = json.dumps({"zero_optimization": {"stage": stage}})
+        by_deepspeed = one(strategy="deepspeed", deepspeed_config=config)
+        size = sum((by_deepspeed.memory or {}).values())
+        assert size == pytest.approx(shares * (found["ddp"].parameters or 0), rel=1e-3)
 
 
 def test_hundred_billion() -> None:
@@ -138,7 +144,7 @@ def test_hundred_billion() -> None:
         ({"model": Model(name="gpt-tiny", arguments={"layer": 1})}, "did you mean 'layers'?"),
         ({"model": Model(name="no_such_module_at_all:model")}, "cannot import 'no_such_module_at_all'"),
         ({"model": Model(name="tests.harness.runs.test_forecast:broken")}, "RuntimeError: two lines"),
-        ({"optimizer": Optimizer(name="Adamw")}, "torch.optim has no such optimizer"),
+        ({"optimizer": Optimizer(name="Adamw")}, "torch.optim has no such optimizer; did you mean 'AdamW'?"),
         ({"optimizer": Optimizer(name="LBFGS")}, "not elementwise"),
         ({"optimizer": Optimizer(arguments={"momentum": 0.9})}, "unexpected keyword argument 'momentum'"),
         ({"optimizer": Optimizer(arguments={"lr": -1.0})}, "Invalid learning rate"),
@@ -152,7 +158,10 @@ def test_hundred_billion() -> None:
             {"cluster": Cluster(launcher="torchrun")},
             "torchrun --nnodes=2 --nproc-per-node=2 --no-python zeropp",
         ),
-        ({"cluster": Cluster(launcher="slurm")}, "expected 'torchrun', started through srun"),
+        (
+            {"cluster": Cluster(launcher="slurm")},
+            "for predictions only; expected 'torchrun', started through srun",
+        ),
         ({"cluster": Cluster(device="cuda")}, "4 ranks need a GPU each, this machine has 0"),
         ({"cluster": Cluster(device="cuda"), "strategy": "single"}, "no GPU"),
         ({"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})}, "our own wire only"),
@@ -164,6 +173,12 @@ def test_problems(fields: dict[str, Any], words: str) -> None:
     problems = one(**fields).problems
     assert any(words in problem for problem in problems), problems
     assert all("\n" not in problem for problem in problems)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_memory_with_an_optimizer_that_is_not_there(strategy: str) -> None:
+    """Nobody knows its states, so no memory is said."""
+    assert one(strategy=strategy, optimizer=Optimizer(name="Adamw")).memory is None
 
 
 def broken(sequence: int) -> None:

@@ -71,7 +71,7 @@ def test_suites_of_hosts(tmp_path: Path) -> None:
     )
     by_name = {one.strategy: one for one in found.trials}
     assert len(by_name) == 6
-    assert found.merged == 0
+    assert found.merged == ()
     ours, fsdp2, ddp = (by_name[name].resolved_policy() for name in ("qwz+qgz", "fsdp2+qwz+qgz", "ddp+qgz"))
     assert ours is not None
     assert fsdp2 is not None

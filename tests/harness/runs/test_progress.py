@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from harness.cluster.rank import Progress
@@ -14,20 +15,20 @@ from harness.runs.progress import Display
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 
 
-def line(trials: list[Trial], log: str | None = None) -> str:
-    """What is printed when the first of ``trials`` is over."""
+def line(trials: list[Trial], log: str | None = None, over: int = 1) -> str:
+    """What is printed when the first ``over`` of ``trials`` are."""
     shown = io.StringIO()
     with Display(Console(file=shown, width=400), trials, 0, Path("results/q")) as display:
-        display.began(trials[0])
         fields: dict[str, Any] = {"machine": {}, "code": {}}
         failure = Failure(kind="refused", message="no", log=log)
-        trial = trials[0].canonical()
-        display.finished(
-            Record(
-                id=trials[0].id, suite="q", trial=trial, started="1", finished="2", order=0, pool="p",
-                failure=failure, **fields,
-            )
-        )  # fmt: skip
+        for one in trials[:over]:
+            display.began(one)
+            display.finished(
+                Record(
+                    id=one.id, suite="q", trial=one.canonical(), started="1", finished="2", order=0, pool="p",
+                    failure=failure, **fields,
+                )
+            )  # fmt: skip
     return shown.getvalue()
 
 
@@ -53,6 +54,15 @@ def test_what_varies_is_said() -> None:
 def test_a_log_is_named_by_a_path_that_can_be_opened() -> None:
     """From where the user stands, not from the results folder."""
     assert "; log: results/q/logs/x.log (" in line([Trial()], "logs/x.log")
+
+
+def test_the_first_trial_of_a_run_is_no_measure_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts everything up: nothing is said after it, and after the second what that took counts."""
+    ends = iter([0.0, 0.0, 90.0, 90.0, 100.0])  # construction; begin and end of both
+    monkeypatch.setattr("harness.runs.progress.time.monotonic", lambda: next(ends))
+    assert "left" not in line(trials := [Trial(seed=seed) for seed in range(4)])
+    ends = iter([0.0, 0.0, 90.0, 90.0, 100.0])
+    assert "(10.0 s, 20 s left)" in line(trials, over=2)
 
 
 def test_what_a_rank_says_is_printed_once(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
     assert [line.split()[0] for line in shown.splitlines()] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
     outcome, shown = sweep(trials, tmp_path)
     assert outcome == SweepOutcome(ok=2, failed=0, skipped=4)
-    assert "4 of 6 trials have a record" in shown
+    assert "4 of 6 trials are done" in shown
     records = read_all(tmp_path)
     assert [record.order for record in records] == list(range(6))
     for one, record in zip(trials, records, strict=True):

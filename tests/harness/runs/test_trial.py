@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import statistics
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.cluster.link import HEADER_BYTES, Setting, open_link
+from harness.cluster.link import Setting, open_link
 from harness.cluster.processes import Launch, LaunchError, run_ranks
 from harness.measure.cpu_usage import busy
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
-from harness.records.record import LedgerRow, LinkRecord, Record
+from harness.records.packet_sizes import HEADER_BYTES
+from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble, run
 from harness.suites.trial import Trial
+from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse
 from impl.plan.policy import PRESETS
 from impl.plan.topology import Topology
+from report.data.frames import frames_of
+from report.data.metrics import derive
 from tests.harness.cluster.test_processes import local
+from tests.harness.runs.test_strategies import INSTALLED
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +149,13 @@ def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
     assert found.interfaces is None
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "exact"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("ddp", "ddp-tuned", "fsdp2", "fsdp2-kept-prefetch", "exact"),
+        pytest.param("deepspeed", marks=INSTALLED),
+    ],
+)
 def test_all_strategies_see_the_same_data(text: str, tmp_path: Path, strategy: str) -> None:
     """Losses, validation losses and the reference loss are a single process's on the same text."""
     settings = {"validate_every": 2, "accumulation": 2}
@@ -162,6 +176,48 @@ def test_all_strategies_see_the_same_data(text: str, tmp_path: Path, strategy: s
     if strategy != "exact":
         assert found.ranks[0].ledger is None
         assert found.predicted is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "peer"),
+    [
+        ("single", "bf16"),
+        ("ddp-bf16", "fp32"),
+        ("ddp", "bf16"),
+        ("fsdp2-prefetch", "bf16"),
+        pytest.param("deepspeed", "bf16", marks=INSTALLED),
+    ],
+)
+def test_peers_in_16_bits_are_checked_against_a_single_process(
+    text: str, tmp_path: Path, strategy: str, peer: str
+) -> None:
+    """Before training a peer that computes in bf16 has the loss of one process that computes so, which is not
+    fp32's; its validation losses are near those of fp32.
+    """
+    settings = {"validate_every": 2, "accumulation": 2}
+    found = outcomes(trial(text, strategy, peer={"compute": peer}, **settings), tmp_path / "log")
+    for outcome in found:
+        first = outcome.first_loss
+        assert first.found == pytest.approx(first.expected, abs=1e-4)
+        assert (first.expected == first.reference) == (peer == "fp32")
+    expected = result(trial(text, "single", **settings), tmp_path / "log")
+    for ours, theirs in zip(assembled(found).validations, expected.validations, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=2**-8)
+
+
+@INSTALLED
+@pytest.mark.parametrize("copies", [1, 2])
+def test_deepspeed_s_shards_are_counted(text: str, tmp_path: Path, copies: int) -> None:
+    """Its weights and masters in fp32 are each rank's quarter, padded, and hpZ's copy is the node's half."""
+    config = json.dumps({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": copies}})
+    found = result(trial(text, "deepspeed", deepspeed_config=config), tmp_path / "log")
+    for rank in found.ranks:
+        held = rank.memory.engine
+        assert held["masters"] == pytest.approx(2 * 4 * found.parameters / 4, rel=0.02)
+        assert held["gradients"] == pytest.approx(4 * found.parameters / 4, rel=0.02)
+        assert held["optimizer"] == pytest.approx(2 * held["gradients"], rel=0.02)
+        assert held.get("secondary", 0) == pytest.approx(4 * found.parameters / 2 * (copies - 1), rel=0.02)
+        assert rank.ledger is None
 
 
 def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
@@ -194,7 +250,7 @@ def test_a_tensor_of_zeros_has_no_error() -> None:
 
 
 @pytest.mark.link
-@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "fsdp2", pytest.param("deepspeed", marks=INSTALLED)])
 def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
     """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
     one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
@@ -208,7 +264,7 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
     sent = [counted.tx_bytes - HEADER_BYTES * counted.tx_packets for counted in found.interfaces]
     last = found.validations[-1].inter_bytes
     assert last is not None
-    if strategy == "fsdp2":
+    if strategy in ("fsdp2", "deepspeed"):
         assert last > sum(sent) > 0
         return
     for node in (0, 1):
@@ -295,6 +351,75 @@ def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Pat
         assert outcome.first_loss.expected != outcome.first_loss.reference
 
 
+@pytest.mark.parametrize("every", [2, 3])
+def test_checks_before_training_shift_no_check_of_order(text: str, tmp_path: Path, every: int) -> None:
+    """Ranks compare the order of their exchanges every few passes, those before training among them, and send
+    what is predicted of it.
+    """
+    one = trial(text, "zero3", policy={"max_padding": 1.0, "order_every": every}, warmup=0, accumulation=1)
+    found = result(one, tmp_path / "log")
+    assert any(row.purpose == "control" for row in found.ranks[0].ledger or [])
+
+
+def test_checks_before_training_are_no_training(text: str, tmp_path: Path) -> None:
+    """What the checks sent is in no count of training: with all steps timed, what was sent up to the last
+    validation is the ledger.
+    """
+    found = result(trial(text, "zeropp", warmup=0, validate_every=0), tmp_path / "log")
+    (last,) = found.validations
+    assert last.inter_bytes == sum(training(row) for rank in found.ranks for row in rank.ledger or [])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policy"),
+    [
+        ("exact", {}),
+        ("zeropp", {"compute": "bf16"}),
+        ("zeropp", {"secondary_format": "bf16", "max_reuse": 0}),
+        ("zeropp", {"gradients": "int4:64", "reduce": "ring"}),
+        ("zero2", {"compute": "fp16", "loss_scale": "1024"}),
+        ("mics", {"gradients": "int8:64"}),
+        ("qgz", {"gradients": "int4:128:hadamard32:stochastic", "offload_optimizer": 1.0}),
+        ("qgz", {"gradients": "mxfp4:stochastic", "feedback": "classic:all", "persist_below": 100}),
+        ("fsdp2+qgz", {}),
+        ("ddp+qgz", {}),
+        ("ddp", None),
+        ("fsdp2", None),
+    ],
+)
+def test_reduced_gradients_are_a_single_processs(
+    text: str, tmp_path: Path, strategy: str, policy: dict[str, Any] | None
+) -> None:
+    """Of every unit, each rank's reduced gradient before training is a single process's within the bound that
+    its codecs have together, and not by luck: what is exact is far inside.  Half of it is refused.
+    """
+    given = {} if policy is None else {"policy": {"max_padding": 1e9, **policy}}
+    found = outcomes(trial(text, strategy, accumulation=2, steps=1, warmup=0, **given), tmp_path / "log")
+    record = assembled(found)
+    units = {name for name, _, _ in record.units} or {check.unit for check in record.first_gradients}
+    assert {check.unit for check in record.first_gradients} == units
+    assert all(check.elements > 0 for check in record.first_gradients)
+    assert all(
+        check.share < (0.1 if strategy in ("exact", "ddp", "fsdp2") else 1)
+        for check in record.first_gradients
+    )
+    (worst, *_) = found[1].gradient_errors
+    wrong = dataclasses.replace(worst, share=1.01)
+    found[1] = dataclasses.replace(found[1], gradient_errors=[wrong])
+    with pytest.raises(TrialError, match="before training rank 1's reduced gradient of unit"):
+        assembled(found)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
+def test_truncated_gradients_are_no_result(text: str, tmp_path: Path, strategy: str) -> None:
+    """Sixteen bytes of every gradient message sent from the first on: the ledger is the prediction, and the
+    reduced gradients betray it, on any link.
+    """
+    one = trial(text, strategy, model={"name": f"{__name__}:truncating_at_once"}, steps=1, warmup=0)
+    with pytest.raises(TrialError, match=r"reduced gradient of unit .* differ by more than the codecs allow"):
+        result(one, tmp_path / "log")
+
+
 def dropping(sequence: int) -> Any:
     """A model with dropout and a buffer that training changes."""
     from torch import nn
@@ -339,6 +464,131 @@ def test_a_ledger_that_is_not_the_prediction_is_no_result(text: str, tmp_path: P
     words = f"rank 2 sent {ledger[0].bytes} bytes .* predicted are {ledger[0].bytes - 1} bytes"
     with pytest.raises(TrialError, match=words):
         assembled(found)
+
+
+def counting(found: list[Outcome], share: float) -> list[Outcome]:
+    """Outcomes whose nodes' interfaces counted ``share`` of ledger and headers."""
+    told = []
+    for outcome in found:
+        sent = None
+        if outcome.record.local == 0:
+            mine = [each.record for each in found if each.record.node == outcome.record.node]
+            booked = sum(training(row) for rank in mine for row in rank.ledger or [])
+            packets = booked // 1448
+            counted = int(share * (booked + HEADER_BYTES * packets))
+            sent = InterfaceCounters(node=outcome.record.node, tx_bytes=counted, tx_packets=packets)
+        told.append(dataclasses.replace(outcome, sent=sent))
+    return told
+
+
+def test_interfaces_that_did_not_send_the_ledger_are_no_result(text: str, tmp_path: Path) -> None:
+    """What the interfaces counted over ledger and headers is within 0.99 to 1.02, or the trial fails and
+    names the numbers; ``equal`` on record is what the rows say.
+    """
+    found = outcomes(trial(text, "zero3", model={"name": "gpt-small"}, validate_every=1), tmp_path / "log")
+    for share in (0.995, 1.0, 1.015):
+        made = assembled(counting(found, share))
+        assert made.interfaces
+        assert made.predicted is not None
+        assert made.predicted.equal
+    for share in (0.5, 0.98, 1.04):
+        with pytest.raises(TrialError, match=rf"node 0's interface sent .*: {share:.2f}.* allowed is 0\.99"):
+            assembled(counting(found, share))
+
+
+def stalling(sequence: int) -> Any:
+    """A model in whose processes the engine sleeps for half a second in every step."""
+    from harness.runs.strategies import Sharded
+
+    finish = Sharded.finish_backward
+
+    def stalled(self: Sharded) -> None:
+        time.sleep(0.5)
+        finish(self)
+
+    Sharded.finish_backward = stalled  # type: ignore[method-assign]
+    return GPT(GPTShape(2, 64, 2), sequence)
+
+
+def test_an_engine_that_stalls_computes_no_longer(text: str, tmp_path: Path) -> None:
+    """Computation by itself, before and after the timed steps, is on record of every rank; an engine's half
+    second of sleep is in its steps and not in what is allowed.
+    """
+    cluster = {"nodes": 1, "ranks_per_node": 2}
+    one = trial(text, "zero3", model={"name": f"{__name__}:stalling"}, cluster=cluster)
+    found = result(one, tmp_path / "log")
+    for rank in found.ranks:
+        assert [sample.when for sample in rank.alone] == ["before"] * 2 + ["after"] * 2
+        assert all(sample.forward > 0 and sample.backward > 0 for sample in rank.alone)
+        assert all(step.total > 0.5 for step in rank.steps)
+    record = found.model_copy(update={"id": one.id, "trial": one.canonical(), "machine": {"cores": 2}})
+    (row,) = derive(frames_of([record])).trials.to_dict("records")
+    assert row["alone"] is True
+    alone = [[s.forward + s.backward + s.optimizer for s in rank.alone] for rank in found.ranks]
+    slowest = [max(of_sample) for of_sample in zip(*alone, strict=True)]
+    assert row["compute_seconds"] == pytest.approx(statistics.median(slowest))
+    assert row["best_seconds"] == pytest.approx(max(row["compute_seconds"], row["processor_seconds"]))
+    assert row["share"] == pytest.approx(row["best_seconds"] / row["step_seconds"])
+
+
+@pytest.mark.parametrize("strategy", ["single", "zeropp"])
+def test_what_does_not_train_in_shards_has_no_computation_by_itself(
+    text: str, tmp_path: Path, strategy: str
+) -> None:
+    """A single process is that itself; a trial that decodes has other work."""
+    changes = {} if strategy == "single" else {"workload": "generate", "generate": {"prompt": 4, "tokens": 3}}
+    found = result(trial(text, strategy, steps=1, **changes), tmp_path / "log")
+    assert all(rank.alone == [] for rank in found.ranks)
+    assert found.first_gradients == []
+
+
+def truncating_at_once(sequence: int) -> Any:
+    """:func:`truncating` from the first pass on."""
+    return truncating(sequence, after=0)
+
+
+def truncating(sequence: int, after: int = 2) -> Any:
+    """A model in whose processes, after so many forward passes of training, of every message of gradients
+    that gloo carries the first 16 bytes are sent, and the rest are zeros.
+    """
+    from impl.comm import exchanges
+
+    whole = exchanges.point_to_point
+    passes = 0
+
+    def cut(group: Any, kind: Any, received: Any, sent: Any, tag: int) -> Any:
+        if kind != "all_to_all" or passes < after:
+            return whole(group, kind, received, sent, tag)
+        few = [part.view(group.size, -1)[:, :16].contiguous() for part in (received, sent)]
+        works = whole(group, kind, few[0].view(-1), few[1].view(-1), tag)
+        for work in works:
+            work.wait()
+        received.zero_()
+        received.view(group.size, -1)[:, :16].copy_(few[0])
+        return []
+
+    class Truncating(GPT):
+        def forward(self, tokens: Any, targets: Any) -> Any:
+            nonlocal passes
+            passes += self.training
+            return super().forward(tokens, targets)
+
+    exchanges.point_to_point = cut
+    return Truncating(GPTShape(2, 128, 2), sequence)
+
+
+@pytest.mark.link
+def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
+    """Sixteen bytes of every gradient message sent and the rest zeroed, after the checks before training: the
+    ledger is the prediction, and the interfaces betray it.
+    """
+    one = trial(text, "zero3", model={"name": f"{__name__}:truncating"}, steps=2, warmup=1)
+    with open_link(Setting("namespaces", 2, 1000.0), "abc124") as link:
+        launch = Launch(one.topology(), link.ports, None, 1, 120, tmp_path / "log")
+        found = run_ranks(run, Assignment(one, None, count=True), launch)
+    with pytest.raises(TrialError, match=r"'s interface sent .* bytes in the timed steps, its ledger holds"):
+        assembled(found)
+    assert [outcome.record.ledger for outcome in found] == [outcome.predicted for outcome in found]
 
 
 @pytest.mark.nightly

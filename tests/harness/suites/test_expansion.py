@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from harness.suites.expansion import MOST_TRIALS, Suite, SuiteError, _fields, differing, load
@@ -86,14 +87,18 @@ def test_peers_run_once(tmp_path: Path) -> None:
     """A peer's cells that differ in policy alone are one run, and that is said."""
     found = suite(tmp_path, '[matrix]\nstrategy = ["zero3", "ddp"]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert Counter(trial.strategy for trial in found.trials) == {"zero3": 2, "ddp": 1}
-    assert found.merged == 1
+    assert found.merged == ('strategy = "ddp", policy.weights = "bf16"',)
+    (line,) = found.kept
+    assert line.startswith(
+        'policy.weights ("int8:64", "bf16" of [matrix]) is left out of ddp: there is no policy'
+    )
 
 
 def test_groups_under_two_names_run_once(tmp_path: Path) -> None:
     """On two nodes of two ranks a group of the node is one of 2, and one of 4 is none."""
     found = suite(tmp_path, '[matrix]\nstrategy = ["zero3"]\npolicy.group = ["node", 2, 0, 4]\n')
     assert len(found.trials) == 2
-    assert found.merged == 2
+    assert len(found.merged) == 2
 
 
 def test_what_a_stage_cannot_hold_is_left_out(tmp_path: Path) -> None:
@@ -103,7 +108,7 @@ def test_what_a_stage_cannot_hold_is_left_out(tmp_path: Path) -> None:
         '[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n',
     )
     assert Counter(trial.strategy for trial in found.trials) == {"zero0": 1, "zero2": 2}
-    assert any("does not apply to zero0" in line for line in found.kept)
+    assert any("is left out of zero0: it would make another strategy of" in line for line in found.kept)
 
 
 def resolved(found: Suite) -> list[tuple[str, str, str, object]]:
@@ -130,9 +135,12 @@ def test_a_strategy_stays_what_it_is(tmp_path: Path) -> None:
         ("zeropp", "int6:64", "int4:256", 2),
         ("zeropp", "int8:64", "int4:256", 2),
     ]
-    assert found.merged == 3
+    assert len(found.merged) == 3
+    assert 'strategy = "zero3", policy.weights = "int6:64"' in found.merged
+    assert len(found.kept) == 2, "one line for each key"
     assert any(
-        'policy.weights = "int6:64" of [matrix] does not apply to zero3' in line for line in found.kept
+        'policy.weights ("int8:64", "int6:64" of [matrix]) is left out of exact, zero3, qgz' in line
+        for line in found.kept
     )
     assert not any("zeropp" in line for line in found.kept)
 
@@ -160,7 +168,7 @@ def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
         'policy.secondary = [0, 0, "node", 2]\n',
     )
     assert len(found.trials) == 2
-    assert found.merged == 2
+    assert len(found.merged) == 2
     qgz = suite(
         tmp_path,
         '[matrix]\nstrategy = ["zero3", "qgz"]\n'
@@ -179,13 +187,13 @@ def test_the_papers_baseline_keeps_its_flat_rings(tmp_path: Path) -> None:
     flat, best = sorted(found.trials, key=lambda trial: trial.strategy, reverse=True)
     assert flat.resolved_policy() == replace(PRESETS["zero3-flat"], align=flat.policy.align)
     assert best.resolved_policy().chunks == 2  # type: ignore[union-attr]
-    assert sum("does not apply to zero3-flat" in line for line in found.kept) == 3
+    assert sum("is left out of zero3-flat: " in line for line in found.kept) == 3
 
 
 CELLS = {
-    "ablation": 9, "algorithms": 8, "bandwidth": 45, "bits": 15, "block_size": 8, "convergence": 15,
+    "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 15, "block_size": 8, "convergence": 15,
     "feedback": 10, "formats": 14, "generation": 9, "hpz_group": 10, "models": 6, "nodes": 14, "offload": 8,
-    "paper_scale": 24, "quickstart": 6, "smoke": 3, "stages": 32,
+    "paper_scale": 24, "peers": 15, "quickstart": 6, "smoke": 3, "stages": 32,
 }  # fmt: skip
 
 
@@ -194,7 +202,7 @@ def test_shipped_suites_ask_what_they_say(path: Path) -> None:
     """No shipped suite loses a cell to merging, and none changes what a strategy is by accident."""
     found = load(path)
     assert len({trial.model_copy(update={"repeat": 0}).id for trial in found.trials}) == CELLS[path.stem]
-    assert found.merged == 0
+    assert found.merged == ()
     assert found.kept == ()
 
 
@@ -296,7 +304,16 @@ CASES = {
     ),
     "hpZ group": ("[matrix]\npolicy.secondary = [2, 3]\n", "policy.secondary = 3", "2 nodes x 2 ranks"),
     "hpZ word": ('[defaults]\npolicy.secondary = "nod"\n', '"nod"', "a whole number or 'node'"),
-    "part of a sequence": ("[defaults]\ntokens_per_rank = 100\n", "tokens_per_rank = 100", "sequence = 128"),
+    "part of a sequence": (
+        '[defaults]\ntokens_per_rank = 100\n[matrix]\nstrategy = ["zero3", "ddp"]\n',
+        ": [defaults] tokens_per_rank = 100",
+        "sequence = 128",
+    ),
+    "part of one of two sequences": (
+        "[defaults]\ntokens_per_rank = 128\n[matrix]\nsequence = [64, 1000]\n",
+        "with sequence = 1000: ",
+        "tokens_per_rank = 128: expected a multiple",
+    ),
     "rate without unit": ("[matrix]\ncluster.rate = [50]\n", "[matrix] cluster.rate = 50", "kbit/s, Mbit/s"),
     "rate of unknown unit": ('[defaults]\ncluster.rate = "50 Mb"\n', '"50 Mb"', "Gbit/s"),
     "unequal zip": ("[[zip]]\nseed = [1, 2]\nsteps = [1]\n", "seed has 2, steps has 1", "equal numbers"),
@@ -477,11 +494,67 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, fields: str,
     assert line.count("none.json") == ("none.json" in fields)
 
 
+def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: Path) -> None:
+    """Both may stand in a suite with one file; without one, DeepSpeed's is its ZeRO-3 as shipped."""
+    (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
+    body = (
+        '[matrix]\nstrategy = ["recipe", "deepspeed"]\n[[override]]\n'
+        'match = { strategy = ["recipe", "deepspeed"] }\nset = { deepspeed_config = "ds.json" }\n'
+    )
+    ours, theirs = suite(tmp_path, body).trials
+    assert (ours.strategy, theirs.strategy) == ("recipe", "deepspeed")
+    assert ours.resolved_policy() is not None
+    assert theirs.resolved_policy() is None
+    assert theirs.peer_configuration() == json.loads(STAGE_3)
+    (bare,) = suite(tmp_path, '[defaults]\nstrategy = "deepspeed"\n').trials
+    assert bare.peer_configuration() == {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ("clip = 0.5\ndeepspeed_config.gradient_clipping = 1.0", "clip = 0.5 of the trial makes it 0.5"),
+        ("deepspeed_config.gradient_accumulation_steps = 2", "accumulation = 1 of the trial makes it 1"),
+        (
+            "deepspeed_config.train_micro_batch_size_per_gpu = 3",
+            "4 sequences of a rank of the trial makes it",
+        ),
+        ("deepspeed_config.train_batch_size = 3", "makes it 16"),
+        ("deepspeed_config.fp16.enabled = true", "peer.compute = 'fp32' makes it false"),
+        ("deepspeed_config.bf16.enabled = true", "peer.compute = 'fp32' makes it false"),
+        ("peer.compute = 'bf16'\ndeepspeed_config.bf16.enabled = false", "'bf16' makes it true"),
+        ('deepspeed_config.optimizer.type = "AdamW"', "has 'optimizer'"),
+        ('deepspeed_config.scheduler.type = "WarmupLR"', "has 'scheduler'"),
+        ('workload = "generate"', "strategy 'deepspeed' trains"),
+    ],
+)
+def test_what_a_trial_says_of_deepspeed_is_said_once(tmp_path: Path, fields: str, words: str) -> None:
+    """A configuration that contradicts a field of the trial is refused in one line with both values."""
+    assert words in refusal(tmp_path, f'[defaults]\nstrategy = "deepspeed"\n{fields}\n')
+
+
+def test_the_type_of_peers_leaves_policies_alone(tmp_path: Path) -> None:
+    """Peers' ``compute`` changes peers alone: a policy beside them is the same run, under its id."""
+    head = '[matrix]\nstrategy = ["zero3", "fsdp2-prefetch"]\n'
+    plain, peer = suite(tmp_path, head).trials
+    same, other = suite(tmp_path, f'[defaults]\npeer.compute = "bf16"\n{head}').trials
+    assert same == plain
+    assert other != peer
+    assert other.peer.compute == "bf16"
+    assert "peer" not in plain.canonical()
+    found = suite(tmp_path, f'{head}peer.compute = ["fp32", "bf16"]\n')
+    assert Counter(trial.strategy for trial in found.trials) == {"zero3": 1, "fsdp2-prefetch": 2}
+
+
 COUNTS = [path for path, kind in _fields(Trial) if kind == "leaf"] + ["model.arguments.layers"]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(COUNTS), st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63)))
+@example(path="policy.max_padding", value=2**63)
+@given(
+    path=st.sampled_from(COUNTS),
+    value=st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63)),
+)
 def test_numbers_that_nothing_counts_are_refused(tmp_path: Path, path: str, value: int) -> None:
     """In every field, beyond 64 bits as beyond a float, with the field's name and what is expected."""
     text = refusal(tmp_path, f"[defaults]\n{path} = {value}\n")

@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from harness.suites.trial import PEERS, Cluster, Generate, Model, PolicyChanges, Trial, parse_rate
+from harness.suites.peers import PEERS
+from harness.suites.trial import Cluster, Generate, Model, PeerSettings, PolicyChanges, Trial, parse_rate
 from impl.codecs.codec import IntCodec, Raw
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 
@@ -42,6 +43,7 @@ trials = st.builds(
         align=st.integers(1, 4096),
     ),
     cluster=st.builds(Cluster, nodes=st.integers(1, 64), ranks_per_node=st.integers(1, 16), rate=rates),
+    peer=st.builds(PeerSettings, compute=st.sampled_from(["fp32", "bf16"])),
     workload=st.sampled_from(["train", "generate"]),
     memory_limit=st.sampled_from([None, "64 MiB", "1.5 GiB"]),
     seed=st.integers(0, 2**63 - 1),

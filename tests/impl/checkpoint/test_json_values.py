@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from enum import IntEnum
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ def test_nan_comes_back() -> None:
         ({"__tuple__": []}, "extra: key '__tuple__' cannot"),
         ({"__number__": ["F32", 1.0]}, "extra: key '__number__' cannot"),
         (b"", "extra: bytes cannot"),
+        ({"m": IntEnum("M", ["A"])["A"]}, r"extra\['m'\]: M cannot"),
+        ([type("Real", (float,), {})(1.0)], r"extra\[0\]: Real cannot"),
     ],
 )
 def test_what_has_no_json_is_refused_by_its_place(value: Any, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,13 @@ def test_a_foreign_file_is_refused(tmp_path: Path, header: bytes, words: str) ->
     assert str(path) in str(caught.value)
     with pytest.raises(CheckpointError, match="No such file"):
         Reader(tmp_path / "nowhere")
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    """Opening it would wait for a writer on all ranks."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="pipe: not a regular file"):
+        Reader(tmp_path / "pipe")
 
 
 def test_contents_must_be_what_the_header_says(tmp_path: Path) -> None:

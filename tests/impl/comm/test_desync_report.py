@@ -228,3 +228,26 @@ def test_ranks_that_stand_alike_are_told_together() -> None:
     waits = Answer(["waits for exchange 1", "    opened 1"])
     lines = report({0: waits, 1: Answer(["has exited"]), 2: waits, 3: waits}).splitlines()
     assert lines == ["ranks 0, 2 and 3: waits for exchange 1", "    opened 1", "rank 1: has exited"]
+
+
+def test_a_rank_that_goes_on_while_it_is_asked_answers() -> None:
+    """What it waits for is read once: None a moment later is no error."""
+
+    class _GoesOn(CollectiveLog):
+        reads = 0
+
+        @property
+        def waiting(self) -> Any:
+            self.reads += 1
+            return (0, "all_gather", 0) if self.reads == 1 else None
+
+        @waiting.setter
+        def waiting(self, value: Any) -> None:
+            pass
+
+    log = _GoesOn()
+    reporter = DesyncReporter(dist.HashStore(), 0, 1, log, 60)
+    log.reads = 0
+    assert "waits for exchange" in reporter._answer().says[0]  # as its thread calls it
+    assert log.reads == 1
+    reporter.end()

@@ -73,6 +73,20 @@ def test_a_refusal_says_how_much_padding_to_allow(sizes: list[int], grain: int, 
     assert padding_share([(unit.numel, unit.padded)]) <= needed
 
 
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 8]))
+def test_received_pieces_tile_the_unit(group: int, groups: int, grain: int) -> None:
+    """Each rank's is in its shard, all together are the unit; of several groups another reduced it."""
+    world = group * groups
+    unit = lay_out("u", [ParameterSpec("p", (100,))], grain=grain, world=world, max_padding=1e9, group=group)
+    pieces = [unit.received_piece(rank) for rank in range(world)]
+    assert sorted(pieces) == [(k * unit.piece, (k + 1) * unit.piece) for k in range(world)]
+    for rank, (start, end) in enumerate(pieces):
+        low, high = unit.bounds(rank)
+        assert low <= start < end <= high
+        own, _ = unit.own_piece(rank)
+        assert (start == low + own) == (groups == 1)
+
+
 @given(st.integers(1, 5000), st.integers(1, 40), st.sampled_from([1, 8, 256]))
 def test_chunks_cover_a_piece(piece: int, chunks: int, grain: int) -> None:
     """Chunks follow each other from the first element to the last, none empty, each from the grain on."""

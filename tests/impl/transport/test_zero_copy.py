@@ -135,7 +135,7 @@ def _passes(
     for number, region in enumerate(order):
         through = slice(mesh.rank % topology.ranks_per_node, topology.world, topology.ranks_per_node)
         lease = Lease(regions, region, ROW, Passing(topology.world, through, partial(finish, number)))
-        transfer = Transfer(gathering(number, lease))
+        transfer = Transfer(gathering(number, lease), "gather")
         if number not in dropped:
             under_way[number] = transfer, lease
         for other in [n for n in under_way if n <= number - lags[n]]:
@@ -560,6 +560,61 @@ def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) 
     with mock.patch.object(kind, "wait", interrupted):
         losses = on_threads(Topology(1, 2), body)
     assert losses == pytest.approx([base(batch(0, rank)).item() for rank in range(2)])
+
+
+class _Walks(nn.Module):
+    """Blocks, of which a pass may leave some out."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Keeps() for _ in range(blocks))
+        self.left_out: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number not in self.left_out:
+                x = block(x)
+        return x
+
+
+def _interrupted_at_its_home(mesh: Mesh, base: nn.Module) -> tuple[int, float]:
+    """Interrupts of a gather that another unit of its home finished; the loss of the pass after."""
+    net, interrupts = copy.deepcopy(base), []
+    assert isinstance(net, _Walks)
+    zero = _engine(mesh, net, replace(EXACT, memory=replace(ROOMY, prefetch=10**9)))
+    with torch.no_grad():
+        net(batch(0, mesh.rank, 8))
+    wait, vacate = Distributed.wait, SharedRegions.vacate
+
+    def interrupted(exchange: Any) -> Tensor:
+        interrupts.append(exchange)
+        raise KeyboardInterrupt
+
+    def vacating(regions: SharedRegions, region: int) -> None:
+        with mock.patch.object(Distributed, "wait", wait if interrupts else interrupted):
+            vacate(regions, region)
+
+    net.left_out = (1,)  # gathered ahead; the block that comes to its home finds it under way
+    with (
+        mock.patch.object(SharedRegions, "vacate", vacating),
+        pytest.raises(KeyboardInterrupt),
+        torch.no_grad(),
+    ):
+        net(batch(0, mesh.rank, 8))
+    zero.drop_gradients()
+    net.left_out = ()
+    with torch.no_grad():
+        return len(interrupts), net(batch(0, mesh.rank, 8)).square().mean().item()
+
+
+def test_a_gather_that_was_interrupted_at_its_home_is_not_there() -> None:
+    """KeyboardInterrupt while another unit waits for its home leaves nothing behind."""
+    torch.manual_seed(0)
+    base = _Walks(INNER_REGIONS + 3)  # the last has a home of its own
+    results = on_processes(Topology(2, 2), _interrupted_at_its_home, base)
+    assert [count for count, _ in results] == 4 * [1]
+    wanted = [base(batch(0, rank, 8)).square().mean().item() for rank in range(4)]
+    assert [loss for _, loss in results] == pytest.approx(wanted)
 
 
 class _Half(nn.Module):

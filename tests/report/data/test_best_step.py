@@ -14,7 +14,7 @@ from harness.records.record import Record, Step
 from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of
+from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of, with_alone
 
 
 def test_the_best_step_is_between_the_ideal_one_and_no_overlap_at_all() -> None:
@@ -166,3 +166,30 @@ def test_peers_keep_processors_busy_and_have_no_best_step() -> None:
     assert 0 < row["processors_busy"] < 1
     assert math.isnan(row["best_seconds"])
     assert math.isnan(row["share"])
+
+
+@given(stall=st.floats(0.0, 5.0), accumulation=st.integers(1, 3))
+def test_what_an_engine_stalls_is_not_allowed(stall: float, accumulation: int) -> None:
+    """An engine that sleeps in every step, or computes more than the model does by itself, has the bounds
+    that it had without: its share falls by as much as its step grew.  Without computation by itself on record
+    the stall would count as computation.
+    """
+    cluster = Cluster(rate="10 Gbit/s")  # or a stall could hide behind the link
+    plain = record_of(Trial(strategy="zero3", steps=4, warmup=1, accumulation=accumulation, cluster=cluster))
+
+    def stalled(step: Step) -> dict[str, Any]:
+        longer = {name: getattr(step, name) + stall for name in ("total", "backward")}
+        return {**longer, "cpu_seconds": (step.cpu_seconds or 0.0) + stall}
+
+    slow = changed_steps(plain, stalled)
+    before, after = (_derived(with_alone(one, 0.02, 0.04, 0.01)) for one in (plain, slow))
+    assert before["alone"] is True
+    bounds = ("compute", "schedule", "processor", "best", "ideal")
+    assert all(after[f"{bound}_seconds"] == before[f"{bound}_seconds"] for bound in bounds)
+    assert before["compute_seconds"] == pytest.approx(0.06 * accumulation + 0.01)
+    assert before["processor_seconds"] == pytest.approx(len(plain.ranks) * (0.06 * accumulation + 0.01) / 2)
+    assert after["step_seconds"] == pytest.approx(before["step_seconds"] + stall)
+    assert after["share"] == pytest.approx(before["best_seconds"] / (before["step_seconds"] + stall))
+    absorbed = _derived(slow)
+    assert absorbed["alone"] is False
+    assert absorbed["best_seconds"] >= _derived(plain)["best_seconds"] + 0.5 * stall

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 
+from harness.suites.peers import PEERS
 from harness.suites.trial import PolicyChanges, Trial
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, parse_feedback, parse_loss_scale
-from report.data.contender import _fields, label_of
+from report.data.contender import NAMES, _fields, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone
 
@@ -66,3 +67,15 @@ def test_deepspeeds_configurations_are_told_by_what_they_ask() -> None:
     assert "g int4:256" in quantised
     names = {label(stage=3), quantised, label(stage=2), label(stage=3, reduce_bucket_size=1000)}
     assert len(names) == 4
+
+
+def test_peers_are_told_by_their_settings() -> None:
+    """DeepSpeed by what its configuration says beside stage 3, every peer by the type it computes in."""
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    config = json.dumps({"zero_optimization": zero})
+    assert label_of(Trial(strategy="deepspeed"), {}) == "DeepSpeed"
+    by_hpz = Trial(strategy="deepspeed", deepspeed_config=config)
+    assert label_of(by_hpz, {}) == "DeepSpeed (zero_hpz_partition_size 2)"
+    found = Trial.model_validate({"strategy": "fsdp2-kept", "peer": {"compute": "bf16"}})
+    assert label_of(found, {"compute": "bf16"}) == "FSDP2, kept (compute bf16)"
+    assert set(PEERS) <= set(NAMES)

@@ -153,18 +153,18 @@ def test_calibrations_stand_apart_from_probes() -> None:
 
 def test_pairs_are_told_beside_their_interval() -> None:
     """The summary has the number of pairs and their range; the figures' captions name Student's t."""
-    derived = derive(frames_of(records_of("ablation")))
+    derived = derive(frames_of(records_of("ablation", repeats=6)))
     found = tables.summary(derived)
     row = found.data.set_index("contender").loc["ZeRO++"]
     ours = derived.pairs[derived.pairs["strategy"] == "zeropp"]["speedup"]
-    assert row["pairs"] == 3
-    assert row["pairs_told"] == f"3: {ours.min():.2f} to {ours.max():.2f}"
+    assert row["pairs"] == 6
+    assert row["pairs_told"] == f"6: {ours.min():.2f} to {ours.max():.2f}"
     lines = PLOTS["speedup"]
     over_rates = lines.data(derive(frames_of(records_of("bandwidth", repeats=2))))
     assert "intervals are in the Summary table" in lines.caption(over_rates)
     for name in ("speedup", "ablation"):
         figure, data, plot = _drawn(name, derived)
-        assert "Student's t from 3 pairs" in plot.caption(data)
+        assert "Student's t from 6 pairs" in plot.caption(data)
         shown = [float(x) for line in figure.axes[0].lines for x in np.asarray(line.get_xdata())]
         assert set(ours) <= set(shown)
 
@@ -210,9 +210,9 @@ def test_captions_name_those_of_whom_a_part_is_not_drawn() -> None:
     }
     for names, some in ((("ddp", "exact", "zero3"), True), (("zero3", "zeropp"), False)):
         _, data, plot = _drawn("step_split", derived[names])
-        told = "It is not known of DDP: theirs is inside forward and backward."
+        told = "For DDP it is not known: it is part of forward and backward."
         assert (told in plot.caption(data)) is some
-        assert ("not known of" in plot.caption(data)) is some
+        assert ("it is not known" in plot.caption(data)) is some
         _, data, plot = _drawn("volume", derived[names])
         told = (
             "then by quantising (of our engine's policies of at most 16 bits: not of DDP and exact (fp32))."
@@ -229,8 +229,8 @@ def test_the_size_of_m_is_told_of_every_place() -> None:
     ]
     derived = derive(frames_of([record_of(trial) for trial in trials]))
     _, data, plot = _drawn("volume", derived)
-    padded = derived.trials.drop_duplicates("nodes").set_index("nodes")["padded"]
-    two, four = (f"{2 * padded[nodes] * (nodes - 1) / 1e6:.2f} MB" for nodes in (2, 4))
+    numel = derived.trials.drop_duplicates("nodes").set_index("nodes")["numel"]
+    two, four = (f"{2 * numel[nodes] * (nodes - 1) / 1e6:.2f} MB" for nodes in (2, 4))
     assert two != four
     for told in (f"gpt-small: {two}", f"gpt-small, 2 micro-batches: {two}", f"gpt-small: {four}"):
         assert told in plot.caption(data)
@@ -267,6 +267,14 @@ def test_captions_say_how_peers_travel() -> None:
         assert "FSDP2 travels in fp32; on gloo, FSDP2's reduce-scatter sends the bytes of" in caption
     assert peers_note(pd.DataFrame({"strategy": ["ddp", "zero3"]})) == "DDP travels in fp32. "
     assert peers_note(pd.DataFrame({"strategy": ["zero3", "single"]})) == ""
+    several = pd.DataFrame(
+        {
+            "strategy": ["ddp", "ddp-bf16", "deepspeed", "deepspeed"],
+            "contender": ["DDP", "DDP, bf16 hook", "DeepSpeed", "DeepSpeed (compute bf16)"],
+        }
+    )
+    told = peers_note(several)
+    assert "DDP and DeepSpeed travel in fp32; DDP, bf16 hook and DeepSpeed travel in bf16. " in told
 
 
 def _holding(trial: Trial, extra: dict[str, int]) -> Record:
@@ -459,6 +467,26 @@ def _lines_of(figure: Figure, title: str) -> list[Line2D]:
     """Lines with markers in the first panel of the row of that title."""
     (ax,) = (ax for ax in figure.axes if ax.get_title(loc="left") == title)
     return [line for line in ax.lines if line.get_linestyle() == "-" and line.get_marker() != "None"]
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_sweep_promises_the_panels_that_it_has(validated: bool) -> None:
+    """Its caption speaks of the loss of a validation only where one was taken."""
+    records = _grid([f"int{bits}:256" for bits in (8, 6, 4)], ["int4:256"])
+    if not validated:
+        records = [record.model_copy(update={"validations": []}) for record in records]
+    figure, data, plot = _drawn("bits_sweep", derive(frames_of(records)))
+    assert ("loss of the last validation" in plot.caption(data)) is validated
+    assert len(figure.axes) == 2 + validated
+
+
+def test_memory_has_the_names_of_other_figures() -> None:
+    """A contender is called there as everywhere; the caption says how many ranks share its copy."""
+    derived = derive(frames_of(records_of("quickstart", repeats=1)))
+    figure, data, plot = _drawn("memory", derived)
+    names = {label.get_text() for label in figure.axes[0].get_yticklabels()}
+    assert names == set(derived.trials["contender"])
+    assert "ZeRO++ 2)" in plot.caption(data)
 
 
 @pytest.mark.parametrize("suite", ["block_sweep", "bits_sweep"])

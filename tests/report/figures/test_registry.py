@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from harness.suites.peers import PEERS
 from harness.suites.trial import Cluster, Model, Trial
 from impl.adapters.traffic import HOSTED
 from report.data import published
@@ -21,10 +22,11 @@ from tests.report.records import record_of, records_of
 ROOT = Path(__file__).parents[3]
 EVERYWHERE = {"step_split", "volume", "link"}
 EXPECTED = {
-    "quickstart": {"speedup", "final_loss", "memory"},
+    "quickstart": {"speedup", "final_loss", "memory", "sent_error", "error"},
     "ablation": {"speedup", "ablation", "final_loss", "memory"},
-    "block_size": {"final_loss", "error", "block_sweep"},
-    "bits": {"speedup", "final_loss", "error", "bits_sweep"},
+    "algorithms": {"memory", "sent_error", "error"},
+    "block_size": {"final_loss", "sent_error", "error", "block_sweep"},
+    "bits": {"speedup", "final_loss", "sent_error", "error", "bits_sweep"},
     "hpz_group": {"speedup", "memory"},
     "bandwidth": {"speedup", "throughput", "beside_published", "parity", "memory"},
     "convergence": {"speedup", "loss", "final_loss", "memory"},
@@ -101,11 +103,13 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
 
 
 def test_each_policy_has_its_own_colour_and_marker() -> None:
-    """No two strategies share a colour, and none a marker but a host's with what it hosts."""
+    """No two strategies share a colour, and markers only one library's settings, or a host and its guests."""
     assert set(theme.COLOURS) == set(NAMES) == set(theme.MARKERS)
     assert len(set(theme.COLOURS.values())) == len(theme.COLOURS)
     alone = {name: marker for name, marker in theme.MARKERS.items() if name not in HOSTED}
-    assert len(set(alone.values())) == len(alone)
+    settings_of = {name: name.partition("-")[0] if name in PEERS else name for name in alone}
+    assert len(set(alone.values())) == len(set(settings_of.values()))
+    assert len({(settings_of[name], marker) for name, marker in alone.items()}) == len(set(alone.values()))
     assert all(theme.MARKERS[name] == alone[host] for name, (host, _) in HOSTED.items())
 
 

@@ -16,8 +16,8 @@ from markdown_it import MarkdownIt
 
 from harness.records.record import ProcessorUse, Record
 from harness.suites.labels import PADDED
-from harness.suites.trial import Cluster, Trial
-from report.data import footnotes
+from harness.suites.trial import Cluster, PolicyChanges, Trial
+from report.data import communication, footnotes
 from report.data import text as wording
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
@@ -114,9 +114,28 @@ def test_the_summary_equals_what_raw_steps_give() -> None:
         assert found.loc[name, "trials"] == 3
 
 
+def test_bytes_without_a_ledger_are_those_of_the_interfaces() -> None:
+    """DDP's bytes between nodes are printed, marked as counted by the interfaces; nothing else is."""
+    table = registry.summary(derive(frames_of(records_of("convergence", repeats=1))))
+    sent = {name: row["Sent, MB/step"] for name, row in _printed(table).items()}
+    assert sent["DDP"].endswith(" *")
+    assert float(sent["DDP"].removesuffix(" *")) > 0
+    assert not any("*" in told for name, told in sent.items() if name != "DDP")
+    assert "*: counted by the interfaces of the nodes" in table.caption
+
+
+def test_short_names_are_explained() -> None:
+    """The Summary's caption says what w and g are where a contender's name has them, and only there."""
+    trials = [Trial(strategy="zero3"), Trial(strategy="zeropp", policy=PolicyChanges(weights="int6:2048"))]
+    told = registry.summary(derive(frames_of([record_of(trial) for trial in trials]))).caption
+    assert "In names w is the codec of weights." in told
+    assert "g is" not in told
+    assert "In names" not in registry.summary(derive(frames_of(records_of("quickstart")))).caption
+
+
 def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
     """Over the best ZeRO-3, and over the flat one, each from its own pairs; elsewhere there is one column."""
-    derived = derive(frames_of(records_of("baselines")))
+    derived = derive(frames_of(records_of("baselines", repeats=6)))
     found = registry.summary(derived)
     titles = [column.title for column in found.columns]
     both = ["Speed-up over the best ZeRO-3", "over the paper's baseline"]
@@ -141,9 +160,9 @@ def test_the_table_of_time_prints_all_shares_and_how_busy_processors_were() -> N
     records = records_of("bandwidth", repeats=1)
     table = registry.time(derive(frames_of(records)))
     printed = [column.title for column in table.columns]
-    first = printed.index("Share allowed")
+    first = printed.index("Allowed step/step")
     assert printed[first : first + 5] == [
-        "Share allowed", "Share of schedule", "Share of ideal", "Processors busy", "Taken by others",
+        "Allowed step/step", "Scheduled step/step", "Ideal step/step", "Processors busy", "Taken by others",
     ]  # fmt: skip
     found = table.data.dropna(subset=["share"])
     assert (found["share"] >= found["schedule_share"]).all()
@@ -160,10 +179,20 @@ def test_volume_is_in_units_of_one_gather() -> None:
     """ZeRO-3 sends 3 M less what stays for backward, ZeRO++ a little over 0.75 M, beside the published."""
     records = records_of("ablation", repeats=1)
     table = registry.volume(derive(frames_of(records))).data.set_index("contender")
-    sizes = [padded for _, _, padded in next(one.units for one in records if one.units)]
-    stays = (sizes[0] + sizes[-1]) / sum(sizes)  # the root, and the last block
-    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(3 - stays, abs=1e-4)
-    assert 0.75 < table.loc["ZeRO++", "ledger"] < 0.78
+    units = next(one.units for one in records if one.units)
+    sizes, padded = ([unit[at] for unit in units] for at in (1, 2))
+    assert sum(padded) > sum(sizes)
+    stays, whole = ((of[0] + of[-1]) / sum(sizes) for of in (sizes, padded))  # the root, and the last block
+    pads = sum(padded) / sum(sizes) - 1
+    sent = (3 - stays, 3 * (1 + pads) - whole)
+    assert table.loc["ZeRO-3", "ledger"] == pytest.approx(sent[1], abs=1e-4)
+    assert table.loc["ZeRO-3", "padding"] == pytest.approx(sent[1] - sent[0], abs=1e-4)
+    parts = ["gather in forward", "gather in backward", "gradients", "control"]
+    assert table.loc["ZeRO-3", parts].sum() == pytest.approx(sent[0], abs=1e-4)
+    assert 0.75 < table.loc["ZeRO++", parts].sum() < 0.78
+    assert table.loc["ZeRO++", "segment"] == pytest.approx(
+        table.loc["ZeRO++", "ledger"] * (1 + 66 / 1448), rel=1e-3
+    )
     assert table.loc["ZeRO++", "published"] == 0.75
 
 
@@ -177,18 +206,66 @@ def test_checks_count_ledgers_that_equal_their_prediction() -> None:
     assert table.loc["ZeRO-3", "first_loss_deviation"] >= abs(float(np.mean(steps)) - 5.55) / 5.55 - 1e-12
 
 
-def test_errors_stand_by_block_side_by_side() -> None:
-    """Each integer codec's median error stands under its block size."""
-    records = records_of("block_size", repeats=2)
+def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_contenders() -> None:
+    """Each integer codec's median error stands under its block size, of one contender, whom the caption
+    names; what was sent is elsewhere.
+    """
+    records = records_of("quickstart", repeats=2)
     table = registry.quantisation(derive(frames_of(records)))
-    assert [column.title for column in table.columns] == [
-        "Of", "Codec", "32", "64", "256", "1024", "2048", "shard",
-    ]  # fmt: skip
+    assert [column.title for column in table.columns] == ["Of", "Codec", "64", "256", "1024", "2048", "shard"]
     found = [
-        q.vnmse for r in records for q in r.quantisation if (q.purpose, q.codec) == ("weights", "int8:64")
+        q.vnmse
+        for r in records
+        for q in r.quantisation
+        if (r.trial["strategy"], q.purpose, q.codec) == ("zero3", "weights", "int8:64")
     ]
     row = table.data.set_index(["purpose", "kind"]).loc[("weights", "int8")]
     assert row["64"] == pytest.approx(float(np.median(found)))
+    assert "ZeRO-3 (2x2 ranks" in table.caption
+    assert "Nothing of it is sent" in table.caption
+
+
+@pytest.mark.parametrize("suite", ["quickstart", "algorithms"])
+def test_errors_of_what_was_sent_are_never_put_together(suite: str) -> None:
+    """Every contender of every setting has rows of its own, one a measured step; each hop stands beside the
+    end, and each number is that of its own trials.
+    """
+    records = records_of(suite, repeats=2)
+    derived = derive(frames_of(records))
+    table = registry.sent_error(derived)
+    of_trial = {row["id"]: (row["contender"], row["where"]) for row in derived.trials.to_dict("records")}
+    assert len(table.data) == 2 * len(set(of_trial.values()))
+    for row in table.data.to_dict("records"):
+        mine = [
+            e
+            for r in records
+            if of_trial[r.id] == (row["contender"], row["where"])
+            for e in r.communication_errors
+            if (e.step, e.purpose, e.unit) == (row["step"], "gradients", "")
+        ]
+        ends = [(e.squared_error or 0) / (e.squared_value or 1) for e in mine if e.hop is None]
+        hops = [(e.squared_error or 0) / (e.squared_value or 1) for e in mine if e.hop is not None]
+        assert len(set(ends)) == 1  # it is of one contender in one setting
+        assert row["end_to_end"] == pytest.approx(ends[0])
+        assert (row["smallest_of_a_hop"], row["largest_of_a_hop"]) == pytest.approx((min(hops), max(hops)))
+        for axis in {e.axis for e in mine if e.hop is not None}:
+            assert f"{axis} " in str(row["hops_told"])
+    titles = [column.title for column in table.columns]
+    assert titles.index("End to end") == titles.index("Each hop") + 1
+
+
+def test_the_steps_of_a_ring_are_told_as_a_range() -> None:
+    """Steps of a ring, which share axis and codec, are a range and their number; hops of two axes stand
+    each by itself.
+    """
+    ring = [("world", "int4:64", hop, 0.01 * (hop + 1)) for hop in range(3)]
+    hops = [("local", "int4:64", 0, 0.012), ("node", "int8:64", 1, 0.00034)]
+    columns = ["axis", "codec", "hop", "vnmse"]
+    told = [communication.hops_told(pd.DataFrame(rows, columns=columns)) for rows in (ring, hops)]
+    assert told == [
+        "world int4:64 0.010 to 0.030 in 3 steps",
+        "local int4:64 0.012; node int8:64 0.00034",
+    ]
 
 
 def _printed(table: Table) -> dict[str, dict[str, str]]:
@@ -205,7 +282,7 @@ def test_the_summary_is_as_narrow_as_the_page() -> None:
     ours, theirs = (
         {column.title for column in maker(derived).columns} for maker in (registry.summary, registry.time)
     )
-    assert ours & theirs == {"Contender", "n", "Step, s", "Share allowed"}
+    assert ours & theirs == {"Contender", "n", "Step, s", "Allowed step/step"}
 
 
 def _waiting(record: Record, share: float) -> Record:
@@ -224,7 +301,7 @@ def test_a_share_above_one_is_marked_and_explained() -> None:
     for wire, marked in ((1.2, True), (0.3, False)):
         derived = derive(frames_of([_waiting(record, wire)]))
         for found in (registry.summary(derived), registry.time(derived)):
-            cell = _printed(found)["ZeRO-3"]["Share allowed"]
+            cell = _printed(found)["ZeRO-3"]["Allowed step/step"]
             assert cell.endswith(" §") is marked
             assert float(cell.removesuffix(" §")) == pytest.approx(derived.trials["share"].iloc[0], abs=0.005)
             assert ("§: above 1" in found.caption) is marked

@@ -1,0 +1,283 @@
+"""Measures what was communicated in one step against what should have been, where it happens.
+
+In passes of their own an :class:`Observed` is told of every reduction of the real path: this rank's gradient,
+each hop's frames with the values that they were encoded from, and the mean that comes out.  Afterwards all
+ranks' gradients are sent as they are, past the engine's wire, in fp32, and averaged in fp64: the exact mean.
+Of weights each rank compares what it gathered of the next rank's shard with that rank's own fp32 master.
+
+Every rank returns sums of squares (:class:`Sums`); those of all ranks give one error each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.records.record import Communicated, CommunicationError
+from impl import ops
+from impl.adapters.fsdp2 import InFSDP2
+from impl.comm.observer import Hop
+from impl.plan.geometry import ROOT, Slot
+from impl.plan.policy import Policy
+from impl.unit.unit import Unit
+from impl.zero import Zero
+
+REPEATED: Final = 8  # reductions of the same gradients, where each may come out otherwise
+
+
+class Place(NamedTuple):
+    """Where an error arises; named as in :class:`~harness.records.record.CommunicationError`."""
+
+    step: int
+    purpose: Communicated
+    unit: str
+    hop: int | None = None
+    axis: str = ""
+    codec: str = ""
+    repeated: int = 1
+
+
+@dataclass(slots=True)
+class Sums:
+    """One rank's sums over the elements it compares.
+
+    Attributes:
+        error, value: of squared errors and squared values.
+        products: (world, world) of the products of ranks' gradients, by rows; empty for all else.
+    """
+
+    error: float = 0.0
+    value: float = 0.0
+    products: list[list[float]] = field(default_factory=list)
+
+    def add(self, other: Sums) -> None:
+        """Add those of other elements."""
+        self.error += other.error
+        self.value += other.value
+        if other.products:
+            old = self.products or [[0.0] * len(row) for row in other.products]
+            self.products = [
+                [a + b for a, b in zip(*rows, strict=True)] for rows in zip(old, other.products, strict=True)
+            ]
+
+
+Found = dict[Place, Sums]
+
+
+class Observed:
+    """What one rank is told of reductions: an :class:`impl.comm.observer.Observer`.
+
+    Attributes:
+        hops: error sums by unit and hop.
+        gradients: by unit, (P,) fp32 sum of this rank's gradients over the reductions.
+        means: by unit, first element and (n,) fp32 sum of the means.
+    """
+
+    def __init__(self) -> None:
+        self.hops: dict[tuple[str, Hop], Sums] = defaultdict(Sums)
+        self.gradients: dict[str, Tensor] = {}
+        self.means: dict[str, tuple[int, Tensor]] = {}
+
+    def local(self, unit: str, gradient: Tensor) -> None:
+        """See :class:`~impl.comm.observer.Observer`."""
+        found = gradient.detach().to(torch.float32, copy=True)
+        self.gradients[unit] = found.add_(self.gradients[unit]) if unit in self.gradients else found
+
+    def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
+        """See :class:`~impl.comm.observer.Observer`."""
+        exact = values.detach().float()
+        decoded = exact
+        if frames is not None:
+            decoded = torch.empty(exact.shape, device=exact.device)
+            ops.decode(hop.codec, frames.view(*exact.shape[:-1], -1), decoded)
+        self.hops[unit, hop].add(compared(decoded, exact))
+
+    def averaged(self, unit: str, start: int, mean: Tensor) -> None:
+        """See :class:`~impl.comm.observer.Observer`."""
+        found = mean.detach().clone()
+        self.means[unit] = (start, found.add_(self.means[unit][1]) if unit in self.means else found)
+
+
+def compared(found: Tensor, exact: Tensor) -> Sums:
+    """Sums over the elements of two tensors of equal shape, in fp64."""
+    exact = exact.double()
+    return Sums(float((found.double() - exact).square().sum()), float(exact.square().sum()))
+
+
+def of_gradients(step: int, observed: Observed, *, repeated: int = 1) -> Found:
+    """Errors of each hop, and end to end, of the reductions that were observed; all ranks must call it.
+
+    Args:
+        step: whose gradients they are.
+        observed: of this rank.
+        repeated: how often the same gradients were reduced; of several only the end counts.
+    """
+    found: Found = {}
+    if repeated == 1:
+        for (unit, hop), sums in observed.hops.items():
+            found[Place(step, "gradients", unit, hop.number, hop.axis, str(hop.codec))] = sums
+    for unit, (start, mean) in observed.means.items():
+        rows = of_all_ranks(observed.gradients[unit], start, mean.numel()).double()  # (world, n)
+        sums = compared(mean, rows.mean(0))
+        sums.products = (rows @ rows.T).tolist()
+        found[Place(step, "gradients", unit, repeated=repeated)] = sums
+    return found
+
+
+def of_all_ranks(gradient: Tensor, start: int, numel: int) -> Tensor:
+    """(world, n) fp32 elements ``start`` to ``start + n`` of all ranks' gradients (P,), as they are.
+
+    All ranks must call it, with the same n, and starts that tile the unit.
+    """
+    world = dist.get_world_size()
+    mine = torch.tensor([start], device=gradient.device)
+    starts = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(starts, mine)
+    sent = torch.stack([gradient[int(first) : int(first) + numel] for first in starts])
+    rows = torch.empty_like(sent)
+    dist.all_to_all_single(rows, sent)
+    return rows
+
+
+def of_weights(step: int, zero: Zero) -> Found:
+    """Errors of what is gathered of each unit, and again of hpZ's secondary; all ranks must call it."""
+    found: Found = {}
+    for unit in zero.units:
+        exact = _next_ranks(unit.master_shard.master)
+        for purpose in ("weights", "secondary") if unit.policy.secondary else ("weights",):
+            unit.bring("forward" if purpose == "weights" else "backward")
+            place = Place(step, purpose, unit.geometry.name, codec=str(unit.policy.weights))
+            found[place] = compared(*_of_next_rank(unit, exact))
+            unit.release()
+    return found
+
+
+def _of_next_rank(unit: Unit, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """What this rank gathered of the next rank's shard, and of ``exact`` (S,) the same: padding left out."""
+    geometry, mesh = unit.geometry, unit.wire.mesh
+    rank = (mesh.rank + 1) % mesh.topology.world
+    parts: list[tuple[Tensor, Tensor]] = []
+    for member, slot in zip(unit.members, geometry.slots, strict=True):
+        first, end = geometry.overlap(slot, rank)
+        start, stop = geometry.part(slot, rank)
+        parts.append((_flat(member.parameter, slot, first, end), exact[start:stop]))
+    gathered, masters = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
+    return gathered, masters
+
+
+def _flat(parameter: Tensor, slot: Slot, first: int, end: int) -> Tensor:
+    """(end - first,) fp32 elements of the unit that are the parameter's in ``slot``."""
+    return parameter.detach().reshape(-1)[first - slot.offset : end - slot.offset].float()
+
+
+def of_fsdp2_weights(step: int, model: nn.Module, joined: InFSDP2) -> Found:
+    """Errors of what FSDP2 gathers of ``model`` through our wire; all ranks must call it."""
+    mesh = joined.wire.mesh
+    owners: dict[str, Any] = dict(model.named_modules())
+    found: Found = {}
+    for group in joined.units:
+        module = owners["" if group.name == ROOT else group.name]
+        parameters = [model.get_parameter(spec.name) for spec in group.parameters]
+        own: list[Any] = [parameter.data for parameter in parameters]
+        local = torch.cat([tensor.to_local().reshape(-1) for tensor in own])
+        rank = (mesh.rank + 1) % mesh.topology.world
+        bounds = [_rows_of(tuple(spec.shape), rank, group.world) for spec in group.parameters]
+        exact = _next_ranks(local, sum(end - start for start, end in bounds))
+        module.unshard()
+        whole = [model.get_parameter(spec.name).detach().reshape(-1) for spec in group.parameters]
+        gathered = torch.cat([one[start:end] for one, (start, end) in zip(whole, bounds, strict=True)])
+        found[Place(step, "weights", group.name, codec=str(joined.policy.weights))] = compared(
+            gathered, exact
+        )
+        module.reshard()
+    return found
+
+
+def _rows_of(shape: tuple[int, ...], rank: int, world: int) -> tuple[int, int]:
+    """(start, end) elements of a parameter that ``rank`` holds.
+
+    Torch cuts its rows into equal parts, of which the last ones may be shorter or empty.
+    """
+    rows, *rest = shape
+    part, width = -(-rows // world), math.prod(rest)
+    return min(rank * part, rows) * width, min((rank + 1) * part, rows) * width
+
+
+def _next_ranks(mine: Tensor, numel: int | None = None) -> Tensor:
+    """(n,) fp32 that the next rank has as ``mine``, as it is; all ranks must call it.
+
+    Args:
+        mine: (m,) fp32, for the rank before.
+        numel: n, where it is not m.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world == 1:
+        return mine.detach().clone()
+    received = mine.new_empty(mine.numel() if numel is None else numel)
+    sent = mine.detach().contiguous()
+    operations = [dist.P2POp(dist.isend, sent, (rank - 1) % world)] if sent.numel() else []
+    if received.numel():
+        operations.append(dist.P2POp(dist.irecv, received, (rank + 1) % world))
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    return received
+
+
+def errors_of(ranks: Sequence[Mapping[Place, Sums]]) -> list[CommunicationError]:
+    """Combine the sums of all ranks; a place whose values are all 0 is left out.
+
+    Each place is told of every unit, and of all units together, whose name is empty.
+    """
+    whole: dict[Place, Sums] = defaultdict(Sums)
+    for rank in ranks:
+        for place, sums in rank.items():
+            whole[place].add(sums)
+            whole[place._replace(unit="")].add(sums)
+    return [_error(place, sums) for place, sums in sorted(whole.items(), key=_order) if sums.value != 0]
+
+
+def _order(item: tuple[Place, Sums]) -> tuple[object, ...]:
+    place, _ = item
+    end = place.hop is None
+    return place.step, place.purpose, place.unit, end, place.hop or 0, place.axis, place.codec, place.repeated
+
+
+def _error(place: Place, sums: Sums) -> CommunicationError:
+    finite = math.isfinite(sums.error) and math.isfinite(sums.value)
+    return CommunicationError(
+        **place._asdict(),
+        squared_error=sums.error if finite else None,
+        squared_value=sums.value if finite else None,
+        cosine=mean_cosine(sums.products),
+    )
+
+
+def mean_cosine(products: Sequence[Sequence[float]]) -> float | None:
+    """Mean cosine of all pairs of ranks' gradients, from their products; None without a pair."""
+    pairs = [
+        products[i][j] / math.sqrt(products[i][i] * products[j][j])
+        for i in range(len(products))
+        for j in range(i)
+        if 0 < products[i][i] * products[j][j] < math.inf
+    ]
+    return math.fsum(pairs) / len(pairs) if pairs else None
+
+
+def outcomes_differ(policy: Policy) -> bool:
+    """Whether reductions of the same gradients come out otherwise each time: by feedback, or random rounding.
+
+    Then the error of their sum is measured too, in which those of single steps may cancel.
+    """
+    return policy.feedback is not None or any(codec.stochastic for codec in policy.gradients)
+
+
+def measured_steps(total: int) -> frozenset[int]:
+    """The first, a middle and the last of ``total`` optimizer steps, by index."""
+    return frozenset({0, total // 2, total - 1})

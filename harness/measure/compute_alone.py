@@ -1,0 +1,99 @@
+"""Measures computation by itself: the unsharded model on every rank at once, which send nothing.
+
+One micro-batch forward and backward in the policy's compute type, and the optimizer's step of a rank's share
+of the parameters, in plain PyTorch with the trial's threads; in evaluation mode, so that no random number is
+drawn and no buffer changed.  A barrier lets all ranks begin at once, as in a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.measure.reference_loss import evaluating
+from harness.records.record import Alone
+
+MOST: Final = 5  # samples before, and after, the timed steps
+_SHARE: Final = 8  # micro-batches of timed steps for each sample of either
+
+
+def samples(micro_batches: int) -> int:
+    """Samples that are taken before, and after, so many micro-batches of timed steps."""
+    return max(2, min(MOST, micro_batches // _SHARE))
+
+
+def measure(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    stepping: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    *,
+    ranks: int,
+    when: Literal["before", "after"],
+    count: int,
+) -> list[Alone]:
+    """Time ``count`` micro-batches of the unsharded ``model``; all ranks must call it.
+
+    One more comes first, which is not on record: it makes the gradients' and the optimizer's memory.
+
+    Args:
+        model: in the type that is computed in; left without gradients.
+        batch: what it reads, and what it is to answer.
+        stepping: makes the trial's optimizer over parameters.
+        ranks: over which the optimizer's work is shared.
+        when: relative to the timed steps.
+        count: of samples.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    device = batch[0].device
+    share = nn.Parameter(torch.zeros(-(-sum(p.numel() for p in parameters) // ranks), device=device))
+    share.grad = torch.zeros_like(share)
+    optimizer = stepping([share])
+    with evaluating(model):
+        found = [_sample(model, batch, optimizer, parameters, when) for _ in range(count + 1)]
+    for parameter in parameters:
+        parameter.grad = None
+    return found[1:]
+
+
+def _sample(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    when: Literal["before", "after"],
+) -> Alone:
+    for parameter in parameters:
+        parameter.grad = None
+    dist.barrier()
+    device = batch[0].device
+    wall, computed = [_now(device)], [time.process_time()]
+
+    def lap() -> None:
+        wall.append(_now(device))
+        computed.append(time.process_time())
+
+    loss: Tensor = model(*batch)
+    lap()
+    loss.backward()  # type: ignore[no-untyped-call]
+    lap()
+    optimizer.step()
+    lap()
+    return Alone(
+        when=when,
+        forward=wall[1] - wall[0],
+        backward=wall[2] - wall[1],
+        optimizer=wall[3] - wall[2],
+        cpu_seconds=computed[2] - computed[0],
+        optimizer_cpu_seconds=computed[3] - computed[2],
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,274 @@
+"""Checks reduced gradients before training against those of a single process.
+
+Every rank computes the gradient of its batches of the first step on the unsharded model; their mean over the
+ranks, by a plain fp32 all-reduce outside the wire, is what a single process has for all batches.  What the
+strategy reduced must be that mean within what its codecs promise together.
+
+A codec keeps an element within ``k a``, ``a`` the largest magnitude of its block
+(:func:`relative_bound`).  Let ``m`` be the mean over ranks and micro-batches of the largest magnitude in an
+element's window, which holds whole blocks of all codecs.  A hop encodes sums whose blocks are at most the sum
+of the ranks' largest, and adds ``k`` of it to the error; so after hops of bounds ``k1, k2, ...`` the mean is
+within ``((1 + k1)(1 + k2)... - 1) m``.  A ring encodes P - 1 times; a mean that is gathered between groups,
+once more.  To that comes what two computations of one gradient differ by: :data:`ROUNDING` of ``m``.
+
+Of large units windows are drawn, the same on all ranks, :data:`SAMPLED` elements of each unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.records.record import GradientCheck
+from impl.adapters.traffic import GroupGeometry
+from impl.codecs.codec import Codec, Dtype, Raw
+from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
+from impl.plan.policy import Policy
+from impl.plan.topology import Topology
+
+SAMPLED: Final = 65536
+# Of the window's largest magnitude: sums of the same products, rounded in another order.
+ROUNDING: Final[dict[Dtype, float]] = {"fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-8}
+_WINDOW: Final = 32  # elements, at least
+_TINY: Final = 1e-30  # absolute: far below any gradient that matters, above all floors of scales
+
+
+@dataclass(frozen=True, slots=True)
+class GradientError:
+    """One rank's reduced gradient of one unit beside a single process's, where they differ most.
+
+    Attributes:
+        elements: that were compared.
+        share: the largest ``|found - expected| / allowed``.
+        found, expected, allowed: there.
+    """
+
+    unit: str
+    elements: int
+    share: float
+    found: float
+    expected: float
+    allowed: float
+
+
+def checks_of(ranks: Sequence[Sequence[GradientError]]) -> list[GradientCheck]:
+    """What all ranks compared, by unit."""
+    units = dict.fromkeys(error.unit for rank in ranks for error in rank)
+    mine = {unit: [error for rank in ranks for error in rank if error.unit == unit] for unit in units}
+    return [
+        GradientCheck(
+            unit=unit,
+            elements=sum(error.elements for error in errors),
+            share=max(error.share for error in errors),
+        )
+        for unit, errors in mine.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The elements that are reduced together, in rows: after a reduction a rank has the mean of whole rows.
+
+    Attributes:
+        geometry: of the unit, or of FSDP2's parameter group, that it is.
+        factor: bound of the codecs together, of ``m`` (see the module).
+        window: elements of a row that hold whole blocks of all codecs.
+    """
+
+    geometry: UnitGeometry | GroupGeometry
+    factor: float
+    window: int
+
+    @property
+    def row(self) -> int:
+        """Elements of a row."""
+        return self.geometry.piece
+
+    def packed(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
+        """(rows, row) fp32 of whole gradients by name; what has none is zero."""
+        geometry = self.geometry
+        if isinstance(geometry, GroupGeometry):
+            parts = [_cut(gradients[spec.name], geometry.part(spec) * geometry.world)
+                     .view(geometry.world, -1) for spec in geometry.parameters]  # fmt: skip
+            return torch.cat(parts, dim=1)
+        flat = torch.zeros(geometry.padded)
+        for slot in geometry.slots:
+            if (gradient := gradients[slot.spec.name]) is not None:
+                flat[slot.offset : slot.end] = gradient.detach().reshape(-1).float()
+        return flat.view(-1, self.row)
+
+    def part(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
+        """(1, row) fp32 of FSDP2's local parts of gradients by name."""
+        assert isinstance(self.geometry, GroupGeometry)  # noqa: S101  # units have no parts
+        specs = self.geometry.parameters
+        return torch.cat([_cut(gradients[spec.name], self.geometry.part(spec)) for spec in specs]).view(1, -1)
+
+
+def _cut(gradient: Tensor | None, numel: int) -> Tensor:
+    """(numel,) fp32: a gradient's elements, then zeros."""
+    flat = torch.zeros(numel)
+    if gradient is not None:
+        flat[: gradient.numel()] = gradient.detach().reshape(-1).float()
+    return flat
+
+
+def relative_bound(codec: Codec) -> float:
+    """Largest error of an element over the largest magnitude of its block, whatever that is.
+
+    Bounds grow with the magnitude in steps, where scales are powers of two or codes are floats; those lie on
+    eighths of an octave, and the ratio is largest just above one.
+    """
+    just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
+    return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
+
+
+def of_units(units: Iterable[UnitGeometry], policy: Policy, topology: Topology) -> list[Layout]:
+    """Layouts of the engine's trained units."""
+    return [
+        _layout(unit, policy.of_unit(persistent=unit.persistent), topology)
+        for unit in units
+        if unit.trainable
+    ]
+
+
+def of_groups(groups: Iterable[GroupGeometry], policy: Policy | None, topology: Topology) -> list[Layout]:
+    """Layouts of what FSDP2 reduces; without a policy in fp32 by itself."""
+    found = []
+    for group in groups:
+        specs = tuple(itertools.compress(group.parameters, group.trained))
+        if specs:
+            trained = replace(group, parameters=specs, trained=(True,) * len(specs))
+            found.append(
+                Layout(trained, 0.0, _WINDOW) if policy is None else _layout(trained, policy, topology)
+            )
+    return found
+
+
+def of_model(model: nn.Module) -> list[Layout]:
+    """The layout of all trained parameters of a model that every rank has whole, reduced in fp32."""
+    specs = [
+        ParameterSpec(name, tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    return [Layout(lay_out("model", specs, grain=_WINDOW, world=1, max_padding=math.inf), 0.0, _WINDOW)]
+
+
+def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy, topology: Topology) -> Layout:
+    codecs = [codec for _, codec in policy.reduce_axes(topology)]
+    if policy.reduce == "ring":
+        codecs *= topology.world - 1
+    axes, last = policy.replica_axes(topology)
+    codecs += [last] * bool(axes)
+    return Layout(geometry, composed(codecs), _window(codecs, geometry.piece))
+
+
+def composed(codecs: Sequence[Codec]) -> float:
+    """Bound of a mean that goes through codecs one after the other, of ``m``."""
+    return math.prod(1 + relative_bound(codec) for codec in codecs) - 1
+
+
+def _window(codecs: Sequence[Codec], row: int) -> int:
+    blocks = [1 if isinstance(codec, Raw) else codec.block for codec in codecs]
+    if "shard" in blocks:
+        return row
+    sizes = [block for block in blocks if isinstance(block, int)]
+    rotations = [max(1, codec.hadamard) for codec in codecs]
+    return min(row, math.lcm(_WINDOW, *sizes, *rotations))
+
+
+@dataclass(slots=True)
+class FirstGradient:
+    """A single process's gradient of the first step's batches, where it is compared.
+
+    Args:
+        layouts: of everything that is reduced.
+        seed: of the windows that are drawn.
+        micro_batches: of a step.
+        rounding: what two computations differ by, of the window's largest magnitude.
+    """
+
+    layouts: Sequence[Layout]
+    seed: int
+    micro_batches: int
+    rounding: float
+    _drawn: list[Tensor] = field(default_factory=list)  # by layout: (windows,) numbers
+    _mean: list[Tensor] = field(default_factory=list)  # by layout: (windows, window) fp32
+    _largest: list[Tensor] = field(default_factory=list)  # by layout: (windows,) fp32
+    _finite: bool = True
+
+    def __post_init__(self) -> None:
+        for layout in self.layouts:
+            geometry = layout.geometry
+            total = geometry.world * -(-layout.row // layout.window)
+            count = min(total, max(1, SAMPLED // layout.window))
+            digest = hashlib.sha256(f"{self.seed} {geometry.name}".encode()).digest()
+            draw = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            within = torch.rand(count, generator=draw, dtype=torch.float64)
+            numbers = ((torch.arange(count) + within) * total / count).long().clamp(max=total - 1)
+            self._drawn.append(numbers)
+            self._mean.append(torch.zeros(count, layout.window))
+            self._largest.append(torch.zeros(count))
+
+    def add(self, gradients: Mapping[str, Tensor | None], scale: float) -> None:
+        """Add this rank's gradient of one micro-batch, whole and by name, computed at a loss of ``scale``."""
+        for place, layout in enumerate(self.layouts):
+            drawn = _windows(layout, layout.packed(gradients))[self._drawn[place]]
+            self._mean[place] += drawn / (scale * self.micro_batches)
+            self._largest[place] += drawn.abs().amax(dim=1) / (scale * self.micro_batches)
+
+    def average(self) -> None:
+        """Form the means over all ranks, which must all call it."""
+        if not self.layouts:
+            return
+        flat = torch.cat([part.reshape(-1) for parts in (self._mean, self._largest) for part in parts])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        self._finite = bool(flat.isfinite().all())
+        for part in itertools.chain(self._mean, self._largest):
+            part.copy_(flat[: part.numel()].view(part.shape))
+            flat = flat[part.numel() :]
+
+    def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:
+        """Compare what this rank has after a reduction with the mean.
+
+        None if nothing drawn is in it, or the mean is not finite, as of fp16 at too large a loss scale.
+
+        Args:
+            layout: one of ``layouts``.
+            first: number of the first row.
+            rows: (n, row) fp32.
+            scale: of the loss.
+        """
+        place = next(number for number, one in enumerate(self.layouts) if one is layout)
+        drawn, per_row = self._drawn[place], -(-layout.row // layout.window)
+        here = (drawn >= first * per_row) & (drawn < (first + len(rows)) * per_row)
+        if not (self._finite and bool(here.any())):
+            return None
+        found = _windows(layout, rows)[drawn[here] - first * per_row] / scale
+        expected, largest = self._mean[place][here], self._largest[place][here]
+        allowed = ((layout.factor + self.rounding) * largest + _TINY).unsqueeze(1).expand_as(found)
+        share = (found - expected).abs() / allowed
+        worst = int(share.nan_to_num(nan=math.inf).argmax())
+        return GradientError(
+            unit=layout.geometry.name,
+            elements=found.numel(),
+            share=float(share.view(-1)[worst]),
+            found=float(found.reshape(-1)[worst]),
+            expected=float(expected.reshape(-1)[worst]),
+            allowed=float(allowed.reshape(-1)[worst]),
+        )
+
+
+def _windows(layout: Layout, rows: Tensor) -> Tensor:
+    """(windows, window) of (rows, row); the last window of a row is filled up with zeros."""
+    short = -layout.row % layout.window
+    return nn.functional.pad(rows.cpu(), (0, short)).view(-1, layout.window)

@@ -1,0 +1,131 @@
+"""Checks of a record's bytes from its own rows: ledger against prediction, interfaces against the ledger.
+
+The harness fails a trial that they refuse; a report applies them again to what is on record.  No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
+from harness.records.record import LedgerRow, Record
+
+INTERFACE_WITHIN: Final = (0.99, 1.02)  # of ledger and headers, what a node's interface may count
+# gloo announces a message from both sides and frames it, 48 bytes each; a ring's in two parts.
+CONTROL_BYTES: Final = 2 * 3 * 48
+_BARRIERS: Final = 4  # about what is counted once, and about each validation, which is not
+
+
+def first_difference(rank: int, found: Sequence[LedgerRow], expected: Sequence[LedgerRow]) -> str | None:
+    """The first row in which a rank's ledger is not its prediction, in words; None if they are equal."""
+    ours, theirs = ({_key(row): (row.bytes, row.messages) for row in rows} for rows in (found, expected))
+    for key in sorted(ours.keys() | theirs.keys()):
+        sent, predicted = ours.get(key, (0, 0)), theirs.get(key, (0, 0))
+        if sent != predicted:
+            return (
+                f"rank {rank} sent {sent[0]} bytes in {sent[1]} messages for {', '.join(filter(None, key))}; "
+                f"predicted are {predicted[0]} bytes in {predicted[1]} messages"
+            )
+    return None
+
+
+def _key(row: LedgerRow) -> tuple[str, str, str, str, str]:
+    return row.phase, row.purpose, row.unit, row.hop, row.link
+
+
+def unpredicted(record: Record) -> str | None:
+    """In what the ledgers on record are not the predictions on record; None if equal, or without a ledger."""
+    if record.predicted is None:
+        return None
+    if len(record.predicted.ledgers) != len(record.ranks):
+        return f"{len(record.predicted.ledgers)} ledgers are predicted for {len(record.ranks)} ranks"
+    pairs = zip(record.ranks, record.predicted.ledgers, strict=True)
+    found = (first_difference(rank.rank, rank.ledger or [], ledger) for rank, ledger in pairs)
+    told = next((words for words in found if words is not None), None)
+    if told is None and not record.predicted.equal:
+        return "the record says itself that its ledgers are not its predictions"
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one node's interface counted over the timed steps, beside what its ranks booked.
+
+    Attributes:
+        counted: bytes of the interface.
+        ledger: bytes that the node's ranks booked to other nodes, of what the interface counted.
+        headers: bytes of the packets' headers.
+        control: at most so many bytes gloo sends for itself: :data:`CONTROL_BYTES` a message, and barriers.
+    """
+
+    node: int
+    counted: int
+    ledger: int
+    headers: int
+    control: int
+
+    @property
+    def ratio(self) -> float:
+        """Counted over ledger and headers; NaN if there are none."""
+        stated = self.ledger + self.headers
+        return self.counted / stated if stated else math.nan
+
+    @property
+    def wrong(self) -> str | None:
+        """Why the counted bytes are not those of the ledger, in words; None if they may be."""
+        low, high = INTERFACE_WITHIN
+        stated = self.ledger + self.headers
+        if low * stated <= self.counted <= high * stated + self.control:
+            return None
+        return (
+            f"node {self.node}'s interface sent {self.counted} bytes in the timed steps, its ledger holds "
+            f"{self.ledger} and {self.headers} are the packets' headers: {self.ratio:.3f} of what is stated, "
+            f"allowed is {low:g} to {high:g}, and {self.control} bytes of gloo's own"
+        )
+
+
+def counted_nodes(record: Record) -> Iterator[Counted]:
+    """Of each node whose interface counted, and whose ranks have a ledger, what both say.
+
+    Validation is in neither: its bytes stand under ``evaluate``, where those of decoding stand, too.
+    """
+    header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
+    decodes = record.trial.get("workload") == "generate"
+    world, validated = len(record.ranks), len(record.validations)
+    for counters in record.interfaces or []:
+        ranks = [rank for rank in record.ranks if rank.node == counters.node]
+        if not ranks or any(rank.ledger is None for rank in ranks):
+            continue
+        rows = [
+            row
+            for rank in ranks
+            for row in rank.ledger or []
+            if row.link == "inter" and (decodes or row.phase != "evaluate")
+        ]
+        rounds = math.ceil(math.log2(world)) if world > 1 else 0
+        barriers = _BARRIERS * (1 + validated) * rounds * len(ranks)
+        yield Counted(
+            node=counters.node,
+            counted=counters.tx_bytes,
+            ledger=sum(row.bytes for row in rows),
+            headers=header * counters.tx_packets,
+            control=CONTROL_BYTES * (sum(row.messages for row in rows) + barriers),
+        )
+
+
+def miscounted(record: Record) -> str | None:
+    """In what the interfaces on record are not the ledgers; None if they agree, or are not there."""
+    return next((words for node in counted_nodes(record) if (words := node.wrong) is not None), None)
+
+
+def segmented(row: LedgerRow) -> int:
+    """Bytes of headers of a row's messages as a real network has them, in packets of ``SEGMENT_BYTES``.
+
+    Messages of one row that differ in size (chunks of several lengths) are taken to be of equal size.
+    """
+    if not row.messages:
+        return 0
+    return HEADER_BYTES * row.messages * math.ceil(row.bytes / row.messages / SEGMENT_BYTES)

@@ -1,0 +1,112 @@
+"""DeepSpeed as a peer: an optional dependency, imported only on ranks that train with it.
+
+On CPUs its ZeRO-3 runs over gloo, as everything does there; its quantising kernels exist for GPUs alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from harness.errors import Refusal, one_line
+from harness.suites.peers import DEEPSPEED, family_of, quantised
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from harness.suites.trial import Trial
+
+MISSING: Final = "DeepSpeed is not installed: pip install -c constraints.txt -e '.[deepspeed]'"
+
+
+def why_missing() -> str | None:
+    """How to install DeepSpeed; None if it is installed."""
+    return None if importlib.util.find_spec(DEEPSPEED) is not None else MISSING
+
+
+def version() -> str:
+    """DeepSpeed's, which is installed."""
+    return importlib.metadata.version(DEEPSPEED)
+
+
+def why_not(trial: Trial) -> str | None:
+    """Why DeepSpeed cannot run a trial here, in one line; None if it can, and for other strategies."""
+    if family_of(trial.strategy) != DEEPSPEED:
+        return None
+    if (why := why_missing()) is not None:
+        return why
+    switches = quantised(trial.peer_configuration())
+    if switches and trial.cluster.device == "cpu":
+        return (
+            f"DeepSpeed {version()} has no quantising kernels for CPUs: {', '.join(switches)} of "
+            "deepspeed_config need a GPU"
+        )
+    return None
+
+
+def configuration(trial: Trial) -> dict[str, Any]:
+    """What DeepSpeed is given: the trial's configuration, and what the trial says by fields of its own.
+
+    It clips nothing unless the trial does; by its own default it clips at 1.0.
+    """
+    given = trial.peer_configuration()
+    found = {key: value for key, value in given.items() if key not in ("fp16", "train_batch_size")} | {
+        "train_micro_batch_size_per_gpu": trial.tokens_per_rank // trial.sequence,
+        "gradient_accumulation_steps": trial.accumulation,
+        "gradient_clipping": trial.clip or 0.0,
+        "zero_allow_untested_optimizer": True,
+    }
+    return found | {"bf16": {**found.get("bf16", {}), "enabled": trial.peer.compute == "bf16"}}
+
+
+def initialised(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
+) -> Any:
+    """DeepSpeed's engine of ``model``, which is changed in place; all ranks must call it.
+
+    Args:
+        model: unsharded, on ``device``.
+        optimizer: over its parameters; the engine gives it shards in their place.
+        config: :func:`configuration`, or another.
+        device: one of ours.
+
+    Raises:
+        Refusal: if DeepSpeed is missing, or refuses ``config``: with its version and its own words.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if (why := why_missing()) is not None:
+        raise Refusal(why)
+    # It asks the environment alone for the device, and for the rank of this process on its node.
+    os.environ["DS_ACCELERATOR"] = device.type
+    os.environ["LOCAL_RANK"] = str(device.index if device.type == "cuda" else dist.get_rank())
+    library: Any = importlib.import_module(DEEPSPEED)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it tells of every step of its own set-up
+    # Its all-reduce for inference is compiled by every first start and never called in training; a
+    # compilation that was killed leaves a lock behind that later ones wait for without end.
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if (config.get("bf16") or {}).get("enabled"):
+        model.register_forward_pre_hook(functools.partial(_cast, torch.bfloat16))
+    try:
+        library.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        engine, *_ = library.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+    except Exception as error:  # it checks its configuration by assertions and errors of many kinds
+        words = one_line(f"{type(error).__name__}: {error}".partition("\n")[0])
+        raise Refusal(f"DeepSpeed {version()} refuses its configuration: {words}") from error
+    return engine
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, inputs: Any) -> Any:
+    """Images and the like in the type of the weights, as their users cast them; tokens stay as they are."""
+    from impl.engine.pytree import cast_tensors
+
+    return cast_tensors(inputs, dtype)

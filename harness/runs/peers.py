@@ -1,0 +1,84 @@
+"""torch's own engines, DDP and FSDP2, set up as ``harness.suites.peers`` says."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from harness.suites.peers import AHEAD, Compute, Peer
+from harness.workloads.models import under_autocast
+from impl.zero import find_blocks
+
+
+def wrapped(peer: Peer, model: nn.Module, device: torch.device, compute: Compute = "fp32") -> nn.Module:
+    """``model`` as a peer of torch trains it; all ranks must call it.  ``model`` itself is changed."""
+    if peer.family == "fsdp2":
+        return _in_fsdp2(peer, model, device, compute)
+    if compute == "bf16":
+        under_autocast(model, device)
+    return model if peer.family == "single" else _in_ddp(peer, model, device)
+
+
+def algorithms(peer: Peer, compute: Compute) -> dict[str, Any]:
+    """How a peer of torch sends, for the record."""
+    backend, wire = dist.get_backend(), peer.wire(compute)
+    if peer.family == "single":
+        return {"gather": "none", "reduce": "none"}
+    if peer.family == "ddp":
+        return {"gather": "none", "reduce": f"all_reduce of {backend}, {wire}, by bucket"}
+    return {"gather": f"all_gather of {backend}, {wire}", "reduce": f"reduce_scatter of {backend}, {wire}"}
+
+
+def _in_ddp(peer: Peer, model: nn.Module, device: torch.device) -> nn.Module:
+    devices = [device.index] if device.type == "cuda" else None
+    ddp = nn.parallel.DistributedDataParallel(
+        model, device_ids=devices, gradient_as_bucket_view=peer.tuned, static_graph=peer.tuned
+    )
+    if peer.compressed:
+        ddp.register_comm_hook(None, _compress)
+    return ddp
+
+
+def _compress(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """DDP's own ``bf16_compress_hook``, which it refuses without NCCL by its name, though gloo sums bf16."""
+    return default_hooks.bf16_compress_hook(group, bucket)  # type: ignore[arg-type]
+
+
+_compress.__annotations__ |= default_hooks.bf16_compress_hook.__annotations__  # DDP checks types, not text
+
+
+def _in_fsdp2(peer: Peer, model: nn.Module, device: torch.device, compute: Compute) -> nn.Module:
+    """Each block of ``model`` a unit of FSDP2, and the rest the root's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # torch 2.13 renames two collectives that its own FSDP2 still calls by their old names.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    dtype = torch.bfloat16 if compute == "bf16" else None
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
+    blocks = find_blocks(model)
+    # By default, None, blocks are released after their forward pass, and the root is not.
+    released = False if peer.kept else None
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=released, **settings)
+    fully_shard(model, reshard_after_forward=released, **settings)
+    if peer.prefetch:
+        _prefetch(model, blocks)
+    return model
+
+
+def _prefetch(model: Any, blocks: list[Any]) -> None:
+    """Have every unit begin the all-gathers of those that run next, in forward and in backward."""
+    model._set_unshard_async_op(async_op=True)  # noqa: SLF001  # its documentation names it so
+    order = [model, *blocks]
+    for place, unit in enumerate(order):
+        unit.set_modules_to_forward_prefetch(order[place + 1 : place + 1 + AHEAD])
+    backward = [model, *reversed(blocks)]
+    for place, unit in enumerate(backward):
+        unit.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + AHEAD])

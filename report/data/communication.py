@@ -1,0 +1,81 @@
+"""Errors of what was sent, by hop and end to end; and of codecs that were only tried.
+
+Nothing here puts two contenders, or two cells, together.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from report.data.frames import Frames
+from report.data.text import number
+
+_OF_TRIAL = ["id", "contender", "strategy", "place", "first", "cell", "where", "seed", "repeat", "world"]
+_FLOATS = ("hop", "squared_error", "squared_value", "cosine")
+
+
+def errors(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
+    """Errors of all units together: one row per trial, step, purpose, and hop or end.
+
+    Args:
+        frames: of the same records.
+        table: from :func:`report.data.metrics.trials`.
+
+    Returns:
+        Columns of the records, and ``vnmse`` = sum of squared errors / sum of squared values: of a hop
+        against what was encoded there, end to end (``hop`` is NaN) against the exact mean, of weights against
+        masters.
+    """
+    found = frames.communication_errors
+    found = found[found["unit"] == ""].astype(dict.fromkeys(_FLOATS, float))
+    found = found.assign(vnmse=found["squared_error"] / found["squared_value"])
+    return table[_OF_TRIAL].merge(found, on="id")
+
+
+def of_hops(mine: pd.DataFrame) -> pd.DataFrame:
+    """The rows of hops of gradients."""
+    return mine[(mine["purpose"] == "gradients") & mine["hop"].notna()]
+
+
+def end_to_end(mine: pd.DataFrame, purpose: str = "gradients", *, repeated: bool = False) -> pd.DataFrame:
+    """The rows of ``purpose`` from end to end; of gradients that were reduced once, or repeatedly."""
+    chosen = mine["repeated"].gt(1) if repeated else mine["repeated"].eq(1)
+    return mine[(mine["purpose"] == purpose) & mine["hop"].isna() & chosen]
+
+
+def hops_told(mine: pd.DataFrame) -> str:
+    """``local int4:128 0.012; node int4:128 0.011``; of a ring the range and the number of its steps.
+
+    Args:
+        mine: rows of :func:`of_hops` of one contender in one cell and step.
+    """
+    told = []
+    for (axis, codec), group in mine.groupby(["axis", "codec"], sort=False):
+        of_hop = group.groupby("hop")["vnmse"].median()
+        low, high = number(2)(float(of_hop.min())), number(2)(float(of_hop.max()))
+        if len(of_hop) > 1:
+            told.append(f"{axis} {codec} {low} to {high} in {len(of_hop)} steps")
+        else:
+            told.append(f"{axis} {codec} {low}")
+    return "; ".join(told)
+
+
+def tried(frames: Frames, table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Errors of the grid of codecs, which are tried and send nothing, and whose tensors they were tried on.
+
+    Only of the first contender of those that tried any, in its first cell: what policies leave of weights and
+    gradients differs, and is never put together.
+    """
+    found = frames.quantisation.merge(table[_OF_TRIAL], on="id")
+    if found.empty:
+        return found, ""
+    first = found.sort_values(["place", "first"], kind="stable").iloc[0]
+    mine = found[(found["contender"] == first["contender"]) & (found["cell"] == first["cell"])]
+    return mine.reset_index(drop=True), f"{first['contender']} ({first['where']})"
+
+
+def median(rows: pd.DataFrame, column: str = "vnmse") -> float:
+    """Median of a column over repeats and seeds; NaN of none."""
+    return float(rows[column].median()) if len(rows) else math.nan

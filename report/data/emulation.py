@@ -1,0 +1,54 @@
+"""Says in one sentence what a link between the nodes of one machine can and cannot show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pandas as pd
+
+from report.data.frames import Frames
+
+_NODES = {
+    "namespaces": "nodes are network namespaces of one machine, joined by a link that the kernel shapes",
+    "paced": "nodes are processes of one machine, and the link between them is modelled: messages wait as "
+    "long as their bytes would take",
+    "none": "nodes are processes of one machine, and nothing holds the link between them to a rate",
+}
+
+
+def sentence(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
+    """What was emulated, as a sentence; empty where the network is real.
+
+    Args:
+        kinds: of the links (:class:`harness.records.record.LinkRecord`).
+        latencies_ms: that trials asked for, one way; None or 0 for none.
+    """
+    told = [words for kind, words in _NODES.items() if kind in set(kinds)]
+    if not told:
+        return ""
+    added = sorted({latency or 0.0 for latency in latencies_ms})
+    if added == [0.0]:
+        latency = "the link adds no latency"
+    else:
+        latency = f"the link adds {' or '.join(f'{each:g}' for each in added)} ms of latency one way"
+    return f"Emulated: {'; or '.join(told)}. All ranks share one machine's processors, and {latency}."
+
+
+def of_trials(frames: Frames) -> str:
+    """The sentence for trials' records; one node has no link."""
+    ended = pd.concat([frames.trials, frames.generators])
+    joined = ended[ended["nodes"] > 1]
+    latencies = [frames.ran[identity].cluster.latency for identity in joined["id"]]
+    return sentence(joined["link_kind"], latencies)
+
+
+def of_benches(rounds: Iterable[pd.DataFrame]) -> str:
+    """The sentence for benchmarks' samples, whose links are namespaces where they have a rate."""
+    told = [data for data in rounds if {"nodes", "rate_mbit"} <= {*data}]
+    rates = [rate for data in told for rate in data["rate_mbit"][data["nodes"] > 1]]
+    return sentence({"none" if pd.isna(rate) else "namespaces" for rate in rates}, [None])
+
+
+def note(kinds: Iterable[str]) -> str:
+    """Caption text beside numbers of real networks; ends with a space, and empty if ours is real too."""
+    return "Ours are of emulated nodes: see the head of the page. " if {*kinds} & {*_NODES} else ""

@@ -1,0 +1,350 @@
+"""Errors of what was sent, against plain numpy; and that measuring them changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from harness.cluster.processes import run_ranks
+from harness.cluster.rank import Rank
+from harness.measure import communication_error
+from harness.measure.communication_error import Place, Sums, errors_of, mean_cosine, measured_steps
+from harness.records.record import CommunicationError, Record
+from harness.runs.trial import Assignment, Outcome, run
+from harness.suites.expansion import load
+from harness.suites.trial import Trial
+from impl.plan.topology import Topology
+from report.data.frames import frames_of
+from report.data.metrics import derive
+from report.tables import registry
+from tests.harness.cluster.test_processes import local
+from tests.harness.runs.test_trial import assembled, result, text, trial
+
+__all__ = ["text"]  # a fixture
+SUITES: Final = Path(__file__).resolve().parents[3] / "suites"
+Array = NDArray[Any]
+Codec = Callable[[Array], Array]
+
+
+# An independent implementation, in plain numpy, from the ranks' gradients alone
+
+
+def int4(x: Array) -> Array:
+    """Values (..., S) after blocks of 128 in 4 bits: 15 levels between -max and max."""
+    blocks = np.concatenate([x, np.zeros((*x.shape[:-1], -x.shape[-1] % 128))], -1)
+    blocks = blocks.reshape(*x.shape[:-1], -1, 128)
+    scale = np.abs(blocks).max(-1, keepdims=True) / 7
+    steps = np.rint(np.divide(blocks, scale, out=np.zeros_like(blocks), where=scale > 0))
+    decoded: Array = (steps * scale).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return decoded
+
+
+def bf16(x: Array) -> Array:
+    """Values after rounding to the nearest 8-bit significand, ties to even."""
+    bits = x.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32).astype(float)
+
+
+def one_hop(rows: Array, codec: Codec, _: Topology) -> tuple[Array, list[float]]:
+    """Mean of ``rows`` (source, owner, S), and the error of the hop: everything is encoded once."""
+    sent = codec(rows)
+    return sent.sum(0) / len(rows), [vnmse(sent, rows)]
+
+
+def two_hop(rows: Array, codec: Codec, topology: Topology) -> tuple[Array, list[float]]:
+    """The same with the sums of each node encoded once more."""
+    nodes, ranks = topology.nodes, topology.ranks_per_node
+    sent = codec(rows)
+    sums = sent.reshape(nodes, ranks, *rows.shape[1:]).sum(1)  # (node, owner, S)
+    again = codec(sums)
+    return again.sum(0) / len(rows), [vnmse(sent, rows), vnmse(again, sums)]
+
+
+def ring(rows: Array, codec: Codec, _: Topology) -> tuple[Array, list[float]]:
+    """The same around a ring, on which every partial sum is encoded: the owner's neighbour starts."""
+    world, owners = len(rows), np.arange(len(rows))
+    partial, errors = rows[(owners + 1) % world, owners], []
+    for step in range(1, world):
+        sent = codec(partial)
+        errors.append(vnmse(sent, partial))
+        partial = sent + rows[(owners + 1 + step) % world, owners]
+    return partial / world, errors
+
+
+def vnmse(found: Array, exact: Array) -> float:
+    return float(((found - exact) ** 2).sum() / (exact**2).sum())
+
+
+ALGORITHMS: Final = {"ring": ring, "one_hop": one_hop, "two_hop": two_hop}
+CODECS: Final[dict[str, Codec]] = {"int4:128": int4, "bf16": bf16}
+
+
+# What trials measure
+
+
+def capturing(rank: Rank, argument: tuple[Assignment, Path]) -> Outcome:
+    """As :func:`harness.runs.trial.run`; what every rank captured is kept in a folder."""
+    assignment, folder = argument
+    measure = communication_error.of_gradients
+
+    def kept(step: int, observed: communication_error.Observed, *, repeated: int = 1) -> Any:
+        for unit, gradient in observed.gradients.items():
+            np.save(folder / f"{step}|{unit}|{rank.rank}.npy", gradient.numpy())
+        return measure(step, observed, repeated=repeated)
+
+    communication_error.of_gradients = kept
+    return run(rank, assignment)
+
+
+def of_the_suite(corpus: str, topology: Topology) -> list[Trial]:
+    """The trials of suite ``algorithms`` on one topology, of a smaller model; each once."""
+    small = {"model": {"name": "gpt-tiny"}, "corpus": corpus, "sequence": 16, "tokens_per_rank": 32}
+    return [
+        Trial.model_validate(
+            {
+                **one.model_dump(exclude={"model", "corpus", "sequence", "tokens_per_rank", "cluster"}),
+                **small,
+                "policy": {**one.policy.model_dump(exclude_none=True), "max_padding": 9.0},
+                "cluster": {"nodes": topology.nodes, "ranks_per_node": topology.ranks_per_node},
+                "steps": 2,
+            }
+        )
+        for one in load(SUITES / "algorithms.toml").trials
+        if one.repeat == 0 and one.topology() == topology
+    ]
+
+
+def end(found: Record, step: int, unit: str = "") -> CommunicationError:
+    (error,) = (
+        e
+        for e in found.communication_errors
+        if (e.step, e.purpose, e.unit, e.hop, e.repeated) == (step, "gradients", unit, None, 1)
+    )
+    return error
+
+
+def ratio(error: CommunicationError) -> float:
+    assert error.squared_error is not None
+    assert error.squared_value
+    return error.squared_error / error.squared_value
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(4, 2)], ids=str)
+def test_plain_numpy_finds_the_errors_that_are_printed(text: str, tmp_path: Path, topology: Topology) -> None:
+    """Of every trial of suite ``algorithms`` the error end to end, and that of each hop, is that of an
+    independent implementation on the captured gradients, within 1 %: on record by unit, and as the page
+    prints it.
+    """
+    trials = of_the_suite(text, topology)
+    assert {one.policy.reduce for one in trials} == set(ALGORITHMS)
+    printed: dict[tuple[str, str], float] = {}
+    for number, one in enumerate(trials):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        outcomes = run_ranks(
+            capturing, (Assignment(one, None, count=False), folder), local(topology, tmp_path / "log")
+        )
+        found = assembled(outcomes)
+        policy = one.resolved_policy()
+        assert policy is not None
+        codec, algorithm = CODECS[str(policy.gradients[0])], ALGORITHMS[policy.reduce]
+        steps = sorted(measured_steps(one.warmup + one.steps))
+        for step in steps:
+            error, value = 0.0, 0.0
+            for unit, _, padded in found.units:
+                whole = [np.load(folder / f"{step}|{unit}|{rank}.npy") for rank in range(topology.world)]
+                rows = np.stack(whole).astype(float).reshape(topology.world, topology.world, -1)
+                assert rows[0].size == padded
+                mean, hops = algorithm(rows, codec, topology)
+                exact = rows.mean(0)
+                assert ratio(end(found, step, unit)) == pytest.approx(vnmse(mean, exact), rel=0.01)
+                measured = [
+                    ratio(e)
+                    for e in found.communication_errors
+                    if (e.step, e.purpose, e.unit) == (step, "gradients", unit) and e.hop is not None
+                ]
+                assert measured == pytest.approx(hops, rel=0.01)
+                error, value = error + ((mean - exact) ** 2).sum(), value + (exact**2).sum()
+                flat = np.stack(whole).astype(float)
+                lengths = np.linalg.norm(flat, axis=1)
+                cosines = (flat @ flat.T / np.outer(lengths, lengths))[np.triu_indices(topology.world, 1)]
+                assert end(found, step, unit).cosine == pytest.approx(cosines.mean(), rel=1e-6)
+            row = printed_rows(found, one)[step]
+            assert float(row["End to end"]) == pytest.approx(error / value, rel=0.01)
+        printed[str(policy.gradients[0]), f"{policy.reduce} {policy.chunks}"] = ratio(end(found, steps[-1]))
+    assert printed["int4:128", "one_hop 1"] < 0.7 * printed["int4:128", "two_hop 1"]
+
+
+def printed_rows(found: Record, one: Trial) -> dict[int, dict[str, str]]:
+    """The rows of the table on the page, by step."""
+    record = found.model_copy(
+        update={"id": one.id, "trial": one.canonical(), "started": "2026-01-02", "pool": "p"}
+    )
+    table = registry.sent_error(derive(frames_of([record])))
+    titles = [column.title for column in table.columns]
+    rows = [dict(zip(titles, row, strict=True)) for row in table.rows()]
+    return {int(row["Step"]): row for row in rows}
+
+
+LOSSLESS: Final = {"max_padding": 9.0, "gradients": "int4:64"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        ("zeropp", {"policy": LOSSLESS, "accumulation": 2, "clip": 1.0}),
+        ("qgz", {"policy": {**LOSSLESS, "feedback": "loco"}}),
+        ("qgz", {"policy": {**LOSSLESS, "gradients": "int4:64:stochastic", "order_every": 2}}),
+        ("zeropp", {"policy": {**LOSSLESS, "offload_optimizer": 0.5, "offload_weights": 0.5}}),
+        ("zero1", {"policy": {**LOSSLESS, "compute": "fp16", "loss_scale": "dynamic:from1024"}}),
+        ("fsdp2+qwz+qgz", {"policy": {"gradients": "int4:64"}}),
+        ("ddp+qgz", {"policy": LOSSLESS}),
+    ],
+)
+def test_measuring_changes_no_step(text: str, tmp_path: Path, strategy: str, changes: dict[str, Any]) -> None:
+    """With and without errors measured, losses, norms, validations, every rank's ledger and its prediction,
+    memory held and copies are equal to the last bit: carried errors, random bits and counters go on as if
+    nothing had been.
+    """
+    plain, measured = (
+        result(trial(text, strategy, validate_every=2, measure_quantisation=on, **changes), tmp_path / "log")
+        for on in (False, True)
+    )
+    assert not plain.communication_errors
+    assert {e.step for e in measured.communication_errors} == {0, 2, 4}
+    for one, other in zip(plain.ranks, measured.ranks, strict=True):
+        assert [(s.loss, s.gradient_norm) for s in one.steps] == [
+            (s.loss, s.gradient_norm) for s in other.steps
+        ]
+        assert one.ledger == other.ledger
+        assert one.memory.engine == other.memory.engine
+        assert one.memory.copied == other.memory.copied
+    assert plain.predicted == measured.predicted
+    assert [v.loss for v in plain.validations] == [v.loss for v in measured.validations]
+    assert [v.inter_bytes for v in plain.validations] == [v.inter_bytes for v in measured.validations]
+
+
+def dropping(sequence: int) -> Any:
+    """A model with dropout and running means."""
+    from torch import nn
+
+    from harness.suites.model_sizes import GPTShape
+    from harness.workloads.models import GPT
+
+    class Normed(GPT):
+        def __init__(self) -> None:
+            super().__init__(GPTShape(1, 32, 2), sequence)
+            extra = nn.Sequential(self.norm, nn.Dropout(0.5), nn.BatchNorm1d(sequence))
+            self.norm = extra  # type: ignore[assignment]
+
+    return Normed()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp+bf16"])
+def test_dropout_and_buffers_go_on_as_before(text: str, tmp_path: Path, strategy: str) -> None:
+    """Random masks and running means of a model are those of a run that measured nothing."""
+    losses = [
+        [
+            [step.loss for step in rank.steps]
+            for rank in result(
+                trial(
+                    text, strategy, model={"name": f"{__name__}:dropping"}, policy={"max_padding": 1e6},
+                    measure_quantisation=on,
+                ),
+                tmp_path / "log",
+            ).ranks
+        ]
+        for on in (False, True)
+    ]  # fmt: skip
+    assert losses[0] == losses[1]
+
+
+def test_weights_err_as_their_codec_also_from_the_copy(text: str, tmp_path: Path) -> None:
+    """In fp32 neither weights nor gradients err but by rounding of sums; in int8 weights do, and those of
+    hpZ's copy, which are the same frames, exactly as much.
+    """
+    exact = result(trial(text, "exact", measure_quantisation=True), tmp_path / "log")
+    for error in exact.communication_errors:
+        assert ratio(error) <= (0 if error.purpose == "weights" else 1e-12)
+    policy = {**LOSSLESS, "weights": "int8:64"}
+    found = result(trial(text, "zeropp", policy=policy, measure_quantisation=True), tmp_path / "log")
+    by_purpose = {
+        purpose: {(e.step, e.unit): e for e in found.communication_errors if e.purpose == purpose}
+        for purpose in ("weights", "secondary")
+    }
+    assert len(by_purpose["weights"]) == 3 * 4
+    for place, error in by_purpose["weights"].items():
+        assert error.codec == "int8:64"
+        assert 1e-7 < ratio(error) < 1e-4
+        copy = by_purpose["secondary"][place]
+        assert (copy.squared_error, copy.squared_value) == (error.squared_error, error.squared_value)
+
+
+def test_feedback_errs_more_in_a_step_and_less_over_steps(text: str, tmp_path: Path) -> None:
+    """With error feedback what one step's reduction lacks is in the next one's: its error in one step is
+    larger than without, and that of the sum of eight reductions of the same gradients a small part of it.
+    """
+    plain, carried = (
+        result(
+            trial(text, "qgz", policy={**LOSSLESS, "feedback": feedback}, measure_quantisation=True),
+            tmp_path / "log",
+        )
+        for feedback in ("none", "classic:all")
+    )
+    assert ratio(end(carried, 0)) == ratio(end(plain, 0))  # nothing is carried yet
+    assert ratio(end(carried, 4)) > 1.3 * ratio(end(plain, 4))
+    (summed,) = (e for e in carried.communication_errors if e.repeated > 1 and not e.unit)
+    assert (summed.step, summed.repeated) == (4, communication_error.REPEATED)
+    assert ratio(summed) < 0.1 * ratio(end(plain, 4))
+    assert not [e for e in plain.communication_errors if e.repeated > 1]
+
+
+@pytest.mark.parametrize("strategy", ["mics", "zero0", "ddp+qgz"])
+def test_what_other_groups_send_is_part_of_the_error(text: str, tmp_path: Path, strategy: str) -> None:
+    """Where the mean goes on to other groups, encoded once more, that is a hop too, and in the error."""
+    found = result(trial(text, strategy, policy=LOSSLESS, measure_quantisation=True), tmp_path / "log")
+    hops = [e for e in found.communication_errors if e.step == 0 and e.hop is not None and not e.unit]
+    assert [e.hop for e in hops] == [0, 1, 2]
+    assert ratio(end(found, 0)) > 1.3 * max(ratio(e) for e in hops)
+
+
+def test_steps_that_are_measured() -> None:
+    """The first, a middle and the last; of one step that one."""
+    assert measured_steps(11) == {0, 5, 10}
+    assert measured_steps(2) == {0, 1}
+    assert measured_steps(1) == {0}
+
+
+def test_sums_of_ranks_make_one_error() -> None:
+    """Squares and products add up over ranks, and over units; values that are all 0 have no error, and those
+    that are not finite are told as not known.
+    """
+    place = Place(3, "gradients", "a")
+    sums = Sums(1.0, 10.0, [[4.0, 1.0], [1.0, 1.0]])
+    other = dataclasses.replace(sums, error=3.0)
+    empty, lost = place._replace(unit="b"), place._replace(unit="c", step=4)
+    ranks = [
+        {place: sums, empty: Sums()},
+        {place: other, empty: Sums(), lost: Sums(float("nan"), float("inf"))},
+    ]
+    found = {(e.step, e.unit): e for e in errors_of(ranks)}
+    assert set(found) == {(3, "a"), (3, ""), (4, "c"), (4, "")}
+    assert (found[3, "a"].squared_error, found[3, "a"].squared_value) == (4.0, 20.0)
+    assert found[3, "a"].cosine == pytest.approx(0.5)
+    assert found[4, "c"].squared_error is None
+    assert found[4, "c"].squared_value is None
+
+
+def test_the_cosine_of_ranks() -> None:
+    """Of equal gradients 1, of opposite ones -1; a rank without any has none."""
+    assert mean_cosine([[4.0, 2.0], [2.0, 1.0]]) == pytest.approx(1)
+    assert mean_cosine([[4.0, -2.0], [-2.0, 1.0]]) == pytest.approx(-1)
+    assert mean_cosine([[4.0, 0.0], [0.0, 0.0]]) is None
+    assert mean_cosine([[4.0]]) is None

@@ -1,0 +1,93 @@
+"""The bound of reduced gradients: what codecs promise one after the other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.measure.first_gradient import Layout, composed, of_model, relative_bound
+from impl.codecs import reference
+from impl.codecs.codec import Codec, parse
+from impl.codecs.rounding_noise import Clock
+
+CODECS = (
+    "fp32", "bf16", "fp16", "int8:64", "int4:64", "int2:64", "int4:64:asym", "fp8e4m3:64", "fp8e5m2:64",
+    "mxfp8", "mxfp4", "int4:64:hadamard32", "int4:64:stochastic", "mxfp4:stochastic",
+)  # fmt: skip
+
+
+def through(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+    frames = torch.empty((len(x), codec.frame_bytes(x.shape[1])), dtype=torch.uint8)
+    noise = Clock().weights("").noise(0, (x.shape[1],)) if codec.stochastic else None
+    reference.encode(codec, x, frames, noise=noise)
+    decoded = torch.empty_like(x)
+    reference.decode(codec, frames, decoded)
+    return decoded
+
+
+@given(
+    text=st.sampled_from(CODECS),
+    magnitude=st.floats(1e-6, 1e4),
+    seed=st.integers(0, 2**32 - 1),
+    spiky=st.booleans(),
+)
+def test_one_codec_keeps_every_element_within_its_relative_bound(
+    text: str, magnitude: float, seed: int, spiky: bool
+) -> None:
+    """Whatever the block's largest magnitude, no element's error is above the bound times it."""
+    codec = parse(text)
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn((1, 64), generator=draw)
+    x = (x**5 if spiky else x) * magnitude / float((x**5 if spiky else x).abs().max())
+    error = (through(codec, x) - x).abs().max()
+    assert float(error) <= relative_bound(codec) * float(x.abs().max()) + 1e-30
+
+
+@given(
+    first=st.sampled_from(CODECS),
+    second=st.sampled_from(CODECS),
+    seed=st.integers(0, 2**32 - 1),
+    nodes=st.integers(1, 3),
+)
+def test_two_hops_keep_a_mean_within_the_composed_bound(
+    first: str, second: str, seed: int, nodes: int
+) -> None:
+    """Sums inside nodes of encoded gradients, encoded again and summed between nodes, are the exact sum
+    within the composed bound of the ranks' largest magnitudes together.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    gradients = torch.randn((nodes * 2, 64), generator=draw) * torch.rand((nodes * 2, 1), generator=draw)
+    codecs = parse(first), parse(second)
+    sums = through(codecs[0], gradients).view(nodes, 2, 64).sum(dim=1)
+    found = through(codecs[1], sums).sum(dim=0)
+    largest = float(gradients.abs().amax(dim=1).sum())
+    error = float((found - gradients.sum(dim=0)).abs().max())
+    assert error <= (composed(codecs) + 1e-5) * largest
+
+
+def test_bounds_compose() -> None:
+    """One exact codec has no bound to speak of, one of 4 bits half its step, and two of them a little more
+    than twice that; a codec of 2 bits keeps half the largest magnitude.
+    """
+    four = parse("int4:256")
+    assert composed([]) == 0
+    assert composed([parse("fp32")]) < 1e-6
+    assert composed([four]) == pytest.approx(1 / 14, rel=1e-3)
+    assert composed([four, four]) == pytest.approx(2 / 14 + 1 / 14**2, rel=1e-3)
+    assert relative_bound(parse("int2:64")) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_models_gradients_lie_in_one_row() -> None:
+    """Every trained parameter's gradient is in the layout once; what is frozen, or has none, is not."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7))
+    model[1].bias.requires_grad_(False)
+    (layout,) = of_model(model)
+    assert isinstance(layout, Layout)
+    values = {name: torch.full(p.shape, i + 1.0) for i, (name, p) in enumerate(model.named_parameters())}
+    rows = layout.packed(values | {"0.bias": None})
+    assert rows.shape == (1, layout.row)
+    assert math.isclose(float(rows.sum()), 1.0 * 15 + 3.0 * 21)

@@ -1,0 +1,99 @@
+"""Bytes on record are checked against each other from the rows alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.records import checks
+from harness.records.checks import CONTROL_BYTES, INTERFACE_WITHIN, Counted
+from harness.records.packet_sizes import HEADER_BYTES
+from harness.records.record import LedgerRow, Record
+from harness.suites.trial import Trial
+from tests.report.records import record_of
+
+
+def halved(record: Record) -> Record:
+    """``record`` with half of every ledger's bytes, its flag as it was."""
+    ranks = [
+        rank.model_copy(
+            update={"ledger": [r.model_copy(update={"bytes": r.bytes // 2}) for r in rank.ledger or []]}
+        )
+        for rank in record.ranks
+    ]
+    return record.model_copy(update={"ranks": ranks})
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
+def test_a_halved_ledger_is_neither_the_prediction_nor_what_was_counted(strategy: str) -> None:
+    """With half its bytes a ledger differs from its prediction and from the interfaces, whatever flag stands
+    beside it; both messages name the numbers.
+    """
+    made = record_of(Trial(strategy=strategy, steps=2, warmup=0))
+    assert checks.unpredicted(made) is None
+    assert checks.miscounted(made) is None
+    wrong = halved(made)
+    assert wrong.predicted is not None
+    assert wrong.predicted.equal
+    (first, *_) = sorted(
+        made.ranks[0].ledger or [], key=lambda r: (r.phase, r.purpose, r.unit, r.hop, r.link)
+    )
+    words = checks.unpredicted(wrong) or ""
+    assert f"rank 0 sent {first.bytes // 2} bytes in {first.messages} messages" in words
+    assert f"predicted are {first.bytes} bytes" in words
+    assert "allowed is 0.99 to 1.02" in (checks.miscounted(wrong) or "")
+
+
+def test_prediction_and_ledger_of_other_ranks_differ() -> None:
+    """Ledgers predicted for fewer ranks than ran are no prediction of theirs."""
+    made = record_of(Trial(strategy="zero3", steps=2, warmup=0))
+    assert made.predicted is not None
+    fewer = made.predicted.model_copy(update={"ledgers": made.predicted.ledgers[:-1]})
+    words = checks.unpredicted(made.model_copy(update={"predicted": fewer}))
+    assert words == f"{len(made.ranks) - 1} ledgers are predicted for {len(made.ranks)} ranks"
+
+
+def test_peers_have_nothing_to_be_checked_against() -> None:
+    """Without a ledger neither check says anything."""
+    made = record_of(Trial(strategy="ddp", steps=2, warmup=0))
+    assert made.interfaces
+    assert checks.unpredicted(made) is checks.miscounted(made) is None
+
+
+@given(
+    ledger=st.integers(0, 10**12),
+    packets=st.integers(0, 10**8),
+    messages=st.integers(0, 10**6),
+    share=st.floats(0, 3),
+)
+def test_what_an_interface_may_count(ledger: int, packets: int, messages: int, share: float) -> None:
+    """Between 0.99 and 1.02 of ledger and headers all is well, below the first it never is, and above the
+    second only as far as gloo's own bytes.
+    """
+    headers, control = HEADER_BYTES * packets, CONTROL_BYTES * messages
+    stated = ledger + headers
+    counted = round(share * stated)
+    one = Counted(node=1, counted=counted, ledger=ledger, headers=headers, control=control)
+    low, high = INTERFACE_WITHIN
+    assert (one.wrong is None) == (low * stated <= counted <= high * stated + control)
+    if one.wrong is not None:
+        assert f"node 1's interface sent {counted} bytes" in one.wrong
+        assert f"holds {ledger} and {headers} are" in one.wrong
+
+
+def row(nbytes: int, messages: int) -> LedgerRow:
+    return LedgerRow(
+        phase="forward", purpose="weights", unit="", hop="node", link="inter", bytes=nbytes, messages=messages
+    )
+
+
+@given(nbytes=st.integers(0, 10**7), messages=st.integers(1, 50))
+def test_headers_of_a_real_network(nbytes: int, messages: int) -> None:
+    """Equal messages have a header for each 1,448 bytes begun; no message has none."""
+    each = sum(1 for _ in range(0, nbytes, 1448))
+    assert checks.segmented(row(nbytes * messages, messages)) == 66 * each * messages
+    assert checks.segmented(row(0, 0)) == 0
+    assert not math.isfinite(Counted(0, 0, 0, 0, 0).ratio)

@@ -1,0 +1,121 @@
+"""DeepSpeed as a peer: what it cannot do here is a typed record with its reason, and no crash."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.processes import LaunchError, run_ranks
+from harness.cluster.rank import Rank
+from harness.records.record import read
+from harness.runs import deepspeed
+from harness.runs.forecast import Host, forecast
+from harness.runs.sweep import SweepOutcome
+from harness.suites.trial import Trial
+from impl.plan.topology import Topology
+from tests.harness.cluster.test_processes import local
+from tests.harness.runs.test_strategies import INSTALLED, losses
+from tests.harness.runs.test_strategies import trial as small
+from tests.harness.runs.test_sweep import sweep, trial
+
+HERE = Host(memory=1 << 36, gpus=(), namespaces=lambda: None)
+
+
+def config(**zero: object) -> str:
+    return json.dumps({"zero_optimization": {"stage": 3, **zero}})
+
+
+def refused(one: Trial, folder: Path) -> str:
+    """The reason on record of a trial that is refused beside one that runs."""
+    beside = trial("exact")
+    outcome, shown = sweep([one, beside], folder)
+    assert outcome == SweepOutcome(ok=2, failed=0, skipped=0), shown
+    record = read(folder / f"{one.id}.json")
+    assert record.failure is not None
+    assert (record.failure.kind, record.failure.by, record.failure.log) == ("refused", "deepspeed", None)
+    assert "\n" not in record.failure.message
+    assert not record.settled, "it is asked again the next time: it may be installed by then"
+    assert read(folder / f"{beside.id}.json").failure is None
+    return record.failure.message
+
+
+def test_a_deepspeed_that_is_not_here_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned, not run, and says how to install it; the rest of the suite runs."""
+    monkeypatch.setattr(deepspeed, "why_missing", lambda: deepspeed.MISSING)
+    one = trial("deepspeed")
+    assert "pip install" in refused(one, tmp_path)
+    (foreseen,) = forecast([one], HERE)
+    assert foreseen.refusal == deepspeed.MISSING
+    assert foreseen.problems == ()
+
+
+@INSTALLED
+@pytest.mark.parametrize("switch", ["zero_quantized_weights", "zero_quantized_gradients"])
+def test_quantisers_without_a_gpu_are_on_record(tmp_path: Path, switch: str) -> None:
+    """QwZ and qgZ on CPUs are refused by name before anything starts."""
+    one = trial("deepspeed", deepspeed_config=config(**{switch: True}))
+    message = refused(one, tmp_path)
+    assert switch in message
+    assert deepspeed.version() in message
+    (foreseen,) = forecast([one], HERE)
+    assert foreseen.refusal == message
+
+
+def build_quantiser(_: Rank, name: str) -> str:
+    """What DeepSpeed says when it is asked for the kernels of qwZ and qgZ on a CPU."""
+    os.environ["DS_ACCELERATOR"] = name
+    library = importlib.import_module("deepspeed")
+    try:
+        library.ops.op_builder.QuantizerBuilder().load()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@INSTALLED
+@pytest.mark.timeout(180)
+def test_deepspeed_itself_has_no_quantisers_for_cpus(tmp_path: Path) -> None:
+    """What is refused for it beforehand it would refuse too, in the middle of a step; if it learns it, this
+    fails.
+    """
+    (words,) = run_ranks(build_quantiser, "cpu", local(Topology(1, 1), tmp_path / "log"))
+    assert words
+
+
+@INSTALLED
+def test_on_a_gpu_its_quantisers_are_left_to_it() -> None:
+    """Nobody but DeepSpeed says what its kernels can do on a GPU; other strategies do not concern it."""
+    asked = config(zero_quantized_weights=True)
+    assert deepspeed.why_not(trial("exact")) is None
+    here = trial("deepspeed", deepspeed_config=asked)
+    gpu = here.model_copy(update={"cluster": here.cluster.model_copy(update={"device": "cuda"})})
+    assert deepspeed.why_not(here) is not None
+    assert deepspeed.why_not(gpu) is None
+
+
+@INSTALLED
+@pytest.mark.timeout(180)
+def test_what_deepspeed_refuses_by_itself_is_a_refusal_in_its_words(tmp_path: Path) -> None:
+    """A configuration that it does not take ends no process badly: kind refused, one line, its version."""
+    one = small("deepspeed", deepspeed_config=config(zero_hpz_partition_sise=2))
+    with pytest.raises(LaunchError) as caught:
+        losses(one, tmp_path)
+    assert caught.value.kind == "refused"
+    words = str(caught.value)
+    assert f"DeepSpeed {deepspeed.version()} refuses its configuration: " in words
+    assert "\n" not in words
+
+
+def test_the_trial_says_batches_clipping_and_type() -> None:
+    """What DeepSpeed is given agrees with the trial's own fields; by itself it would clip at 1.0."""
+    one = small("deepspeed", accumulation=3, clip=None, peer={"compute": "bf16"})
+    found = deepspeed.configuration(one)
+    assert found["gradient_clipping"] == 0.0
+    assert found["gradient_accumulation_steps"] == 3
+    assert found["train_micro_batch_size_per_gpu"] == 2
+    assert found["bf16"] == {"enabled": True}
+    assert found["zero_optimization"] == {"stage": 3}, "overlap and persistence are as it ships them"

@@ -1,0 +1,59 @@
+"""Peers as data: what they send, and what DeepSpeed is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.suites.peers import PEERS, configuration, quantised, zero_stage
+from harness.suites.trial import Trial
+
+
+def test_peers_differ() -> None:
+    """No two names mean the same settings, and every one says what it does."""
+    settings = [(p.family, p.tuned, p.compressed, p.prefetch, p.kept, p.hpz) for p in PEERS.values()]
+    assert len(set(settings)) == len(PEERS)
+    assert len({peer.says for peer in PEERS.values()}) == len(PEERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "fp32", "bf16"),
+    [
+        ("ddp", "fp32", "fp32"),
+        ("ddp-tuned", "fp32", "fp32"),
+        ("ddp-bf16", "bf16", "bf16"),
+        ("fsdp2-kept", "fp32", "bf16"),
+        ("deepspeed", "fp32", "bf16"),
+    ],
+)
+def test_what_travels(name: str, fp32: str, bf16: str) -> None:
+    """DDP sends fp32 gradients whatever it computes in, unless its hook compresses them; the others what they
+    compute in.
+    """
+    assert (PEERS[name].wire("fp32"), PEERS[name].wire("bf16")) == (fp32, bf16)
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage", "switches"),
+    [
+        ({"stage": 3}, 3, []),
+        ({}, 0, []),
+        ({"stage": 3, "zero_quantized_weights": True}, 3, ["zero_quantized_weights"]),
+        ({"stage": 2, "zero_quantized_gradients": False}, 2, []),
+    ],
+)
+def test_what_deepspeed_is_asked(zero: dict[str, object], stage: int, switches: list[str]) -> None:
+    """Stage and quantisers are read off the configuration."""
+    table = {"zero_optimization": zero}
+    assert (zero_stage(table), quantised(table)) == (stage, switches)
+    assert zero_stage(Trial(strategy="deepspeed").peer_configuration()) == 3
+
+
+def test_deepspeed_is_as_shipped_but_for_its_copy() -> None:
+    """Without a configuration it is asked for ZeRO-3 and nothing else; hpZ's copy in each node is added."""
+    plain, hpz = PEERS["deepspeed"], PEERS["deepspeed-hpz"]
+    assert configuration(plain, 4) == {"zero_optimization": {"stage": 3}}
+    assert configuration(hpz, 4) == {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
+    table = {"zero_optimization": {"stage": 3, "overlap_comm": False}, "wall_clock_breakdown": True}
+    assert configuration(plain, 4, table) == table
+    with_copy = {"stage": 3, "overlap_comm": False, "zero_hpz_partition_size": 2}
+    assert configuration(hpz, 2, table) == table | {"zero_optimization": with_copy}

@@ -1,0 +1,139 @@
+"""What an observer of reductions is told, and that telling changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impl import ops
+from impl.comm.mesh import Mesh
+from impl.comm.observer import Hop
+from impl.comm.wire import Wire
+from impl.plan.policy import Policy
+from impl.plan.topology import Topology
+from impl.zero import shard
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY, policies, topologies
+from tests.support.training import batch, model
+
+MODEL = model()
+
+
+class Told:
+    """Keeps what one rank is told, by unit."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, list[Tensor]] = defaultdict(list)
+        self.hops: dict[str, list[tuple[Hop, float, float]]] = defaultdict(list)
+        self.means: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+
+    def local(self, unit: str, gradient: Tensor) -> None:
+        self.gradients[unit].append(gradient.float().clone())
+
+    def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
+        decoded = values.float().clone()
+        if frames is not None:
+            ops.decode(hop.codec, frames.view(*values.shape[:-1], -1), decoded)
+        low, high = values.min().item(), values.max().item()
+        error = (decoded - values.float()).abs().max().item()
+        self.hops[unit].append((hop, error, hop.codec.error_bound(min(low, 0.0), max(high, 0.0))))
+
+    def averaged(self, unit: str, start: int, mean: Tensor) -> None:
+        self.means[unit].append((start, mean.clone()))
+
+
+def _trained(mesh: Mesh, policy: Policy, *, rehearsed: bool) -> tuple[Any, ...]:
+    """Two steps of two micro-batches, with a rehearsal before each: what came of them, and what was told."""
+    net, wire, told = copy.deepcopy(MODEL), Wire(mesh), Told()
+    zero = shard(net, mesh=mesh, policy=policy, wire=wire)
+    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
+    losses = []
+
+    def passes(step: int) -> None:
+        for micro in range(2):
+            local = micro == 0 and not policy.reduces_each_micro_batch
+            with zero.accumulating() if local else contextlib.nullcontext():
+                loss = net(batch(2 * step + micro, mesh.rank))
+                losses.append(loss.item())
+                loss.backward()
+                zero.finish_backward()
+
+    for step in range(2):
+        if rehearsed:
+            told = Told()
+            with wire.observed(told), zero.rehearsing():
+                passes(step)
+            del losses[-2:]
+            assert all(master.grad is None for master in zero.masters)
+        else:
+            zero.weights_changed()  # what was kept of frozen units is gathered anew after a rehearsal too
+        passes(step)
+        means = {unit.geometry.name: unit.master_shard.mean_gradient() for unit in zero.units}
+        kept = {name: mean.clone() for name, mean in means.items() if mean is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = [master.detach().clone() for master in zero.masters]
+    return losses, masters, wire.ledger.rows(), zero.memory(), told, kept, [u.geometry for u in zero.units]
+
+
+def _both(mesh: Mesh, policy: Policy) -> Sequence[tuple[Any, ...]]:
+    return _trained(mesh, policy, rehearsed=False), _trained(mesh, policy, rehearsed=True)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_a_rehearsal_leaves_no_trace_and_tells_what_the_step_will_do(data: st.DataObject) -> None:
+    """Under any policy losses, masters, the ledger and memory held are equal to the bit with a rehearsal
+    before each step; it was told each rank's gradients, whose plain mean the reduced one is near to, each hop
+    within its codec's bound, and the very means that the step's masters got, each element on one rank.
+    """
+    topology: Topology = data.draw(topologies(4))
+    policy = data.draw(policies(topology))
+    results = on_threads(topology, _both, policy)
+    for plain, rehearsed in results:
+        assert plain[0] == rehearsed[0]
+        assert all(torch.equal(one, other) for one, other in zip(plain[1], rehearsed[1], strict=True))
+        assert plain[2] == rehearsed[2]
+        assert plain[3] == rehearsed[3]
+    for unit in results[0][1][6]:
+        if not unit.trainable:
+            continue
+        tiles = []
+        for rank, (_, (*_, told, kept, _)) in enumerate(results):
+            starts = {start for start, _ in told.means[unit.name]}
+            assert len(starts) == 1
+            (start,), mean = starts, sum(mean for _, mean in told.means[unit.name])
+            low, _ = unit.bounds(rank)
+            assert torch.equal(mean, kept[unit.name][start - low : start - low + mean.numel()])
+            tiles.append((start, mean))
+            assert all(error <= bound * (1 + 1e-4) + 1e-6 for _, error, bound in told.hops[unit.name])
+            assert bool(told.hops[unit.name]) == (topology.world > 1)
+        whole = torch.cat([mean for _, mean in sorted(tiles, key=lambda tile: tile[0])])
+        assert whole.numel() == unit.padded
+        if policy.feedback is None and all(codec.bits >= 16 for codec in policy.gradients):
+            exact = sum(sum(told.gradients[unit.name]) for _, (*_, told, _, _) in results) / topology.world
+            assert torch.allclose(whole, exact, rtol=2e-2, atol=2e-2)
+
+
+def _ledgers(mesh: Mesh) -> tuple[bool, bool]:
+    net, wire = copy.deepcopy(MODEL), Wire(mesh)
+    zero = shard(net, mesh=mesh, policy=Policy(memory=ROOMY), wire=wire)
+    before = wire.ledger.rows()
+    with wire.observed(Told()), zero.rehearsing():
+        net(batch(0, mesh.rank)).backward()
+        zero.finish_backward()
+        inside = bool(wire.ledger.rows())
+    return inside, wire.ledger.rows() == before and wire.observer is None
+
+
+def test_what_is_sent_while_observed_is_in_no_other_ledger() -> None:
+    """Messages of a rehearsal are booked apart, and forgotten."""
+    assert on_threads(Topology(2, 1), _ledgers) == [(True, True)] * 2

@@ -1,0 +1,37 @@
+"""What pages say of links that are not a network of machines."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.suites.trial import Cluster, Trial
+from report.data import emulation
+from report.data.frames import frames_of
+from tests.report.records import record_of
+
+
+def test_the_sentence_names_what_is_emulated_and_its_latency() -> None:
+    """Namespaces, shared processors, and the latency or that there is none."""
+    frames = frames_of([record_of(Trial(cluster=Cluster.model_validate({"rate": "50 Mbit/s"})))])
+    told = emulation.of_trials(frames)
+    assert "network namespaces of one machine" in told
+    assert "share one machine's processors" in told
+    assert "adds no latency" in told
+    late = Trial(cluster=Cluster.model_validate({"rate": "50 Mbit/s", "latency": "2 ms"}))
+    assert "adds 2 ms of latency one way" in emulation.of_trials(frames_of([record_of(late)]))
+
+
+def test_nothing_is_said_of_a_real_network_or_of_one_node() -> None:
+    """They emulate nothing between nodes."""
+    assert not emulation.sentence(["real", ""], [None])
+    one = record_of(Trial(cluster=Cluster(nodes=1, ranks_per_node=2)))
+    assert not emulation.of_trials(frames_of([one]))
+    assert not emulation.note(["real"])
+
+
+def test_benchmarks_with_and_without_a_rate_are_told_apart() -> None:
+    """A link with a rate is of namespaces; without one nothing holds it."""
+    rounds = pd.DataFrame({"nodes": [2, 1], "rate_mbit": [100.0, None]})
+    assert "namespaces" in emulation.of_benches([rounds])
+    assert "nothing holds" in emulation.of_benches([rounds.assign(rate_mbit=None)])
+    assert not emulation.of_benches([rounds.assign(nodes=1), pd.DataFrame({"codec": ["int8"]})])

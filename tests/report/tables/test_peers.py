@@ -1,0 +1,115 @@
+"""The table beside peers: on their transport first, over the best of each library, in one type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.records.record import Failure, Record
+from harness.suites.trial import Trial
+from report.data.frames import frames_of
+from report.data.metrics import derive
+from report.data.text import NOTHING
+from report.tables import registry
+from report.tables.peers import carried_by, peers
+from tests.report.records import changed_steps, record_of
+
+
+def one(strategy: str, seconds: float, transport: str = "gloo", *, repeat: int = 0, **changes: Any) -> Record:
+    """A record of a trial, all of whose steps took ``seconds``."""
+    cluster = {"transport": transport, "rate": "50 Mbit/s"}
+    trial = Trial.model_validate({"strategy": strategy, "cluster": cluster, "repeat": repeat, **changes})
+    return changed_steps(record_of(trial), lambda _: {"total": seconds})
+
+
+def rows(*records: Record) -> pd.DataFrame:
+    return peers(derive(frames_of(list(records)))).data.set_index(["contender", "carried"])
+
+
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3), st.floats(0.5, 2.0), st.sampled_from([1.0, 3.0])
+)
+def test_the_best_of_each_library_is_divided_by(theirs: list[float], ours: float, deepspeed: float) -> None:
+    """A gain is of pairs, over that setting of a library over which it is least, which is named."""
+    names = ("fsdp2", "fsdp2-prefetch", "fsdp2-kept")
+    records = [
+        record
+        for repeat, scale in enumerate((1.0, 1.1))
+        for record in (
+            *(one(name, scale * took, repeat=repeat) for name, took in zip(names, theirs, strict=True)),
+            one("deepspeed", scale * deepspeed, repeat=repeat),
+            one("exact", scale * ours, repeat=repeat),
+            one("exact", scale * ours / 2, "shm", repeat=repeat),
+        )
+    ]
+    found = rows(*records)
+    ((_, gloo), (_, shm)) = found.loc[["exact (fp32)"]].iterrows()
+    for row, own in ((gloo, ours), (shm, ours / 2)):
+        assert row["over_fsdp2"] == pytest.approx(min(theirs) / own)
+        assert row["over_deepspeed"] == pytest.approx(deepspeed / own)
+        assert row["over_ddp_told"] == NOTHING
+        assert row["best_fsdp2"] in {"FSDP2", "FSDP2, prefetch", "FSDP2, kept"}
+        assert row["best_fsdp2"] in row["over_fsdp2_told"]
+
+
+def test_the_same_transport_comes_first() -> None:
+    """Peers, then ours over gloo alone, then ours with shared memory, whatever ran first, and said so."""
+    found = rows(one("zeropp", 0.2, "shm"), one("zeropp", 0.4), one("ddp", 1.0), one("fsdp2", 1.0, "shm"))
+    assert list(found.index) == [
+        ("DDP", "gloo alone"),
+        ("FSDP2", "gloo alone"),
+        ("ZeRO++", "gloo alone"),
+        ("ZeRO++", "shm, gloo"),
+    ]
+    assert "on the same footing" in peers(derive(frames_of([one("ddp", 1.0), one("zeropp", 1.0)]))).caption
+
+
+def test_types_are_not_mixed() -> None:
+    """What computes in bf16 is divided by peers that do, however fast those in fp32 are."""
+    found = rows(
+        one("fsdp2", 0.1),
+        one("fsdp2", 2.0, peer={"compute": "bf16"}),
+        one("exact", 1.0),
+        one("zero3", 1.0, policy={"compute": "bf16"}),
+    )
+    assert found["over_fsdp2"]["exact (fp32)", "gloo alone"] == pytest.approx(0.1)
+    in_bf16 = found[found["compute"] == "bf16"]["over_fsdp2"].dropna()
+    assert in_bf16.to_list() == pytest.approx([2.0])
+
+
+def test_without_both_there_is_no_table() -> None:
+    """Peers alone, policies alone, or one process beside them, are no comparison."""
+    for records in ([one("ddp", 1.0)], [one("exact", 1.0)], [one("single", 1.0), one("exact", 1.0)]):
+        assert peers(derive(frames_of(records))).data.empty
+
+
+def test_a_refusal_of_a_library_is_a_row_with_its_reason() -> None:
+    """It stands among the trials without a result, by its kind, and the caption says what that means."""
+    why = Failure(kind="refused", message="no kernels for CPUs", log=None, by="deepspeed")
+    config = '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}'
+    refused = record_of(Trial(strategy="deepspeed", deepspeed_config=config), failure=why)
+    assert refused.answers
+    found = registry.failures(derive(frames_of([one("exact", 1.0), refused])))
+    (row,) = found.data.to_dict("records")
+    assert (row["kind"], row["message"], row["by"]) == ("refused", why.message, "deepspeed")
+    assert row["contender"] == "DeepSpeed (zero_quantized_weights True)"
+    assert "Refused by a peer's library" in found.caption
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cluster", "words"),
+    [
+        ("ddp", {"transport": "shm"}, "gloo alone"),
+        ("exact", {"transport": "shm"}, "shm, gloo"),
+        ("exact", {"transport": "shm", "nodes": 1}, "shm"),
+        ("fsdp2+exact", {"transport": "gloo"}, "gloo alone"),
+        ("zeropp", {"transport": "nccl", "device": "cuda"}, "nccl"),
+    ],
+)
+def test_what_carries_messages(strategy: str, cluster: dict[str, Any], words: str) -> None:
+    """A peer's never go through shared memory, and of one node's nothing else carries them."""
+    assert carried_by(Trial.model_validate({"strategy": strategy, "cluster": cluster})) == words
