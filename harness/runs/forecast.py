@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from harness.cluster.interrupts import cleaning_up
 from harness.errors import CorpusError
 from harness.measure import machine
-from harness.measure.memory_parts import on_device, on_host, without_training
+from harness.records.memory_parts import on_device, on_host, without_training
 from harness.runs import deepspeed
 from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import RECIPE, Model, Trial

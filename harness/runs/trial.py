@@ -24,11 +24,13 @@ from harness.errors import Refusal
 from harness.measure import communication_error, compute_alone
 from harness.measure.cpu_usage import ProcessorMeter, Spent
 from harness.measure.first_gradient import GradientError, checks_of
-from harness.measure.memory_parts import without_training
-from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss, sampling_power
+from harness.measure.gpu_power import sampling_power
+from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.quantisation_error import Squares, errors_of, measure
 from harness.measure.reference_loss import TOLERANCE, FirstLoss, as_computed, as_computed_by
+from harness.measure.step_clock import StepClock
 from harness.records import checks
+from harness.records.memory_parts import without_training
 from harness.records.record import (
     Alone,
     InterfaceCounters,

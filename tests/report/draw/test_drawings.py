@@ -24,7 +24,7 @@ from report.data import text as wording
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.draw import theme
-from report.draw.plot import Plot, peers_note
+from report.draw.figure_definition import Plot, peers_note
 from report.figures import registry
 from report.tables import registry as tables
 from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of, trials_of
