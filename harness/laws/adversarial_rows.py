@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, get_args
 
 import hypothesis
@@ -127,6 +128,7 @@ class Outcome:
     violation: Violation | None = None
 
 
+@lru_cache(maxsize=1)  # one codec's claims follow one another
 def long_row(block: Block, numel: int) -> Tensor:
     """(S,) fp32: normal numbers, blocks on seven scales, the last one short where it can be."""
     size = 64 if block == "shard" else min(block, numel)
@@ -135,8 +137,7 @@ def long_row(block: Block, numel: int) -> Tensor:
 
 
 def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
-    """What is tried always and first: all ties of each format, blocks on three scales, the last short, and,
-    last, a row of ``elements``.
+    """What is tried always and first: all ties of each format, and blocks on three scales, the last short.
 
     A largest element stands beside each tie, so that steps are 1 whatever the block.  Of a codec of ours
     also the edges between its levels (:mod:`harness.laws.rounding_edges`): bits are compared there in each
@@ -147,8 +148,7 @@ def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[C
     blocks = torch.arange(2 * size + 7) // size
     one = x[2].repeat(-(-len(blocks) // len(x[2])))[: len(blocks)]
     x.append(one * torch.tensor([1.0, 8.0, 0.125])[blocks.clamp(max=2)])
-    kinds, codec, noise = subject.kinds, subject.codec, Noise((1, 2, 3, 4))
-    kind: Dtype = "fp32" if "fp32" in kinds else kinds[0]
+    kinds, kind, codec, noise = subject.kinds, _main(subject), subject.codec, Noise((1, 2, 3, 4))
     cases = [
         Case(x=row[: min(LONGEST, elements)].to(DTYPES[kind]), out=kind, power=1, noise=noise) for row in x
     ]
@@ -160,11 +160,21 @@ def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[C
             for row in edge_rows(codec, each, noise)
             if row.numel() <= elements
         ]
-    if elements > LONGEST:
-        row = long_row(subject.block, elements)
-        every = kinds if claim is Duty.BITS else (kind,)
-        cases += [Case(x=row.to(DTYPES[each]), out=each, power=1, noise=noise) for each in every]
     return cases
+
+
+def long_cases(subject: Subject, claim: Claim, elements: int) -> list[Case]:
+    """What is tried last: a row of ``elements``, if that is more than ``LONGEST``; bits in each type."""
+    if elements <= LONGEST or claim is Law.UNBIASED:
+        return []
+    row = long_row(subject.block, elements)
+    every = subject.kinds if claim is Duty.BITS else (_main(subject),)
+    return [Case(x=row.to(DTYPES[kind]), out=kind, power=1, noise=Noise((1, 2, 3, 4))) for kind in every]
+
+
+def _main(subject: Subject) -> Dtype:
+    """The type that most is tried in."""
+    return "fp32" if "fp32" in subject.kinds else subject.kinds[0]
 
 
 def search(
@@ -175,9 +185,9 @@ def search(
 
 
 def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
-    """Try a claim on :func:`standing` rows, then on ``examples`` rows that are drawn; none has more than
-    ``elements``.
+    """Try a claim on :func:`standing` rows, on ``examples`` that are drawn, and on :func:`long_cases`.
 
+    None has more than ``elements`` elements.
     An exception of the subject is a violation too.  ``UNBIASED``, which encodes thousands of rows each time,
     is tried on a tenth as many rows, and of the first that breaks it the first block is shown.
     """
@@ -187,9 +197,7 @@ def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, element
         if violation := violation_of(subject, claim, case):
             if not violation_of(subject, claim, case):
                 return Outcome(tried, _once(claim, case))
-            few = case.x.numel() <= LONGEST
-            smaller = _smaller(subject, claim, case, few=few)
-            return Outcome(tried, smaller or (violation if few else _shorter(subject, claim, case)))
+            return Outcome(tried, _smaller(subject, claim, case, few=True) or violation)
     failed: list[Case] = []  # the last is the smallest
 
     @hypothesis.seed(seed)
@@ -219,6 +227,10 @@ def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, element
         return Outcome(tried, _smaller(subject, claim, failed[-1], few=few) or violation)
     except hypothesis.errors.Flaky:
         return Outcome(tried, _once(claim, failed[-1]))
+    for case in long_cases(subject, claim, elements):
+        tried += 1
+        if violation_of(subject, claim, case):
+            return Outcome(tried, _shorter(subject, claim, case))
     return Outcome(tried)
 
 

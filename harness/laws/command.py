@@ -93,7 +93,7 @@ def show(found: Mapping[Subject, Mapping[Claim, Outcome]], out: Console) -> None
         table.add_column(title(claim))
     for subject, each in found.items():
         words = {
-            claim: "[bold red]FAILS[/]" if one.violation else f"holds ({one.cases})"
+            claim: "[bold red]FAILS[/]" if one.violation else f"holds {one.cases}"
             for claim, one in each.items()
         }
         table.add_row(escape(subject.name), *(words.get(claim, NONE) for claim in claims))

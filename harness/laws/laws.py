@@ -183,6 +183,17 @@ def block_slices(block: Block, numel: int) -> Iterator[slice]:
     return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
+def blocks_of(x: Tensor, block: Block) -> Tensor:
+    """(blocks, size) elements of a row (S,); a short last block repeats the row's last element."""
+    size = x.numel() if block == "shard" else min(block, x.numel())
+    return torch.cat([x, x[-1:].expand(-x.numel() % size)]).view(-1, size)
+
+
+def _by_element(each: Tensor, block: Block, numel: int) -> Tensor:
+    """(S,) from one value a block (blocks,)."""
+    return each.repeat_interleave(numel if block == "shard" else min(block, numel))[:numel]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trip:
     """Elements (..., S), their frames (..., F) and what those decode to (..., S), on the CPU."""
@@ -232,24 +243,23 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
             that is computed in fp32 may overflow.
     """
     seen = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
-    bounds = torch.full(x.shape, math.inf, dtype=torch.float64)
-    for where in block_slices(subject.block, x.numel()):
-        low, high = seen[where].min().item(), seen[where].max().item()
+    lows, highs = blocks_of(seen, subject.block).aminmax(dim=1)
+    bounds = []
+    for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
+        bound = math.inf
         if math.isfinite(low) and math.isfinite(high):
             bound = float(subject.promises.error_bound(low, high, out))
             if not (math.isfinite(bound) or (bound > 0 and max(-low, high) > _MODERATE)):
                 raise Violation(f"error_bound({low:.9g}, {high:.9g}, {out!r}) is {bound}", x)
-            bounds[where] = bound
-    return bounds
+        bounds.append(bound)
+    return _by_element(torch.tensor(bounds, dtype=torch.float64), subject.block, x.numel())
 
 
 def _zero(subject: Subject, case: Case) -> None:
     """Check that blocks of zeros, of both signs, decode to zeros beside other blocks."""
     x = case.x.clone()
-    blocks = list(block_slices(subject.block, x.numel()))
-    zeros = torch.zeros(x.shape, dtype=torch.bool)
-    for where in blocks[::2]:
-        zeros[where] = True
+    blocks = len(blocks_of(x, subject.block))
+    zeros = _by_element(torch.arange(blocks) % 2 == 0, subject.block, x.numel())
     x[zeros] = torch.copysign(torch.zeros_like(x), x)[zeros]
     trip = _through(subject, x, case.noise)
     trip.refuse(zeros & (trip.decoded != 0), lambda i: f"{trip.went(i)}, in a block of zeros")
@@ -289,12 +299,11 @@ def _nonfinite(subject: Subject, case: Case) -> None:
     """Check blocks with a NaN or an infinity, and their neighbours."""
     trip = _through(subject, case.x, case.noise, case.out)
     x, got = case.x.float(), trip.decoded.float()
-    kept = torch.where(x.isfinite(), ~got.isnan(), _same(x, got))
-    finite = torch.ones(x.shape, dtype=torch.bool)
-    for where in block_slices(subject.block, x.numel()):
-        finite[where] = bool(x[where].isfinite().all())
-        if not finite[where.start] and bool(got[where].isnan().all()):
-            kept[where] = True
+    finite, lost = (
+        _by_element(blocks_of(each, subject.block).all(dim=1), subject.block, x.numel())
+        for each in (x.isfinite(), got.isnan())
+    )
+    kept = torch.where(x.isfinite(), ~got.isnan(), _same(x, got)) | (~finite & lost)
     words = {True: "though its block is finite", False: "in a block that holds a NaN or an infinity"}
     trip.refuse(~kept, lambda i: f"{trip.went(i)}, {words[bool(finite[i])]}")
 
@@ -326,9 +335,8 @@ def _unbiased(subject: Subject, case: Case) -> None:
     bound = _bounds(subject, x, "fp32")
     alarm = math.log(4 * numel / FALSE_ALARM)
     chance = (2 * variance * alarm / DRAWS).sqrt() + 14 * bound * alarm / (3 * (DRAWS - 1))
-    largest = torch.zeros_like(bound)
-    for where in block_slices(subject.block, numel):
-        largest[where] = x[where].double().abs().max()
+    largest = blocks_of(x.double().abs(), subject.block).amax(dim=1)
+    largest = _by_element(largest, subject.block, numel)
     allowed = chance + bound * 2.0**-12 + largest * 2.0**-22
     _Trip(x, trips.frame[0], trips.decoded[0]).refuse(
         ~(mean.abs() <= allowed) & bound.isfinite(),
