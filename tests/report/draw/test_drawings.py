@@ -532,6 +532,7 @@ def test_codecs_that_change_together_are_one_sweep() -> None:
     [
         pytest.param({"gradients": "int4:256:stochastic"}, id="rounding"),
         pytest.param({"gradients": "int4:256:hadamard32"}, id="rotation"),
+        pytest.param({"gradients": "int4:256:clip"}, id="scale rule"),
         pytest.param({"secondary": 0}, id="group"),
         pytest.param({"prefetch": 0}, id="prefetch"),
     ],
