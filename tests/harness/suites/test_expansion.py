@@ -130,10 +130,10 @@ def test_a_strategy_stays_what_it_is(tmp_path: Path) -> None:
     )
     assert resolved(found) == [
         ("exact", "fp32", "fp32", 0),
-        ("qgz", "bf16", "int4:256", 0),
+        ("qgz", "bf16", "int4:256:clip", 0),
         ("zero3", "bf16", "bf16", 0),
-        ("zeropp", "int6:64", "int4:256", 2),
-        ("zeropp", "int8:64", "int4:256", 2),
+        ("zeropp", "int6:64", "int4:256:clip", 2),
+        ("zeropp", "int8:64", "int4:256:clip", 2),
     ]
     assert len(found.merged) == 3
     assert 'strategy = "zero3", policy.weights = "int6:64"' in found.merged
@@ -172,7 +172,7 @@ def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
     qgz = suite(
         tmp_path,
         '[matrix]\nstrategy = ["zero3", "qgz"]\n'
-        '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int4:256" }\n',
+        '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int4:256:clip" }\n',
     )
     assert [trial.strategy for trial in qgz.trials] == ["qgz"]
 
