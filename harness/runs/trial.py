@@ -12,10 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import BeforeValidator, PlainSerializer
 from torch import Tensor, nn
 
 from harness.cluster.link import PROBES, Counters, counters, slowest
@@ -52,6 +53,9 @@ from harness.workloads.generation import Counted, Generator
 from impl import ops
 from impl.plan.offload_plan import CopyKey
 from impl.plan.traffic import Event, LedgerKey, Sent
+
+# A dictionary whose keys are not text is a list of pairs in JSON.
+PAIRS: Final = (PlainSerializer(lambda found: list(found.items())), BeforeValidator(dict))
 
 
 class TrialError(RuntimeError):
@@ -93,8 +97,8 @@ class Outcome:
     predicted: list[LedgerRow] | None
     sent: InterfaceCounters | None
     probed: list[float]
-    errors: dict[tuple[str, str, str], Squares]
-    communicated: communication_error.Found
+    errors: Annotated[dict[tuple[str, str, str], Squares], *PAIRS]
+    communicated: Annotated[communication_error.Found, *PAIRS]
     first_loss: FirstLoss
     gradient_errors: list[GradientError]
     ran: dict[str, Any]
