@@ -1,7 +1,7 @@
-"""Supervisors of a run's nodes: the first one says what is run, every one starts and watches its node's ranks.
+"""Supervisors of a run's nodes: the first says what is run, every one starts and watches its node's ranks.
 
-A supervisor outlives its ranks: whichever of them fails, on whichever host, the others are ended, and the next
-piece of work begins with fresh ones.  Work is named, and its argument and results travel as JSON.
+A supervisor outlives its ranks: whichever of them fails, on whichever host, the others are ended, and the
+next piece of work begins with fresh ones.  Work is named, and its argument and results travel as JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, host_identity, port_towards
 from harness.cluster.link import Port
@@ -115,7 +115,7 @@ class Nodes:
             self._stop(number, others)
             raise
         self._stop(number, others)
-        _raise(error, failed, launch.log)
+        raise _cause(error, failed, launch.log) from error
 
     def end(self, status: int) -> None:
         """Let the other supervisors end with ``status``, and wait until they know."""
@@ -146,7 +146,7 @@ class Nodes:
             if (answer := self.channel.read(_answered(number, node))) is not None:
                 return dict(answer)
             if self.channel.lost((node,)) is not None:
-                return {"kind": "lost", "message": f"node {node} is lost: its supervisor does not answer"}
+                return _lost(node)
             time.sleep(POLL_SECONDS)
         return {"kind": "timeout", "message": f"no answer from node {node} after {seconds:g} s"}
 
@@ -160,10 +160,7 @@ class Nodes:
                 if answer is not None and "kind" in answer:
                     found[node] = answer
             if (lost := self.channel.lost(others)) is not None:
-                found[lost] = {
-                    "kind": "lost",
-                    "message": f"node {lost} is lost: its supervisor does not answer",
-                }
+                found[lost] = _lost(lost)
             if time.monotonic() >= deadline or any(not answer.get("effect") for answer in found.values()):
                 return found
             time.sleep(POLL_SECONDS)
@@ -236,6 +233,10 @@ def _idle(channel: Channel) -> int:
     return int(channel.wait("over"))
 
 
+def _lost(node: int) -> dict[str, Any]:
+    return {"kind": "lost", "message": f"node {node} is lost: its supervisor does not answer"}
+
+
 def _done(
     channel: Channel, works: Mapping[str, Work], number: int, command: dict[str, Any]
 ) -> dict[str, Any]:
@@ -273,8 +274,8 @@ def _done(
         return {"results": [work.result[0](one) for one in found]}
 
 
-def _raise(error: LaunchError | None, failed: dict[int, dict[str, Any]], log: Path) -> NoReturn:
-    """Raise the most likely cause of a failure; the logs of other nodes are put behind this one's."""
+def _cause(error: LaunchError | None, failed: dict[int, dict[str, Any]], log: Path) -> LaunchError:
+    """The most likely cause of a failure; the logs of other nodes are put behind this one's."""
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a" if error is not None and error.log is not None else "w", encoding="utf-8") as whole:
@@ -282,11 +283,11 @@ def _raise(error: LaunchError | None, failed: dict[int, dict[str, Any]], log: Pa
     there = log if log.exists() else None
     cause = next((one for one in failed.values() if not one.get("effect")), None)
     if cause is not None and (error is None or error.effect):
-        raise LaunchError(cause["kind"], cause["message"], there) from error
+        return LaunchError(cause["kind"], cause["message"], there)
     if error is not None:
-        raise LaunchError(error.kind, str(error), there, effect=error.effect) from error
+        return LaunchError(error.kind, str(error), there, effect=error.effect)
     first = next(iter(failed.values()))
-    raise LaunchError(first["kind"], first["message"], there)
+    return LaunchError(first["kind"], first["message"], there)
 
 
 def _me(channel: Channel, facts: dict[str, Any]) -> Node:

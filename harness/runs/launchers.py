@@ -25,8 +25,9 @@ def place(trials: Sequence[Trial]) -> Place | None:
     if found is None:
         nodes = max(trial.cluster.nodes for trial in trials)
         raise Refusal(
-            "cluster.launcher = 'torchrun': this process was not started by it; start on every host torchrun "
-            f"--nnodes={nodes} --nproc-per-node=1 --node-rank=... --master-addr=... --no-python zeropp run ..."
+            "cluster.launcher = 'torchrun': this process was not started by it; start on every host "
+            f"torchrun --nnodes={nodes} --nproc-per-node=1 --node-rank=... --master-addr=... --no-python "
+            "zeropp run ..."
         )
     return found
 

@@ -257,11 +257,7 @@ class _Sweep:
     def _opened(self, setting: Setting, trial: Trial) -> Link:
         if trial.cluster.launcher == "local" or setting.nodes == 1:
             return open_link(setting, secrets.token_hex(3))
-        nodes = self.nodes
-        if nodes is None:
-            raise Refusal(
-                f"cluster.launcher = {trial.cluster.launcher!r}: this process was not started by it"
-            )
+        nodes = self._nodes(trial)
         if setting.nodes > len(nodes.nodes):
             raise LinkError(f"the trial has {setting.nodes} nodes, the launcher started {len(nodes.nodes)}")
         same, kind = nodes.on_one_host(setting.nodes), setting.kind
@@ -321,11 +317,14 @@ class _Sweep:
         """Run the ranks where the trial's launcher has them; returns their results by rank."""
         if trial.cluster.launcher == "local":
             return run_ranks(WORKS[work].target, argument, launch, on_progress)
+        return self._nodes(trial).run(work, argument, launch, on_progress)
+
+    def _nodes(self, trial: Trial) -> Nodes:
+        """The launcher's nodes; a Refusal without them."""
         if self.nodes is None:
-            raise Refusal(
-                f"cluster.launcher = {trial.cluster.launcher!r}: this process was not started by it"
-            )
-        return self.nodes.run(work, argument, launch, on_progress)
+            launcher = trial.cluster.launcher
+            raise Refusal(f"cluster.launcher = {launcher!r}: this process was not started by it")
+        return self.nodes
 
     def _record(  # noqa: PLR0917  # the first three are of one trial
         self,
