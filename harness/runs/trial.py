@@ -12,11 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor, nn
 
 from harness.cluster.link import PROBES, Counters, counters, slowest
@@ -54,8 +54,16 @@ from impl import ops
 from impl.plan.offload_plan import CopyKey
 from impl.plan.traffic import Event, LedgerKey, Sent
 
-# A dictionary whose keys are not text is a list of pairs in JSON.
-PAIRS: Final = (PlainSerializer(lambda found: list(found.items())), BeforeValidator(dict))
+
+def _as_pairs(key: Any, value: Any) -> tuple[PlainSerializer, PlainValidator]:
+    """How pydantic writes a dictionary whose keys are not text, and reads it: as a list of pairs."""
+    pairs: TypeAdapter[list[tuple[Any, Any]]] = TypeAdapter(list[tuple[key, value]])
+    return (
+        PlainSerializer(lambda found: pairs.dump_python(list(found.items()), mode="json")),
+        PlainValidator(
+            lambda found: found if isinstance(found, dict) else dict(pairs.validate_python(found))
+        ),
+    )
 
 
 class TrialError(RuntimeError):
@@ -97,8 +105,10 @@ class Outcome:
     predicted: list[LedgerRow] | None
     sent: InterfaceCounters | None
     probed: list[float]
-    errors: Annotated[dict[tuple[str, str, str], Squares], *PAIRS]
-    communicated: Annotated[communication_error.Found, *PAIRS]
+    errors: Annotated[dict[tuple[str, str, str], Squares], *_as_pairs(tuple[str, str, str], Squares)]
+    communicated: Annotated[
+        communication_error.Found, *_as_pairs(communication_error.Place, communication_error.Sums)
+    ]
     first_loss: FirstLoss
     gradient_errors: list[GradientError]
     ran: dict[str, Any]
