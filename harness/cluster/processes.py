@@ -10,6 +10,7 @@ a failure.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import multiprocessing
 import os
@@ -37,7 +38,7 @@ from impl.plan.geometry import GeometryError
 from impl.plan.policy import PolicyError
 from impl.plan.topology import Topology
 
-Kind = Literal["refused", "crashed", "timeout", "memory", "interrupted", "wrong", "lost"]
+Kind = Literal["refused", "crashed", "killed", "timeout", "memory", "disk", "lost", "interrupted", "wrong"]
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
@@ -62,6 +63,7 @@ _ASKED_SECONDS: Final = 0.2  # between two questions whether ranks elsewhere hav
 _GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
 _CAUSE_SECONDS: Final = 10.0  # for the rank to end whose loss the others report
 _STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)  # what a rank does not do to itself
 _LOG_BYTES: Final = 1_000_000  # kept of each rank's log
 # What a rank says when it lost a peer: an effect, not a cause.
 _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket Timeout")
@@ -159,7 +161,8 @@ class _Watched:
             return self.end.kind, f"rank {self.rank}: {self.end.message}"
         code = self.process.exitcode
         if code is not None and code < 0:
-            return "crashed", f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
+            kind: Kind = "killed" if -code in _FROM_OUTSIDE else "crashed"
+            return kind, f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
         return "crashed", f"rank {self.rank} ended with status {code} and without a result"
 
 
@@ -202,8 +205,8 @@ def run_ranks(
                 watched.pipe.close()
         if failure is not None:
             kind, message, effect = failure
-            if kind == "crashed" and _out_of_memory_kills() > killed_before:
-                kind, message = "memory", f"{message}; the kernel was out of memory"
+            if kind == "killed" and _out_of_memory_kills() > killed_before:
+                message = f"{message}; the kernel was out of memory"
             raise LaunchError(kind, message, _keep_logs(scratch, launch), effect=effect)
         return [watched.end.result for watched in ranks if watched.end is not None]
 
@@ -443,10 +446,11 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
     try:
         result = _run(number, launch, scratch, target, argument, pipe)
     except BaseException as error:  # the process boundary: whatever it was goes on the record
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # a full disk is on the record nevertheless
+            traceback.print_exc()
+            sys.stderr.flush()
         named = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
         pipe.send(_End(kind=_kind_of(error), message=named))
-        sys.stderr.flush()
         os._exit(1)  # without waiting for peers that no longer answer
     pipe.send(_End(result))
 
@@ -512,6 +516,8 @@ def _die_with_sweep() -> None:
 def _kind_of(error: BaseException) -> Kind:
     if isinstance(error, REFUSALS):
         return "refused"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "memory"
     if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's CPU allocator

@@ -110,7 +110,7 @@ class Nodes:
                 return [*found, *results]
             error = None
         except LaunchError as caught:
-            error, failed = caught, self._failures(number, others, patient=caught.effect)
+            error, failed = caught, self._failures(number, others, caught)
         except BaseException:
             self._stop(number, others)
             raise
@@ -150,9 +150,13 @@ class Nodes:
             time.sleep(POLL_SECONDS)
         return {"kind": "timeout", "message": f"no answer from node {node} after {seconds:g} s"}
 
-    def _failures(self, number: int, others: Sequence[int], *, patient: bool) -> dict[int, dict[str, Any]]:
-        """What other nodes say has failed, soon after something did; until a cause is among it."""
-        deadline = time.monotonic() + (_CAUSE_SECONDS if patient else 10 * POLL_SECONDS)
+    def _failures(self, number: int, others: Sequence[int], error: LaunchError) -> dict[int, dict[str, Any]]:
+        """What other nodes say has failed, soon after something did here.
+
+        Of an effect until its cause is there; of a time that is over from all of them.
+        """
+        late = error.kind == "timeout"
+        deadline = time.monotonic() + (_CAUSE_SECONDS if late or error.effect else 10 * POLL_SECONDS)
         found: dict[int, dict[str, Any]] = {}
         while True:
             for node in others:
@@ -161,7 +165,8 @@ class Nodes:
                     found[node] = answer
             if (lost := self.channel.lost(others)) is not None:
                 found[lost] = _lost(lost)
-            if time.monotonic() >= deadline or any(not answer.get("effect") for answer in found.values()):
+            causes = sum(not answer.get("effect") for answer in found.values())
+            if time.monotonic() >= deadline or causes >= (len(others) if late else 1):
                 return found
             time.sleep(POLL_SECONDS)
 
@@ -281,6 +286,9 @@ def _cause(error: LaunchError | None, failed: dict[int, dict[str, Any]], log: Pa
         with log.open("a" if error is not None and error.log is not None else "w", encoding="utf-8") as whole:
             whole.writelines(f"== node {node} ==\n{answer.get('log', '')}" for node, answer in failed.items())
     there = log if log.exists() else None
+    late = [one["message"] for one in failed.values() if one["kind"] == "timeout"]
+    if error is not None and error.kind == "timeout":
+        return LaunchError("timeout", "; ".join([str(error), *late]), there)
     cause = next((one for one in failed.values() if not one.get("effect")), None)
     if cause is not None and (error is None or error.effect):
         return LaunchError(cause["kind"], cause["message"], there)

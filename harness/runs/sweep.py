@@ -56,6 +56,7 @@ LOCK: Final = ".lock"
 SCRATCH: Final = ".scratch"
 INTERRUPTED: Final = "Ctrl-C; not yet run again"
 _CALIBRATION_SECONDS: Final = 120.0
+_TAIL_LINES: Final = 20  # of a log, on the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +227,11 @@ class _Sweep:
             write(self.results, record(link, Failure(kind="interrupted", message=INTERRUPTED, log=None)))
             raise
         except LaunchError as error:
-            log = None if error.log is None else str(error.log.relative_to(self.results))
-            return record(link, _failure(error.kind, error, log))
+            failure = _failure(error.kind, error)
+            if error.log is not None:
+                log = str(error.log.relative_to(self.results))
+                failure = failure.model_copy(update={"log": log, "tail": _tail(error.log)})
+            return record(link, failure)
         except REFUSALS as error:
             return record(link, _failure("refused", error))
         except TrialError as error:
@@ -389,8 +393,15 @@ def _link_record(link: Link) -> LinkRecord:
     )
 
 
-def _failure(kind: Kind, error: BaseException, log: str | None = None) -> Failure:
-    return Failure(kind=kind, message=" ".join(str(error).split()) or type(error).__name__, log=log)
+def _failure(kind: Kind, error: BaseException) -> Failure:
+    return Failure(kind=kind, message=" ".join(str(error).split()) or type(error).__name__, log=None)
+
+
+def _tail(log: Path) -> list[str]:
+    """The last lines of a log."""
+    with contextlib.suppress(OSError):
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    return []
 
 
 def _now() -> str:

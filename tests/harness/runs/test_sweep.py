@@ -167,7 +167,7 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
     assert outcome == SweepOutcome(ok=1, failed=5, skipped=0)
     found = [read(tmp_path / f"{one.id}.json").failure for one in trials]
     assert [failure and failure.kind for failure in found] == [
-        "crashed", "refused", "refused", "timeout", "wrong", None,
+        "killed", "refused", "refused", "timeout", "wrong", None,
     ]  # fmt: skip
     words = [
         "was killed by signal 9",
