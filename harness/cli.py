@@ -68,6 +68,13 @@ Question = Annotated[
     str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
 ]
 Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
+RetryFailed = Annotated[
+    bool,
+    typer.Option(
+        "--retry-failed",
+        help="Run failed trials again, too. Killed ranks, full disks and lost nodes are tried again anyway.",
+    ),
+]
 RESULTS: Final = Path("results")
 
 
@@ -97,7 +104,7 @@ def plan(file: SuiteFile) -> None:
 
 
 @app.command()
-def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
+def run(file: SuiteFile, results: ResultsFolder = RESULTS, *, retry_failed: RetryFailed = False) -> None:
     """Run a suite's missing trials, then build its report and print the report's path.
 
     On a cluster the launcher starts this on every host; the first one's writes records and report.
@@ -130,7 +137,13 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
 
     with launchers.gathered(place) as nodes:
         outcome = run_sweep(
-            suite.name, list(suite.trials), folder, progress, question=suite.question, nodes=nodes
+            suite.name,
+            list(suite.trials),
+            folder,
+            progress,
+            question=suite.question,
+            nodes=nodes,
+            retry_failed=retry_failed,
         )
         status = INTERRUPTED
         if not outcome.interrupted:

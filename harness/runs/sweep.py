@@ -82,10 +82,12 @@ def run_sweep(  # what a suite says, where results go, who is told, and who runs
     *,
     question: str = "",
     nodes: Nodes | None = None,
+    retry_failed: bool = False,
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
-    ``nodes`` are those of a launcher; None if all ranks run on this host.
+    ``nodes`` are those of a launcher; None if all ranks run on this host.  ``retry_failed`` runs those again
+    that failed for good.
 
     Raises:
         RecordError: if ``results`` cannot be read or written.
@@ -94,14 +96,16 @@ def run_sweep(  # what a suite says, where results go, who is told, and who runs
     with contextlib.ExitStack() as stack:
         sweep = _Sweep(suite_name, results, question, nodes)
         stack.enter_context(alone(results))
-        missing = [
-            (order, trial) for order, trial in enumerate(trials) if not finished(results, trial, sweep.pool)
-        ]
-        ran = {trial.id for _, trial in missing}
-        before = [read(path_of(results, trial.id)) for trial in trials if trial.id not in ran]
-        counts["failed"] += sum(not record.answers for record in before)
+        there = {trial.id: finished(results, trial, sweep.pool) for trial in trials}
+        failures = [record for record in there.values() if record is not None and not record.answers]
+        if retry_failed:
+            there |= {record.id: None for record in failures}
+            failures = []
+        missing = [(order, trial) for order, trial in enumerate(trials) if there[trial.id] is None]
+        counts["failed"] += len(failures)
         skipped, interrupted = len(trials) - len(missing), False
         display = stack.enter_context(Display(console, trials, skipped, results))
+        display.failed_before(failures)
         stack.enter_context(sweep)
         try:
             for position, (order, trial) in enumerate(missing):
@@ -118,8 +122,8 @@ def run_sweep(  # what a suite says, where results go, who is told, and who runs
     return SweepOutcome(counts["ok"], counts["failed"], skipped, interrupted)
 
 
-def finished(results: Path, trial: Trial, pool: str) -> bool:
-    """Whether a trial has a record in ``pool``, so that it need not run again.
+def finished(results: Path, trial: Trial, pool: str) -> Record | None:
+    """The record of a trial that need not run again; None if it has to.
 
     A failure counts only if code and inputs are still the same.
 
@@ -128,11 +132,10 @@ def finished(results: Path, trial: Trial, pool: str) -> bool:
     """
     path = path_of(results, trial.id)
     if not path.exists():
-        return False
+        return None
     record = read(path)
-    if record.measured:
-        return record.settled
-    return record.settled and record.pool == pool and record.inputs == digests(trial)
+    same = record.measured or (record.pool == pool and record.inputs == digests(trial))
+    return record if record.settled and same else None
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path) -> Non
         before = {path: path.read_bytes() for path in first.folder.rglob("*.json")}
         assert torchrun(both, ["run", "walk.toml"]) == [1, 1]
         assert {path: path.read_bytes() for path in first.folder.rglob("*.json")} == before
-        assert "3 of 8 trials failed" in first.output
+        assert "3 of 8 trials failed before; --retry-failed runs them again" in first.output
 
 
 def test_the_place_follows_from_torchruns_variables() -> None:
