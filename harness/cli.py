@@ -29,11 +29,13 @@ from harness.bench import command as bench
 from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.print_once import saying
 from harness.cluster.processes import end_if_in_group
+from harness.cluster.supervisor import follow
 from harness.errors import Refusal, one_line
 from harness.laws import command as check
 from harness.measure import machine
 from harness.records import bench_record
 from harness.records.record import Record, RecordError, path_of, read, read_all, readable
+from harness.runs import launchers
 from harness.runs.forecast import Forecast, PlanError, forecast, this_host
 from harness.suites.expansion import SuiteError, load
 from harness.suites.labels import at, counted, told
@@ -66,6 +68,13 @@ Question = Annotated[
     str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
 ]
 Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
+RetryFailed = Annotated[
+    bool,
+    typer.Option(
+        "--retry-failed",
+        help="Run failed trials again, too. Killed ranks, full disks and lost nodes are tried again anyway.",
+    ),
+]
 RESULTS: Final = Path("results")
 
 
@@ -95,9 +104,17 @@ def plan(file: SuiteFile) -> None:
 
 
 @app.command()
-def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
-    """Run a suite's missing trials, then build its report and print the report's path."""
+def run(file: SuiteFile, results: ResultsFolder = RESULTS, *, retry_failed: RetryFailed = False) -> None:
+    """Run a suite's missing trials, then build its report and print the report's path.
+
+    On a cluster the launcher starts this on every host; the first one's writes records and report.
+    """
     suite = load(file)
+    place = launchers.place(suite.trials)
+    if place is not None and place.follows:
+        from harness.runs.work import WORKS
+
+        raise typer.Exit(follow(place, WORKS, machine.identity()))
     folder = results / suite.name
     there = _check_folder(folder)
     _check_inputs(folder, suite.trials)
@@ -118,12 +135,23 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
             soft_wrap=True,
         )
 
-    outcome = run_sweep(suite.name, list(suite.trials), folder, progress, question=suite.question)
-    if outcome.interrupted:
-        raise typer.Exit(INTERRUPTED)
-    _build_report(folder)
-    if outcome.failed:
-        raise typer.Exit(SOME_FAILED)
+    with launchers.gathered(place) as nodes:
+        outcome = run_sweep(
+            suite.name,
+            list(suite.trials),
+            folder,
+            progress,
+            question=suite.question,
+            nodes=nodes,
+            retry_failed=retry_failed,
+        )
+        status = INTERRUPTED
+        if not outcome.interrupted:
+            _build_report(folder)
+            status = SOME_FAILED if outcome.failed else OK
+        if nodes is not None:
+            nodes.end(status)
+    raise typer.Exit(status)
 
 
 @app.command()
