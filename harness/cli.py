@@ -11,10 +11,12 @@ from harness.cluster import interrupts
 
 # isort: split
 import inspect
+import os
 import re
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,23 +25,24 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from rich.console import Console
 
 from harness import terminal
 from harness.bench import command as bench
+from harness.cluster import supervisor
 from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.print_once import saying
 from harness.cluster.processes import end_if_in_group
-from harness.cluster.supervisor import follow
 from harness.errors import Refusal, one_line
 from harness.laws import command as check
 from harness.measure import machine
 from harness.records import bench_record
 from harness.records.record import Record, RecordError, path_of, read, read_all, readable
-from harness.runs import launchers
+from harness.runs import launchers, slurm
 from harness.runs.forecast import Forecast, PlanError, forecast, this_host
-from harness.suites.expansion import SuiteError, load
+from harness.suites.expansion import Suite, SuiteError, load
 from harness.suites.labels import at, counted, told
-from harness.suites.trial import Trial
+from harness.suites.trial import Cluster, Trial
 from harness.train import command as train_command
 from harness.workloads.input_digests import digests
 from impl.checkpoint.atomic_files import CheckpointError
@@ -49,6 +52,7 @@ from impl.checkpoint.manifest import read_manifest
 OK: Final = 0
 SOME_FAILED: Final = 1
 REFUSED: Final = 2
+_FOLLOW_SECONDS: Final = 1.0
 
 app = typer.Typer(
     name="zeropp",
@@ -68,6 +72,10 @@ Question = Annotated[
     str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
 ]
 Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
+Follow = Annotated[
+    bool,
+    typer.Option("--follow", help="Print each record of a suite file as it is written, until all are there."),
+]
 RetryFailed = Annotated[
     bool,
     typer.Option(
@@ -110,11 +118,14 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS, *, retry_failed: Retr
     On a cluster the launcher starts this on every host; the first one's writes records and report.
     """
     suite = load(file)
+    if (waiting := launchers.for_slurm(suite.trials)) is not None:
+        _to_slurm(suite, file, results, waiting, retry_failed=retry_failed)
+        raise typer.Exit(OK)
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
         from harness.runs.work import WORKS
 
-        raise typer.Exit(follow(place, WORKS, machine.identity()))
+        raise typer.Exit(supervisor.follow(place, WORKS, machine.identity()))
     folder = results / suite.name
     there = _check_folder(folder)
     _check_inputs(folder, suite.trials)
@@ -135,7 +146,7 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS, *, retry_failed: Retr
             soft_wrap=True,
         )
 
-    with launchers.gathered(place) as nodes:
+    with launchers.gathered(place, suite.trials) as nodes:
         outcome = run_sweep(
             suite.name,
             list(suite.trials),
@@ -155,9 +166,12 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS, *, retry_failed: Retr
 
 
 @app.command()
-def show(what: Question, results: ResultsFolder = RESULTS) -> None:
+def show(what: Question, results: ResultsFolder = RESULTS, *, follow: Follow = False) -> None:
     """Print one record, or all records of a suite as a table."""
     out = terminal.console()
+    if follow:
+        _follow(load(Path(what)), results, out)
+        return
     folder = _folder(what, results)
     if folder is not None and bench_record.holds(folder):
         bench.show(bench_record.read_all(folder), out)
@@ -249,6 +263,35 @@ def export_checkpoint(
     interrupts.take_over()
     export(checkpoint, out, dtype=named[dtype])
     print(out)
+
+
+def _follow(suite: Suite, results: Path, out: Console) -> None:
+    """Print the outcome of each of a suite's trials once its record is written, until all are."""
+    folder, left = results / suite.name, {trial.id: trial for trial in suite.trials}
+    while True:
+        for identity in [one for one in left if path_of(folder, one).exists()]:
+            record = read(path_of(folder, identity))
+            if not record.settled and record.failure is not None and record.failure.kind == "interrupted":
+                continue  # it runs again
+            del left[identity]
+            done = f"[{len(suite.trials) - len(left)}/{len(suite.trials)}] {identity}"
+            words = "ok" if record.failure is None else f"{record.failure.kind}: {record.failure.message}"
+            out.print(one_line(f"{done} {words}"), markup=False, highlight=False, soft_wrap=True)
+        if not left:
+            return
+        time.sleep(_FOLLOW_SECONDS)
+
+
+def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, *, retry_failed: bool) -> None:
+    """Submit a suite's run to Slurm; inside of a job, start its step instead."""
+    arguments = ["run", str(file.absolute()), "--results", str(results.absolute())]
+    arguments += ["--retry-failed"] if retry_failed else []
+    if "SLURM_JOB_ID" in os.environ:
+        slurm.step(arguments, cluster.nodes)
+    folder = results / suite.name
+    number = slurm.submit(arguments, cluster, suite.name, folder)
+    print(f"Slurm job {number}: {counted(len(suite.trials), 'trial')} into {folder}", file=sys.stderr)
+    print(f"zeropp show {file} --results {results} --follow", file=sys.stderr)
 
 
 def _build_report(folder: Path) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 POLL_SECONDS: Final = 0.05
 LOST_SECONDS: Final = 20.0  # without a heartbeat a node is lost
 _BEAT_SECONDS: Final = 1.0
+_SLURM_PORTS: Final = range(20_000, 32_000)  # below those that kernels give to clients
 _JOIN: Final = timedelta(seconds=300)  # for all nodes to come together
 _ANSWER: Final = timedelta(seconds=60)  # of the store, for one operation
 
@@ -42,6 +45,7 @@ class Place:
     """Which node of a run this supervisor is, and where the store of all is served.
 
     Attributes:
+        port: of the store; 0 lets the process that serves it choose one.
         serves: whether this process serves the store.
         prefix: of all keys; differs between runs that share a store.
         waits: whether this process is no supervisor, but another one that the launcher started on its node.
@@ -82,10 +86,65 @@ def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place |
     )
 
 
+def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place by the variables of a Slurm job step; None outside of one.
+
+    Raises:
+        Refusal: naming a variable that is missing or no number, or the nodes that Slurm does not name.
+    """
+    if "SLURM_STEP_ID" not in environment or "SLURM_STEP_NODELIST" not in environment:
+        return None
+    node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
+    local = _number(environment, "SLURM_LOCALID")
+    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
+    listed = _scontrol("hostnames", environment["SLURM_STEP_NODELIST"]).split()
+    if len(listed) != nodes:
+        raise Refusal(f"Slurm names {len(listed)} hosts of this step, which has {nodes} nodes")
+    serves = node == local == 0
+    host = address_towards(_slurm_address(listed[1])) if serves and nodes > 1 else _slurm_address(listed[0])
+    return Place(
+        node=node,
+        nodes=nodes,
+        host=host,
+        port=_SLURM_PORTS.start + (16 * job + step) % len(_SLURM_PORTS),
+        serves=serves,
+        prefix=f"zeropp/{job}.{step}",
+        waits=local != 0,
+    )
+
+
+def _scontrol(*what: str) -> str:
+    try:
+        return subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Refusal(f"scontrol show {' '.join(what)}: {error}") from error
+
+
+def _slurm_address(name: str) -> str:
+    """How Slurm reaches a node."""
+    found = re.search(r"NodeAddr=(\S+)", _scontrol("node", name))
+    return found[1] if found else name
+
+
+def address_towards(host: str) -> str:
+    """This machine's address from which ``host`` is reached; nothing is sent.
+
+    Raises:
+        Refusal: if the name is unknown, or there is no way to it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise Refusal(f"host {host!r} cannot be reached: {error.strerror or error}") from error
+
+
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not text.isdecimal():
-        raise Refusal(f"{name} = {text!r} in the environment: expected a number, as torchrun sets it")
+        raise Refusal(f"{name} = {text!r} in the environment: expected a number, as the launcher sets it")
     return int(text)
 
 
@@ -131,8 +190,8 @@ class Channel:
         except (RuntimeError, ValueError) as error:
             raise ChannelError(_line(error)) from error
 
-    def wait(self, key: str, *, of: int = 0) -> Any:
-        """Wait for what node ``of`` posts under ``key``.
+    def wait(self, key: str, *, of: int = 0, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """Wait for what node ``of`` posts under ``key``, and call ``meanwhile`` now and then.
 
         Raises:
             ChannelError: if that node is lost.
@@ -140,6 +199,7 @@ class Channel:
         while (found := self.read(key)) is None:
             if self.lost((of,)) is not None:
                 raise ChannelError(f"node {of} of {self.place.nodes} does not answer any more")
+            meanwhile()
             time.sleep(POLL_SECONDS)
         return found
 
@@ -178,7 +238,9 @@ class Channel:
         options: dict[str, Any] = {"is_master": serve, "timeout": _JOIN, "wait_for_workers": False}
         try:
             if serve:
-                listening = socket.create_server((place.host, place.port), backlog=1024)
+                family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+                listening = socket.create_server((place.host, place.port), family=family, backlog=1024)
+                self.place = place = replace(place, port=listening.getsockname()[1])
                 options["master_listen_fd"] = listening.detach()
             store = dist.TCPStore(place.host, place.port, **options)  # type: ignore[attr-defined]
         except (OSError, RuntimeError) as error:

@@ -183,20 +183,30 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def leading(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> Iterator[Nodes]:
+def leading(
+    place: Place,
+    works: Mapping[str, Work],
+    facts: dict[str, Any],
+    start: Callable[[Place], contextlib.AbstractContextManager[Callable[[], None]]] | None = None,
+) -> Iterator[Nodes]:
     """Lead the supervisors of all nodes in the body; after it they are told to end, with the status that
     :meth:`Nodes.end` was given, else with 1.
+
+    ``start`` starts the others, if no launcher did; what it yields raises a Refusal once one has ended early.
 
     Raises:
         Refusal: if they do not come together, or run other code than this one.
     """
-    with Channel(place) as channel:
-        mine = _me(channel, facts)
-        nodes = Nodes(channel, works, [mine])
+    with contextlib.ExitStack() as stack:
+        channel = stack.enter_context(Channel(place))
+        check = (lambda: None) if start is None else stack.enter_context(start(channel.place))
+        nodes = Nodes(channel, works, [])
         try:
-            for number in range(1, place.nodes):
-                told = channel.wait(f"node/{number}", of=number)
+            while len(nodes.nodes) < place.nodes - 1:
+                number = len(nodes.nodes) + 1
+                told = channel.wait(f"node/{number}", of=number, meanwhile=check)
                 nodes.nodes.append(Node(Port(*told["port"]), told["identity"], told["facts"]))
+            nodes.nodes.insert(0, _me(channel, facts))
             _check_code(nodes.nodes)
             yield nodes
         except ChannelError as error:

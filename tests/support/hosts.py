@@ -81,3 +81,34 @@ def torchrun(found: Sequence[Host], arguments: Sequence[str], *, per_node: int =
     finally:
         for process in started:
             process.kill()
+
+
+@contextlib.contextmanager
+def sshd(host: Host) -> Iterator[str]:
+    """Serve ssh on a host; yields the PATH with which ``ssh`` gets there without a question."""
+    own = host.folder / "ssh"
+    (own / "bin").mkdir(parents=True)
+    for name in ("host", "user"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own / name)]
+        subprocess.run(command, check=True)
+    (own / "authorized").write_text((own / "user.pub").read_text())
+    (own / "authorized").chmod(0o600)
+    (own / "server").write_text(
+        f"ListenAddress {host.address}\nHostKey {own}/host\nAuthorizedKeysFile {own}/authorized\n"
+        f"StrictModes no\nPidFile {own}/pid\nPermitRootLogin yes\nUsePAM no\n"
+        f"SetEnv PYTHONPATH={ROOT}\n"
+    )
+    (own / "client").write_text(
+        f"Host *\nIdentityFile {own}/user\nUserKnownHostsFile {own}/known\nStrictHostKeyChecking no\n"
+        "LogLevel ERROR\n"
+    )
+    wrapper = own / "bin" / "ssh"
+    wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {own}/client "$@"\n')
+    wrapper.chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = host.start(["/usr/sbin/sshd", "-D", "-f", str(own / "server")])
+    try:
+        yield f"{own / 'bin'}:{os.environ['PATH']}"
+    finally:
+        server.terminate()
+        server.wait()
