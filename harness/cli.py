@@ -30,6 +30,7 @@ from rich.console import Console
 from harness import terminal
 from harness.bench import command as bench
 from harness.cluster import supervisor
+from harness.cluster.control import Place
 from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.print_once import saying
 from harness.cluster.processes import end_if_in_group
@@ -83,6 +84,9 @@ RetryFailed = Annotated[
         help="Run failed trials again, too. Killed ranks, full disks and lost nodes are tried again anyway.",
     ),
 ]
+ClusterFile = Annotated[
+    Path | None, typer.Argument(help="Suite file whose cluster's nodes to compare.", metavar="SUITE.toml")
+]
 RESULTS: Final = Path("results")
 
 
@@ -123,9 +127,7 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS, *, retry_failed: Retr
         raise typer.Exit(OK)
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
-        from harness.runs.work import WORKS
-
-        raise typer.Exit(supervisor.follow(place, WORKS, machine.identity()))
+        raise typer.Exit(_follow_nodes(place))
     folder = results / suite.name
     there = _check_folder(folder)
     _check_inputs(folder, suite.trials)
@@ -201,11 +203,29 @@ def report(what: Answer, results: ResultsFolder = RESULTS) -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """Say what is there, what is missing, and what it would add."""
-    from harness.doctor import examine
+def doctor(file: ClusterFile = None) -> None:
+    """Say what is there, what is missing, and what it would add; of a suite's cluster what its nodes have.
 
-    terminal.findings(examine(), terminal.console())
+    With a suite whose cluster has a launcher, start it as `zeropp run`: the first node's prints the facts of
+    all, side by side.
+    """
+    from harness.doctor import compare, examine
+
+    if file is None:
+        terminal.findings(examine(), terminal.console())
+        return
+    suite = load(file)
+    if launchers.for_slurm(suite.trials) is not None:
+        raise Refusal(f"{file}: start it in a job step: srun --ntasks-per-node=1 zeropp doctor {file}")
+    place = launchers.place(suite.trials)
+    if place is None:
+        raise Refusal(f"{file}: all its nodes are on this machine; zeropp doctor by itself looks at it")
+    if place.follows:
+        raise typer.Exit(_follow_nodes(place))
+    with launchers.gathered(place, suite.trials, same_code=False) as nodes:
+        assert nodes is not None  # noqa: S101  # there is a place
+        terminal.compared(compare(nodes.nodes), terminal.console())
+        nodes.end(OK)
 
 
 @app.command("checkpoints")
@@ -280,6 +300,13 @@ def _follow(suite: Suite, results: Path, out: Console) -> None:
         if not left:
             return
         time.sleep(_FOLLOW_SECONDS)
+
+
+def _follow_nodes(place: Place) -> int:
+    """Be the supervisor of another node than the first; returns the run's exit status."""
+    from harness.runs.work import WORKS
+
+    return supervisor.follow(place, WORKS, machine.identity())
 
 
 def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, *, retry_failed: bool) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import string
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from harness.cluster.interrupts import cleaning_up
+from harness.cluster.supervisor import Node
 from harness.measure import machine
 from harness.runs import deepspeed
 from harness.runs.forecast import PROCESS_BYTES, gib
@@ -92,6 +95,56 @@ def examine() -> list[Finding]:
             deepspeed.version() if missing is None else "none",
             "a peer of suites and bench engine: pip install 'zeropp-bench[deepspeed]'",
         ),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One fact about all nodes of a run."""
+
+    what: str
+    values: tuple[str, ...]  # by node
+
+    @property
+    def differs(self) -> bool:
+        """Whether it is not the same on all of them; an address has to differ."""
+        return len(set(self.values)) > 1 and self.what not in _OWN
+
+
+_OWN: Final = ("address", "host")
+_FACTS: Final = (
+    "system",
+    "kernel",
+    "architecture",
+    "cpu",
+    "cores",
+    "memory_gib",
+    "shared_memory_gib",
+    "python",
+    "driver",
+)
+
+
+def compare(nodes: Sequence[Node]) -> list[Compared]:
+    """Facts of all nodes side by side; ``host`` has a letter for each distinct one."""
+    hosts = list(dict.fromkeys(node.identity for node in nodes))
+    machines: list[dict[str, Any]] = [node.facts["machine"] for node in nodes]
+    codes: list[dict[str, Any]] = [node.facts["code"] for node in nodes]
+    packages = sorted({name for one in machines for name in one["packages"]})
+    rows: dict[str, list[Any]] = {
+        "host": [string.ascii_uppercase[hosts.index(node.identity) % 26] for node in nodes],
+        "interface": [node.port.interface for node in nodes],
+        "address": [node.port.address for node in nodes],
+    }
+    rows |= {name: [one.get(name) for one in machines] for name in _FACTS}
+    rows["gpus"] = [", ".join(f"{g['name']} {g['memory_gib']} GiB" for g in one["gpus"]) for one in machines]
+    rows |= {name: [one["packages"].get(name) for one in machines] for name in packages}
+    rows |= {
+        f"code {name}": [one.get(name) for one in codes]
+        for name in ("version", "commit", "source", "kernels")
+    }
+    return [
+        Compared(name, tuple("-" if v in (None, "") else str(v) for v in row)) for name, row in rows.items()
     ]
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.doctor import Finding
+from harness.doctor import Compared, Finding
 from harness.errors import one_line
 from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record, slowest_seconds
@@ -244,6 +244,22 @@ def findings(found: Iterable[Finding], out: Console) -> None:
     for one in found:
         table.add_row("ok" if one.there else "--", one.what, escape(one.found), escape(one.adds))
     out.print(table)
+
+
+def compared(found: Sequence[Compared], out: Console) -> None:
+    """Print the nodes of a run side by side, what differs first marked."""
+    table = Table(box=box.SIMPLE_HEAD)
+    count = len(found[0].values)
+    for name in ("", "what", *(f"node {number}" for number in range(count))):
+        table.add_column(name, overflow="fold")
+    for row in found:
+        table.add_row("differs" if row.differs else "", row.what, *(escape(value) for value in row.values))
+    out.print(table)
+    differing = [row.what for row in found if row.differs]
+    out.print(f"What differs: {', '.join(differing)}." if differing else "Nothing differs that should agree.")
+    hosts = len(set(found[0].values))
+    many = f"{count} nodes on {hosts} host{'s' if hosts > 1 else ''}"
+    out.print(f"{many}: no network is between those of one host." if hosts < count else f"{many}.")
 
 
 def _measured(one: Record) -> tuple[str, str, str, str, str]:

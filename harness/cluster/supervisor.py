@@ -73,6 +73,17 @@ class Nodes:
                 return other, number
         return None
 
+    def check_code(self) -> None:
+        """Refuse nodes that run other code than the first one, by a Refusal."""
+        codes = [node.facts.get("code", {}) for node in self.nodes]
+        for number, code in enumerate(codes):
+            for name in ("version", "source"):
+                if code.get(name) != codes[0].get(name):
+                    raise Refusal(
+                        f"node {number} has another zeropp-bench than node 0: {name} {code.get(name)}, "
+                        f"not {codes[0].get(name)}"
+                    )
+
     def run(
         self, name: str, argument: Any, launch: Launch, on_progress: Callable[[Progress], None]
     ) -> list[Any]:
@@ -195,7 +206,7 @@ def leading(
     ``start`` starts the others, if no launcher did; what it yields raises a Refusal once one has ended early.
 
     Raises:
-        Refusal: if they do not come together, or run other code than this one.
+        Refusal: if they do not come together.
     """
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(Channel(place))
@@ -207,7 +218,6 @@ def leading(
                 told = channel.wait(f"node/{number}", of=number, meanwhile=check)
                 nodes.nodes.append(Node(Port(*told["port"]), told["identity"], told["facts"]))
             nodes.nodes.insert(0, _me(channel, facts))
-            _check_code(nodes.nodes)
             yield nodes
         except ChannelError as error:
             raise Refusal(f"the nodes' supervisors lost each other: {error}") from error
@@ -310,17 +320,6 @@ def _cause(error: LaunchError | None, failed: dict[int, dict[str, Any]], log: Pa
 
 def _me(channel: Channel, facts: dict[str, Any]) -> Node:
     return Node(port_towards(channel), host_identity(), facts)
-
-
-def _check_code(nodes: Sequence[Node]) -> None:
-    first = nodes[0].facts
-    for number, node in enumerate(nodes):
-        for name in ("source", "version"):
-            mine, other = (facts.get("code", {}).get(name) for facts in (first, node.facts))
-            if mine != other:
-                raise Refusal(
-                    f"node {number} has another zeropp-bench than node 0: {name} {other}, not {mine}"
-                )
 
 
 def _meeting(place: Place, number: int) -> Meeting:

@@ -68,8 +68,14 @@ def for_slurm(trials: Sequence[Trial]) -> Cluster | None:
 
 
 @contextlib.contextmanager
-def gathered(here: Place | None, trials: Sequence[Trial]) -> Iterator[Nodes | None]:
-    """Lead the nodes of a launcher in the body; None without one."""
+def gathered(
+    here: Place | None, trials: Sequence[Trial], *, same_code: bool = True
+) -> Iterator[Nodes | None]:
+    """Lead the nodes of a launcher in the body; None without one.
+
+    Raises:
+        Refusal: if they do not come together; with ``same_code``, if one runs other code.
+    """
     if here is None:
         yield None
         return
@@ -78,4 +84,6 @@ def gathered(here: Place | None, trials: Sequence[Trial]) -> Iterator[Nodes | No
     hosts = clusters(trials)[0].hosts
     start = partial(remote.supervisors, hosts) if hosts else None
     with leading(here, WORKS, machine.identity(), start) as nodes:
+        if same_code:
+            nodes.check_code()
         yield nodes

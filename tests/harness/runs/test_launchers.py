@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from harness.cluster.control import Place, place_under_torchrun
 from harness.errors import Refusal
-from harness.records.record import read_all
+from harness.records.record import Record, read_all
 from tests.support.hosts import ROOT, hosts, sshd, torchrun
 from tests.support.slurm import slurm, why_not
 
@@ -30,7 +32,7 @@ warmup = 1
 validate_every = 0
 validation_batches = 1
 measure_quantisation = false
-timeout_seconds = 15
+timeout_seconds = 12
 policy.max_padding = 0.5
 
 [defaults.cluster]
@@ -54,7 +56,7 @@ set = { model.arguments = { fault = "memory" } }
 """
 
 
-def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path) -> None:
+def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path, local: Found) -> None:
     """Two hosts, torchrun on each: of eight trials one crashes, one hangs and one runs out of memory on one
     rank of the other host; five are results, records and report are on the first host, and a second run
     does nothing more.
@@ -65,16 +67,47 @@ def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path) -> Non
         assert not list(second.folder.rglob("*.json"))
         own, _, _ = second.output.partition("failed (exitcode")  # what follows is torchrun's
         assert "Traceback" not in own
-        check(first.folder, "real", "distinct hosts")
+        check(first.folder, "real", "distinct hosts", local)
         before = {path: path.read_bytes() for path in first.folder.rglob("*.json")}
         assert torchrun(both, ["run", "walk.toml"]) == [1, 1]
         assert {path: path.read_bytes() for path in first.folder.rglob("*.json")} == before
         assert "3 of 8 trials failed before; --retry-failed runs them again" in first.output
 
 
-def check(folder: Path, kind: str, why: str) -> None:
-    """Five results and three typed failures are in a folder, with the report."""
+Found = dict[tuple[str, int], tuple[object, object]]
+
+
+def found_in(records: Iterable[Record]) -> Found:
+    """Ledgers and losses of results, by strategy and seed."""
+    return {
+        (record.trial["strategy"], record.trial["seed"]): (
+            [rank.ledger for rank in record.ranks],
+            [[step.loss for step in rank.steps] for rank in record.ranks],
+        )
+        for record in records
+        if record.failure is None
+    }
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What the trials that do not fail find on one machine."""
+    folder = tmp_path_factory.mktemp("local")
+    failing = '[[exclude]]\nstrategy = "qgz"\nseed = [0, 1, 2]\n'
+    for name, text in walk("local").items():
+        (folder / name).write_text(
+            text.partition("[[override]]")[0] + (failing if name == "walk.toml" else "")
+        )
+    command = [sys.executable, "-m", "harness.cli", "run", "walk.toml"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=folder, env=environment, check=True)
+    return found_in(read_all(folder / "results" / "walk"))
+
+
+def check(folder: Path, kind: str, why: str, local: Found) -> None:
+    """Five results, as they are on one machine, and three typed failures are in a folder, with the report."""
     records = {record.id: record for record in read_all(folder / "results" / "walk")}
+    assert found_in(records.values()) == local
     kinds = sorted(record.failure.kind for record in records.values() if record.failure is not None)
     assert kinds == ["crashed", "memory", "timeout"]
     assert len(records) == 8
@@ -100,7 +133,7 @@ def walk(launcher: str, more: str = "") -> dict[str, str]:
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None:
+def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path, local: Found) -> None:
     """One job runs all trials on two nodes; a rank that crashes, hangs or is out of memory is a record."""
     for name, text in walk("slurm", 'slurm = { partition = "debug", time = 10 }').items():
         (tmp_path / name).write_text(text)
@@ -121,11 +154,11 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None
             capture_output=True, check=False, timeout=300, **common,
         )  # fmt: skip
         assert again.returncode == 1  # once the job has ended, whose nodes are its own
-        check(tmp_path, "none", "nodes 0 and 1 are one host")
+        check(tmp_path, "none", "nodes 0 and 1 are one host", local)
         assert "3 of 8 trials failed before; --retry-failed runs them again" in again.stderr
 
 
-def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path) -> None:
+def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path, local: Found) -> None:
     """One command on the first host starts the supervisor of the second through ssh."""
     with hosts(2, tmp_path, {}) as both, sshd(both[1]) as wrapped:
         names = json.dumps([host.address for host in both])
@@ -134,8 +167,12 @@ def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path) -> None:
                 (host.folder / name).write_text(text)
         command = [sys.executable, "-m", "harness.cli", "run", "walk.toml"]
         assert both[0].start(command, PATH=wrapped).wait(timeout=400) == 1, both[0].output
-        check(both[0].folder, "real", "distinct hosts")
+        check(both[0].folder, "real", "distinct hosts", local)
         assert not list(both[1].folder.rglob("*.json"))
+        command[3] = "doctor"
+        assert both[0].start(command, PATH=wrapped).wait(timeout=100) == 0, both[0].output
+        assert "What differs: interface." in both[0].output  # which are named after their hosts here
+        assert "2 nodes on 2 hosts." in both[0].output
 
 
 def test_the_place_follows_from_torchruns_variables() -> None:
