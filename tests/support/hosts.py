@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,18 +64,23 @@ def hosts(count: int, folder: Path, files: Mapping[str, str]) -> Iterator[list[H
         yield found
 
 
-def torchrun(found: Sequence[Host], arguments: Sequence[str], *, per_node: int = 1) -> list[int]:
-    """Type the same line of torchrun on every host; returns each one's exit status."""
+def lines_of(section: str) -> list[list[str]]:
+    """The commands that docs/guide/cluster.md has under a heading."""
+    page = (ROOT / "docs" / "guide" / "cluster.md").read_text()
+    _, _, text = page.partition(f"\n## {section}\n")
+    blocks = text.partition("\n## ")[0].split("```")[1::2]
+    return [shlex.split(line) for block in blocks for line in block.splitlines()[1:]]
+
+
+def type_lines(found: Sequence[Host], lines: Sequence[Sequence[str]], suite: str) -> list[int]:
+    """Type one line of the page on each host, with the suite's and the first host's own names; returns each
+    one's exit status.
+    """
+    names = {"mine.toml": suite, "--master-addr=first": f"--master-addr={found[0].address}"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of torchrun and zeropp
     started = [
-        host.start(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(found)}"),
-                *(f"--node-rank={number}", f"--nproc-per-node={per_node}"),
-                *(f"--master-addr={found[0].address}", "--master-port=29511"),
-                *("-m", "harness.cli", *arguments),
-            ]
-        )
-        for number, host in enumerate(found)
+        host.start([names.get(word, word) for word in line], PATH=path)
+        for host, line in zip(found, lines, strict=True)
     ]
     try:
         return [process.wait(timeout=400) for process in started]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 from harness.docpages import DOCS
 from harness.suites.expansion import _fields
-from harness.suites.trial import Trial
+from harness.suites.trial import Cluster, Trial
 from impl.codecs.codec import parse
 from impl.plan.policy import PRESETS, MemoryLimits, preset
 
@@ -18,11 +19,12 @@ def test_it_is_whole() -> None:
         assert kind == "table" or f"| `{path}` |" in page
 
 
-def test_what_does_not_run_is_said() -> None:
-    """A launcher that predicts and never runs is not offered beside those that do."""
+def test_every_launcher_is_named() -> None:
+    """The row of launchers has all of them."""
     page = (DOCS / "guide" / "suites.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"\| `cluster.launcher` \| (.*?) \|", page)
-    assert "`slurm` is for predictions only" in row
+    known = get_args(Cluster.model_fields["launcher"].annotation)
+    assert known == tuple(re.findall(r"`(\w+)`", row))
 
 
 def test_its_examples_hold() -> None:

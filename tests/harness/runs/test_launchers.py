@@ -15,7 +15,7 @@ import pytest
 from harness.cluster.control import Place, place_under_torchrun
 from harness.errors import Refusal
 from harness.records.record import Record, read_all
-from tests.support.hosts import ROOT, hosts, sshd, torchrun
+from tests.support.hosts import ROOT, hosts, lines_of, sshd, type_lines
 from tests.support.slurm import slurm, why_not
 
 SUITE = """
@@ -62,14 +62,14 @@ def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path, local:
     does nothing more.
     """
     with hosts(2, tmp_path, walk("torchrun")) as both:
-        assert torchrun(both, ["run", "walk.toml"]) == [1, 1], both[0].output
+        assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1], both[0].output
         first, second = both
         assert not list(second.folder.rglob("*.json"))
         own, _, _ = second.output.partition("failed (exitcode")  # what follows is torchrun's
         assert "Traceback" not in own
         check(first.folder, "real", "distinct hosts", local)
         before = {path: path.read_bytes() for path in first.folder.rglob("*.json")}
-        assert torchrun(both, ["run", "walk.toml"]) == [1, 1]
+        assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1]
         assert {path: path.read_bytes() for path in first.folder.rglob("*.json")} == before
         assert "3 of 8 trials failed before; --retry-failed runs them again" in first.output
 
