@@ -58,7 +58,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -
     assert cli.main(arguments) == cli.REFUSED
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("zeropp: ")
+    assert err.startswith(("zeropp: ", "zeropp bench: "))
     assert err.endswith("\n")
     assert err.count("\n") == 1
     assert tree(folder) == before

@@ -44,7 +44,8 @@ def local() -> Rank:
 def test_help_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
     """What ``--contender`` takes stands in the help of the command."""
     assert cli.main(["bench", "engine", "--help"]) == cli.OK
-    said = set(re.findall(r"[\w-]+", capsys.readouterr().out))
+    whole = re.sub(r"-\s*\n\W*", "-", capsys.readouterr().out)  # lines may end behind a hyphen
+    said = set(re.findall(r"[\w-]+", whole))
     assert set(bench_engine.NAMES) <= said
 
 
@@ -332,7 +333,7 @@ def test_usual_contenders(compute: Compute, nodes: int) -> None:
     DeepSpeed where there are several nodes.
     """
     names = bench_engine.usual(compute, nodes)
-    peers_of = {name for name, peer in PEERS.items() if peer.family != "single"}
+    peers_of = {name for name, peer in PEERS.items() if peer.family != "single"} - {"deepspeed-hpz"}
     assert peers_of <= set(names)
     ours = {bench_engine.OURS[name] for name in names if name in bench_engine.OURS}
     assert {policy for policy, _ in ours} == {bench_engine.LIKE[compute], "zeropp"}
