@@ -6,11 +6,16 @@ import json
 from typing import Any
 
 
+class StrictError(ValueError):
+    """Text that Python takes for JSON, and that has no one meaning."""
+
+
 def parsed(text: str) -> Any:
     """What ``text`` says.
 
     Raises:
-        ValueError: if it is not JSON, names a key twice, or nests too deep.
+        StrictError: if it names a key twice, or what is not a number.
+        ValueError: if it is not JSON, or nests too deep.
     """
     try:
         return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
@@ -19,13 +24,13 @@ def parsed(text: str) -> Any:
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is not a number")
+    raise StrictError(f"{word} is not a number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
-            raise ValueError(f"key {key!r} stands twice")
+            raise StrictError(f"key {key!r} stands twice")
         table[key] = value
     return table

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from harness.bench import other_libraries
+from harness.bench.rounds import COLLECTING
 from harness.cluster.rank import Progress, Rank
 from harness.records.bench_record import ElementType, Sample
 from impl import ops
@@ -50,13 +51,39 @@ _FLUSH_BYTES: Final = 1 << 29  # written on a GPU before a timed call; no cache 
 
 
 @dataclass(frozen=True, slots=True)
+class Buffers:
+    """Elements of one type on one device, and what operations on them write, which all share.
+
+    Attributes:
+        x: (S,) the elements; what the reference copies.
+        target: (S,) to which it copies them.
+        out: (S,) to which frames are decoded.
+        error: (S,) fp32, what encoding carries over.
+    """
+
+    x: Tensor
+    target: Tensor
+    out: Tensor
+    error: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> Buffers:
+        """Fresh ones for elements ``x``."""
+        return cls(x, torch.empty_like(x), torch.empty_like(x), torch.zeros_like(x, dtype=torch.float32))
+
+    def first(self, numel: int) -> Buffers:
+        """Of the first elements alone, in the same memory."""
+        return Buffers(self.x[:numel], self.target[:numel], self.out[:numel], self.error[:numel])
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """One operation to time."""
 
     names: Mapping[
         str, str | None
     ]  # operation, codec, backend; what a peer computes instead of our arithmetic
-    x: Tensor  # (S,) the elements; what the reference copies
+    on: Buffers
     moved_bytes: int  # read and written in one call
     run: Callable[[], object]  # one call
 
@@ -99,11 +126,11 @@ def measure(
     for device, kind in product(clocks, kinds):
         numel = ((mebibytes or MEBIBYTES[device]) << 20) // DTYPES[kind].itemsize
         x = torch.randn(max(GRAIN, numel // GRAIN * GRAIN), generator=torch.Generator().manual_seed(0))
-        works += _works(x.to(device, DTYPES[kind]), codecs, backends)
+        works += _works(Buffers.of(x.to(device, DTYPES[kind])), codecs, backends)
     timed = []
     for index, work in enumerate(works):
         rank.report(Progress("warm-up", index, len(works)))
-        timed.append(Timed(work, clocks[work.x.device.type], seconds))
+        timed.append(Timed(work, clocks[work.on.x.device.type], seconds))
     most = max(each.rounds for each in timed)
     for index in range(most):
         rank.report(Progress("round", index, most))
@@ -118,7 +145,7 @@ _Clock = Callable[[Callable[[], object], int], float]
 
 def _wall_seconds(run: Callable[[], object], calls: int) -> float:
     """Mean seconds of ``calls`` calls."""
-    return timeit(run, number=calls) / calls
+    return timeit(run, setup=COLLECTING, number=calls) / calls
 
 
 def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> float:
@@ -144,7 +171,7 @@ class Timed:
 
     def __init__(self, work: Work, clock: _Clock, seconds: float) -> None:
         self._work, self._clock = work, clock
-        self._copy = partial(torch.empty_like(work.x).copy_, work.x)
+        self._copy = partial(work.on.target.copy_, work.on.x)
         clock(self._copy, 1)  # pages of the target
         copy, took = clock(self._copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
         if took < seconds:
@@ -165,7 +192,7 @@ class Timed:
 
     def sample(self, threads: int) -> Sample:
         """The measurements as a sample; seconds are of one call."""
-        work, x = self._work, self._work.x
+        work, x = self._work, self._work.on.x
         return Sample(
             kind="codec",
             names={
@@ -178,26 +205,28 @@ class Timed:
         )  # fmt: skip
 
 
-def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
-    """All operations to time on elements ``x`` (S,), on their device."""
+def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
+    """All operations to time on elements, on their device."""
+    x = on.x
     here = [name for name in backends if name in (x.device.type, "reference")]
     for codec, name in product(map(parse, codecs), here):
         if not isinstance(codec, Raw) or name == here[0]:  # torch's casts are timed once
             part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
-            yield from _of_codec(codec, x[:part] if name == "reference" else x, name)
+            yield from _of_codec(codec, on.first(part) if name == "reference" else on, name)
     for name in (name for name in backends if name in other_libraries.QUANTISERS and x.device.type == "cpu"):
         for own, arithmetic, nbytes, encode, decode in other_libraries.codings(name, x):
             for operation, run in (("encode", encode), ("decode", decode)):
                 names = {"operation": operation, "codec": own, "backend": name, "other": arithmetic}
-                yield Work(names, x, x.nbytes + nbytes, run)
+                yield Work(names, on, x.nbytes + nbytes, run)
 
 
-def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
-    """The operations of one codec on one backend, which share their buffers."""
+def _of_codec(codec: Codec, on: Buffers, backend: str) -> Iterator[Work]:
+    """The operations of one codec on one backend, which share its frames."""
+    x, out = on.x, on.out
     ours, sums = ops.operations_of(backend), x.dtype == torch.float32
     numel, frame_bytes = x.numel(), codec.frame_bytes(x.numel())
     frames = torch.zeros((SOURCES if sums else 1, frame_bytes), dtype=torch.uint8, device=x.device)
-    written, out = torch.zeros_like(frames[0]), torch.empty_like(x)
+    written = torch.zeros_like(frames[0])
     noise = Key(seed=0, step=0, micro_batch=0, unit="bench", purpose="gradients", source=0).noise()
     encode = partial(ours.encode, codec, x, written, noise=noise)
     encode()
@@ -211,8 +240,10 @@ def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
         moved["decode_sum"] = partial(ours.decode_sum, codec, frames, out), frames.nbytes + x.nbytes
         moved["decode_sum_encode"] = both, frames.nbytes + frame_bytes
     if not isinstance(codec, Raw):
-        carried = Carried(torch.zeros_like(x, dtype=torch.float32))
-        moved["encode_carried"] = partial(encode, carried=carried), x.nbytes + 2 * 4 * numel + frame_bytes
+        moved["encode_carried"] = (
+            partial(encode, carried=Carried(on.error)),
+            x.nbytes + 2 * 4 * numel + frame_bytes,
+        )
     for operation, (run, nbytes) in moved.items():
         names = {"operation": operation, "codec": str(codec), "backend": backend, "other": None}
-        yield Work(names, x, nbytes, run)
+        yield Work(names, on, nbytes, run)

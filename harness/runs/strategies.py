@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from harness.cluster.rank import Rank
 from harness.measure import communication_error
@@ -137,9 +138,8 @@ class Strategy:
         meanwhile, with which an optimizer must not be made.
         """
         for module in self.model.modules():
-            reshard: Any = getattr(module, "reshard", None)
-            if reshard is not None:
-                reshard()
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def rehearsing(self) -> contextlib.AbstractContextManager[None]:
         """Passes inside leave no trace in weights, gradients, buffers and whatever codecs go by."""

@@ -238,7 +238,7 @@ def _identity(zero: Zero) -> dict[str, str]:
 
 
 def _manifest(zero: Zero, masters: SavedMasters, extra: Any) -> Manifest:
-    parameters, entries = _described(zero)
+    parameters, entries = _described(zero, values=True)
     setting = zero.policy.loss_scale
     scale = None if setting is None else SavedScale(setting=_words(setting), **zero.scaler.state_dict())
     return Manifest(
@@ -258,8 +258,13 @@ def _manifest(zero: Zero, masters: SavedMasters, extra: Any) -> Manifest:
     )
 
 
-def _described(zero: Zero) -> tuple[dict[str, SavedParameter], list[SavedValue]]:
-    """Its parameters, and the entries of its state dict, in order."""
+def _described(zero: Zero, *, values: bool) -> tuple[dict[str, SavedParameter], list[SavedValue]]:
+    """Its parameters, and the entries of its state dict, in order.
+
+    Args:
+        zero: the engine.
+        values: whether with those of modules' extra states, which must then have a form that can be saved.
+    """
     parameters = saved_parameters([unit.geometry for unit in zero.units], zero.wire.mesh.topology.world)
     own = state.parameter_names(zero.model, zero.units)
     empty: dict[int, str] = {}  # parameters without elements that no unit holds, as another layout's may
@@ -272,6 +277,8 @@ def _described(zero: Zero) -> tuple[dict[str, SavedParameter], list[SavedValue]]
             )
         if name in own:
             entries.append(SavedValue(name=name, kind="parameter", of=own[name]))
+        elif not values and (state.is_extra(name) or not isinstance(value, Tensor)):
+            entries.append(SavedValue(name=name, kind="extra"))
         elif isinstance(value, Tensor):
             entry = entry_of(value, name)
             entries.append(SavedValue(name=name, kind="buffer", tensor=(entry.dtype, list(entry.shape))))
@@ -407,7 +414,7 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
 
 def _check_model(zero: Zero, manifest: Manifest) -> None:
     """Refuse a checkpoint of another model."""
-    parameters, entries = _described(zero)
+    parameters, entries = _described(zero, values=False)  # an extra state of its own may be none to be saved
     files.check_names(parameters, manifest.parameters, "parameters")
     for name, one in parameters.items():
         inside, here = tuple(manifest.parameters[name].shape), tuple(one.shape)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from impl.deepspeed.keys import KEYS, SECTIONS
-from impl.strict_json import parsed
+from impl.strict_json import StrictError, parsed
 
 AUTO: Final = "auto"  # HuggingFace's word, which counts as not given
 
@@ -36,6 +36,8 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             raise DeepSpeedError(f"{where}: cannot read: {reason or error}") from None
     try:
         found = parsed(text)
+    except StrictError as error:
+        raise DeepSpeedError(f"{where}: {error}") from None
     except ValueError as error:
         raise DeepSpeedError(f"{where}: not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -92,7 +92,9 @@ _TRAINING = (
         _only("params.bias_correction", True, "torch's optimizers always correct"),
         _only("params.amsgrad", False, "no policy has the third state"),
         _idle(
-            "params.torch_adam", False, "always torch's; if true AdamW's decay is torch's 0.01 unless given"
+            "params.torch_adam",
+            False,
+            "optimizers are always torch's; true makes AdamW's weight_decay torch's 0.01 unless given",
         ),
         _idle("params.fused", None, "the optimizer is made by the caller", "switch"),
         _only("legacy_fusion", False, "masters are stepped as torch does"),
@@ -126,11 +128,18 @@ _TRAINING = (
     _only("torch_autocast.enabled", False, "autocast: use fp16 or bf16"),
     _only("data_types.grad_accum_dtype", "fp32", "mean gradients are accumulated in fp32"),
     _honoured(
-        "communication_data_type", None, "gradients on the wire: fp32, fp16, bf16; else as computed", "text"
+        "communication_data_type",
+        None,
+        "fp32, fp16 or bf16 (also bfp16): type of gradients on the wire; by default the type computed in",
+        "text",
     ),
     _idle("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
     _idle("prescale_gradients", False, "sums are of fp32 and divided last: the result is the mean"),
-    _honoured("gradient_predivide_factor", 1.0, "changes nothing; beside zero_quantized_gradients only 1"),
+    _honoured(
+        "gradient_predivide_factor",
+        1.0,
+        "changes nothing, the result is the mean; refused beside zero_quantized_gradients unless 1",
+    ),
     _only("sparse_gradients", False, "gradients are dense"),
     _idle("disable_allgather", False, "weights are gathered"),
     _idle("fp32_allreduce", False, "sums are of fp32"),
@@ -152,7 +161,11 @@ _ZERO = _within(
     _idle("round_robin_gradients", False, "a unit's gradient is shared by all ranks"),
     _only("legacy_stage1", False, "there is one stage 1"),
     _honoured("stage3_prefetch_bucket_size", 50_000_000, "elements gathered ahead of their use"),
-    _honoured("stage3_param_persistence_threshold", 10**5, "parameters of at most so many elements persist"),
+    _honoured(
+        "stage3_param_persistence_threshold",
+        10**5,
+        "parameters of at most as many elements stay gathered (here: fewer than one more)",
+    ),
     _honoured("stage3_model_persistence_threshold", NO_LIMIT, "elements that stay gathered in all"),
     _honoured(
         "stage3_max_live_parameters",
@@ -160,7 +173,11 @@ _ZERO = _within(
         "elements of a unit at most, larger ones are cut; nothing is gathered ahead or kept beyond it; a "
         "unit in use, what lies outside all blocks and what persists may together be more",
     ),
-    _honoured("stage3_max_reuse_distance", 10**9, "blocks stay gathered if fewer elements run in between"),
+    _honoured(
+        "stage3_max_reuse_distance",
+        10**9,
+        "blocks stay gathered until backward if fewer elements run in between",
+    ),
     _honoured("stage3_allgather_sequential", False, "nothing is gathered ahead"),
     _idle("stage3_gather_16bit_weights_on_model_save", False, "saving is asked for where it is done"),
     _renamed(
@@ -176,19 +193,33 @@ _ZERO = _within(
     ),
     _idle("stage3_module_granularity_threshold", 0, "units are the blocks of the model"),
     _only("stage3_use_all_reduce_for_fetch_params", False, "weights are gathered"),
-    _honoured("zero_hpz_partition_size", 1, "hpZ: ranks that share a secondary copy; 0 and 1: none"),
+    _honoured(
+        "zero_hpz_partition_size",
+        1,
+        "hpZ: ranks that share one secondary copy, at most all; 0 and 1 are none",
+    ),
     _honoured(
         "zero_quantized_weights",
         False,
-        "qwZ: int8 with DeepSpeed's scales, in blocks of 2048, none over two parameters (its may be)",
+        "qwZ: int8 with DeepSpeed's scales, in blocks of 2048, none over two parameters (DeepSpeed's have up "
+        "to 8000 elements, and may be)",
     ),
-    _honoured("zero_quantized_nontrainable_weights", False, "held and sent as qwZ's int8 in blocks of 2048"),
+    _honoured(
+        "zero_quantized_nontrainable_weights",
+        False,
+        "weights that are not trained are held and sent as qwZ's int8 in blocks of 2048",
+    ),
     _honoured(
         "zero_quantized_gradients",
         False,
-        "qgZ: int4 with DeepSpeed's scales, in blocks of 256, on one node too, where it does not",
+        "qgZ: int4 with DeepSpeed's scales, in blocks of 256, two hops, on one node too, where DeepSpeed "
+        "does not quantise",
     ),
-    _honoured("zeropp_loco_param.err_beta", 0.8, "LoCo: share of the error that stays; fp32, not INT8"),
+    _honoured(
+        "zeropp_loco_param.err_beta",
+        0.8,
+        "LoCo: share of the old error that stays; kept in fp32, not INT8",
+    ),
     _honoured("zeropp_loco_param.reset_T", 1024, "LoCo: steps after which the error is forgotten"),
     _honoured("mics_shard_size", -1, "MiCS: ranks that share one copy of all states; -1: all", "number"),
     _idle("mics_hierarchical_params_gather", False, "weights are always gathered by hops"),

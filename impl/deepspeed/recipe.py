@@ -231,11 +231,10 @@ class _Reading:
             offload=self._offload(),
         )
 
-    def _check_stage(self, path: str, least: int = 3) -> None:
-        """Refuse what only higher stages have."""
+    def _check_stage(self, path: str, reason: str = "of stage 3", least: int = 3) -> None:
+        """Refuse what only stages from ``least`` on have, for a ``reason`` that says so."""
         if self.get(f"{ZERO}.stage") < least:
-            of = "stage 3" if least == 3 else f"stages from {least} on"
-            self.refuse(path, f"of {of}, but {self.says(f'{ZERO}.stage')}")
+            self.refuse(path, f"{reason}, but {self.says(f'{ZERO}.stage')}")
 
     def _technique(self, name: str) -> bool:
         """Whether a switch of ZeRO++ is on."""
@@ -258,17 +257,23 @@ class _Reading:
             return ("bf16" if bf16 else "fp32"), None
         became: Kind = "without effect" if self.get("fp16.hysteresis") == 1 else "changed"
         self.note("fp16.hysteresis", became, KEYS["fp16.hysteresis"].text)
+        try:
+            return "fp16", self._loss_scale()
+        except PolicyError as error:
+            raise DeepSpeedError(f"fp16: {error}") from None
+
+    def _loss_scale(self) -> LossScale:
         fixed, power = float(self.get("fp16.loss_scale")), self.get("fp16.initial_scale_power")
         least, window = float(self.get("fp16.min_loss_scale")), self.get("fp16.loss_scale_window")
         if fixed:
             for name in ("initial_scale_power", "min_loss_scale", "loss_scale_window"):
                 self.note(f"fp16.{name}", "without effect", f"{self.says('fp16.loss_scale')} is fixed")
-            return "fp16", LossScale(initial=fixed, window=0, least=min(1.0, fixed))
+            return LossScale(initial=fixed, window=0, least=min(1.0, fixed))
         if power > MOST_SCALE_POWER:
             self.refuse("fp16.initial_scale_power", f"expected at most {MOST_SCALE_POWER}")
         if not window:
             self.refuse("fp16.loss_scale_window", "a dynamic scale needs a window of 1 step or more")
-        return "fp16", LossScale(initial=2.0**power, window=window, least=least)
+        return LossScale(initial=2.0**power, window=window, least=least)
 
     def _codecs(self, compute: Dtype) -> tuple[Codec, Codec]:
         """Of weights and of gradients: quantised, or the 16-bit type that DeepSpeed would send."""
@@ -290,7 +295,7 @@ class _Reading:
         path = f"{ZERO}.zero_hpz_partition_size"
         asked, world, nodes = self.get(path), self.topology.world, self.topology.nodes
         if asked > 1:
-            self._check_stage(path)
+            self._check_stage(path, "hpZ is of stage 3")
         if asked > world:
             span = f", which span {nodes} nodes: then hpZ saves no traffic between nodes" if nodes > 1 else ""
             self.note(path, "changed", f"the hpZ group became all {world} ranks{span}")
@@ -305,7 +310,7 @@ class _Reading:
             self.refuse(path, "expected a whole number of ranks, or -1")
         if asked < 1:
             return 0
-        self._check_stage(path)
+        self._check_stage(path, "MiCS is of stage 3")
         if self.get(hpz) > 1:
             self.refuse(path, f"not with {self.says(hpz)}: the ranks of a group hold all weights already")
         if asked > world:
@@ -350,12 +355,12 @@ class _Reading:
             if self.get(path) not in ("none", "cpu"):
                 self.refuse(path, "expected none or cpu; nothing is offloaded to NVMe")
             if self.get(path) == "cpu":
-                self._check_stage(path, least)
+                self._check_stage(path, f"of stages from {least} on", least)
         share = float(self.get(ratio))
         if not 0 <= share <= 1:
             self.refuse(ratio, "expected 0 to 1")
         if share < 1 and self.get(optimizer) == "cpu":
-            self._check_stage(ratio)
+            self._check_stage(ratio, "a part is offloaded at stage 3 only")
         if self.get(optimizer) == "none":
             self.note(ratio, "without effect", "the optimizer is not offloaded")
             share = 0.0

@@ -48,8 +48,8 @@ class BackwardHooks:
         for index, unit in enumerate(self._units):
             if unit.geometry.trainable:
                 for number, member in enumerate(unit.members):
-                    inside = _weakly(self._collect, index, number)
-                    outside = _weakly(self._collect_outside, index, number)
+                    inside = _weakly(self._collect, index, number, needed=True)
+                    outside = _weakly(self._collect_outside, index, number, needed=True)
                     for leaf, hook in ((member.parameter, inside), (member.placeholder, outside)):
                         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
                             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -190,15 +190,20 @@ class BackwardHooks:
             )
 
 
-def _weakly(method: Callable[..., None], *args: Any) -> Callable[[Tensor], None]:
-    """A hook on a gradient, which holds the object of ``method`` weakly."""
+def _weakly(method: Callable[..., None], *args: Any, needed: bool = False) -> Callable[[Tensor], None]:
+    """A hook on a gradient, which holds the object of ``method`` weakly.
+
+    Once that is gone there is nothing to do: what an old graph saved finds its weights by itself.  A hook
+    that is ``needed`` refuses then, as the gradient would be lost.
+    """
     reference = weakref.WeakMethod(method)
 
     def hook(_: Tensor) -> None:
         found = reference()
-        if found is None:
+        if found is not None:
+            found(*args)
+        elif needed:
             raise ZeroError("a gradient arrived for a sharded model whose engine is gone")
-        found(*args)
 
     return hook
 

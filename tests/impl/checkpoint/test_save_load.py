@@ -133,6 +133,36 @@ def test_resuming_at_a_boundary_of_accumulation(tmp_path: Path, name: str) -> No
     assert all(on_threads(Topology(1, 2), _resumed, tmp_path, POLICIES[name], 3, NET))
 
 
+class _Unready(Dropping):
+    """Its extra state can be saved once it has run."""
+
+    before: object = object()
+
+    def get_extra_state(self) -> Any:
+        return super().get_extra_state() if self.passes else self.before
+
+
+@pytest.mark.parametrize(
+    "before", [object(), torch.zeros(1, dtype=torch.complex64)], ids=["object", "tensor"]
+)
+def test_what_a_fresh_model_has_of_extra_state_need_not_be_saved(tmp_path: Path, before: object) -> None:
+    """A load asks for no form of an extra state that it replaces; a save of it is refused by its name."""
+
+    def body(mesh: Mesh) -> None:
+        run = Run(mesh, EXACT, net)
+        with pytest.raises(CheckpointError, match="_extra_state"):
+            save(tmp_path, run.zero, run.optimizers)
+        run.step(0)
+        save(tmp_path, run.zero, run.optimizers)
+        again = Run(mesh, EXACT, net)
+        load(tmp_path, again.zero, again.optimizers)
+        assert again.net.passes == run.net.passes == 1
+
+    net = model(_Unready)
+    net.before = before
+    on_threads(Topology(1, 2), body)
+
+
 def _processes(mesh: Mesh, folder: str) -> tuple[bool, int, list[bool]]:
     run = Run(mesh, replace(PRESETS["zeropp"], memory=ROOMY), model(Dropping))
     torch.manual_seed(mesh.rank)

@@ -512,7 +512,14 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({ZERO: {"stage": 2, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size = 2.*stage = 2"),
+        (
+            {ZERO: {"stage": 2, "zero_hpz_partition_size": 2}},
+            "zero_hpz_partition_size = 2: hpZ is of stage 3, but .*stage = 2",
+        ),
+        (
+            {ZERO: {"stage": 2, "mics_shard_size": 2}},
+            "mics_shard_size = 2: MiCS is of stage 3, but .*stage = 2",
+        ),
         ({ZERO: {"stage": 1, "zero_quantized_weights": True}}, "zero_quantized_weights.*stage = 1"),
         ({ZERO: {"stage": 2, "zero_quantized_gradients": True}}, "zero_quantized_gradients.*stage = 2"),
         ({ZERO: {"stage": 4}}, "stage = 4: expected 0, 1, 2 or 3"),
@@ -522,7 +529,12 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
         (zero(offload_param={"device": "nvme"}), 'offload_param.device = "nvme"'),
         (zero(offload_param={"device": "nvme", "nvme_path": "/n"}), "nvme"),
         ({ZERO: {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param.device.*stage = 2"),
-        ({ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio = 0.5.*stage"),
+        (
+            {ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "ratio = 0.5: a part is offloaded at stage 3 only, but .*stage = 2",
+        ),
+        ({"fp16": {"enabled": True, "min_loss_scale": 1e6}}, "^fp16: loss scale 65536 .* and least 1e"),
+        ({"fp16": {"enabled": True, "loss_scale": 1e39}}, "^fp16: loss scale 1e"),
         (zero(zeropp_loco_param={"err_beta": 0.8}), "zeropp_loco_param.*zero_quantized_gradients"),
         (zero(zero_hpz_partition_size=3), "3 ranks does not fit 2 nodes x 2 ranks"),
         (zero(cpu_offload=True, offload_optimizer={"device": "none"}), "cpu_offload = true"),
@@ -556,8 +568,8 @@ def test_contradictions_are_refused_by_name(table: dict[str, Any], words: str) -
     [
         ('{"zero_optimization": {"stage": 3,}}', "not JSON"),
         ("[1, 2]", "expected a table|cannot read|not JSON"),
-        ('{"train_batch_size": 4, "train_batch_size": 8}', "'train_batch_size' stands twice"),
-        ('{"gradient_clipping": NaN}', "NaN is not a number"),
+        ('{"train_batch_size": 4, "train_batch_size": 8}', "json: key 'train_batch_size' stands twice"),
+        ('{"gradient_clipping": NaN}', "json: NaN is not a number"),
         ('{"gradient_clipping": ' + "[" * 100_000, "not JSON"),
     ],
 )

@@ -71,6 +71,32 @@ def test_a_dropped_engine_is_freed(passes: str) -> None:
     assert reference() is None
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_graph_that_outlives_its_engine_leads_back_to_the_inputs(frozen: bool) -> None:
+    """Its hooks have nothing to do then, what it saved finds its weights; a weight's gradient is refused."""
+
+    def body(mesh: Mesh) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).requires_grad_(not frozen)
+        x = torch.randn(2, 8, requires_grad=True)
+        (wanted,) = torch.autograd.grad(net(x).square().sum(), x)
+        zero = shard(net, mesh=mesh, policy=EXACT)
+        loss = net(x).square().sum()
+        hooks = weakref.ref(zero.hooks.backward)
+        for module in net.modules():  # whoever takes them off lets go of the engine
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
+        del zero, net, module
+        gc.collect()
+        assert hooks() is None
+        torch.testing.assert_close(torch.autograd.grad(loss, x, retain_graph=True)[0], wanted)
+        if not frozen:
+            with pytest.raises(ZeroError, match="a sharded model whose engine is gone"):
+                loss.backward()
+
+    on_threads(Topology(1, 1), body)
+
+
 # Misuse
 
 
