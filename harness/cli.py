@@ -36,7 +36,7 @@ from harness.cluster.print_once import saying
 from harness.cluster.processes import end_if_in_group
 from harness.errors import Refusal, one_line
 from harness.laws import command as check
-from harness.measure import machine
+from harness.measure import machine, provenance
 from harness.records import bench_record
 from harness.records.record import Record, RecordError, path_of, read, read_all, readable
 from harness.runs import launchers, slurm
@@ -306,7 +306,7 @@ def _follow_nodes(place: Place) -> int:
     """Be the supervisor of another node than the first; returns the run's exit status."""
     from harness.runs.work import WORKS
 
-    return supervisor.follow(place, WORKS, machine.identity())
+    return supervisor.follow(place, WORKS, provenance.identity())
 
 
 def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, *, retry_failed: bool) -> None:

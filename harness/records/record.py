@@ -303,6 +303,8 @@ class Record(_Part):
         pool: hash of the facts that must agree before two records are pooled.
         sweep: which of the suite's sweeps it belongs to; no part of the trial, whose repeat differs too.
         units: name, elements, padded elements of each unit.
+        run: hash of what all trials of its run had in common (:mod:`harness.records.run_record`); None in
+            older records.
         processor_use: of the machine on which all ranks ran; None if they may run on several, if the
             system does not report it, and in older records.
         digest: of all that the file holds beside it (:func:`digest_of`); None in older records.
@@ -338,6 +340,7 @@ class Record(_Part):
     decoded_sha256: list[str] = []
     power: list[dict[str, float]] | None = None
     processor_use: ProcessorUse | None = None
+    run: str | None = Field(None, pattern=r"^[0-9a-f]{16}$")
     digest: str | None = None
 
     @property

@@ -10,7 +10,7 @@ import sys
 from harness.cluster.control import Place
 from harness.cluster.supervisor import follow
 from harness.errors import Refusal, one_line
-from harness.measure import machine
+from harness.measure import provenance
 from harness.runs.work import WORKS
 
 
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     host, port, node, nodes, prefix = arguments
     place = Place(int(node), int(nodes), host, int(port), serves=False, prefix=prefix)
     try:
-        return follow(place, WORKS, machine.identity())
+        return follow(place, WORKS, provenance.identity())
     except Refusal as error:
         print(f"zeropp: {one_line(str(error))}", file=sys.stderr)
         return 2

@@ -39,7 +39,8 @@ from harness.cluster.processes import (
 from harness.cluster.rank import Progress
 from harness.cluster.supervisor import Nodes
 from harness.errors import Refusal
-from harness.measure import machine
+from harness.measure import machine, provenance
+from harness.records import run_record
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
 from harness.runs import deepspeed
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
@@ -47,6 +48,7 @@ from harness.runs.progress import Display
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.work import EXCHANGE, TRIAL, WORKS
 from harness.suites.peers import DEEPSPEED
+from harness.suites.suite_text import SuiteText
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.topology import Topology
@@ -83,18 +85,19 @@ def run_sweep(  # what a suite says, where results go, who is told, and who runs
     question: str = "",
     nodes: Nodes | None = None,
     retry_failed: bool = False,
+    text: SuiteText | None = None,
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
     ``nodes`` are those of a launcher; None if all ranks run on this host.  ``retry_failed`` runs those again
-    that failed for good.
+    that failed for good.  ``text`` is what is kept of the suite's file.
 
     Raises:
         RecordError: if ``results`` cannot be read or written.
     """
     counts = {"ok": 0, "failed": 0}
     with contextlib.ExitStack() as stack:
-        sweep = _Sweep(suite_name, results, question, nodes)
+        sweep = _Sweep(suite_name, results, question, nodes, text=text)
         stack.enter_context(alone(results))
         there = {trial.id: finished(results, trial, sweep.pool) for trial in trials}
         failures = [record for record in there.values() if record is not None and not record.answers]
@@ -184,6 +187,8 @@ class _Sweep:
     results: Path
     question: str = ""
     nodes: Nodes | None = None
+    text: SuiteText | None = None
+    _run: str | None = None
     _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
@@ -212,6 +217,9 @@ class _Sweep:
         Raises:
             KeyboardInterrupt: after its record as interrupted is written.
         """
+        if self._run is None:
+            nodes = [provenance.identity()] if self.nodes is None else [n.facts for n in self.nodes.nodes]
+            self._run = run_record.write(self.results, provenance.run_of(self.text, nodes))
         display.began(trial)
         record, link = partial(self._record, trial, order, _now()), None
         if trial.memory_limit is not None:
@@ -358,6 +366,7 @@ class _Sweep:
             link=None if link is None else _link_record(link),
             failure=failure,
             parameters=parameters,
+            run=self._run,
         )
 
 

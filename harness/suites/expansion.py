@@ -28,6 +28,7 @@ from typing import Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from harness.suites.allowed import allowed
 from harness.suites.peers import PEERS
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
@@ -76,6 +77,8 @@ class Suite:
         merged: cells dropped as duplicates, by what the axes say of each: those of a peer that differ in
             policy alone, or two that resolve to one policy.
         kept: fields that are left out of strategies, and why, one line each.
+        text: of its file, to the byte.
+        configurations: DeepSpeed configurations in files, as JSON text, by the path that the suite has.
     """
 
     name: str
@@ -84,6 +87,8 @@ class Suite:
     trials: tuple[Trial, ...]
     merged: tuple[str, ...]
     kept: tuple[str, ...] = ()
+    text: str = ""
+    configurations: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,18 @@ def load(path: Path) -> Suite:
     Raises:
         SuiteError: for the first error in it.
     """
-    return _Expansion(path, _read(path)).suite()
+    return expanded(path, _read(path))
+
+
+def expanded(path: Path, text: str) -> Suite:
+    """The suite whose file at ``path`` has ``text``.
+
+    Raises:
+        SuiteError: for the first error in it.
+    """
+    expansion = _Expansion(path, _tables(path, text))
+    found = tuple(sorted(expansion.configurations.items()))
+    return replace(expansion.suite(), text=text, configurations=found)
 
 
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -120,16 +136,22 @@ def look_up(trial: Mapping[str, Any], path: str) -> Any:
     return dict(flatten(trial)).get(path)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The file's tables."""
+def _read(path: Path) -> str:
+    """The file's text."""
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8"))
+        return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise SuiteError(f"{path}: cannot read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise SuiteError(
             f"{path}: not a text file: byte {error.start} is not UTF-8; expected a suite in TOML"
         ) from None
+
+
+def _tables(path: Path, text: str) -> dict[str, Any]:
+    """The tables of a file's text."""
+    try:
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
         raise SuiteError(f"{path}: not TOML: {error}") from None
 
@@ -139,6 +161,7 @@ class _Expansion:
 
     def __init__(self, path: Path, tables: dict[str, Any]) -> None:
         self.path = path
+        self.configurations: dict[str, str] = {}
         self._check_text(tables)
         self.file = self._validated(tables)
         self.fields = dict(_fields(Trial))
@@ -201,7 +224,7 @@ class _Expansion:
             where = ".".join(str(part) for part in first["loc"])
             if first["type"] == "missing":
                 self._refuse(f"key {where!r} is missing")
-            self._refuse(f"{where} = {_text(first['input'])}: {_allowed([first])}")
+            self._refuse(f"{where} = {_text(first['input'])}: {allowed([first])}")
 
     def _with_configurations(self, value: Any) -> Any:
         """A table, or each of a list, with its DeepSpeed configuration (a path, or a table) as text.
@@ -227,9 +250,11 @@ class _Expansion:
         if not isinstance(value, str):
             return value
         try:
-            return json.dumps(load_configuration(self.path.parent / value))
+            found = json.dumps(load_configuration(self.path.parent / value))
         except DeepSpeedError as error:
             self._refuse(f"{_CONFIGURATION}: {error}")  # which names the file
+        self.configurations[value] = found
+        return found
 
     def _axes(self) -> list[list[_Settings]]:
         """The axes: each a list of points, a point being its fields' values; a zip is one axis."""
@@ -308,7 +333,7 @@ class _Expansion:
             path = _path_of(errors[0], settings)
             same = [e for e in errors if _path_of(e, settings) == path]
             setting = settings[path]
-            self._refuse(f"{setting.table} {path} = {_text(setting.value)}: {_allowed(same)}")
+            self._refuse(f"{setting.table} {path} = {_text(setting.value)}: {allowed(same)}")
 
     def _fitting(self, settings: _Settings, trial: Trial, left_out: _LeftOut) -> _Settings:
         """The cell without fields that would turn its strategy into another, unless set for that strategy."""
@@ -415,46 +440,6 @@ def _path_of(error: ErrorDetails, settings: _Settings) -> str:
     parts = [str(part) for part in error["loc"]]
     paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((path for path in paths if path in settings), next(iter(settings)))
-
-
-def _allowed(errors: Sequence[ErrorDetails]) -> str:
-    """The values that a field accepts, in words, from pydantic's errors about one value."""
-    first, *others = dict.fromkeys(_one_allowed(error) for error in errors)
-    return " or ".join([first, *(other.removeprefix("expected ") for other in others)])
-
-
-def _one_allowed(error: ErrorDetails) -> str:
-    if error["type"] == "literal_error":
-        expected = error["ctx"]["expected"]  # as in 'a', 'b' or 'c'
-        near = suggestion(str(error["input"]), expected.split("'")[1::2])
-        return f"expected {expected}{near}"
-    if words := _ALLOWED.get(error["type"]):
-        return words.format(**error.get("ctx", {}))
-    return error["msg"][0].lower() + error["msg"][1:]
-
-
-_ALLOWED: Final = {  # by pydantic's type of error
-    "int_type": "expected a whole number",
-    "int_from_float": "expected a whole number",
-    "float_type": "expected a number",
-    "finite_number": "expected a finite number",
-    "string_type": "expected text",
-    "string_too_short": "expected text",
-    "string_too_long": "expected at most {max_length} characters",
-    "string_pattern_mismatch": "expected letters, digits, '_', '-' and '.'",
-    "bool_type": "expected true or false",
-    "dict_type": "expected a table",
-    "model_type": "expected a table",
-    "list_type": "expected a list",
-    "tuple_type": "expected a list of two",
-    "missing": "expected a list of two",
-    "too_long": "expected a list of two",
-    "value_error": "{error}",
-    "greater_than_equal": "expected at least {ge}",
-    "greater_than": "expected more than {gt}",
-    "less_than_equal": "expected at most {le}",
-    "less_than": "expected less than {lt}",
-}
 
 
 def _text(value: Any) -> str:

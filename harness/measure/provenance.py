@@ -1,0 +1,203 @@
+"""What a run's file holds of this machine: changes of the checkout, packages, variables that matter.
+
+No secret, no host name and no folder of the user is kept; :func:`without_places` says how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from harness.measure import hardware, machine
+from harness.records.run_record import Changes, Node, Run, Software
+from harness.suites.suite_text import SuiteText
+
+MOST_CHANGES: Final = 256 << 10  # bytes of them that are kept
+_PREFIXES: Final = (
+    "CUBLAS_", "CUDA_", "GLOO_", "GOMP_", "KMP_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_", "PYTORCH_",
+    "THP_", "TORCH_",
+)  # fmt: skip
+_SECRET: Final = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|(^|_)(KEY|PWD)(_|$)", re.IGNORECASE)
+_ADDRESS: Final = re.compile(r"_(ADDR|ADDRESS|HOST|HOSTNAME|COMM_ID|ENDPOINT|URL|URI)$")
+_NUMERIC: Final = re.compile(  # IPv4, and IPv6 with at least two colons
+    r"(?<![\w.])(?:\d{1,3}(?:\.\d{1,3}){3}|(?=[0-9A-Fa-f:]*:[0-9A-Fa-f]*:)[0-9A-Fa-f:]{3,})(?![\w.])"
+)
+_UNDER: Final = {"SLURM_JOB_ID": "slurm", "TORCHELASTIC_RUN_ID": "torchrun"}
+_LONGEST: Final = 1000  # letters of a variable
+HIDDEN: Final = "<hidden>"
+HOST: Final = "<host>"
+USER: Final = "<user>"
+_DIFF: Final = (  # whatever the user's configuration of git says
+    "diff", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames",
+    "--src-prefix=a/", "--dst-prefix=b/",
+)  # fmt: skip
+
+
+def identity() -> dict[str, Any]:
+    """What a node tells the others of itself, JSON-ready: :class:`~harness.records.run_record.Node`."""
+    return Node(
+        machine=machine.facts(),
+        code=machine.code(),
+        software=Software(packages=packages(), libraries=libraries()),
+        processors=hardware.processors(),
+        gpus=hardware.gpus(),
+        environment=variables(os.environ, Places.here()),
+        under=[name for variable, name in _UNDER.items() if variable in os.environ],
+    ).model_dump(mode="json")
+
+
+def run_of(suite: SuiteText | None, nodes: list[dict[str, Any]]) -> Run:
+    """What all trials of a run have in common that begins now, on nodes that told their :func:`identity`."""
+    return Run(suite=suite, changes=changes(), nodes=[Node.model_validate(node) for node in nodes])
+
+
+def packages() -> list[str]:
+    """All installed packages, ``name==version``; the first of a name is the one that is imported."""
+    found: dict[str, str] = {}
+    for one in importlib.metadata.distributions():
+        name = one.metadata["Name"]  # None of a broken one
+        if name:
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), f"{name}=={one.version}")
+    return [found[key] for key in sorted(found)]
+
+
+def libraries() -> dict[str, str]:
+    """Versions of CUDA, cuDNN and NCCL as torch has them, and of CUDA as the driver allows it."""
+    found: dict[str, str | None] = {"cuda_of_driver": _cuda_of_driver()}
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError):  # none, or one that does not load
+        return _there(found)
+    found["cuda"] = torch.version.cuda
+    with contextlib.suppress(AttributeError, RuntimeError):
+        if torch.version.cuda is not None and (cudnn := torch.backends.cudnn.version()) is not None:
+            found["cudnn"] = str(cudnn)
+        if dist.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return _there(found)
+
+
+def _there(found: Mapping[str, str | None]) -> dict[str, str]:
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _cuda_of_driver() -> str | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        number = int(pynvml.nvmlSystemGetCudaDriverVersion())
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Names of this machine that are not kept.
+
+    Attributes:
+        working, home: folders.
+    """
+
+    working: str
+    home: str
+    user: str
+    hosts: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> Places:
+        """Those of this process."""
+        working = home = user = ""
+        with contextlib.suppress(OSError):
+            working = str(Path.cwd())
+        with contextlib.suppress(RuntimeError):  # a number without an account
+            home = str(Path.home())
+            user = Path(home).name
+        name = platform.node()
+        return cls(working, home, os.environ.get("USER", user), (name, name.partition(".")[0]))
+
+
+def variables(environment: Mapping[str, str], places: Places) -> dict[str, str]:
+    """The variables that matter to speed and results, values shortened; secrets are :data:`HIDDEN`."""
+    found = {}
+    for name in sorted(environment):
+        if name.startswith(_PREFIXES):
+            value = without_places(environment[name], places)
+            value = HOST if value and _ADDRESS.search(name) else value
+            found[name] = HIDDEN if _SECRET.search(name) else value[:_LONGEST]
+    return found
+
+
+def without_places(text: str, places: Places) -> str:
+    """``text`` with ``.`` and ``~`` for the working and the home folder, and :data:`HOST` and :data:`USER` for
+    hosts, numeric addresses and the user's name as a part of paths.
+
+    Passwords in addresses go with the host.
+    """
+    text = re.sub(r"(?<=://)[^/\s,;]+", HOST, text)
+    folders = sorted(((places.working, "."), (places.home, "~")), key=lambda one: -len(one[0]))
+    for folder, short in folders:
+        if folder not in ("", "/"):
+            text = re.sub(rf"(?<![^\s:;,=]){re.escape(folder)}(?=$|[/\s:;,])", short, text)
+    text = _NUMERIC.sub(HOST, text)
+    for host in places.hosts:
+        if host not in ("", "localhost"):
+            text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", HOST, text)
+    if places.user:
+        text = re.sub(rf"(?<=/){re.escape(places.user)}(?=$|[/\s:;,])", USER, text)
+    return text.encode(errors="replace").decode()  # bytes that are no UTF-8 stand as surrogates
+
+
+def changes(root: Path = machine.ROOT) -> Changes | None:
+    """How the checkout differs from its commit, new sources included; None if it does not, or none is known."""
+    if not (root / ".git").exists():
+        return None
+    patch = b"".join(_patches(root))
+    if not patch:
+        return None
+    try:
+        text = patch.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if len(patch) > MOST_CHANGES:
+        text = patch[:MOST_CHANGES].decode(errors="ignore") if text else ""
+    return Changes(size=len(patch), sha256=hashlib.sha256(patch).hexdigest(), text=text)
+
+
+def _patches(root: Path) -> Iterator[bytes]:
+    """The changes of tracked files, then each new source file that git does not ignore."""
+    yield _git(root, *_DIFF, "HEAD") or b""
+    listed = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *machine.SOURCES) or b""
+    for name in sorted(os.fsdecode(part) for part in listed.split(b"\0") if part):
+        if Path(name).suffix in machine.SOURCE_SUFFIXES:
+            yield _git(root, *_DIFF, "--no-index", "--", "/dev/null", name, differs=1) or b""
+
+
+def _git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
+    """Standard output of git in a checkout; None if it fails.  ``differs`` is the status that is no failure."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=root,
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
+            capture_output=True,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode in (0, differs) else None

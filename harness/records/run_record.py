@@ -1,0 +1,149 @@
+"""What all trials of one run have in common, in one file: sources, suite, and what every node had.
+
+The file lies in the folder ``runs`` of the suite's results, and is named by the hash of its content; records
+name it by that.  Runs that had the same share it.  No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, Field
+
+from harness.records.record import RecordError, digest_of, read_as, write_whole
+from harness.suites.suite_text import SuiteText
+
+# 1: first schema.
+SCHEMA_VERSION: Final = 1
+RUNS: Final = "runs"
+_LETTERS: Final = 16  # of the SHA-256
+
+
+class _Part(BaseModel, extra="forbid", frozen=True):
+    pass
+
+
+class Changes(_Part):
+    """How the checkout differed from its commit, as ``git apply`` reads it.
+
+    Attributes:
+        size, sha256: of the whole, in bytes.
+        text: the first bytes of it, as many as are kept; empty if it is no text in UTF-8.
+    """
+
+    size: int
+    sha256: str
+    text: str
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is kept."""
+        return len(self.text.encode()) == self.size
+
+
+class Software(_Part):
+    """What runs trials beside our sources, on one node.
+
+    Attributes:
+        packages: all that are installed, as ``name==version``.
+        libraries: versions of CUDA, cuDNN and NCCL as torch has them, and of CUDA as the driver allows it;
+            only those that are there.
+    """
+
+    packages: list[str]
+    libraries: dict[str, str]
+
+
+class Processors(_Part):
+    """Processors of one node; None for what the system does not say.
+
+    Attributes:
+        allowed: those that this process may use, as Linux writes lists of them.
+        numa: processors of each NUMA node, by its number.
+    """
+
+    sockets: int | None
+    cores: int | None
+    threads: int | None
+    allowed: str | None
+    numa: dict[str, str]
+
+
+class Gpus(_Part):
+    """How the GPUs of one node are joined.
+
+    Attributes:
+        links: of each pair, as ``nvidia-smi topo -m`` names them: NV and a number of NVLinks, or PIX, PXB,
+            PHB, NODE, SYS; X with itself, "?" where NVML does not say.
+        pcie: generation and lanes of each, at most.
+    """
+
+    links: list[list[str]] = []
+    pcie: list[str] = []
+
+
+class Node(_Part):
+    """What one node had.
+
+    Attributes:
+        machine, code: as records have them (``harness.measure.machine``).
+        environment: variables that matter, without secrets, hosts and folders of the user.
+        under: launchers of jobs under which it ran.
+    """
+
+    machine: dict[str, Any]
+    code: dict[str, Any]
+    software: Software
+    processors: Processors
+    gpus: Gpus
+    environment: dict[str, str]
+    under: list[str]
+
+
+class Run(_Part):
+    """What all trials of one run have in common.
+
+    Attributes:
+        changes: of the checkout of node 0; None if it is that of its commit, or not known.
+        suite: None for trials that are of no file.
+        nodes: by number; the first wrote the records.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    suite: SuiteText | None
+    changes: Changes | None
+    nodes: list[Node] = Field(min_length=1)
+
+
+def path_of(results: Path, run: str) -> Path:
+    """Path of the file of run ``run``."""
+    return results / RUNS / f"{run}.json"
+
+
+def write(results: Path, run: Run) -> str:
+    """Write ``run`` atomically, unless it is there; returns its hash.
+
+    Raises:
+        RecordError: if the folder cannot be written.
+    """
+    text = run.model_dump_json(indent=1)
+    name = digest_of(json.loads(text))[:_LETTERS]
+    if not path_of(results, name).exists():
+        write_whole(path_of(results, name), text)
+    return name
+
+
+def read(results: Path, run: str) -> Run:
+    """Read the file of run ``run``.
+
+    Raises:
+        RecordError: naming the file: it is missing, not of this schema, or has other content than its name.
+    """
+    path = path_of(results, run)
+    found = read_as(Run, path, SCHEMA_VERSION)
+    name = digest_of(json.loads(path.read_text(encoding="utf-8")))[:_LETTERS]
+    if name != run:
+        raise RecordError(f"{path}: edited or damaged since it was written: its content is that of {name}")
+    return found
