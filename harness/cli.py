@@ -157,6 +157,7 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS, *, retry_failed: Retr
             question=suite.question,
             nodes=nodes,
             retry_failed=retry_failed,
+            role_of=suite.role_of,
         )
         status = INTERRUPTED
         if not outcome.interrupted:

@@ -83,20 +83,25 @@ def run_sweep(  # what a suite says, where results go, who is told, and who runs
     question: str = "",
     nodes: Nodes | None = None,
     retry_failed: bool = False,
+    role_of: Callable[[Trial], str] = lambda _: "",
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
     ``nodes`` are those of a launcher; None if all ranks run on this host.  ``retry_failed`` runs those again
-    that failed for good.
+    that failed for good.  ``role_of`` says what the question compares a trial as, also one that is done.
 
     Raises:
         RecordError: if ``results`` cannot be read or written.
     """
     counts = {"ok": 0, "failed": 0}
     with contextlib.ExitStack() as stack:
-        sweep = _Sweep(suite_name, results, question, nodes)
+        sweep = _Sweep(suite_name, results, question, nodes, role_of)
         stack.enter_context(alone(results))
         there = {trial.id: finished(results, trial, sweep.pool) for trial in trials}
+        for trial in trials:
+            record, role = there[trial.id], role_of(trial)
+            if record is not None and record.role != role:  # the question has changed, not the trial
+                write(results, record.model_copy(update={"role": role}))
         failures = [record for record in there.values() if record is not None and not record.answers]
         if retry_failed:
             there |= {record.id: None for record in failures}
@@ -184,6 +189,7 @@ class _Sweep:
     results: Path
     question: str = ""
     nodes: Nodes | None = None
+    role_of: Callable[[Trial], str] = lambda _: ""
     _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
@@ -346,6 +352,7 @@ class _Sweep:
             id=trial.id,
             suite=self.suite,
             question=self.question,
+            role=self.role_of(trial),
             trial=trial.canonical(),
             started=started,
             finished=_now(),

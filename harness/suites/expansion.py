@@ -21,7 +21,7 @@ import operator
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, get_origin
 
@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.suites.peers import PEERS
+from harness.suites.roles import roles
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
@@ -58,6 +59,8 @@ class _File(BaseModel):
     question: str = Field(min_length=1)
     time: str = "not stated"
     repeats: int = Field(1, ge=1)
+    baseline: dict[str, Any] = {}
+    contrast: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     matrix: dict[str, Any] = {}
     zip: list[dict[str, Any]] = []
@@ -76,6 +79,7 @@ class Suite:
         merged: cells dropped as duplicates, by what the axes say of each: those of a peer that differ in
             policy alone, or two that resolve to one policy.
         kept: fields that are left out of strategies, and why, one line each.
+        roles: ``baseline`` or ``contrast`` by the id of a trial's first repeat, if the file names them.
     """
 
     name: str
@@ -84,6 +88,11 @@ class Suite:
     trials: tuple[Trial, ...]
     merged: tuple[str, ...]
     kept: tuple[str, ...] = ()
+    roles: Mapping[str, str] = field(default_factory=dict)
+
+    def role_of(self, trial: Trial) -> str:
+        """What the suite's question compares: ``baseline``, ``contrast``, or empty."""
+        return self.roles.get(trial.model_copy(update={"repeat": 0}).id, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +181,23 @@ class _Expansion:
             tuple(_interleaved(unique, self.file.repeats)),
             tuple(cell for trial, cell in zip(trials, asked, strict=True) if id(trial) not in once),
             tuple(_left_out_in_words(left_out)),
+            self._roles(cells, trials),
         )
+
+    def _roles(self, cells: list[_Settings], trials: list[Trial]) -> dict[str, str]:
+        """The roles of trials, by id: those of ``baseline`` and, by default all others, of ``contrast``."""
+        if not self.file.baseline:
+            if self.file.contrast:
+                self._refuse(f"contrast = {_text(self.file.contrast)}: expected a baseline beside it")
+            return {}
+        base = self._matcher(self.file.baseline, "baseline", cells)
+        against = [not hit for hit in base]
+        if self.file.contrast:
+            against = self._matcher(self.file.contrast, "contrast", cells)
+        try:
+            return roles(trials, base, against)
+        except ValueError as error:
+            self._refuse(f"baseline = {_text(self.file.baseline)}: {error}")
 
     def _refuse(self, complaint: str) -> NoReturn:
         raise SuiteError(f"{self.path}: {complaint}")
@@ -394,8 +419,8 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """(dotted path, kind) of every field that a suite may set: leaf, table, or open (free keys)."""
-    for name, field in model.model_fields.items():
-        path, annotation = f"{prefix}{name}", field.annotation
+    for name, known in model.model_fields.items():
+        path, annotation = f"{prefix}{name}", known.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield path, "table"
             yield from _fields(annotation, f"{path}.")

@@ -285,6 +285,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "seed": trial.seed,
         "repeat": trial.repeat,
         "sweep": record.sweep,
+        "role": record.role,
         "nodes": topology.nodes,
         "ranks_per_node": topology.ranks_per_node,
         "world": topology.world,

@@ -38,7 +38,7 @@ def generation(derived: Derived) -> Table:
         Column("generations_told", "n", str),
         Column("speed_told", "Tokens/s per rank", str),
         Column("later_tokens_per_second", "without the first token", number(3)),
-        Column("speedup_told", "over ZeRO-3's", str),
+        Column("speedup_told", f"over {derived.compared.baseline}'s", str),
         Column("exposed", "Exposed share", number(2)),
         Column("first_mb", "Between nodes, first token, MB", number(4)),
         Column("later_mb", "each later one, MB", number(4)),
@@ -248,11 +248,11 @@ def break_even(derived: Derived) -> Table:
         marked = _behind(derived, ids, "break_even_told", Interval(*ends, row["fewest_pairs"]))
         rows.append({str(key): value for key, value in row.items()} | {"where": where} | marked)
     caption = (
-        "Highest achieved rate at which the contender and ZeRO-3 are equally fast, on the straight line "
-        "between neighbouring measured rates (speed-up and rate logarithmic), of which the lowest and the "
-        f"highest stand beside it, with Fieller's 95 % interval from {FEWEST} pairs on at both; 'below' and "
+        f"Highest achieved rate at which the contender and {derived.compared.baseline} are equally fast, on "
+        "the straight line between neighbouring measured rates (speed-up and rate logarithmic), of which the "
+        f"lowest and the highest stand beside it, with Fieller's 95 % interval from {FEWEST} pairs on at both; 'below' and "
         "'above': it goes on beyond the neighbours, where nothing was measured. "
-        f"{NOTHING}: not crossed between these. n: trials at all rates, ZeRO-3's among them."
+        f"{NOTHING}: not crossed between these. n: trials at all rates, the baseline's among them."
         f"{_marks_in_words(rows, 'break_even_told')}"
     )
     return placed("break_even", "Break-even", caption, rows, *columns)
