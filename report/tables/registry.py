@@ -250,8 +250,8 @@ def break_even(derived: Derived) -> Table:
     caption = (
         f"Highest achieved rate at which the contender and {derived.compared.baseline} are equally fast, on "
         "the straight line between neighbouring measured rates (speed-up and rate logarithmic), of which the "
-        f"lowest and the highest stand beside it, with Fieller's 95 % interval from {FEWEST} pairs on at both; 'below' and "
-        "'above': it goes on beyond the neighbours, where nothing was measured. "
+        f"lowest and the highest stand beside it, with Fieller's 95 % interval from {FEWEST} pairs on at both; "
+        "'below' and 'above': it goes on beyond the neighbours, where nothing was measured. "
         f"{NOTHING}: not crossed between these. n: trials at all rates, the baseline's among them."
         f"{_marks_in_words(rows, 'break_even_told')}"
     )
