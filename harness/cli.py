@@ -16,8 +16,9 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Final
@@ -35,7 +36,7 @@ from harness.measure import machine
 from harness.records import bench_record
 from harness.records.record import RecordError, path_of, read, read_all
 from harness.runs.forecast import Forecast, PlanError, forecast, this_host
-from harness.suites.expansion import SuiteError, load
+from harness.suites.expansion import MOST_TRIALS, SuiteError, load
 from harness.suites.labels import at, told
 from harness.suites.trial import Trial
 from harness.train import command as train_command
@@ -66,6 +67,10 @@ Question = Annotated[
     str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
 ]
 Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
+Sweeps = Annotated[
+    int,
+    typer.Option("--sweeps", min=1, help="How often the whole sweep shall have run, one after the other."),
+]
 RESULTS: Final = Path("results")
 
 
@@ -95,22 +100,41 @@ def plan(file: SuiteFile) -> None:
 
 
 @app.command()
-def run(file: SuiteFile, results: ResultsFolder = RESULTS) -> None:
+def run(file: SuiteFile, results: ResultsFolder = RESULTS, sweeps: Sweeps = 1) -> None:
     """Run a suite's missing trials, then build its report and print the report's path."""
     suite = load(file)
     folder = results / suite.name
+    asked = [trial for number in range(sweeps) for trial in suite.sweep(number)]
+    if len(asked) > MOST_TRIALS:
+        raise Refusal(
+            f"--sweeps {sweeps}: {len(asked)} trials; at most {MOST_TRIALS} are allowed in one folder"
+        )
     _check_folder(folder)
-    _check_inputs(folder, suite.trials)
+    _check_inputs(folder, asked)
     _check_feasible(file, forecast(suite.trials, this_host()))
 
+    from harness.runs.repeats import batches
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
     progress = terminal.console(stderr=True)
     progress.print(f"{suite.name}: {suite.question}", markup=False)
-    progress.print(f"{len(suite.trials)} trials into {folder}. Stated time: {suite.time}.", markup=False)
+    times = f"{sweeps} sweeps of {len(suite.trials)} trials" if sweeps > 1 else f"{len(suite.trials)} trials"
+    each = " (each)" if sweeps > 1 else ""
+    progress.print(f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}.", markup=False)
 
-    outcome = run_sweep(suite.name, list(suite.trials), folder, progress, question=suite.question)
+    rest = batches(suite, sweeps, _seconds(folder))
+    first = next(rest)
+    static = sweeps == 1 and suite.repeats.within is None
+    outcome = run_sweep(
+        suite.name,
+        list(first.trials),
+        folder,
+        progress,
+        question=suite.question,
+        more=None if static else partial(next, rest, None),
+        total=len(asked),
+    )
     if outcome.interrupted:
         raise typer.Exit(INTERRUPTED)
     _build_report(folder)
@@ -210,6 +234,23 @@ def export_checkpoint(
     interrupts.take_over()
     export(checkpoint, out, dtype=named[dtype])
     print(out)
+
+
+def _seconds(folder: Path) -> Callable[[Trial], float | None]:
+    """What the trials of a folder took, read once each."""
+    from harness.runs.repeats import seconds_of
+
+    known: dict[str, float] = {}
+
+    def took(trial: Trial) -> float | None:
+        if trial.id not in known and (path := path_of(folder, trial.id)).exists():
+            found = seconds_of(read(path))
+            if found is None:
+                return None
+            known[trial.id] = found
+        return known.get(trial.id)
+
+    return took
 
 
 def _build_report(folder: Path) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 CONFIDENCE: Final = 0.95
 FEWEST: Final = 6  # values: the range of five holds the median in 0.94 of samples, and is no interval of 0.95
 FEWEST_SWEEPS: Final = 3  # Student's t of two is 13 times their error
+LEAST_STEPS: Final = 100  # of training, before which a validation loss says nothing and is not printed
 ENOUGH_POWER: Final = 0.8  # of a test, without which it claims nothing
 
 _Floats = np.ndarray[tuple[int], np.dtype[np.float64]]

@@ -45,8 +45,10 @@ from harness.records.record import Failure, LinkRecord, Record, RecordError, pat
 from harness.runs import deepspeed
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
+from harness.runs.repeats import Batch
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.trial import run as run_trial
+from harness.suites.labels import counted
 from harness.suites.peers import DEEPSPEED
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
@@ -84,47 +86,95 @@ class _Interrupted(Exception):  # noqa: N818 - no error: what a user asked for
 
 
 def run_sweep(
-    suite_name: str, trials: Sequence[Trial], results: Path, console: Console, *, question: str = ""
+    suite_name: str,
+    trials: Sequence[Trial],
+    results: Path,
+    console: Console,
+    *,
+    question: str = "",
+    more: Callable[[], Batch | None] | None = None,
+    total: int = 0,
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
+
+    Args:
+        suite_name: as records say it.
+        trials: of the first sweep.
+        results: folder of the records.
+        console: where progress is printed.
+        question: as records say it.
+        more: the batch that follows, once all before have records, or None; a further sweep opens its links
+            anew.
+        total: trials that are known to come in all.
 
     Raises:
         RecordError: if ``results`` cannot be read or written.
     """
-    counts = {"ok": 0, "failed": 0}
+    counts = {"ok": 0, "failed": 0, "skipped": 0}
     together = any(trial.cluster.launcher == "torchrun" for trial in trials)
+    interrupted = False
     with contextlib.suppress(_Interrupted), contextlib.ExitStack() as stack:
         leads = stack.enter_context(_joined()) if together else True
         sweep = _Sweep(suite_name, results, question, leads=leads)
         if leads:
             stack.enter_context(alone(results))
-        missing = [
-            (order, trial) for order, trial in enumerate(trials) if not finished(results, trial, sweep.pool)
-        ]
-        ran = {trial.id for _, trial in missing}
-        before = [read(path_of(results, trial.id)) for trial in trials if trial.id not in ran]
-        counts["failed"] += sum(not record.answers for record in before)
-        if together:
-            missing = _agree(missing)
+        batch: Batch | None = Batch(0, tuple(trials))
+        missing = _missing(sweep, batch, counts, together=together)
         shown = console if sweep.leads else Console(quiet=True)
-        skipped, interrupted = len(trials) - len(missing), False
-        display = stack.enter_context(Display(shown, trials, skipped, results))
+        display = stack.enter_context(Display(shown, trials, counts["skipped"], results, total))
         stack.enter_context(sweep)
         try:
-            for position, (order, trial) in enumerate(missing):
-                sweep.keep_links([_setting(later) for _, later in missing[position:]])
-                record = sweep.run(trial, order, display)
-                if sweep.leads:
-                    write(results, record)
-                    if record.failure is None or record.failure.log is None:  # what an earlier run left
-                        (results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
-                counts["ok" if record.answers else "failed"] += 1
-                display.finished(record)
+            while batch is not None:
+                wanted = [_setting(trial) for trial in batch.trials]
+                for position, trial in enumerate(missing):
+                    later = [_setting(one) for one in missing[position:]]
+                    sweep.keep_links(later if more is None else wanted)
+                    _run_one(sweep, trial, display, counts)
+                batch = more() if more is not None and sweep.leads else None
+                batch = _broadcast(batch) if together else batch
+                if batch is not None:
+                    missing = _further(sweep, batch, counts, display, together=together)
         except KeyboardInterrupt:
             interrupted = True
             display.interrupted()
             raise _Interrupted from None  # past torchrun's group, in which messages may be under way
-    return SweepOutcome(counts["ok"], counts["failed"], skipped, interrupted, sweep.leads)
+    return SweepOutcome(counts["ok"], counts["failed"], counts["skipped"], interrupted, sweep.leads)
+
+
+def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int], *, together: bool) -> list[Trial]:
+    """The trials of a batch that have to run; the others are counted."""
+    sweep.asked(batch)
+    missing = [trial for trial in batch.trials if not finished(sweep.results, trial, sweep.pool)]
+    ran = {trial.id for trial in missing}
+    before = [read(path_of(sweep.results, trial.id)) for trial in batch.trials if trial.id not in ran]
+    tally["failed"] += sum(not record.answers for record in before)
+    if together:
+        missing = _broadcast(missing)
+    tally["skipped"] += len(batch.trials) - len(missing)
+    return missing
+
+
+def _further(
+    sweep: _Sweep, batch: Batch, tally: dict[str, int], display: Display, *, together: bool
+) -> list[Trial]:
+    """The trials of a later batch that have to run, once it is said why."""
+    before = sweep.number
+    missing = _missing(sweep, batch, tally, together=together)
+    why = f"sweep {batch.sweep + 1}" if batch.sweep != before else "some intervals are not narrow enough"
+    why += f": {counted(len(missing), 'trial')}"
+    display.further(len(batch.trials), len(batch.trials) - len(missing), why)
+    return missing
+
+
+def _run_one(sweep: _Sweep, trial: Trial, display: Display, tally: dict[str, int]) -> None:
+    """Run one trial, and write its record."""
+    record = sweep.run(trial, display)
+    if sweep.leads:
+        write(sweep.results, record)
+        if record.failure is None or record.failure.log is None:  # what an earlier run left
+            (sweep.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
+    tally["ok" if record.answers else "failed"] += 1
+    display.finished(record)
 
 
 def finished(results: Path, trial: Trial, pool: str) -> bool:
@@ -187,11 +237,11 @@ def _joined() -> Iterator[bool]:
         yield dist.get_rank() == 0
 
 
-def _agree(missing: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
-    """Under torchrun, broadcast the leader's list of missing trials."""
+def _broadcast(value: T) -> T:
+    """Under torchrun, what the leader found."""
     import torch.distributed as dist
 
-    found = [missing]
+    found = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(found)
     return found[0]
@@ -218,6 +268,8 @@ class _Sweep:
     results: Path
     question: str = ""
     leads: bool = True
+    number: int = 0
+    _orders: dict[str, int] = field(default_factory=dict)
     _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
@@ -240,14 +292,22 @@ class _Sweep:
             if isinstance(link, Link):
                 link.close()
 
-    def run(self, trial: Trial, order: int, display: Display) -> Record:
+    def asked(self, batch: Batch) -> None:
+        """Number the trials of a batch in the order in which they are asked for; a new sweep closes links."""
+        for trial in batch.trials:
+            self._orders.setdefault(trial.id, len(self._orders))
+        if batch.sweep != self.number:
+            self.keep_links([])
+        self.number = batch.sweep
+
+    def run(self, trial: Trial, display: Display) -> Record:
         """Run one trial and return its record, of a failure too.
 
         Raises:
             KeyboardInterrupt: after its record as interrupted is written.
         """
         display.began(trial)
-        record, link = partial(self._record, trial, order, _now()), None
+        record, link = partial(self._record, trial, _now()), None
         if trial.memory_limit is not None:
             (foreseen,) = forecast((trial,), this_host())
             if foreseen.beyond_limit is not None:
@@ -348,10 +408,9 @@ class _Sweep:
             return run_in_place(target, argument, launch)
         raise Refusal("cluster.launcher = 'slurm' is for predictions only; start 'torchrun' through srun")
 
-    def _record(  # noqa: PLR0917  # the first three are of one trial
+    def _record(
         self,
         trial: Trial,
-        order: int,
         started: str,
         link: Link | None,
         failure: Failure | None,
@@ -364,7 +423,8 @@ class _Sweep:
             trial=trial.canonical(),
             started=started,
             finished=_now(),
-            order=order,
+            order=self._orders[trial.id],
+            sweep=self.number,
             machine=self._machine,
             code=self._code,
             inputs=digests(trial),

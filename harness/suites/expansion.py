@@ -23,12 +23,13 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NoReturn, get_origin
+from typing import Annotated, Any, Final, NoReturn, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.suites.peers import PEERS
+from harness.suites.repeats import BASELINE, Repeats, compared, interleaved
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
@@ -57,7 +58,7 @@ class _File(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)
     question: str = Field(min_length=1)
     time: str = "not stated"
-    repeats: int = Field(1, ge=1)
+    repeats: Annotated[Repeats, BeforeValidator(Repeats.of)] = Repeats()
     defaults: dict[str, Any] = {}
     matrix: dict[str, Any] = {}
     zip: list[dict[str, Any]] = []
@@ -67,12 +68,12 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A question and the trials that answer it, in the order in which they run.
+    """A question and the trials that answer it.
 
     Attributes:
         time: how long it takes, as its file states.
-        trials: repeat by repeat; inside a repeat, trials that differ only in strategy and policy
-            stand together, and their order changes from repeat to repeat.
+        cells: each trial once.
+        repeats: how often each is run.
         merged: cells dropped as duplicates, by what the axes say of each: those of a peer that differ in
             policy alone, or two that resolve to one policy.
         kept: fields that are left out of strategies, and why, one line each.
@@ -81,9 +82,25 @@ class Suite:
     name: str
     question: str
     time: str
-    trials: tuple[Trial, ...]
+    cells: tuple[Trial, ...]
+    repeats: Repeats
     merged: tuple[str, ...]
     kept: tuple[str, ...] = ()
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Those of the first sweep."""
+        return self.sweep(0)
+
+    def sweep(self, number: int) -> tuple[Trial, ...]:
+        """The trials that a sweep asks for at first, in the order in which they run: repeat by repeat.
+
+        Inside a repeat, trials that differ only in strategy and policy stand together, and their order
+        changes from repeat to repeat.
+        """
+        first = number * self.repeats.most
+        repeats = range(first, first + self.repeats.least)
+        return tuple(trial for repeat in repeats for trial in interleaved(self.cells, repeat))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +164,7 @@ class _Expansion:
 
     def suite(self) -> Suite:
         """Expand, exclude, override, validate, align and order."""
-        total = math.prod(len(axis) for axis in self.axes) * self.file.repeats
+        total = math.prod(len(axis) for axis in self.axes) * self.file.repeats.most
         if total > MOST_TRIALS:
             self._refuse(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
         products = itertools.product(*self.axes)
@@ -164,15 +181,29 @@ class _Expansion:
             cells = [self._fitting(cell, trial, left_out) for cell, trial in zip(cells, trials, strict=True)]
         trials = _aligned(self._checked(cells, Trial.check))
         unique = _different(trials)
+        self._check_baselines(unique)
         once = {id(trial) for trial in unique}
         return Suite(
             self.file.name,
             self.file.question,
             self.file.time,
-            tuple(_interleaved(unique, self.file.repeats)),
+            tuple(unique),
+            self.file.repeats,
             tuple(cell for trial, cell in zip(trials, asked, strict=True) if id(trial) not in once),
             tuple(_left_out_in_words(left_out)),
         )
+
+    def _check_baselines(self, trials: Sequence[Trial]) -> None:
+        """Refuse to repeat until ratios are known where there is nothing that they would be over."""
+        if self.file.repeats.within is None:
+            return
+        for cell in compared(trials, "repeat", "seed"):
+            if all(trial.strategy != BASELINE for trial in cell):
+                there = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
+                self._refuse(
+                    f"repeats: {self.file.repeats}: of ratios over {BASELINE}, which does not stand beside "
+                    f"{there}; expected it there, or a number of repeats"
+                )
 
     def _refuse(self, complaint: str) -> NoReturn:
         raise SuiteError(f"{self.path}: {complaint}")
@@ -568,23 +599,3 @@ def _aligned(trials: list[Trial]) -> list[Trial]:
         )
         for trial in trials
     ]
-
-
-def _interleaved(trials: list[Trial], repeats: int) -> Iterator[Trial]:
-    """Every trial once a repeat; compared ones adjacent, in an order that no drift can favour."""
-    groups: dict[str, list[Trial]] = {}
-    for trial in trials:
-        data = trial.canonical()
-        for name in ("strategy", "policy", "peer", _CONFIGURATION):
-            data.pop(name, None)
-        groups.setdefault(json.dumps(data, sort_keys=True), []).append(trial)
-    blocks = list(groups.values())
-    for repeat in range(repeats):
-        for index, block in enumerate(_rotated(blocks, repeat)):
-            turned = _rotated(block, repeat + index)
-            for trial in turned if repeat % 2 == 0 else reversed(turned):
-                yield trial.model_copy(update={"repeat": repeat})
-
-
-def _rotated(items: list[Any], by: int) -> list[Any]:
-    return items[by % len(items) :] + items[: by % len(items)]

@@ -41,6 +41,8 @@ def summary(derived: Derived) -> Table:
     rows, two = _rows(derived), bool(len(derived.over_papers))
     speedups = [Column("speedup_told", "Speed-up over the best ZeRO-3" if two else "Speed-up", str)]
     speedups += [Column("over_papers_told", "over the paper's baseline", str)] if two else []
+    learned = derived.trials["validation_loss"].notna().any()
+    loss = [Column("validation_loss", "Validation loss", number(4))] if learned else []
     columns = (
         Column("contender", "Contender"),
         Column("trials_told", "n", str),
@@ -51,7 +53,7 @@ def summary(derived: Derived) -> Table:
         Column("share", "Share allowed", footnotes.share),
         Column("sent_told", "Sent, MB/step", str),
         Column("bytes_ratio", "of ZeRO-3's", number(3)),
-        Column("validation_loss", "Validation loss", number(4)),
+        *loss,
     )
     caption = (
         "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
