@@ -34,10 +34,10 @@ from harness.errors import Refusal, one_line
 from harness.laws import command as check
 from harness.measure import machine
 from harness.records import bench_record
-from harness.records.record import RecordError, path_of, read, read_all
+from harness.records.record import Record, RecordError, path_of, read, read_all, readable
 from harness.runs.forecast import Forecast, PlanError, forecast, this_host
 from harness.suites.expansion import MOST_TRIALS, SuiteError, load
-from harness.suites.labels import at, told
+from harness.suites.labels import at, counted, told
 from harness.suites.trial import Trial
 from harness.train import command as train_command
 from harness.workloads.input_digests import digests
@@ -109,7 +109,7 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS, sweeps: Sweeps = 1) -
         raise Refusal(
             f"--sweeps {sweeps}: {len(asked)} trials; at most {MOST_TRIALS} are allowed in one folder"
         )
-    _check_folder(folder)
+    there = _check_folder(folder)
     _check_inputs(folder, asked)
     _check_feasible(file, forecast(suite.trials, this_host()))
 
@@ -119,9 +119,18 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS, sweeps: Sweeps = 1) -
     interrupts.take_over()
     progress = terminal.console(stderr=True)
     progress.print(f"{suite.name}: {suite.question}", markup=False)
-    times = f"{sweeps} sweeps of {len(suite.trials)} trials" if sweeps > 1 else f"{len(suite.trials)} trials"
+    count = counted(len(suite.trials), "trial")
+    times = f"{sweeps} sweeps of {count}" if sweeps > 1 else count
     each = " (each)" if sweeps > 1 else ""
     progress.print(f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}.", markup=False)
+    known = suite.ids(max(sweeps, *(1 + record.sweep for record in there))) if there else set()
+    if others := len({record.id for record in there} - known):
+        progress.print(
+            f"This folder also holds {counted(others, 'record')} that this suite does not ask for; the "
+            "report draws them too.",
+            markup=False,
+            soft_wrap=True,
+        )
 
     rest = batches(suite, sweeps, _seconds(folder))
     first = next(rest)
@@ -150,10 +159,13 @@ def show(what: Question, results: ResultsFolder = RESULTS) -> None:
     if folder is not None and bench_record.holds(folder):
         bench.show(bench_record.read_all(folder), out)
     elif folder is not None:
-        found = read_all(folder)
-        if not found:
+        found, broken = readable(folder)
+        if not found and not broken:
             raise Refusal(f"{folder}: no records in it; `zeropp run` writes them")
-        terminal.records(found, out, folder)
+        if found:
+            terminal.records(found, out, folder)
+        if broken:
+            raise RecordError(f"{broken[0]}{f' (and {len(broken) - 1} more)' if broken[1:] else ''}")
     else:
         path = _record(what, results)
         terminal.record(read(path), out, path.parent)
@@ -263,15 +275,15 @@ def _build_report(folder: Path) -> None:
     print(build(folder))
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse a results folder that cannot be written, or whose measurements this run's cannot join."""
+def _check_folder(folder: Path) -> list[Record]:
+    """The records of a results folder; refuses one that cannot be written, or that this run cannot join."""
     pool = machine.pool_key(machine.facts(), machine.code())
     there = read_all(folder) if folder.is_dir() else []
     strange = [record for record in there if record.measured and record.pool != pool]
     if strange:
         raise Refusal(
-            f"{folder}: holds {len(strange)} records of another machine or code (pool {strange[0].pool}, "
-            f"here {pool}), which are not put together; {_aside(folder)}"
+            f"{folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
+            f"{strange[0].pool}, here {pool}), which are not put together; {_aside(folder)}"
         )
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
@@ -279,6 +291,7 @@ def _check_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise Refusal(f"{folder}: results folder not writable: {place}: {error.strerror}") from None
+    return there
 
 
 def _check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
@@ -401,6 +414,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
     except Exception as error:
+        if (words := _no_command(error)) is not None:
+            return _complain(words, REFUSED, sep=" ")
         if not hasattr(error, "format_message"):  # a usage error; its class has moved between versions
             raise
         return _complain(f"{error.format_message()} (zeropp --help lists what there is)", REFUSED)
@@ -409,8 +424,17 @@ def _main(arguments: Sequence[str] | None) -> int:
     return status if isinstance(status, int) else OK
 
 
-def _complain(words: str, status: int) -> int:
-    line = f"zeropp: {one_line(words)}"
+def _no_command(error: Exception) -> str | None:
+    """Which commands a group has that was called without one; None for any other error."""
+    context = getattr(error, "ctx", None)
+    names = getattr(getattr(context, "command", None), "commands", None)
+    if context is None or not names or not str(getattr(error, "message", "")).startswith("Missing command"):
+        return None
+    return f"{context.info_name}: say one of {', '.join(names)}"
+
+
+def _complain(words: str, status: int, *, sep: str = ": ") -> int:
+    line = f"zeropp{sep}{one_line(words)}"
     with saying(line) if status == REFUSED else nullcontext(enter_result=True) as alone:
         if alone:
             print(line, file=sys.stderr, flush=True)

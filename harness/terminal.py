@@ -20,7 +20,17 @@ from harness.records.record import Record, slowest_seconds
 from harness.records.statistics import LEAST_STEPS
 from harness.runs.forecast import Forecast, gib
 from harness.suites.expansion import Suite, flatten
-from harness.suites.labels import NONE, at, counted, in_words, padded, padded_in_words, told
+from harness.suites.labels import (
+    INTERFACES,
+    INTERFACES_IN_WORDS,
+    NONE,
+    at,
+    counted,
+    in_words,
+    padded,
+    padded_in_words,
+    told,
+)
 from harness.suites.peers import PEERS
 
 _TRAINING: Final = ("forward", "backward", "step")  # phases
@@ -111,6 +121,12 @@ def _say_padding(shares: Iterable[float], out: Console) -> None:
         out.print(said, soft_wrap=True)
 
 
+def _say_interfaces(sent: Iterable[str], out: Console) -> None:
+    """What the mark of bytes without a ledger means, if it stands there."""
+    if any(text.endswith(INTERFACES) for text in sent):
+        out.print(INTERFACES_IN_WORDS, soft_wrap=True, markup=False)
+
+
 def _reasons(one: Forecast) -> tuple[str, ...]:
     """Why a cell cannot run here or, where it can, why it will be a failure on record."""
     return one.problems or tuple(why for why in (one.beyond_limit, one.refusal) if why)
@@ -151,18 +167,20 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
         table.add_column(name, overflow="fold")
     for name in ("s/step", "exposed s", "between nodes/step", "Mbit/s", "loss", "outcome"):
         table.add_column(name, justify="right", overflow="fold")
-    for record in found:
+    measured = [_measured(record) for record in found]
+    for record, values in zip(found, measured, strict=True):
         table.add_row(
             record.id,
             in_words(record.trial.get("strategy")),
             *(at(record.trial, path) for path in varying),
             in_words(record.trial.get("repeat")),
             *([str(record.sweep)] if several else []),
-            *_measured(record),
+            *values,
             "ok" if record.failure is None else record.failure.kind,
         )
     out.print(table)
     _say_padding((record.padding for record in found), out)
+    _say_interfaces((sent for _, _, sent, _, _ in measured), out)
     for record in found:
         if record.failure is not None:
             log = f"; log {folder / record.failure.log}" if record.failure.log else ""
@@ -197,7 +215,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
         *((path, at(one.trial, path)) for path, value in flatten(one.trial) if value is not None),
         *((f"machine {name}", value) for name, value in one.machine.items()),
         *((f"code {name}", value) for name, value in one.code.items()),
-        ("pool", one.pool),
+        ("hash of machine and code", one.pool),
         *((f"ran {name}", value) for name, value in one.ran.items()),
         ("parameters", one.parameters),
         ("padding of its units", f"{one.padding:.1%} of them" if one.units else NONE),
@@ -219,6 +237,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
     for name, value in lines:
         table.add_row(name, escape(in_words(value)))
     out.print(table)
+    _say_interfaces([sent], out)
     if one.failure is not None and one.failure.log:
         out.print(escape(f"log: {folder / one.failure.log}"), soft_wrap=True)
 
@@ -240,6 +259,7 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
     timed = [[step for step in rank.steps if not step.warmup] for rank in one.ranks]
     tokens = [[token for token in rank.tokens if not token.warmup] for rank in one.ranks]
     waited: list[float] | None = None
+    mark = ""
     if one.ranks and tokens[0]:
         of_steps = [list(group) for _, group in itertools.groupby(tokens[0], lambda token: token.step)]
         seconds = [sum(token.seconds for token in group) for group in of_steps]
@@ -256,6 +276,8 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
             sum(row.bytes for row in ledger if row.link == "inter" and row.phase in _TRAINING)
             for ledger in ledgers
         ]
+        if not ledgers and one.interfaces:
+            sent, mark = [counters.tx_bytes for counters in one.interfaces], f" {INTERFACES}"
         loss = f"{statistics.fmean(rank.steps[-1].loss for rank in one.ranks):.4f}"
     else:
         return NONE, NONE, NONE, NONE, NONE
@@ -263,7 +285,7 @@ def _measured(one: Record) -> tuple[str, str, str, str, str]:
     return (
         f"{statistics.median(seconds):.4f}",
         NONE if waited is None else f"{statistics.median(waited):.4f}",
-        _size(sum(sent) / len(seconds)) + padded(one.padding) if sent else NONE,
+        _size(sum(sent) / len(seconds)) + padded(one.padding) + mark if sent else NONE,
         f"{statistics.median(rates):.4g}" if rates else NONE,
         loss,
     )

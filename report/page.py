@@ -50,7 +50,9 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
     apart = [*first, *(table for table in tables if table.name in ("failures", *_LAST))]
     subject = heading(derived)
     return fill(
-        title=f"{' '.join(part for part in subject if part)}: {frames.suite}{_modelled(derived)}",
+        title=" ".join(part for part in subject if part)
+        + ("" if derived.finished.empty else f": {frames.suite}")
+        + _modelled(derived),
         kicker=f"Results of suite {frames.suite}{_modelled(derived)}",
         heading=subject,
         questions=frames.questions,
@@ -229,9 +231,10 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
         for (fact,), of_fact in groups(frames.facts, ["fact"])
     }
     ran = derived.finished
+    interrupted = f", {frames.interrupted} interrupted, not yet run again" if frames.interrupted else ""
     found = [
         ("suite", frames.suite),
-        ("trials", f"{len(ran)} finished, {len(frames.failures)} failed"),
+        ("trials", f"{len(ran)} finished, {len(frames.failures)} failed{interrupted}"),
         ("ran", _when(ran)),
     ]
     found += essentials(frames, ran)
@@ -261,7 +264,7 @@ def warnings(derived: Derived) -> list[str]:
         for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
     ]
     if len(frames.pools) > 1:
-        found.append(f"Records of {len(frames.pools)} pools (other machine or code) stand side by side.")
+        found.append(f"Records of {len(frames.pools)} machines or codes stand side by side.")
     if frames.left_out:
         found.append(
             f"Left out: {counted(frames.left_out, 'failure')} of another machine or code, "
@@ -284,6 +287,11 @@ def warnings(derived: Derived) -> list[str]:
         for warn in (footnotes.taken_warning, footnotes.padding_warning, footnotes.unsigned_warning)
         if (said := warn(derived))
     ]
+    if frames.interrupted:
+        found.append(
+            f"{counted(frames.interrupted, 'trial')} interrupted, not yet run again: the same `zeropp run` "
+            "does."
+        )
     if modelled := footnotes.modelled_in_words(derived).strip():
         found.append(modelled)
     if len(frames.failures):

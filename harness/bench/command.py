@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -28,13 +29,13 @@ from harness.cluster.rank import Rank
 from harness.measure import machine
 from harness.records import bench_record
 from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
+from harness.suites.labels import counted
 from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.peers import DEEPSPEED, Compute
 from harness.suites.trial import parse_rate
 
 app = typer.Typer(
     help="Measure codecs beside a copy, collectives beside gloo's own, engines beside peers and compute.",
-    no_args_is_help=True,
     rich_markup_mode=None,
 )
 
@@ -44,6 +45,7 @@ Topology = tuple[int, int]  # nodes, and ranks of each
 Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
 MODELS: Final = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))
 MOST_RANKS: Final = 64
+_COLUMNS: Final = 98  # of text below a table
 MOST_MEBIBYTES: Final = 1 << 16
 _TIMEOUT_SECONDS: Final = 7200.0
 
@@ -141,6 +143,7 @@ def engine(
     Peers, as shipped and tuned, are ddp, ddp-tuned, ddp-bf16, fsdp2, fsdp2-prefetch, fsdp2-kept,
     fsdp2-kept-prefetch, deepspeed and deepspeed-hpz; all send over gloo.  Ours on the same transport are
     exact-gloo, zero3-gloo and zeropp-gloo, and with shared memory inside nodes exact, zero3 and zeropp.
+    Compute alone, which sends nothing, is always there, as alone.
     """
     run = _Run("engine", results)
     # The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
@@ -221,7 +224,7 @@ class _Run:
         records = bench_record.read_all(self._folder) if any(self._folder.glob("*.json")) else []
         if strange := [bench.pool for bench in records if bench.pool != pool]:
             raise BenchError(
-                f"{self._folder}: holds {len(strange)} records of another machine or code (pool "
+                f"{self._folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
                 f"{strange[0]}, here {pool}), which are not put together; move the folder aside or "
                 "choose other --results"
             )
@@ -300,7 +303,8 @@ def _called(rank: Rank, target: Callable[[Rank], Result]) -> Result:
 
 def show(benches: Sequence[Bench], out: Console) -> None:
     """Print the tables of records of one benchmark."""
-    from report.bench.page import boards_of, table_of
+    from report.bench.boards import READ
+    from report.bench.page import boards_of, scattering, table_of
 
     for board, data in boards_of(benches):
         found = table_of(board, data, wide=False)
@@ -316,6 +320,8 @@ def show(benches: Sequence[Bench], out: Console) -> None:
             for row in rows:
                 table.add_row(*(escape(cell) for cell in row))
             out.print(table)
+        for words in filter(None, (f"{board.read} {READ}".strip(), scattering(board, data))):
+            out.print(textwrap.fill(words, _COLUMNS), markup=False, highlight=False)
 
 
 def _places(nodes: int | None, ranks: int | None, rate: str | None, usual: list[Place]) -> list[Place]:

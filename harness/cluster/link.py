@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from harness.cluster import namespaces
-from harness.records.checks import HEADER_BYTES
+from harness.records.packet_sizes import HEADER_BYTES
 
 Kind = Literal["auto", "namespaces", "paced", "none", "real"]
 

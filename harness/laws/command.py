@@ -30,7 +30,7 @@ VIOLATED: Final = 1
 EXAMPLES: Final = 40
 _MOST_SHOWN: Final = 64  # elements or bytes of a violation
 
-app = typer.Typer(help="Try the laws that codecs declare.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Try the laws that codecs declare.", rich_markup_mode=None)
 
 
 class CheckError(ValueError):

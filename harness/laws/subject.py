@@ -51,6 +51,7 @@ REPRESENTATIVE: Final = (
 )  # fmt: skip
 _CODEC_HEAD: Final = re.compile(r"fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*")
 _OBJECT: Final = re.compile(r"[\w.]+:[\w.]+")
+_OWN: Final = "a codec of your own is named as module:object, such as mykernels:Int4"
 _KINDS: Final[tuple[Dtype, ...]] = get_args(Dtype)
 
 
@@ -104,7 +105,8 @@ def read(text: str) -> Codec | Subject:
         try:
             return parse(text)
         except ValueError as error:  # CodecError, or a number of thousands of digits
-            raise SubjectError(str(error)) from error
+            own = "" if _CODEC_HEAD.fullmatch(text.partition(":")[0]) else f"; {_OWN}"
+            raise SubjectError(f"{error}{own}") from error
     return of_object(text, _import(text))
 
 
@@ -181,7 +183,20 @@ def _promises(name: str, thing: Any) -> tuple[Codec | None, Codec | Promises]:
     stochastic = bool(getattr(thing, "stochastic", False))
     if Law.UNBIASED in laws and not stochastic:
         raise SubjectError(f"{name}: promises unbiased, and is not stochastic")
-    return None, Promises(laws, stochastic, thing.frame_bytes, bound)  # type: ignore[arg-type]  # where None, unused
+    return None, Promises(laws, stochastic, _counting(thing.frame_bytes), bound)  # type: ignore[arg-type]  # where None, unused
+
+
+def _counting(frame_bytes: Callable[[int], Any]) -> Callable[[int], int]:
+    """A user's ``frame_bytes``, which must return a number of bytes."""
+
+    def checked(numel: int) -> int:
+        size = frame_bytes(numel)
+        try:
+            return operator.index(size)
+        except TypeError:
+            raise TypeError(f"frame_bytes({numel}) returned {size!r}, expected an int") from None
+
+    return checked
 
 
 def _block(name: str, thing: Any, codec: Codec | None) -> Block:

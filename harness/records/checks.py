@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
 from harness.records.record import LedgerRow, Record
 
 INTERFACE_WITHIN: Final = (0.99, 1.02)  # of ledger and headers, what a node's interface may count
-HEADER_BYTES: Final = 66  # a TCP packet's on the interface: Ethernet 14, IPv4 20, TCP 20 + 12 of timestamps
-SEGMENT_BYTES: Final = 1448  # of payload that a real network carries in one packet: an MTU of 1500
 # gloo announces a message from both sides and frames it, 48 bytes each; a ring's in two parts.
 CONTROL_BYTES: Final = 2 * 3 * 48
 _BARRIERS: Final = 4  # about what is counted once, and about each validation, which is not
@@ -123,7 +122,7 @@ def miscounted(record: Record) -> str | None:
 
 
 def segmented(row: LedgerRow) -> int:
-    """Bytes of headers of a row's messages in packets of :data:`SEGMENT_BYTES`, as a real network has them.
+    """Bytes of headers of a row's messages as a real network has them, in packets of ``SEGMENT_BYTES``.
 
     Messages of one row that differ in size (chunks of several lengths) are taken to be of equal size.
     """

@@ -21,6 +21,7 @@ from impl.plan.geometry import padding_share
 
 # 1: first schema.
 SCHEMA_VERSION: Final = 1
+_REMEDY: Final = "; delete the file and run again"
 
 Model = TypeVar("Model", bound=BaseModel)
 Phase = Literal["forward", "backward", "evaluate", "step", "probe"]
@@ -436,9 +437,9 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
     except (ValueError, RecursionError) as error:  # no JSON, or numbers or nesting beyond Python's limits
-        raise RecordError(f"{path}: not a record: {error}") from None
+        raise RecordError(f"{path}: not a record: {error}{_REMEDY}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
-        raise RecordError(f"{path}: not a record: no schema_version")
+        raise RecordError(f"{path}: not a record: no schema_version{_REMEDY}")
     if data["schema_version"] != version:
         raise RecordError(
             f"{path}: schema version {data['schema_version']}, this program reads and writes "
@@ -454,7 +455,7 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise RecordError(f"{path}: not a record: {where}: {first['msg']}") from error
+        raise RecordError(f"{path}: not a record: {where}: {first['msg']}{_REMEDY}") from error
 
 
 def read_all(results: Path) -> list[Record]:
@@ -463,4 +464,19 @@ def read_all(results: Path) -> list[Record]:
     Raises:
         RecordError: for any file that is not a record of this schema.
     """
-    return sorted((read(path) for path in results.glob("*.json")), key=lambda r: (r.started, r.id))
+    found, broken = readable(results)
+    if broken:
+        raise broken[0]
+    return found
+
+
+def readable(results: Path) -> tuple[list[Record], list[RecordError]]:
+    """The records of a folder, in the order in which they ran, and what is wrong with its other files."""
+    found: list[Record] = []
+    broken: list[RecordError] = []
+    for path in sorted(results.glob("*.json")):
+        try:
+            found.append(read(path))
+        except RecordError as error:
+            broken.append(error)
+    return sorted(found, key=lambda record: (record.started, record.id)), broken

@@ -106,7 +106,10 @@ def _gradient(
     if trial.workload == "generate":
         return None
     compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
-    first = FirstGradient(layouts, trial.seed, trial.accumulation, ROUNDING[compute])
+    rounding = ROUNDING[compute]
+    if policy is not None and policy.secondary_format != "frames":  # backward computes with a rounded copy
+        rounding = max(rounding, ROUNDING[policy.secondary_format])
+    first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding)
     times = 1.0 if scale is None else scale.initial
     parameters = dict(model.named_parameters())
     with evaluating(model):

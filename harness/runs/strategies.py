@@ -251,6 +251,7 @@ class ByDeepSpeed(Strategy):
 
     stepping: torch.optim.Optimizer
     _last: bool = True  # micro-batch of its step
+    _secondary: int | None = None  # bytes of hpZ's copy, which a step lets go
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
         """The one that DeepSpeed was given when it took the model."""
@@ -274,6 +275,9 @@ class ByDeepSpeed(Strategy):
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
         """See :meth:`Strategy.step`; the norm is DeepSpeed's, before clipping."""
         engine: Any = self.model
+        if self._secondary is None:
+            copies = [getattr(one, "ds_secondary_tensor", None) for one in engine.parameters()]
+            self._secondary = sum(copy.nbytes for copy in copies if copy is not None)
         engine.step()
         return Stepped(None if clip is None else float(engine.get_global_grad_norm()), done=True)
 
@@ -290,13 +294,11 @@ class ByDeepSpeed(Strategy):
         stepped = sum(parameter.nbytes for parameter in masters)
         weights = [getattr(one, "ds_tensor", one) for one in self.model.parameters()]
         held = {tensor.data_ptr(): tensor.nbytes for tensor in (*masters, *weights)}
-        copies = [getattr(one, "ds_secondary_tensor", None) for one in self.model.parameters()]
-        secondary = sum(copy.nbytes for copy in copies if copy is not None)
         return {
             "masters": sum(held.values()),
             "gradients": stepped,
             "optimizer": state_bytes(optimizer, optimizer.state),
-            **({"secondary": secondary} if secondary else {}),
+            **({"secondary": self._secondary} if self._secondary else {}),
         }
 
 

@@ -102,6 +102,11 @@ class Suite:
         repeats = range(first, first + self.repeats.least)
         return tuple(trial for repeat in repeats for trial in interleaved(self.cells, repeat))
 
+    def ids(self, sweeps: int) -> set[str]:
+        """The ids of all trials for which so many sweeps may ask."""
+        repeats = range(sweeps * self.repeats.most)
+        return {one.model_copy(update={"repeat": repeat}).id for one in self.cells for repeat in repeats}
+
 
 @dataclass(frozen=True, slots=True)
 class _Setting:

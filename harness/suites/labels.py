@@ -11,6 +11,10 @@ from impl.plan.geometry import MUCH_PADDING
 
 NONE: Final = "-"
 PADDED: Final = "¶"  # beside bytes, or a size, of a model whose units are padded by more than MUCH_PADDING
+INTERFACES: Final = "*"  # beside bytes that the nodes' interfaces counted, for want of a ledger
+INTERFACES_IN_WORDS: Final = (
+    f"{INTERFACES}: counted by the interfaces of the nodes, headers included: peers have no ledger."
+)
 _FOLLOWS: Final = ("policy.align", "policy.max_padding")  # from the suite; they change no trial's question
 
 

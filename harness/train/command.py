@@ -255,7 +255,7 @@ def _shape(
 
 def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
     """Print what became of each key and what each stage needs; why it does not fit, if it does not."""
-    from harness.train.memory_table import GB, activation_bytes, needs, table, too_large
+    from harness.train.memory_table import activation_bytes, in_words, needs, table, too_large
     from harness.workloads import models
     from impl.engine.unit_planning import plan_units
     from impl.errors import ZeroError
@@ -280,10 +280,11 @@ def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
             print(finding)
     if speaks:
         numel = sum(parameter.numel() for parameter in model.parameters())
+        size = f"{numel / 1e9:.4g} B" if numel >= 1e9 else f"{numel / 1e6:.4g} M"
         whole, share = found[0].adam, found[1].adam
         print(
-            f"{numel / 1e9:.4g} B parameters on {topology.world} ranks ({topology}): Adam's "
-            f"states are {whole / GB:.4g} GB, and {share / GB:.4g} GB on each rank from stage 1 on"
+            f"{size} parameters on {topology.world} ranks ({topology}): Adam's states are {in_words(whole)}, "
+            f"and {in_words(share)} on each rank from stage 1 on"
         )
         print(table(found, policy.stage, cuda=cuda), flush=True)
     here = topology.world if trial.cluster.launcher == "local" else _torchrun("LOCAL_WORLD_SIZE")

@@ -209,7 +209,7 @@ def line(job: Job, step: Step, loss: float, scale: float | None, peak: int) -> s
         f"{step.total * 1e3:.1f} ms ({parts})",
         f"{sequences / step.total:.3f} samples/s",
         f"{rate:.4g} TFLOP/s per rank",
-        f"{peak / MB:.2f} MB at most",
+        f"{'process' if trial.cluster.device == 'cpu' else 'GPU'} peak {peak / MB:.2f} MB",
     ]
     if scale is not None:
         said.append(f"loss scale {scale:g}")

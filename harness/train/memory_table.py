@@ -132,7 +132,11 @@ def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
     lines = [
         "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (head, *rows)
     ]
-    lines += [f"{name} bytes on each rank, without buffers of messages", "* an estimate"]
+    lines += [
+        f"{name} bytes on each rank, without what a process's peak also holds: messages, Python and torch",
+        f"<: stage {chosen}, which is asked for",
+        "* an estimate",
+    ]
     one, two = (replace(need, stage=0) for need in found[1:3])
     if one == two:
         lines.append(
@@ -145,6 +149,11 @@ def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
             + ("" if cuda else "; on a CPU both are one memory, and add up")
         )
     return "\n".join(lines)
+
+
+def in_words(size: float) -> str:
+    """Bytes in GB or, below a tenth of one, in MB."""
+    return f"{size / GB:.4g} GB" if size >= GB / 10 else f"{size / MB:.4g} MB"
 
 
 def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: int) -> str | None:

@@ -41,6 +41,7 @@ class Board:
     below: str | None = None  # column whose values have a row of panels each
     split: Mapping[str, Sequence[str]] = field(default_factory=dict)  # columns with a figure for each value
     colours: tuple[str, Mapping[str, str]] | None = None  # a column, and the colour of each of its values
+    read: str = ""  # how to read the table in a terminal, which prints no caption
     log: bool = True  # the plot's axis
     labels: Callable[[Sample], dict[str, Any]] = lambda sample: {"place": _place(sample)}
     """Further labels of a row, beside the sample's names."""
@@ -98,6 +99,10 @@ def _place(sample: Sample) -> str:
 _OF_COPY: Final = "reference_seconds / seconds * moved_bytes / (2 * element_bytes)"
 _ROUNDS: Final = Shown("rounds", "rounds", "{:d}".format, wide=True)
 _MEDIANS: Final = "Medians over rounds, in brackets 95 % intervals of ratios formed inside a round. "
+READ: Final = (
+    "In brackets: 95 % intervals. A ratio is the median of ratios, each formed inside one round, so it need "
+    "not be the quotient of two printed medians."
+)
 _SLOWEST: Final = f"{_MEDIANS}Times are the slowest rank's. "
 BACKENDS: Final = {
     "cpu": "#0072b2", "cuda": "#009e73", "reference": "#777777", "bitsandbytes": "#cc79a7",
@@ -182,6 +187,11 @@ BOARDS: Final[dict[Kind, Board]] = {
             "below it arithmetic. Sums are of 4 frames. Other arithmetic: another library's, which equals "
             "none of ours and makes its own buffers."
         ),
+        read=(
+            "GB/s: every byte read or written, once, over seconds. 'decode, sum 4, encode' decodes 4 frames, "
+            "adds them and encodes the sum; 'carried error' adds what the last encoding lost, and keeps what "
+            "this one loses."
+        ),
         labels=_of_codec,
         columns=(
             Shown("where", "where", place=True),
@@ -253,6 +263,7 @@ BOARDS: Final[dict[Kind, Board]] = {
             "loss is the mean over ranks before the last step: all but ZeRO++ and compute alone agree in "
             "every step."
         ),
+        read="tok/s: of all ranks, the median over rounds.",
         labels=_of_contender,
         rounds=_best_peers,
         columns=(

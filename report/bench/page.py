@@ -36,6 +36,9 @@ _FOLDERS: Final[Folders] = {
 }
 _WIDE: Final = 300.0  # an axis whose ends have a larger ratio is labelled at decades only
 _MOST_TOLD: Final = 24  # dots that a description names one by one
+_MOST_FINDINGS: Final = 3  # in the lead
+_MOST_SCATTERED: Final = 3  # that a line names
+SCATTER: Final = 0.2  # of the median: beyond, a page says so
 _ONE_COLOUR: Final = "#0072b2"
 
 
@@ -114,14 +117,58 @@ def _told(found: Interval) -> str:
     return middle if not found.known else f"{middle} [{low}, {high}]"
 
 
+def scattering(board: Board, data: pd.DataFrame) -> str | None:
+    """Whose rounds scatter by more than :data:`SCATTER`, the range of the middle half of their seconds over
+    their median; None if nobody's do.
+    """
+    found = []
+    for names, group in groups(data, _telling(board, data)):
+        low, middle, high = group["seconds"].quantile([0.25, 0.5, 0.75])
+        if (spread := (high - low) / middle) > SCATTER:
+            found.append((spread, " / ".join(map(str, names))))
+    if not found:
+        return None
+    worst = [f"{name} by {spread:.0%}" for spread, name in sorted(found, reverse=True)[:_MOST_SCATTERED]]
+    rest = f" and {len(found) - len(worst)} more" if len(found) > len(worst) else ""
+    return (
+        f"Rounds scatter by more than {SCATTER:.0%} (the middle half of their seconds, over the median): "
+        f"{'; '.join(worst)}{rest}. Something else had the machine: read the intervals, or run again."
+    )
+
+
+def _telling(board: Board, rows: pd.DataFrame) -> list[str]:
+    """Columns that tell the dots of the plot apart."""
+    colour = None if board.colours is None else board.colours[0]
+    keys = [key for key in (board.panel, board.below, colour) if key and len(rows[key].unique()) > 1]
+    return list(dict.fromkeys([board.row, *keys]))
+
+
+def _finding(board: Board, rows: pd.DataFrame) -> str:
+    """One sentence: the highest and the lowest of the plotted ratio, and whose they are."""
+    measure, title = board.plotted
+    known = rows.dropna(subset=[measure])
+    others = known[known[measure] != 1.0]  # the reference itself is no finding
+    known = known if others.empty else others
+    ordered = known.sort_values(measure, ascending=False).to_dict("records")
+    told = [
+        f"{number(3)(row[measure])} ({' / '.join(str(row[key]) for key in _telling(board, rows))})"
+        for row in (ordered[0], ordered[-1])
+    ]
+    if len(set(told)) == 1:
+        return f"{title.capitalize()}: {told[0]}."
+    return f"{title.capitalize()}: highest {told[0]}, lowest {told[1]}."
+
+
 def _write(folder: Path, benches: Sequence[Bench]) -> None:
     heading = ("zeropp bench", benches[0].subject)
     headline, drawn, tables = [], [], []
+    scattered: list[str] = []
     boards = list(boards_of(benches))
     for board, data in boards:
         for figure, rounds in _drawings(board, data):
-            headline.append(figure.alt(rounds))
+            headline.append(_finding(board, derived(board, rounds)))
             drawn.append(registry.write(figure, rounds, folder / "figures"))
+        scattered += [said] if (said := scattering(board, data)) else []
         found = table_of(board, data, wide=True)
         found.write(folder / "tables")
         tables.append(found)
@@ -131,10 +178,13 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         kicker="Results of a benchmark",
         heading=heading,
         questions=[],
-        headline=headline,
+        headline=headline[:_MOST_FINDINGS],
         emulated=emulation.of_benches(data for _, data in boards),
         facts=_facts(benches),
-        warnings=[f"Not in the last run: {name}: {why}." for name, why in benches[-1].missing.items()],
+        warnings=[
+            *scattered,
+            *(f"Not in the last run: {name}: {why}." for name, why in benches[-1].missing.items()),
+        ],
         figures=drawn,
         marked=frozenset(),
         missing=[],

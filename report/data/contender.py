@@ -8,7 +8,8 @@ fields that define a technique (stage, group, codecs, hpZ, feedback) are always 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from harness.suites.expansion import flatten
@@ -153,6 +154,17 @@ def told(field: str, value: str) -> str:
     if field == "secondary" and value == "0":
         return "no hpZ copy"
     return f"{_SHORT.get(field, field)} {value}"
+
+
+def short_names_in_words(names: Iterable[str]) -> str:
+    """Caption text, after a space, for the codecs in these contenders' names; empty where none has any."""
+    said = " ".join(names)
+    words = [
+        f"{_SHORT[field]} is the codec of {field}"
+        for field in ("weights", "gradients")
+        if re.search(rf"[( ]{_SHORT[field]} \w", said)
+    ]
+    return f" In names {' and '.join(words)}." if words else ""
 
 
 def _of_peer(trial: Trial) -> dict[str, str]:

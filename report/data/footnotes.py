@@ -93,7 +93,7 @@ def padding_warning(derived: Derived) -> str | None:
 def in_words(cells: Iterable[str]) -> str:
     """Caption text for the marks of rates and trials that occur in these cells, after a space."""
     found = "".join(cells)
-    words = {RATES: RATES_IN_WORDS, TAKEN: TAKEN_IN_WORDS}
+    words = {RATES: RATES_IN_WORDS, TAKEN: TAKEN_IN_WORDS, labels.INTERFACES: labels.INTERFACES_IN_WORDS}
     return "".join(f" {told}" for mark, told in words.items() if mark in found)
 
 
@@ -104,9 +104,9 @@ def taken_warning(derived: Derived) -> str | None:
     if found.empty:
         return None
     return (
-        f"During {len(found)} of {counted(len(ran), 'trial')} others had the processors: programs that are "
-        f"no ranks, and the machine's host, took more than {OTHERS_WITHIN:.0%} of their time, at most "
-        f"{found['taken_share'].max():.0%}; such trials are marked ({TAKEN})."
+        f"During {len(found)} of {counted(len(ran), 'trial')} other programs and the machine's host took "
+        f"more than {OTHERS_WITHIN:.0%} of the processors' time, at most {found['taken_share'].max():.0%}; "
+        f"such trials are marked ({TAKEN})."
     )
 
 

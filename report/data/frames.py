@@ -81,6 +81,7 @@ class Frames:
     questions: tuple[str, ...]  # of the suites, where records hold them
     pools: tuple[str, ...]  # hashes of machine and code
     left_out: int  # failures of another pool, without measurements
+    interrupted: int  # trials that Ctrl-C ended and that have not been run again; they are no failures
     trials: pd.DataFrame  # one row per finished trial that trained
     generators: pd.DataFrame  # the same of those that generated; their raw values are in ``tokens`` alone
     steps: pd.DataFrame  # per rank and optimizer step; seconds
@@ -143,12 +144,17 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         rows = pd.DataFrame([row for row in everything if row["id"] in ids], columns=list(everything[0]))
         return rows.astype(dict.fromkeys(_FLOATS, float))
 
-    failed = {record.id: record.failure.model_dump() for record in records if record.failure is not None}
+    failed = {
+        record.id: record.failure.model_dump()
+        for record in records
+        if record.failure is not None and record.failure.kind != "interrupted"
+    }
     return Frames(
         suite=", ".join(sorted({record.suite for record in records})),
         questions=tuple(sorted({record.question for record in records if record.question})),
         pools=tuple(sorted({record.pool for record in records})),
         left_out=found - len(records),
+        interrupted=len(records) - len(ended) - len(failed),
         trials=trials_of(finished),
         generators=trials_of(generated),
         steps=_frame(finished, STEPS, lambda r: _of_ranks(r, "steps")),

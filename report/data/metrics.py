@@ -52,7 +52,7 @@ def trials(frames: Frames) -> pd.DataFrame:
         share, schedule_share, ideal_share: best_seconds, schedule_seconds and ideal_seconds / step_seconds.
         processors_busy: processor_seconds / step_seconds.
         segment_bytes: what the ledger's messages would be on a real network, each in packets of
-            :data:`harness.records.checks.SEGMENT_BYTES` with their headers.
+            :data:`harness.records.packet_sizes.SEGMENT_BYTES` with their headers.
         m_bytes: M times the micro-batches of a step; M is the bytes between nodes of one hierarchical
             all-gather of the model, without padding, in 16 bits: 2 * elements * (nodes - 1), of all ranks.
         tflops: model TFLOP/s of a rank, for presets.

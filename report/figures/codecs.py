@@ -154,12 +154,18 @@ def _sweep_lines(
 
 def _sweep_caption(data: pd.DataFrame) -> str:
     base = " Dashed: ZeRO-3 in 16 bits." if (data["swept"] == codec_sweeps.REFERENCE).any() else ""
-    loss = " and loss of the last validation (its axis does not start at 0)"
-    loss = loss if data["validation_loss"].notna().any() else ""
+    drawn = [
+        words
+        for value, words in (
+            ("step_seconds", "median step seconds"),
+            ("m", "bytes between nodes per step (ledger, in units of M, see 'Bytes between nodes')"),
+            ("validation_loss", "loss of the last validation (its axis does not start at 0)"),
+        )
+        if data[value].notna().any()
+    ]
     return (
-        "What changes when only the named codecs do: median step seconds, bytes between nodes per step "
-        f"(ledger, in units of M, see 'Bytes between nodes'){loss}. Markers: median over "
-        f"repeats; dots: each.{base} {common_to(data)}"
+        f"What changes when only the named codecs do: {listed(drawn)}. Markers: median over repeats; dots: "
+        f"each.{base} {common_to(data)}"
     )
 
 

@@ -61,8 +61,9 @@ def _caption(data: pd.DataFrame) -> str:
     return (
         "Error of gradients: rings, each hop's decoded frames against the values that were encoded there; "
         "below them, end to end, sum((reduced - exact mean)^2) / sum(exact mean^2), the number being that of "
-        "the last measured step. Sums over all units, each contender and setting by itself; a ring has a hop "
-        f"for each of its steps. {common_to(data)}"
+        "the last measured step. Sums over all units, each contender and setting by itself. A ring has a hop "
+        "for each of its steps; whose name tells no way of reduction, reduces in two hops. "
+        f"{common_to(data)}"
     )
 
 

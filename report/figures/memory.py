@@ -62,23 +62,25 @@ def _memory_rows(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     was not measured has a column of its own on the right only.
     """
     order = group.drop_duplicates("contender").sort_values(["secondary", "place", "first"], kind="stable")
-    names = {str(name): _with_group(str(name), ranks) for name, ranks in order[_GROUP].to_numpy()}
+    names = [str(name) for name in order["contender"]]
     mib = group.assign(mib=group["bytes"] / _MIB)
     wide = mib.pivot_table(index="contender", columns=["source", "part"], values="mib", aggfunc="median")
     engine, formula = (wide.reindex(columns=[source], level=0).droplevel(0, axis=1) for source in _SOURCES)
     usual = [part for part in theme.MEMORY if part in engine.columns]
     parts = sorted([*usual, *engine.columns.difference(usual)], key=lambda part: part not in formula.columns)
     parts += list(formula.columns.difference(parts))
-    engine, formula = (found.reindex(index=list(names), columns=parts) for found in (engine, formula))
+    engine, formula = (found.reindex(index=names, columns=parts) for found in (engine, formula))
     used = engine.gt(0).any() | formula.gt(0).any()  # what nobody holds is not in the legend
     engine, formula = engine.loc[:, used].fillna(0), formula.loc[:, used]
-    return engine.rename(index=names), formula.rename(index=names)
+    return engine, formula
 
 
-def _with_group(name: str, ranks: int) -> str:
-    if not ranks or "groups of" in name:
-        return name
-    return f"{name[:-1]}, groups of {ranks})" if name.endswith(")") else f"{name} (groups of {ranks})"
+def _groups_in_words(data: pd.DataFrame) -> str:
+    """Ranks that share a copy, by contender, for those whose names do not say it."""
+    order = data.drop_duplicates("contender").sort_values(["secondary", "place", "first"], kind="stable")
+    found = [(str(name), int(ranks)) for name, ranks in order[_GROUP].to_numpy()]
+    told = [f"{name} {ranks}" for name, ranks in found if ranks and "groups of" not in name]
+    return f" ({listed(told)})" if told else ""
 
 
 def _memory_caption(data: pd.DataFrame) -> str:
@@ -91,8 +93,8 @@ def _memory_caption(data: pd.DataFrame) -> str:
         "Bytes that the engine owns on the fullest rank, by part, at their worst moment (bars), against the "
         f"total of the formulas of impl.plan.traffic.memory ( | ){hatched}. "
         "Ordered by the number of ranks that share one "
-        "hpZ copy of the weights: the smaller the group, the more memory, the fewer hops in backward. Median "
-        f"over repeats. {common_to(data)}"
+        f"hpZ copy of the weights{_groups_in_words(data)}: the smaller the group, the more memory, the fewer "
+        f"hops in backward. Median over repeats. {common_to(data)}"
     )
 
 

@@ -114,7 +114,7 @@ def _unexposed_in_words(data: pd.DataFrame) -> str:
     without = [contender for _, contender in contenders(data) if contender not in known]
     if not without:
         return ""
-    return f"It is not known of {listed(without)}: theirs is inside forward and backward. "
+    return f"For {listed(without)} it is not known: it is part of forward and backward. "
 
 
 def _split_alt(data: pd.DataFrame) -> str:

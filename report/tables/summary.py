@@ -10,7 +10,7 @@ import pandas as pd
 from harness.records.statistics import FEWEST
 from harness.suites import labels
 from report.data import footnotes, metrics
-from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE
+from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE, short_names_in_words
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
@@ -50,7 +50,7 @@ def summary(derived: Derived) -> Table:
         Column("tokens_per_second", "Tokens/s", number(3)),
         *speedups,
         Column("pairs_told", "Pairs", str),
-        Column("share", "Share allowed", footnotes.share),
+        Column("share", "Allowed step/step", footnotes.share),
         Column("sent_told", "Sent, MB/step", str),
         Column("bytes_ratio", "of ZeRO-3's", number(3)),
         *loss,
@@ -59,10 +59,11 @@ def summary(derived: Derived) -> Table:
         "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
         f"interval, Student's t on their logarithms, from {FEWEST} pairs on; 'Pairs' has their number "
         f"and the range in which they lie.{sweeps_in_words(derived.trials['sweep'])} "
-        f"{_PAPERS_IN_WORDS if two else ''}Share allowed: the best "
-        "step that schedule, link and processors allow over the measured one (told apart in Time and "
-        f"processors).{footnotes.alone_in_words(derived)} Sent: by all ranks between nodes in training "
-        f"(ledger).{_loss_in_words(derived)}{_marks_in_words(derived, rows, 'speedup_told', 'share')}"
+        f"{_PAPERS_IN_WORDS if two else ''}Allowed step/step: the shortest step that schedule, link and "
+        "processors allow, over the measured one (the table Time and processors has a column for each)."
+        f"{footnotes.alone_in_words(derived)} Sent: by all ranks between nodes in training "
+        f"(ledger).{short_names_in_words(row['contender'] for row in rows)}{_loss_in_words(derived)}"
+        f"{_marks_in_words(derived, rows, 'speedup_told', 'share', 'sent_told')}"
     )
     return placed("summary", "Summary", caption, rows, *columns)
 
@@ -75,22 +76,22 @@ def time(derived: Derived) -> Table:
         Column("trials_told", "n", str),
         Column("step_seconds", "Step, s", number(3)),
         Column("exposed_seconds", "Exposed, s", number(2)),
-        Column("share", "Share allowed", footnotes.share),
-        Column("schedule_share", "Share of schedule", footnotes.share),
-        Column("ideal_share", "Share of ideal", footnotes.share),
+        Column("share", "Allowed step/step", footnotes.share),
+        Column("schedule_share", "Scheduled step/step", footnotes.share),
+        Column("ideal_share", "Ideal step/step", footnotes.share),
         Column("processors_busy", "Processors busy", footnotes.share),
         Column("taken_share", "Taken by others", footnotes.part),
         Column("tflops", "TFLOPs", number(2)),
     )
     caption = (
-        "Medians over repeats and seeds. Exposed: communication waited for. Each share is that of a possible "
-        "step over the measured one. Share of schedule: of the scheduled step, which the engine's order of "
-        "gathers and reductions would take with this computation and these bytes on this link if every rank "
-        "had a processor of its own. Processors busy: of the step in which the processors, never idle, could "
-        "compute what the ranks did; not known on GPUs and of older records. Share allowed: of the longer of "
-        "these two. Share of ideal: of max(compute, wire), which no schedule reaches."
-        f"{footnotes.alone_in_words(derived)} Taken by others: what "
-        "programs that are no ranks, and the machine's host, had of the processors' time, in the trial in "
+        "Medians over repeats and seeds. Exposed: communication waited for. Step/step: a possible step "
+        "over the measured one. Scheduled: the step that the engine's order of gathers and reductions would "
+        "take with this computation and these bytes on this link if every rank had a processor of its own. "
+        "Processors busy: of the step in which the processors, never idle, could "
+        "compute what the ranks did; not known on GPUs and of older records. Allowed: the longer of "
+        "these two. Ideal: max(compute, wire), which no schedule reaches."
+        f"{footnotes.alone_in_words(derived)} Taken by others: what other "
+        "programs, and the machine's host, had of the processors' time, in the trial in "
         f"which it was most{_unknown_in_words(derived)}. TFLOPs: of the model, per rank, by Megatron's "
         f"formula without recomputation.{_marks_in_words(derived, rows, *metrics.SHARES)}"
     )
@@ -137,6 +138,13 @@ def _rows(derived: Derived) -> list[dict[str, Any]]:
     ]
 
 
+def _sent_in_words(ledger: float, interfaces: float) -> str:
+    """MB by the ledger or, where there is none, by the interfaces, marked so."""
+    if math.isnan(ledger) and not math.isnan(interfaces):
+        return f"{number(3)(interfaces)} {labels.INTERFACES}"
+    return number(3)(ledger)
+
+
 def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
     first = mine.iloc[0]
     step = metrics.step_interval(mine)
@@ -149,7 +157,8 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         "step_seconds_low": step.low,
         "step_seconds_high": step.high,
         "sent_mb": (sent := mine["sent_bytes"].median() / 1e6),
-        "sent_told": number(3)(sent) + labels.padded(float(mine["padding_share"].max())),
+        "interface_mb": (interface := mine["interface_bytes"].median() / 1e6),
+        "sent_told": _sent_in_words(sent, interface) + labels.padded(float(mine["padding_share"].max())),
         **dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan),
         "speedup_told": NOTHING,
         "pairs": len(paired),

@@ -18,7 +18,17 @@ from rich.console import Console
 
 from harness import cli, terminal
 from harness.measure import machine
-from harness.records.record import SCHEMA_VERSION, Failure, LedgerRow, Memory, RankRecord, Record, Step, write
+from harness.records.record import (
+    SCHEMA_VERSION,
+    Failure,
+    InterfaceCounters,
+    LedgerRow,
+    Memory,
+    RankRecord,
+    Record,
+    Step,
+    write,
+)
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from tests.harness.cluster.test_processes import until
 
@@ -48,7 +58,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -
     assert cli.main(arguments) == cli.REFUSED
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("zeropp: ")
+    assert err.startswith(("zeropp: ", "zeropp bench: "))
     assert err.endswith("\n")
     assert err.count("\n") == 1
     assert tree(folder) == before
@@ -168,11 +178,51 @@ def test_monstrous_records(folder: Path, capsys: pytest.CaptureFixture[str], tex
         assert "0123456789ab.json: not a record" in refused(folder, capsys, *arguments)
 
 
+def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command names it and the remedy; ``show`` lists the others before."""
+    whole = record(Path("results"))
+    (folder / "results" / "q" / "0123456789ab.json").write_text('{"schema_version": 1,')
+    for arguments in (("run", suite(folder)), ("report", "q"), ("show", "0123")):
+        assert "; delete the file and run again" in refused(folder, capsys, *arguments)
+    assert cli.main(["show", "q"]) == cli.REFUSED
+    found = capsys.readouterr()
+    assert whole.id in found.out
+    assert found.err.count("\n") == 1
+    assert "0123456789ab.json: not a record" in found.err
+    assert found.err.endswith("; delete the file and run again\n")
+
+
+def test_records_of_another_suite_of_that_name(
+    folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]
+) -> None:
+    """A run says how many records of its folder it does not ask for, if there are any."""
+    assert cli.main(["run", suite(folder)]) == cli.OK
+    assert "also holds" not in capsys.readouterr().err
+    failure = Failure(kind="crashed", message="it broke", log=None)
+    for seed in (1, 2):
+        record(Path("results"), failure=failure, seed=seed)
+    assert cli.main(["run", suite(folder)]) == cli.OK
+    assert "also holds 2 records that this suite does not ask for" in capsys.readouterr().err
+
+
+def test_bytes_of_peers_are_those_of_the_interfaces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a ledger they are what interfaces counted over the timed steps, marked so in both tables."""
+    made = record(Path("results"))
+    rank = made.ranks[0].model_copy(update={"ledger": None})
+    counters = [InterfaceCounters(node=node, tx_bytes=500_000, tx_packets=1) for node in (0, 1)]
+    write(Path("results/q"), made.model_copy(update={"ranks": [rank], "interfaces": counters}))
+    for what in ("q", made.id):
+        assert cli.main(["show", what]) == cli.OK
+        said = capsys.readouterr().out
+        assert "1 MB *" in said
+        assert "*: counted by the interfaces of the nodes" in said
+
+
 def test_other_pool(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Records of another machine or code are left alone, before anything runs."""
     made = record(Path("results"))
     error = refused(folder, capsys, "run", suite(folder))
-    assert f"holds 1 records of another machine or code (pool {made.pool}" in error
+    assert f"holds 1 record of another machine or code (hash {made.pool}" in error
 
 
 def test_failures_of_another_pool(

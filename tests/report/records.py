@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from harness.measure.quantisation_error import BITS, BLOCKS
-from harness.records.checks import HEADER_BYTES
+from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import (
     Alone,
     CommunicationError,

@@ -137,7 +137,6 @@ def test_the_headline_states_speedup_and_bytes(quickstart: Path) -> None:
         (("zero0", "zero1", "zero2", "ddp", "zero3"), "4 strategies against ZeRO-3"),
         (("zeropp", "ddp"), "DDP and ZeRO++"),
         (("zero3",), "ZeRO-3"),
-        ((), "No finished trial of titles"),
     ],
 )
 def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, tmp_path: Path) -> None:
@@ -238,8 +237,8 @@ def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) ->
             write(tmp_path / name, one)
         text = _Page(build(tmp_path / name).read_text().replace("</dt>", ": </dt>")).text
         page[name] = " ".join(text.split())
-    assert "During 1 of 5 trials others had the processors" in page["taken"]
-    assert "took more than 5% of their time, at most 50%" in page["taken"]
+    assert "During 1 of 5 trials other programs and the machine's host took more" in page["taken"]
+    assert "more than 5% of the processors' time, at most 50%" in page["taken"]
     assert "processors taken by others: at most 50.0% in a trial" in page["taken"]
     assert f"{first.id} ‡" in page["taken"]
     assert f"{rest[0].id} ‡" not in page["taken"]
@@ -385,7 +384,21 @@ def test_nothing_but_failures_still_gives_a_page(tmp_path: Path) -> None:
     write(tmp_path, record_of(Trial(), failure=Failure(kind="timeout", message="too slow", log=None)))
     text = _Page(build(tmp_path).read_text()).text
     assert "too slow" in text
+    assert "0 finished, 1 failed" in text
+    page = (tmp_path / "report.html").read_text()
+    assert "<title>No finished trial of quickstart</title>" in page
+    assert ">Figures<" not in page
     assert "no speed-up is stated" in text
+
+
+def test_what_was_interrupted_did_not_fail(tmp_path: Path) -> None:
+    """A trial that Ctrl-C ended is counted by itself until it is run again, and is no failed trial."""
+    write(tmp_path, record_of(Trial(strategy="zero3")))
+    failure = Failure(kind="interrupted", message="Ctrl-C", log=None)
+    write(tmp_path, record_of(Trial(strategy="zeropp"), failure=failure))
+    text = " ".join(_Page(build(tmp_path).read_text()).text.split())
+    assert "1 finished, 0 failed, 1 interrupted, not yet run again" in text
+    assert "Failed trials" not in text
 
 
 def test_what_cannot_be_reported_raises_one_line(tmp_path: Path) -> None:
@@ -394,7 +407,7 @@ def test_what_cannot_be_reported_raises_one_line(tmp_path: Path) -> None:
         build(tmp_path)
     foreign = tmp_path / "x.json"
     foreign.write_text("{")
-    with pytest.raises(RecordError, match="not a record") as broken:
+    with pytest.raises(RecordError, match=r"not a record: .*; delete the file and run again") as broken:
         build(tmp_path)
     foreign.write_text(json.dumps({"schema_version": 0}))
     with pytest.raises(RecordError, match="schema version 0") as old:
@@ -472,8 +485,9 @@ def test_a_modelled_link_is_called_so(tmp_path: Path) -> None:
     assert "modelled link</title>" in text
     page = " ".join(_Page(text).text.split())
     assert "ranks, modelled 50 Mbit/s" in page
-    captions = text.count("<figcaption>") + text.count('<p class="caption">')
+    captions = text.count("<figcaption>") + text.count('<p class="caption">') - 1  # without "Emulated"'s
     assert captions > 5
+    assert "Emulated: nodes are processes of one machine, and the link between them is modelled" in page
     assert page.count("Modelled: of all trials the link between nodes was a pacer") == captions + 1
     for path in (tmp_path / "tables").glob("*.md"):
         assert "Modelled" in path.read_text()

@@ -31,7 +31,7 @@ from harness.cluster.link import (
     slowest,
 )
 from harness.cluster.processes import Launch, run_ranks
-from harness.records.checks import HEADER_BYTES
+from harness.records.packet_sizes import HEADER_BYTES
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
 

@@ -156,6 +156,10 @@ class Secret(Lawless):
     codec = property(lambda self: 1 / 0)
 class Leaving(Lawless):
     def __init__(self): raise SystemExit(0)
+class Fractional(Half):
+    laws, block = ["zero"], 4
+    def decode(self, frame, out): out.zero_()
+    def frame_bytes(self, numel): return numel * 4.5
 def __getattr__(name):
     raise SystemExit(0) if name == "exit" else AttributeError(f"no {name} here")
 """
@@ -177,12 +181,22 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
     assert "  its scales, from byte 16: " in out
 
 
+def test_a_frame_of_no_whole_bytes_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user's ``frame_bytes`` that returns no number of bytes is named, with what it returned."""
+    (folder / "kernels_in_parts.py").write_text(KERNEL, encoding="utf-8")
+    arguments = ["check", "codecs", "--examples", "5", "--codec", "kernels_in_parts:Fractional"]
+    assert cli.main(arguments) == command.VIOLATED
+    said = capsys.readouterr().out
+    assert re.search(r"frame_bytes\((\d+)\) returned [\d.]+, expected an int", said)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--codec", "int9:64"), "codec 'int9:64': int9: integer codecs have 2 to 8 bits"),
         (("--codec", "int8:x"), "block 'x' is not a number"),
         (("--codec", "nonsense"), "codec 'nonsense': expected fp32"),
+        (("--codec", "mine:"), "a codec of your own is named as module:object"),
         (("--codec", "no_such_module:thing"), "cannot import 'no_such_module'"),
         (("--codec", "leaves:thing"), "cannot import 'leaves': SystemExit: 0"),
         (("--codec", "users:thing"), "users has no 'thing'"),

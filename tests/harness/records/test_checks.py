@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.records import checks
-from harness.records.checks import CONTROL_BYTES, HEADER_BYTES, INTERFACE_WITHIN, Counted
+from harness.records.checks import CONTROL_BYTES, INTERFACE_WITHIN, Counted
+from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import LedgerRow, Record
 from harness.suites.trial import Trial
 from tests.report.records import record_of

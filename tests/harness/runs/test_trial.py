@@ -18,7 +18,7 @@ from harness.cluster.processes import Launch, LaunchError, run_ranks
 from harness.measure.cpu_usage import busy
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
-from harness.records.checks import HEADER_BYTES
+from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble, run
 from harness.suites.trial import Trial
@@ -375,6 +375,7 @@ def test_checks_before_training_are_no_training(text: str, tmp_path: Path) -> No
     [
         ("exact", {}),
         ("zeropp", {"compute": "bf16"}),
+        ("zeropp", {"secondary_format": "bf16", "max_reuse": 0}),
         ("zeropp", {"gradients": "int4:64", "reduce": "ring"}),
         ("zero2", {"compute": "fp16", "loss_scale": "1024"}),
         ("mics", {"gradients": "int8:64"}),

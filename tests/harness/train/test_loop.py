@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
 LINE = re.compile(
     r"step \d+/2 \| loss (?P<loss>[\d.]+) \| [\d.]+ ms \(forward [\d.]+, backward [\d.]+, optimizer [\d.]+\) "
-    r"\| [\d.]+ samples/s \| [\d.e-]+ TFLOP/s per rank \| [\d.]+ MB at most"
+    r"\| [\d.]+ samples/s \| [\d.e-]+ TFLOP/s per rank \| process peak [\d.]+ MB"
 )
 
 
@@ -348,6 +348,9 @@ def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.C
     for first, *others, last in ((device, *on_device), (host, *on_host)):
         assert first + sum(others) == pytest.approx(last, abs=4e-3)
     assert "host: offloaded states, beside what lies on the device; on a CPU both are one memory" in half
+    assert "\n<: stage 3, which is asked for\n" in half
+    assert "without what a process's peak also holds" in half
+    assert re.search(r"^1\.\d+ B parameters on 8 ranks", half, re.MULTILINE)
     states = re.compile(r"Adam's states are [\d.]+ GB, and [\d.]+ GB")
     assert states.findall(half) == states.findall(plain)
 

@@ -257,9 +257,9 @@ def test_captions_name_those_of_whom_a_part_is_not_drawn() -> None:
     }
     for names, some in ((("ddp", "exact", "zero3"), True), (("zero3", "zeropp"), False)):
         _, data, plot = _drawn("step_split", derived[names])
-        told = "It is not known of DDP: theirs is inside forward and backward."
+        told = "For DDP it is not known: it is part of forward and backward."
         assert (told in plot.caption(data)) is some
-        assert ("not known of" in plot.caption(data)) is some
+        assert ("it is not known" in plot.caption(data)) is some
         _, data, plot = _drawn("volume", derived[names])
         told = (
             "then by quantising (of our engine's policies of at most 16 bits: not of DDP and exact (fp32))."
@@ -514,6 +514,26 @@ def _lines_of(figure: Figure, title: str) -> list[Line2D]:
     """Lines with markers in the first panel of the row of that title."""
     (ax,) = (ax for ax in figure.axes if ax.get_title(loc="left") == title)
     return [line for line in ax.lines if line.get_linestyle() == "-" and line.get_marker() != "None"]
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_sweep_promises_the_panels_that_it_has(validated: bool) -> None:
+    """Its caption speaks of the loss of a validation only where one was taken."""
+    records = _grid([f"int{bits}:256" for bits in (8, 6, 4)], ["int4:256"])
+    if not validated:
+        records = [record.model_copy(update={"validations": []}) for record in records]
+    figure, data, plot = _drawn("bits_sweep", derive(frames_of(records)))
+    assert ("loss of the last validation" in plot.caption(data)) is validated
+    assert len(figure.axes) == 2 + validated
+
+
+def test_memory_has_the_names_of_other_figures() -> None:
+    """A contender is called there as everywhere; the caption says how many ranks share its copy."""
+    derived = derive(frames_of(records_of("quickstart", repeats=1)))
+    figure, data, plot = _drawn("memory", derived)
+    names = {label.get_text() for label in figure.axes[0].get_yticklabels()}
+    assert names == set(derived.trials["contender"])
+    assert "ZeRO++ 2)" in plot.caption(data)
 
 
 @pytest.mark.parametrize("suite", ["block_sweep", "bits_sweep"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from harness.suites.peers import PEERS
 from harness.suites.trial import Cluster, Model, Trial
 from impl.adapters.traffic import HOSTED
 from report.data import published
@@ -102,11 +103,13 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
 
 
 def test_each_policy_has_its_own_colour_and_marker() -> None:
-    """No two strategies share a colour, and none a marker but a host's with what it hosts."""
+    """No two strategies share a colour, and markers only one library's settings, or a host and its guests."""
     assert set(theme.COLOURS) == set(NAMES) == set(theme.MARKERS)
     assert len(set(theme.COLOURS.values())) == len(theme.COLOURS)
     alone = {name: marker for name, marker in theme.MARKERS.items() if name not in HOSTED}
-    assert len(set(alone.values())) == len(alone)
+    settings_of = {name: name.partition("-")[0] if name in PEERS else name for name in alone}
+    assert len(set(alone.values())) == len(set(settings_of.values()))
+    assert len({(settings_of[name], marker) for name, marker in alone.items()}) == len(set(alone.values()))
     assert all(theme.MARKERS[name] == alone[host] for name, (host, _) in HOSTED.items())
 
 

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 
 from harness.records.record import ProcessorUse, Record
 from harness.suites.labels import PADDED
-from harness.suites.trial import Cluster, Trial
+from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.data import communication, footnotes
 from report.data import text as wording
 from report.data.frames import frames_of
@@ -114,6 +114,25 @@ def test_the_summary_equals_what_raw_steps_give() -> None:
         assert found.loc[name, "trials"] == 3
 
 
+def test_bytes_without_a_ledger_are_those_of_the_interfaces() -> None:
+    """DDP's bytes between nodes are printed, marked as counted by the interfaces; nothing else is."""
+    table = registry.summary(derive(frames_of(records_of("convergence", repeats=1))))
+    sent = {name: row["Sent, MB/step"] for name, row in _printed(table).items()}
+    assert sent["DDP"].endswith(" *")
+    assert float(sent["DDP"].removesuffix(" *")) > 0
+    assert not any("*" in told for name, told in sent.items() if name != "DDP")
+    assert "*: counted by the interfaces of the nodes" in table.caption
+
+
+def test_short_names_are_explained() -> None:
+    """The Summary's caption says what w and g are where a contender's name has them, and only there."""
+    trials = [Trial(strategy="zero3"), Trial(strategy="zeropp", policy=PolicyChanges(weights="int6:2048"))]
+    told = registry.summary(derive(frames_of([record_of(trial) for trial in trials]))).caption
+    assert "In names w is the codec of weights." in told
+    assert "g is" not in told
+    assert "In names" not in registry.summary(derive(frames_of(records_of("quickstart")))).caption
+
+
 def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
     """Over the best ZeRO-3, and over the flat one, each from its own pairs; elsewhere there is one column."""
     derived = derive(frames_of(records_of("baselines", repeats=6)))
@@ -141,9 +160,9 @@ def test_the_table_of_time_prints_all_shares_and_how_busy_processors_were() -> N
     records = records_of("bandwidth", repeats=1)
     table = registry.time(derive(frames_of(records)))
     printed = [column.title for column in table.columns]
-    first = printed.index("Share allowed")
+    first = printed.index("Allowed step/step")
     assert printed[first : first + 5] == [
-        "Share allowed", "Share of schedule", "Share of ideal", "Processors busy", "Taken by others",
+        "Allowed step/step", "Scheduled step/step", "Ideal step/step", "Processors busy", "Taken by others",
     ]  # fmt: skip
     found = table.data.dropna(subset=["share"])
     assert (found["share"] >= found["schedule_share"]).all()
@@ -263,7 +282,7 @@ def test_the_summary_is_as_narrow_as_the_page() -> None:
     ours, theirs = (
         {column.title for column in maker(derived).columns} for maker in (registry.summary, registry.time)
     )
-    assert ours & theirs == {"Contender", "n", "Step, s", "Share allowed"}
+    assert ours & theirs == {"Contender", "n", "Step, s", "Allowed step/step"}
 
 
 def _waiting(record: Record, share: float) -> Record:
@@ -282,7 +301,7 @@ def test_a_share_above_one_is_marked_and_explained() -> None:
     for wire, marked in ((1.2, True), (0.3, False)):
         derived = derive(frames_of([_waiting(record, wire)]))
         for found in (registry.summary(derived), registry.time(derived)):
-            cell = _printed(found)["ZeRO-3"]["Share allowed"]
+            cell = _printed(found)["ZeRO-3"]["Allowed step/step"]
             assert cell.endswith(" §") is marked
             assert float(cell.removesuffix(" §")) == pytest.approx(derived.trials["share"].iloc[0], abs=0.005)
             assert ("§: above 1" in found.caption) is marked
