@@ -11,10 +11,12 @@ from harness.cluster import interrupts
 
 # isort: split
 import inspect
+import os
 import re
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -24,9 +26,11 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from rich.console import Console
 
 from harness import terminal
 from harness.bench import command as bench
+from harness.cluster import supervisor
 from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.print_once import saying
 from harness.cluster.processes import end_if_in_group
@@ -35,10 +39,11 @@ from harness.laws import command as check
 from harness.measure import machine
 from harness.records import bench_record
 from harness.records.record import Record, RecordError, path_of, read, read_all, readable
+from harness.runs import launchers, slurm
 from harness.runs.forecast import Forecast, PlanError, forecast, this_host
-from harness.suites.expansion import MOST_TRIALS, SuiteError, load
+from harness.suites.expansion import MOST_TRIALS, Suite, SuiteError, load
 from harness.suites.labels import at, counted, told
-from harness.suites.trial import Trial
+from harness.suites.trial import Cluster, Trial
 from harness.train import command as train_command
 from harness.workloads.input_digests import digests
 from impl.checkpoint.atomic_files import CheckpointError
@@ -48,6 +53,7 @@ from impl.checkpoint.manifest import read_manifest
 OK: Final = 0
 SOME_FAILED: Final = 1
 REFUSED: Final = 2
+_FOLLOW_SECONDS: Final = 1.0
 
 app = typer.Typer(
     name="zeropp",
@@ -70,6 +76,17 @@ Answer = Annotated[str, typer.Argument(help="Suite name or file, or results fold
 Sweeps = Annotated[
     int,
     typer.Option("--sweeps", min=1, help="How often the whole sweep shall have run, one after the other."),
+]
+Follow = Annotated[
+    bool,
+    typer.Option("--follow", help="Print each record of a suite file as it is written, until all are there."),
+]
+RetryFailed = Annotated[
+    bool,
+    typer.Option(
+        "--retry-failed",
+        help="Run failed trials again, too. Killed ranks, full disks and lost nodes are tried again anyway.",
+    ),
 ]
 RESULTS: Final = Path("results")
 
@@ -100,15 +117,33 @@ def plan(file: SuiteFile) -> None:
 
 
 @app.command()
-def run(file: SuiteFile, results: ResultsFolder = RESULTS, sweeps: Sweeps = 1) -> None:
-    """Run a suite's missing trials, then build its report and print the report's path."""
+def run(
+    file: SuiteFile,
+    results: ResultsFolder = RESULTS,
+    *,
+    sweeps: Sweeps = 1,
+    retry_failed: RetryFailed = False,
+) -> None:
+    """Run a suite's missing trials, then build its report and print the report's path.
+
+    On a cluster the launcher starts this on every host; the first one's writes records and report.
+    """
     suite = load(file)
-    folder = results / suite.name
     asked = [trial for number in range(sweeps) for trial in suite.sweep(number)]
     if len(asked) > MOST_TRIALS:
         raise Refusal(
             f"--sweeps {sweeps}: {len(asked)} trials; at most {MOST_TRIALS} are allowed in one folder"
         )
+    if (waiting := launchers.for_slurm(suite.trials)) is not None:
+        more = [*(["--sweeps", str(sweeps)] if sweeps > 1 else []), *(["--retry-failed"] * retry_failed)]
+        _to_slurm(suite, file, results, waiting, more)
+        raise typer.Exit(OK)
+    place = launchers.place(suite.trials)
+    if place is not None and place.follows:
+        from harness.runs.work import WORKS
+
+        raise typer.Exit(supervisor.follow(place, WORKS, machine.identity()))
+    folder = results / suite.name
     there = _check_folder(folder)
     _check_inputs(folder, asked)
     _check_feasible(file, forecast(suite.trials, this_host()))
@@ -135,26 +170,34 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS, sweeps: Sweeps = 1) -
     rest = batches(suite, sweeps, _seconds(folder))
     first = next(rest)
     static = sweeps == 1 and suite.repeats.within is None
-    outcome = run_sweep(
-        suite.name,
-        list(first.trials),
-        folder,
-        progress,
-        question=suite.question,
-        more=None if static else partial(next, rest, None),
-        total=len(asked),
-    )
-    if outcome.interrupted:
-        raise typer.Exit(INTERRUPTED)
-    _build_report(folder)
-    if outcome.failed:
-        raise typer.Exit(SOME_FAILED)
+    with launchers.gathered(place, suite.trials) as nodes:
+        outcome = run_sweep(
+            suite.name,
+            list(first.trials),
+            folder,
+            progress,
+            question=suite.question,
+            nodes=nodes,
+            retry_failed=retry_failed,
+            more=None if static else partial(next, rest, None),
+            total=len(asked),
+        )
+        status = INTERRUPTED
+        if not outcome.interrupted:
+            _build_report(folder)
+            status = SOME_FAILED if outcome.failed else OK
+        if nodes is not None:
+            nodes.end(status)
+    raise typer.Exit(status)
 
 
 @app.command()
-def show(what: Question, results: ResultsFolder = RESULTS) -> None:
+def show(what: Question, results: ResultsFolder = RESULTS, *, follow: Follow = False) -> None:
     """Print one record, or all records of a suite as a table."""
     out = terminal.console()
+    if follow:
+        _follow(load(Path(what)), results, out)
+        return
     folder = _folder(what, results)
     if folder is not None and bench_record.holds(folder):
         bench.show(bench_record.read_all(folder), out)
@@ -263,6 +306,39 @@ def _seconds(folder: Path) -> Callable[[Trial], float | None]:
         return known.get(trial.id)
 
     return took
+
+
+def _follow(suite: Suite, results: Path, out: Console) -> None:
+    """Print the outcome of each trial of a suite's first sweep once its record is written, until all are."""
+    from harness.runs.repeats import batches
+
+    folder, asked, done = results / suite.name, 0, 0
+    for batch in batches(suite, 1, _seconds(folder)):
+        left = [trial.id for trial in batch.trials]
+        asked += len(left)
+        while left:
+            for identity in [one for one in left if path_of(folder, one).exists()]:
+                record = read(path_of(folder, identity))
+                if not record.settled and record.failure is not None and record.failure.kind == "interrupted":
+                    continue  # it runs again
+                left.remove(identity)
+                done += 1
+                words = "ok" if record.failure is None else f"{record.failure.kind}: {record.failure.message}"
+                line = one_line(f"[{done}/{asked}] {identity} {words}")
+                out.print(line, markup=False, highlight=False, soft_wrap=True)
+            if left:
+                time.sleep(_FOLLOW_SECONDS)
+
+
+def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, more: Sequence[str]) -> None:
+    """Submit a suite's run, with ``more`` options, to Slurm; inside of a job, start its step instead."""
+    arguments = ["run", str(file.absolute()), "--results", str(results.absolute()), *more]
+    if "SLURM_JOB_ID" in os.environ:
+        slurm.step(arguments, cluster.nodes)
+    folder = results / suite.name
+    number = slurm.submit(arguments, cluster, suite.name, folder)
+    print(f"Slurm job {number}: {counted(len(suite.trials), 'trial')} into {folder}", file=sys.stderr)
+    print(f"zeropp show {file} --results {results} --follow", file=sys.stderr)
 
 
 def _build_report(folder: Path) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from harness.doctor import Finding
 from harness.errors import one_line
-from harness.measure.memory_parts import on_device, on_host
+from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record, slowest_seconds
 from harness.records.statistics import LEAST_STEPS
 from harness.runs.forecast import Forecast, gib

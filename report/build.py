@@ -15,6 +15,7 @@ from typing import Final
 from report import page
 from report.data.frames import ReportError, load
 from report.data.metrics import Derived, derive
+from report.draw import figure_files
 from report.figures import registry
 from report.tables import registry as tables
 
@@ -66,7 +67,7 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
 
 def _write(folder: Path, derived: Derived) -> None:
     """Write the page, figures and tables."""
-    found = [(plot, registry.draw(plot, derived, folder / "figures")) for plot in registry.PLOTS]
+    found = [(plot, figure_files.draw(plot, derived, folder / "figures")) for plot in registry.PLOTS]
     shown = tables.all_tables(derived)
     for table in shown:
         table.write(folder / "tables")

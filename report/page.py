@@ -15,8 +15,8 @@ from report.data.contender import BASELINE, NAMES, PROPOSED, order_of
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, interval_in_words, listed, number
-from report.draw.plot import Plot
-from report.figures.registry import Drawn
+from report.draw.figure_definition import Plot
+from report.draw.figure_files import Drawn
 from report.tables.settings import essentials
 from report.tables.table import Table
 

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from harness.bench import peers
+from harness.bench import other_libraries
 from harness.cluster.rank import Progress, Rank
 from harness.records.bench_record import ElementType, Sample
 from impl import ops
@@ -37,7 +37,7 @@ CODECS: Final = (
     "int4:128:hadamard32", "int8:256:stochastic", "int4:256:stochastic",
 )  # fmt: skip
 OURS: Final = ("cpu", "cuda", "reference")
-BACKENDS: Final = (*OURS, *peers.QUANTISERS)
+BACKENDS: Final = (*OURS, *other_libraries.QUANTISERS)
 SOURCES: Final = 4  # frames that a sum adds
 MEBIBYTES: Final = {"cpu": 64, "cuda": 256}  # of elements, where nothing is asked for
 REFERENCE_SHARE: Final = 8  # the reference backend is timed on one part of so many,
@@ -63,8 +63,8 @@ class Work:
 
 def why_missing(name: str) -> str | None:
     """Why a backend is not available; None if it is."""
-    if name in peers.QUANTISERS:
-        return peers.why_missing(name)
+    if name in other_libraries.QUANTISERS:
+        return other_libraries.why_missing(name)
     if name == "cuda" and not torch.cuda.is_available():
         return "torch finds no CUDA device"
     try:
@@ -185,8 +185,8 @@ def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterato
         if not isinstance(codec, Raw) or name == here[0]:  # torch's casts are timed once
             part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
             yield from _of_codec(codec, x[:part] if name == "reference" else x, name)
-    for name in (name for name in backends if name in peers.QUANTISERS and x.device.type == "cpu"):
-        for own, arithmetic, nbytes, encode, decode in peers.codings(name, x):
+    for name in (name for name in backends if name in other_libraries.QUANTISERS and x.device.type == "cpu"):
+        for own, arithmetic, nbytes, encode, decode in other_libraries.codings(name, x):
             for operation, run in (("encode", encode), ("decode", decode)):
                 names = {"operation": operation, "codec": own, "backend": name, "other": arithmetic}
                 yield Work(names, x, x.nbytes + nbytes, run)

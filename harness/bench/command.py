@@ -76,7 +76,7 @@ def codecs(
     kinds = _chosen(kind or ["fp32"], get_args(ElementType), "type of elements")
 
     from harness.bench import codecs as bench_codecs
-    from harness.bench import peers
+    from harness.bench import other_libraries
     from impl.codecs.codec import CodecError, parse
 
     try:
@@ -100,7 +100,7 @@ def codecs(
         seconds=seconds,
     )
     (samples,) = run.on_ranks(target, threads=threads)
-    setting = {**target.keywords, "threads": threads, "peers": peers.versions(backends)}
+    setting = {**target.keywords, "threads": threads, "peers": other_libraries.versions(backends)}
     run.finish(samples, setting, missing)
 
 

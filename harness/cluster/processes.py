@@ -10,6 +10,7 @@ a failure.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import multiprocessing
 import os
@@ -37,7 +38,7 @@ from impl.plan.geometry import GeometryError
 from impl.plan.policy import PolicyError
 from impl.plan.topology import Topology
 
-Kind = Literal["refused", "crashed", "timeout", "memory", "interrupted", "wrong"]
+Kind = Literal["refused", "crashed", "killed", "timeout", "memory", "disk", "lost", "interrupted", "wrong"]
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
@@ -58,9 +59,11 @@ ALLOCATOR: Final = {
     "THP_MEM_ALLOC_ENABLE": "0",
 }
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
+_ASKED_SECONDS: Final = 0.2  # between two questions whether ranks elsewhere have failed
 _GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
 _CAUSE_SECONDS: Final = 10.0  # for the rank to end whose loss the others report
 _STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)  # what a rank does not do to itself
 _LOG_BYTES: Final = 1_000_000  # kept of each rank's log
 # What a rank says when it lost a peer: an effect, not a cause.
 _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket Timeout")
@@ -72,12 +75,22 @@ class LaunchError(Exception):
     Attributes:
         kind: of :class:`harness.records.record.Failure`.
         log: file with the output of all ranks; None if there is none.
+        effect: whether the rank failed only because another did, which is none of those watched.
     """
 
-    def __init__(self, kind: Kind, message: str, log: Path | None) -> None:
+    def __init__(self, kind: Kind, message: str, log: Path | None, *, effect: bool = False) -> None:
         super().__init__(message)
         self.kind: Kind = kind
-        self.log = log
+        self.log, self.effect = log, effect
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A TCP store at which the ranks of several hosts meet; their keys begin with ``prefix``."""
+
+    host: str
+    port: int
+    prefix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,8 @@ class Launch:
         timeout_seconds: for the whole run.
         log: where the log goes if something fails.
         scratch: folder for rendezvous files and logs; None for the system's temporary folder.
+        node: whose ranks are started here; None for those of all nodes.
+        meeting: where they meet the ranks of other hosts; None if all are started here.
     """
 
     topology: Topology
@@ -101,6 +116,16 @@ class Launch:
     backend: str = "gloo"
     scratch: Path | None = None
     paced_latency_ms: float = 0.0
+    node: int | None = None
+    meeting: Meeting | None = None
+
+    @property
+    def ranks(self) -> range:
+        """Numbers of the ranks that are started here."""
+        if self.node is None:
+            return range(self.topology.world)
+        first = self.node * self.topology.ranks_per_node
+        return range(first, first + self.topology.ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +161,8 @@ class _Watched:
             return self.end.kind, f"rank {self.rank}: {self.end.message}"
         code = self.process.exitcode
         if code is not None and code < 0:
-            return "crashed", f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
+            kind: Kind = "killed" if -code in _FROM_OUTSIDE else "crashed"
+            return kind, f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
         return "crashed", f"rank {self.rank} ended with status {code} and without a result"
 
 
@@ -145,11 +171,13 @@ def run_ranks(
     argument: Argument,
     launch: Launch,
     on_progress: Callable[[Progress], None] = lambda _: None,
+    stopped: Callable[[], str | None] | None = None,
 ) -> list[Result]:
     """Run ``target(rank, argument)`` in one fresh process per rank; returns what each returned, by rank.
 
     ``target`` is a module-level function; the default process group is initialised when it is called.
-    ``on_progress`` is called in this process with the progress of rank 0.
+    ``on_progress`` is called in this process with the progress of rank 0.  ``stopped`` is asked now and then
+    whether ranks elsewhere have failed, and says so; then those here end.
 
     Raises:
         LaunchError: for the first failure, after all ranks have ended; the log is kept.
@@ -168,7 +196,7 @@ def run_ranks(
         try:
             with _uninterrupted():  # half-started ranks would be nobody's
                 ranks += _start(target, argument, launch, scratch)
-            failure = _watch(ranks, launch.timeout_seconds, on_progress)
+            failure = _watch(ranks, launch.timeout_seconds, on_progress, stopped)
         finally:
             for watched in ranks:
                 watched.process.kill()
@@ -176,10 +204,10 @@ def run_ranks(
                 watched.process.join()
                 watched.pipe.close()
         if failure is not None:
-            kind, message = failure
-            if kind == "crashed" and _out_of_memory_kills() > killed_before:
-                kind, message = "memory", f"{message}; the kernel was out of memory"
-            raise LaunchError(kind, message, _keep_logs(scratch, launch))
+            kind, message, effect = failure
+            if kind == "killed" and _out_of_memory_kills() > killed_before:
+                message = f"{message}; the kernel was out of memory"
+            raise LaunchError(kind, message, _keep_logs(scratch, launch), effect=effect)
         return [watched.end.result for watched in ranks if watched.end is not None]
 
 
@@ -284,7 +312,7 @@ def _start(target: Any, argument: Any, launch: Launch, scratch: Path) -> list[_W
     start_server()
     context = multiprocessing.get_context("forkserver")
     ranks: list[_Watched] = []
-    for rank in range(launch.topology.world):
+    for rank in launch.ranks:
         receiving, sending = context.Pipe(duplex=False)
         process = context.Process(
             target=_rank_main,
@@ -299,18 +327,29 @@ def _start(target: Any, argument: Any, launch: Launch, scratch: Path) -> list[_W
 
 
 def _watch(
-    ranks: list[_Watched], timeout_seconds: float, on_progress: Callable[[Progress], None]
-) -> tuple[Kind, str] | None:
-    """Read from all ranks until all are done (returns None) or one failed (returns why)."""
+    ranks: list[_Watched],
+    timeout_seconds: float,
+    on_progress: Callable[[Progress], None],
+    stopped: Callable[[], str | None] | None,
+) -> tuple[Kind, str, bool] | None:
+    """Read from all ranks until all are done (returns None) or one failed (returns why).
+
+    The last of what is returned says whether that is only an effect of what failed elsewhere.
+    """
     deadline = time.monotonic() + timeout_seconds
     while any(watched.end is None for watched in ranks):
         left = deadline - time.monotonic()
-        if left <= 0:
+        if stopped is not None:
+            if (why := stopped()) is not None:
+                return "crashed", why, True
+            left = min(left, _ASKED_SECONDS)
+        if deadline <= time.monotonic():
             _dump_stacks(ranks)
             waiting = ", ".join(str(w.rank) for w in ranks if w.end is None)
             return (
                 "timeout",
                 f"no result from rank {waiting} after {timeout_seconds:g} s; stacks are in the log",
+                False,
             )
         _collect(ranks, left, on_progress)
         if any(watched.failed for watched in ranks):
@@ -321,7 +360,8 @@ def _watch(
                 if left <= 0:
                     break
                 _collect(ranks, left, on_progress)
-            return _cause(ranks)
+            cause = _cause(ranks)
+            return *cause.describe(), cause.only_effect
     return None
 
 
@@ -342,13 +382,13 @@ def _collect(ranks: list[_Watched], seconds: float, on_progress: Callable[[Progr
             watched.end = message
 
 
-def _cause(ranks: list[_Watched]) -> tuple[Kind, str]:
+def _cause(ranks: list[_Watched]) -> _Watched:
     """The most likely first failure: ranks that only lost a connection come last."""
 
     def order(watched: _Watched) -> tuple[bool, bool]:
         return watched.only_effect, watched.end is not None and watched.end.kind == "crashed"
 
-    return min((watched for watched in ranks if watched.failed), key=order).describe()
+    return min((watched for watched in ranks if watched.failed), key=order)
 
 
 def _dump_stacks(ranks: list[_Watched]) -> None:
@@ -364,7 +404,7 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
     try:
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         with launch.log.open("wb") as whole:
-            for rank in range(launch.topology.world):
+            for rank in launch.ranks:
                 whole.write(f"== rank {rank} ==\n".encode())
                 log = _log_of(scratch, rank)
                 if log.exists():
@@ -406,10 +446,11 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
     try:
         result = _run(number, launch, scratch, target, argument, pipe)
     except BaseException as error:  # the process boundary: whatever it was goes on the record
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # a full disk is on the record nevertheless
+            traceback.print_exc()
+            sys.stderr.flush()
         named = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
         pipe.send(_End(kind=_kind_of(error), message=named))
-        sys.stderr.flush()
         os._exit(1)  # without waiting for peers that no longer answer
     pipe.send(_End(result))
 
@@ -418,7 +459,6 @@ def _run(  # noqa: PLR0917  # as above
     number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
 ) -> Any:
     import torch
-    import torch.distributed as dist
 
     from impl.comm.mesh import default_group
 
@@ -439,13 +479,26 @@ def _run(  # noqa: PLR0917  # as above
 
     with default_group(
         launch.backend,
-        # A file: it needs no port, crosses namespaces, and sends nothing over the link.
-        store=dist.FileStore(str(scratch / "store"), launch.topology.world),  # type: ignore[attr-defined]
+        store=_meet(launch, scratch),
         rank=number,
         world_size=launch.topology.world,
         timeout=timedelta(seconds=launch.timeout_seconds),
     ):
         return target(Rank(number, launch.topology, port, pacer, report, launch.threads), argument)
+
+
+def _meet(launch: Launch, scratch: Path) -> Any:
+    """The store through which the ranks find each other."""
+    import torch.distributed as dist
+
+    if launch.meeting is None:
+        # A file: it needs no port, crosses namespaces, and sends nothing over the link.
+        return dist.FileStore(str(scratch / "store"), launch.topology.world)  # type: ignore[attr-defined]
+    meeting = launch.meeting
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=launch.timeout_seconds)
+    )
+    return dist.PrefixStore(meeting.prefix, store)  # type: ignore[attr-defined]
 
 
 def _die_with_sweep() -> None:
@@ -463,6 +516,8 @@ def _die_with_sweep() -> None:
 def _kind_of(error: BaseException) -> Kind:
     if isinstance(error, REFUSALS):
         return "refused"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "memory"
     if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's CPU allocator

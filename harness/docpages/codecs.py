@@ -11,7 +11,7 @@ from impl.codecs.codec import HALF_ULP, Codec, FloatCodec, Law, Raw, parse
 SHOWN: Final = (
     "fp32", "bf16", "fp16",
     "int8:2048", "int8:256", "int8:shard", "int7:256", "int6:256", "int5:256", "int4:256", "int3:256",
-    "int2:256", "int8:256:asym", "int4:256:asym",
+    "int2:256", "int8:256:asym", "int4:256:asym", "int8:256:clip", "int4:256:clip",
     "fp8e4m3:128", "fp8e5m2:128", "fp8e4m3:shard", "mxfp8", "mxfp8e5m2", "mxfp4",
     "int8:256:stochastic", "int4:256:stochastic", "int4:256:asym:stochastic", "fp8e4m3:128:stochastic",
     "mxfp4:stochastic",
@@ -41,6 +41,8 @@ def formula(codec: Codec) -> str:
         return "0" if codec.dtype == "fp32" else f"max / {1 / HALF_ULP[codec.dtype][0]:.0f}"
     if not isinstance(codec, FloatCodec):
         steps = codec.largest
+        if codec.clipped:  # its top is off by a whole step
+            return f"{f'{codec.hadamard} * ' if codec.hadamard else ''}max / {codec.steps}"
     elif codec.scale == "e8m0":  # the largest element may be the smallest of its binade
         steps = 1 << codec.mantissa
     else:

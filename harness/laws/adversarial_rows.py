@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, get_args
 
 import hypothesis
@@ -30,7 +31,8 @@ from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Block, Dtype, Law, Raw
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import OCTET, Noise
 
-LONGEST: Final = 5000  # elements of a row
+LONGEST: Final = 5000  # elements of a row that is drawn
+ELEMENTS: Final = 70_001  # of the longest row, which every claim but UNBIASED meets once: beyond 16 bits
 FEWER: Final = 10  # times fewer examples of UNBIASED, which encodes thousands of rows for each
 _LARGEST: Final = LARGEST["fp32"]
 _EDGES: Final = [
@@ -75,17 +77,17 @@ _largest_and_ties = st.sampled_from(_TIES).flatmap(
 
 
 @st.composite
-def rows(draw: st.DrawFn, block: Block) -> Tensor:
+def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
     """(S,) fp32: ties, equal, alternating, one spike, denormals, zeros, extremes; at times NaN, infinities.
 
     A few numbers, all within some powers of two or anywhere, repeated to a length around the block's, of
-    ``LONGEST`` at most: a longer block is tried short.  Blocks may be on scales of their own.
+    ``most`` at most: a longer block is tried short.  Blocks may be on scales of their own.
     """
     few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _largest_and_ties))
     size = 16 if block == "shard" else block
     around = (len(few), 8, size - 1, size, size + 1, 2 * size + 7)
-    lengths = sorted({min(n, LONGEST) for n in around if n > 0})
-    numel = draw(st.one_of(st.just(len(few)), st.sampled_from(lengths)))
+    lengths = sorted({min(n, most) for n in around if n > 0})
+    numel = draw(st.one_of(st.just(min(len(few), most)), st.sampled_from(lengths)))
     x = torch.tensor(few, dtype=torch.float32).repeat(-(-numel // len(few)))[:numel].contiguous()
     power = draw(st.one_of(st.just(0), st.integers(-140, 120)))
     x = torch.ldexp(x.double(), torch.tensor(power)).clamp(-_LARGEST, _LARGEST).float()
@@ -101,17 +103,40 @@ def rows(draw: st.DrawFn, block: Block) -> Tensor:
 
 
 @st.composite
-def cases(draw: st.DrawFn, block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype)) -> Case:
-    """What a law is tried on, for codecs with such blocks and types."""
+def cases(
+    draw: st.DrawFn, block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype), most: int = LONGEST
+) -> Case:
+    """What a law is tried on, for codecs with such blocks and types, of at most ``most`` elements."""
     return Case(
-        x=draw(rows(block)).to(DTYPES[draw(st.sampled_from(kinds))]),
+        x=draw(rows(block, most)).to(DTYPES[draw(st.sampled_from(kinds))]),
         out=draw(st.sampled_from(kinds)),
         power=draw(st.integers(-30, 30)),
         noise=draw(noises),
     )
 
 
-def standing(subject: Subject, claim: Claim) -> list[Case]:
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a claim.
+
+    Attributes:
+        cases: rows that it was tried on.
+        violation: of the smallest row that was found to break it; None if it holds.
+    """
+
+    cases: int
+    violation: Violation | None = None
+
+
+@lru_cache(maxsize=1)  # one codec's claims follow one another
+def long_row(block: Block, numel: int) -> Tensor:
+    """(S,) fp32: normal numbers, blocks on seven scales, the last one short where it can be."""
+    size = 64 if block == "shard" else min(block, numel)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    return x * (torch.arange(numel) // size % 7 - 3.0).exp2()
+
+
+def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
     """What is tried always and first: all ties of each format, and blocks on three scales, the last short.
 
     A largest element stands beside each tie, so that steps are 1 whatever the block.  Of a codec of ours
@@ -123,30 +148,56 @@ def standing(subject: Subject, claim: Claim) -> list[Case]:
     blocks = torch.arange(2 * size + 7) // size
     one = x[2].repeat(-(-len(blocks) // len(x[2])))[: len(blocks)]
     x.append(one * torch.tensor([1.0, 8.0, 0.125])[blocks.clamp(max=2)])
-    kinds, codec, noise = subject.kinds, subject.codec, Noise((1, 2, 3, 4))
-    kind: Dtype = "fp32" if "fp32" in kinds else kinds[0]
-    cases = [Case(x=row[:LONGEST].to(DTYPES[kind]), out=kind, power=1, noise=noise) for row in x]
+    kinds, kind, codec, noise = subject.kinds, _main(subject), subject.codec, Noise((1, 2, 3, 4))
+    cases = [
+        Case(x=row[: min(LONGEST, elements)].to(DTYPES[kind]), out=kind, power=1, noise=noise) for row in x
+    ]
     if codec is not None and not isinstance(codec, Raw):
         tried = kinds if claim is Duty.BITS else (kind,) if subject.specification else ()
         cases += [
             Case(x=row, out=each, power=1, noise=noise)
             for each in tried
             for row in edge_rows(codec, each, noise)
+            if row.numel() <= elements
         ]
     return cases
 
 
-def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Violation | None:
-    """Try a claim on ``examples`` rows; returns the violation of the smallest failing row, or None.
+def long_cases(subject: Subject, claim: Claim, elements: int) -> list[Case]:
+    """What is tried last: a row of ``elements``, if that is more than ``LONGEST``; bits in each type."""
+    if elements <= LONGEST or claim is Law.UNBIASED:
+        return []
+    row = long_row(subject.block, elements)
+    every = subject.kinds if claim is Duty.BITS else (_main(subject),)
+    return [Case(x=row.to(DTYPES[kind]), out=kind, power=1, noise=Noise((1, 2, 3, 4))) for kind in every]
 
+
+def _main(subject: Subject) -> Dtype:
+    """The type that most is tried in."""
+    return "fp32" if "fp32" in subject.kinds else subject.kinds[0]
+
+
+def search(
+    subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS
+) -> Violation | None:
+    """The violation of the smallest row that is found to break a claim, or None: see :func:`outcome`."""
+    return outcome(subject, claim, examples=examples, seed=seed, elements=elements).violation
+
+
+def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
+    """Try a claim on :func:`standing` rows, on ``examples`` that are drawn, and on :func:`long_cases`.
+
+    None has more than ``elements`` elements.
     An exception of the subject is a violation too.  ``UNBIASED``, which encodes thousands of rows each time,
     is tried on a tenth as many rows, and of the first that breaks it the first block is shown.
     """
-    costly = claim is Law.UNBIASED
-    for case in [] if costly else standing(subject, claim):
+    costly, tried = claim is Law.UNBIASED, 0
+    for case in [] if costly else standing(subject, claim, elements):
+        tried += 1
         if violation := violation_of(subject, claim, case):
-            again = violation_of(subject, claim, case)
-            return _smaller(subject, claim, case, few=True) or violation if again else _once(claim, case)
+            if not violation_of(subject, claim, case):
+                return Outcome(tried, _once(claim, case))
+            return Outcome(tried, _smaller(subject, claim, case, few=True) or violation)
     failed: list[Case] = []  # the last is the smallest
 
     @hypothesis.seed(seed)
@@ -160,8 +211,10 @@ def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Viola
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
     )
-    @hypothesis.given(cases(subject.block, subject.kinds))
+    @hypothesis.given(cases(subject.block, subject.kinds, min(elements, LONGEST)))
     def every(case: Case) -> None:
+        nonlocal tried
+        tried += 1
         violation = violation_of(subject, claim, case)
         if violation is not None:
             failed.append(case)
@@ -171,10 +224,25 @@ def search(subject: Subject, claim: Claim, *, examples: int, seed: int) -> Viola
         every()
     except Violation as violation:
         few = not costly and failed[-1].x.numel() <= FEW
-        return _smaller(subject, claim, failed[-1], few=few) or violation
+        return Outcome(tried, _smaller(subject, claim, failed[-1], few=few) or violation)
     except hypothesis.errors.Flaky:
-        return _once(claim, failed[-1])
-    return None
+        return Outcome(tried, _once(claim, failed[-1]))
+    for case in long_cases(subject, claim, elements):
+        tried += 1
+        if violation_of(subject, claim, case):
+            return Outcome(tried, _shorter(subject, claim, case))
+    return Outcome(tried)
+
+
+def _shorter(subject: Subject, claim: Claim, case: Case) -> Violation:
+    """The violation of the shortest beginning of a long row that shows one, found by halving."""
+    holds, breaks = 0, case.x.numel()
+    found = violation_of(subject, claim, case)
+    while breaks - holds > 1:
+        middle = (holds + breaks) // 2
+        violation = violation_of(subject, claim, replace(case, x=case.x[:middle].clone()))
+        holds, breaks, found = (holds, middle, violation) if violation else (middle, breaks, found)
+    return found or _once(claim, case)
 
 
 def _once(claim: Claim, case: Case) -> Violation:

@@ -24,10 +24,12 @@ from impl.codecs.codec import Codec, Law, parse
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from harness.laws.adversarial_rows import Outcome
     from harness.laws.laws import Claim, Subject, Violation
 
 VIOLATED: Final = 1
 EXAMPLES: Final = 40
+ELEMENTS: Final = 70_001  # as adversarial_rows.ELEMENTS, which needs torch
 _MOST_SHOWN: Final = 64  # elements or bytes of a violation
 
 app = typer.Typer(help="Try the laws that codecs declare.", rich_markup_mode=None)
@@ -56,40 +58,50 @@ def codecs(
     ] = None,
     examples: Annotated[int, typer.Option(min=1, help="Rows that each law is tried on.")] = EXAMPLES,
     seed: Annotated[int, typer.Option(min=0, help="Of the rows: the same seed, the same rows.")] = 0,
+    elements: Annotated[
+        int, typer.Option(min=1, max=2**31 - 1, help="Of the longest row that each law is tried on.")
+    ] = ELEMENTS,
 ) -> None:
     """Try every declared law on hostile rows; print the smallest row that breaks one."""
-    from harness.laws.adversarial_rows import search
+    from harness.laws.adversarial_rows import outcome
 
     subjects, left_out = _subjects(tuple(codec or ()), tuple(backend or ()))
     out = terminal.console()
     found = {
-        subject: {claim: search(subject, claim, examples=examples, seed=seed) for claim in subject.claims}
+        subject: {
+            claim: outcome(subject, claim, examples=examples, seed=seed, elements=elements)
+            for claim in subject.claims
+        }
         for subject in subjects
     }
     show(found, out)
     for line in left_out:
         out.print(escape(line), soft_wrap=True)
-    if any(violation for each in found.values() for violation in each.values()):
+    if any(one.violation for each in found.values() for one in each.values()):
         raise typer.Exit(VIOLATED)
 
 
-def show(found: Mapping[Subject, Mapping[Claim, Violation | None]], out: Console) -> None:
-    """Print the table of subjects and claims, then every smallest violation that was found."""
+def show(found: Mapping[Subject, Mapping[Claim, Outcome]], out: Console) -> None:
+    """Print the table of subjects and the claims that any makes, then every smallest violation found."""
     from harness.laws.laws import Duty, title
 
-    claims: list[Claim] = [*Duty, *Law]
+    made = {claim for each in found.values() for claim in each}
+    claims: list[Claim] = [claim for claim in (*Duty, *Law) if claim in made]
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("codec", overflow="fold")
     for claim in claims:
         table.add_column(title(claim))
     for subject, each in found.items():
-        words = {claim: "[bold red]FAILS[/]" if violation else "holds" for claim, violation in each.items()}
+        words = {
+            claim: "[bold red]FAILS[/]" if one.violation else f"holds {one.cases}"
+            for claim, one in each.items()
+        }
         table.add_row(escape(subject.name), *(words.get(claim, NONE) for claim in claims))
     out.print(table)
     for subject, each in found.items():
-        for claim, violation in each.items():
-            if violation is not None:
-                for line in told(subject, claim, violation):
+        for claim, one in each.items():
+            if one.violation is not None:
+                for line in told(subject, claim, one.violation):
                     out.print(escape(line), soft_wrap=True)
 
 

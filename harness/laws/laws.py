@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from impl.codecs import reference
-from impl.codecs.codec import LARGEST, Block, Codec, Dtype, Law, Raw
+from impl.codecs.codec import LARGEST, Block, Blocked, Codec, Dtype, Law, Raw
 from impl.codecs.reference import DTYPES, NAMES
 from impl.codecs.rounding_noise import OCTET, Noise
 
@@ -32,6 +32,7 @@ _GUARD: Final = 32  # bytes or elements around a frame or its elements that nobo
 _EXPONENTS: Final = 30  # POWER_OF_TWO keeps elements above 2^-30 of 1 and scales by at most 2^+-30
 _FP16_EXPONENTS: Final = 6  # the same for a cast to fp16, whose normal range is 2^-14 to 2^16
 _MODERATE: Final = 2.0**64  # a bound of a block of such magnitudes is finite in fp32 too
+SOURCES: Final = (1, 2, 5)  # frames of a sum: alone, a pair, and more than kernels add in one go
 _QUIET: Final = Noise((0, 0, 0, 0))
 _HERE: Final = Path(__file__).resolve().parents[1]
 _OURS: Final = (_HERE, _HERE.parent / "impl")
@@ -43,6 +44,9 @@ class Duty(enum.Enum):
 
     FRAME = "a frame is written whole, nothing beyond it, and alone decides what it decodes to"
     BITS = "frames and decoded elements equal the reference's, bit for bit"
+    LOCAL = "changing one block changes no other block's codes, scale and decoded elements"
+    SUM = "decode_sum is the fp32 sum of what each frame decodes to, in ascending order"
+    FUSED = "decode_sum_encode writes the frame of that sum, byte for byte"
 
 
 Claim = Law | Duty
@@ -70,6 +74,9 @@ class Subject:
         decode: from frames (..., F) into elements (..., S).
         kinds: element types that it supports.
         device: of its tensors.
+        decode_sum: from frames (sources, F) into their fp32 sum (S,); None where it offers none.
+        decode_sum_encode: from frames (sources, F) of S elements, and random bits, into the frame (F,) of
+            their sum; likewise.
         codec: the codec of ours that it implements, or None.
         specification: whether it is the reference itself, which is not compared with itself.
     """
@@ -81,15 +88,23 @@ class Subject:
     decode: Callable[[Tensor, Tensor], None]
     kinds: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
     device: torch.device = torch.device("cpu")  # noqa: RUF009  # immutable
+    decode_sum: Callable[[Tensor, Tensor], None] | None = None
+    decode_sum_encode: Callable[[Tensor, Tensor, int, Noise | None], None] | None = None
     codec: Codec | None = None
     specification: bool = False
 
     @property
     def claims(self) -> tuple[Claim, ...]:
         """All properties to check: duties first, then its laws in declaration order."""
-        compared = self.codec is not None and not self.specification
-        laws = [law for law in Law if law in self.promises.laws]
-        return (Duty.FRAME, *((Duty.BITS,) if compared else ()), *laws)
+        owed = {
+            Duty.FRAME: True,
+            Duty.BITS: self.codec is not None and not self.specification,
+            Duty.LOCAL: self.block != "shard",
+            Duty.SUM: self.decode_sum is not None,
+            Duty.FUSED: self.decode_sum_encode is not None,
+        }
+        duties = [duty for duty in Duty if owed[duty]]
+        return (*duties, *(law for law in Law if law in self.promises.laws))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +183,17 @@ def block_slices(block: Block, numel: int) -> Iterator[slice]:
     return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
+def blocks_of(x: Tensor, block: Block) -> Tensor:
+    """(blocks, size) elements of a row (S,); a short last block repeats the row's last element."""
+    size = x.numel() if block == "shard" else min(block, x.numel())
+    return torch.cat([x, x[-1:].expand(-x.numel() % size)]).view(-1, size)
+
+
+def _by_element(each: Tensor, block: Block, numel: int) -> Tensor:
+    """(S,) from one value a block (blocks,)."""
+    return each.repeat_interleave(numel if block == "shard" else min(block, numel))[:numel]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trip:
     """Elements (..., S), their frames (..., F) and what those decode to (..., S), on the CPU."""
@@ -217,24 +243,23 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
             that is computed in fp32 may overflow.
     """
     seen = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
-    bounds = torch.full(x.shape, math.inf, dtype=torch.float64)
-    for where in block_slices(subject.block, x.numel()):
-        low, high = seen[where].min().item(), seen[where].max().item()
+    lows, highs = blocks_of(seen, subject.block).aminmax(dim=1)
+    bounds = []
+    for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
+        bound = math.inf
         if math.isfinite(low) and math.isfinite(high):
             bound = float(subject.promises.error_bound(low, high, out))
             if not (math.isfinite(bound) or (bound > 0 and max(-low, high) > _MODERATE)):
                 raise Violation(f"error_bound({low:.9g}, {high:.9g}, {out!r}) is {bound}", x)
-            bounds[where] = bound
-    return bounds
+        bounds.append(bound)
+    return _by_element(torch.tensor(bounds, dtype=torch.float64), subject.block, x.numel())
 
 
 def _zero(subject: Subject, case: Case) -> None:
     """Check that blocks of zeros, of both signs, decode to zeros beside other blocks."""
     x = case.x.clone()
-    blocks = list(block_slices(subject.block, x.numel()))
-    zeros = torch.zeros(x.shape, dtype=torch.bool)
-    for where in blocks[::2]:
-        zeros[where] = True
+    blocks = len(blocks_of(x, subject.block))
+    zeros = _by_element(torch.arange(blocks) % 2 == 0, subject.block, x.numel())
     x[zeros] = torch.copysign(torch.zeros_like(x), x)[zeros]
     trip = _through(subject, x, case.noise)
     trip.refuse(zeros & (trip.decoded != 0), lambda i: f"{trip.went(i)}, in a block of zeros")
@@ -274,12 +299,11 @@ def _nonfinite(subject: Subject, case: Case) -> None:
     """Check blocks with a NaN or an infinity, and their neighbours."""
     trip = _through(subject, case.x, case.noise, case.out)
     x, got = case.x.float(), trip.decoded.float()
-    kept = torch.where(x.isfinite(), ~got.isnan(), _same(x, got))
-    finite = torch.ones(x.shape, dtype=torch.bool)
-    for where in block_slices(subject.block, x.numel()):
-        finite[where] = bool(x[where].isfinite().all())
-        if not finite[where.start] and bool(got[where].isnan().all()):
-            kept[where] = True
+    finite, lost = (
+        _by_element(blocks_of(each, subject.block).all(dim=1), subject.block, x.numel())
+        for each in (x.isfinite(), got.isnan())
+    )
+    kept = torch.where(x.isfinite(), ~got.isnan(), _same(x, got)) | (~finite & lost)
     words = {True: "though its block is finite", False: "in a block that holds a NaN or an infinity"}
     trip.refuse(~kept, lambda i: f"{trip.went(i)}, {words[bool(finite[i])]}")
 
@@ -311,9 +335,8 @@ def _unbiased(subject: Subject, case: Case) -> None:
     bound = _bounds(subject, x, "fp32")
     alarm = math.log(4 * numel / FALSE_ALARM)
     chance = (2 * variance * alarm / DRAWS).sqrt() + 14 * bound * alarm / (3 * (DRAWS - 1))
-    largest = torch.zeros_like(bound)
-    for where in block_slices(subject.block, numel):
-        largest[where] = x[where].double().abs().max()
+    largest = blocks_of(x.double().abs(), subject.block).amax(dim=1)
+    largest = _by_element(largest, subject.block, numel)
     allowed = chance + bound * 2.0**-12 + largest * 2.0**-22
     _Trip(x, trips.frame[0], trips.decoded[0]).refuse(
         ~(mean.abs() <= allowed) & bound.isfinite(),
@@ -399,6 +422,115 @@ def _bits(subject: Subject, case: Case) -> None:
     trip.refuse(~equal, lambda i: f"{trip.went(i)}, in the reference to {_text(elements[i])}")
 
 
+def _local(subject: Subject, case: Case) -> None:
+    """Check that the first, a middle and the last block, changed in turn, leave all others as they were.
+
+    A changed block is another in every element; where the codec says what a block with a NaN becomes, also
+    one that holds a NaN.
+    """
+    x, codec = case.x, subject.codec
+    blocks = list(block_slices(subject.block, x.numel()))
+    trip = _through(subject, x, case.noise, case.out)
+    fills = [math.nan] if Law.NONFINITE in subject.promises.laws else []
+    for number in sorted({0, len(blocks) // 2, len(blocks) - 1}):
+        where = blocks[number]
+        part = x[where].float()
+        others = [torch.where(part.abs() > 1, part / 256, part * 256 + 3), *(part + fill for fill in fills)]
+        for other in others:
+            changed = x.clone()
+            changed[where] = other.to(x.dtype)
+            again = _through(subject, changed, case.noise, case.out)
+            differs = ~_same(trip.decoded, again.decoded)
+            differs[where] = False
+            told = f"once elements {where.start} to {where.stop - 1}, another block, were changed"
+            trip.refuse(differs, lambda i: f"{trip.went(i)}, and to {_text(again.decoded[i])} {told}")  # noqa: B023
+            if codec is not None and not isinstance(codec, Raw):
+                moved = (trip.frame != again.frame) & ~_bytes_of(codec, x.numel(), number, where)
+                trip.refuse(moved, lambda i: f"byte {i} of the frame changed {told}")  # noqa: B023
+
+
+def _bytes_of(codec: Blocked, numel: int, number: int, where: slice) -> Tensor:
+    """(F,) bool: the bytes of a frame with codes or the scale of one block, whose elements are ``where``."""
+    mine = torch.zeros(codec.frame_bytes(numel), dtype=torch.bool)
+    mine[where.start * codec.bits // 8 : -(-where.stop * codec.bits // 8)] = True
+    parts = 2 if codec.asymmetric else 1  # scales, then offsets
+    width = codec.scale_bytes(numel) // (parts * codec.blocks(numel))
+    for part in range(parts):
+        at = codec.scales_at(numel) + (part * codec.blocks(numel) + number) * width
+        mine[at : at + width] = True
+    return mine
+
+
+def _sources(subject: Subject, case: Case) -> Tensor:
+    """(sources, F) frames of rows that differ: the row, turned round, negative, moved, and shrunk."""
+    x = case.x
+    rows = [x, x.flip(0), (x.float() * -0.5).to(x.dtype), x.roll(1), (x.float() * 0.125).to(x.dtype)]
+    noise = case.noise if subject.promises.stochastic else None
+    frames = torch.zeros(
+        (len(rows), subject.promises.frame_bytes(x.numel())), dtype=torch.uint8, device=subject.device
+    )
+    for row, frame in zip(rows, frames, strict=True):
+        subject.encode(row.to(subject.device, copy=True), frame, noise)
+    return frames
+
+
+def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
+    """(S,) fp32 on the subject's device: what the frames decode to one by one, added in ascending order."""
+    terms = torch.full((len(frames), numel), math.nan, device=subject.device)
+    for frame, term in zip(frames, terms, strict=True):
+        subject.decode(frame, term)
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def _sum(subject: Subject, case: Case) -> None:
+    """Check sums of several numbers of frames, between guards."""
+    assert subject.decode_sum is not None  # noqa: S101  # a claim of those alone that offer it
+    numel = case.x.numel()
+    frames = _sources(subject, case)
+    for sources in SOURCES:
+        wide = torch.full((numel + 2 * _GUARD,), 7.0, device=subject.device)
+        got = wide[_GUARD : _GUARD + numel]
+        subject.decode_sum(frames[:sources], got)
+        trip = _Trip(case.x, frames[0].cpu(), got.cpu().clone())
+        wanted = _summed(subject, frames[:sources], numel).cpu()
+        trip.refuse(
+            ~_same(trip.decoded, wanted),
+            lambda i: (
+                f"element {i} of the sum of {sources} is {_text(trip.decoded[i])}, added up one by one "  # noqa: B023
+                f"{_text(wanted[i])}"  # noqa: B023
+            ),
+        )
+        got.fill_(7.0)
+        if bool((wide != 7.0).any()):
+            raise Violation(f"elements beyond the row's {numel} were written", case.x, trip.frame)
+
+
+def _fused(subject: Subject, case: Case) -> None:
+    """Check frames of sums of several numbers of frames against adding up, then encoding."""
+    assert subject.decode_sum_encode is not None  # noqa: S101  # a claim of those alone that offer it
+    numel, frames = case.x.numel(), _sources(subject, case)
+    noise = case.noise if subject.promises.stochastic else None
+    for sources in SOURCES:
+        around = torch.full((frames.shape[1] + 2 * _GUARD,), 0xA5, dtype=torch.uint8, device=subject.device)
+        got, wanted = around[_GUARD : _GUARD + frames.shape[1]], torch.zeros_like(frames[0])
+        subject.decode_sum_encode(frames[:sources], got, numel, noise)
+        subject.encode(_summed(subject, frames[:sources], numel), wanted, noise)
+        trip = _Trip(case.x, got.cpu().clone(), case.x)
+        trip.refuse(
+            trip.frame != wanted.cpu(),
+            lambda i: (
+                f"byte {i} of the frame of the sum of {sources} is {trip.frame[i]:02x}, of the sum added up "  # noqa: B023
+                f"first {wanted[i]:02x}"  # noqa: B023
+            ),
+        )
+        got.fill_(0xA5)
+        if bool((around != 0xA5).any()):
+            raise Violation(f"bytes beyond the frame's {frames.shape[1]} were written", case.x, trip.frame)
+
+
 _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
     Law.BOUND: _bound,
     Law.ZERO: _zero,
@@ -409,6 +541,9 @@ _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
     Law.UNBIASED: _unbiased,
     Duty.FRAME: _frame,
     Duty.BITS: _bits,
+    Duty.LOCAL: _local,
+    Duty.SUM: _sum,
+    Duty.FUSED: _fused,
 }
 
 

@@ -45,7 +45,7 @@ def levels(codec: Blocked) -> Tensor:
     """(levels,) fp64, ascending: the quotients that have a code of their own; zero has one."""
     if not isinstance(codec, FloatCodec):
         top = codec.largest
-        return torch.arange(0.0 if codec.asymmetric else -top, top + 1, dtype=torch.float64)
+        return torch.arange(0.0 if codec.asymmetric else -codec.steps, top + 1, dtype=torch.float64)
     size, least = 1 << codec.mantissa, codec.smallest_exponent
     exponents = range(least, math.frexp(codec.largest)[1])
     found = [step * 2.0 ** (least - codec.mantissa) for step in range(size)]
@@ -73,7 +73,7 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 @cache
 def spans(codec: Blocked, kind: Dtype) -> tuple[Span, ...]:
     """Spans with scale 1, with scales that tell a product from a quotient, and with the extreme scales."""
-    top, largest = codec.largest, LARGEST[kind]
+    top, largest = codec.steps, LARGEST[kind]
     small = 2.0**-8 if top * MOST_SCALES > largest else 1.0
     whole = torch.arange(1.0, MOST_SCALES + 1) * top * small
     other = whole * 2.0 ** torch.frac(torch.arange(MOST_SCALES) * (math.sqrt(5.0) - 1) / 2)
@@ -105,7 +105,7 @@ def _confused(codec: Blocked, low: Tensor, high: Tensor, kind: Dtype) -> Tensor:
     x = _edges(codec, _ties(codec).repeat_interleave(3), (low, high, scale), kind).float()  # (spans, edges)
     lows, scales, measures = low[:, None], scale[:, None], (high - low)[:, None]
     right = _nearest(codec, (x * 0.5 - lows * 0.5) / (scales * 0.5))
-    top = torch.full_like(measures, codec.largest)
+    top = torch.full_like(measures, codec.steps)
     mistakes = ((x - lows) * (1.0 / scales), (x - lows) * (top / measures))
     return torch.stack([(_nearest(codec, each) != right).sum(dim=1) for each in mistakes])
 
@@ -164,7 +164,7 @@ def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
 
 def _scale(codec: Blocked, low: Tensor, high: Tensor) -> Tensor:
     """The scale of each span, in fp32, as :mod:`impl.codecs.reference` says."""
-    top = torch.full_like(high, codec.largest)
+    top = torch.full_like(high, codec.steps)
     scale = (high / top - low / top).clamp(min=SMALLEST_NORMAL)
     if codec.scale == "e8m0":
         mantissa, exponent = torch.frexp(scale)

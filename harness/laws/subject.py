@@ -13,6 +13,10 @@ and either ``codec``, the text form of a codec of ours, which it then claims to 
 - ``error_bound(low, high, out)``: largest error of finite values in [low, high] of one block, decoded to
   ``out``: ``"fp32"``, ``"bf16"`` or ``"fp16"``; asked only where it promises ``bound`` or ``unbiased``.
 
+Where it offers them, these are tried too: ``decode_sum(frames, out)``: write to out (S,) the fp32 sum of
+frames (sources, F), in ascending order; ``decode_sum_encode(frames, frame, numel)``: write the frame (F,) of
+that sum; with ``noise`` as a fourth argument where it is stochastic.
+
 Optional, with these defaults: ``stochastic`` (False; if True, ``encode(x, frame, noise)`` gets
 an :class:`impl.codecs.rounding_noise.Noise`), ``kinds`` (``["fp32"]``: types of x and out), ``device``
 (``"cpu"``).
@@ -43,7 +47,7 @@ REPRESENTATIVE: Final = (
     "fp32", "bf16", "fp16",
     "int8:64", "int7:8", "int6:24", "int5:13", "int4:32", "int3:64", "int2:5",
     "int8:shard", "int4:1", "int8:2048",
-    "int8:64:asym", "int4:32:asym", "int3:7:asym",
+    "int8:64:asym", "int4:32:asym", "int3:7:asym", "int8:64:clip", "int4:32:clip", "int3:7:clip",
     "fp8e4m3:32", "fp8e5m2:32", "fp8e4m3:shard", "mxfp8", "mxfp8e5m2", "mxfp4",
     "int8:64:hadamard16", "int4:64:hadamard32", "mxfp4:hadamard8",
     "int8:64:stochastic", "int4:32:stochastic", "int4:32:asym:stochastic",
@@ -85,6 +89,10 @@ def of_codec(codec: Codec, backend: str) -> Subject:
         block=_block_of(codec),
         encode=lambda x, frames, noise: operations.encode(codec, x, frames, noise=noise),
         decode=lambda frames, out: operations.decode(codec, frames, out),
+        decode_sum=lambda frames, out: operations.decode_sum(codec, frames, out),
+        decode_sum_encode=lambda frames, out, numel, noise: operations.decode_sum_encode(
+            codec, codec, frames, out, numel, noise=noise
+        ),
         device=torch.device("cuda" if backend == "cuda" else "cpu"),
         codec=codec,
         specification=operations is REFERENCE,
@@ -144,8 +152,31 @@ def _of_object(name: str, thing: Any) -> Subject:
         decode=_by_rows(thing.decode),
         kinds=kinds,
         device=device,
+        decode_sum=_offered(name, thing, "decode_sum", kinds),
+        decode_sum_encode=_with_noise(
+            _offered(name, thing, "decode_sum_encode", kinds), stochastic=promises.stochastic
+        ),
         codec=codec,
     )
+
+
+def _offered(name: str, thing: Any, method: str, kinds: tuple[Dtype, ...]) -> Callable[..., None] | None:
+    """A method that an object may have; a sum is fp32, so its elements must be, too."""
+    found = getattr(thing, method, None)
+    if found is None:
+        return None
+    if not callable(found):
+        raise SubjectError(f"{name}: its {method!r} is a {type(found).__name__}: expected a method")
+    if "fp32" not in kinds:
+        raise SubjectError(f"{name}: has a method {method!r}, whose sum is fp32: expected fp32 in kinds")
+    return found  # type: ignore[no-any-return]  # just looked at
+
+
+def _with_noise(function: Callable[..., None] | None, *, stochastic: bool) -> Callable[..., None] | None:
+    """A function of frames, frame and numel, that takes random bits only where it is stochastic."""
+    if function is None or stochastic:
+        return function
+    return lambda frames, frame, numel, _: function(frames, frame, numel)
 
 
 def _device(name: str, text: Any) -> torch.device:

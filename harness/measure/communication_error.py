@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from harness.records.record import Communicated, CommunicationError
 from impl import ops
-from impl.adapters.fsdp2 import InFSDP2
+from impl.adapters.inside_fsdp2 import InFSDP2
 from impl.comm.observer import Hop
 from impl.plan.geometry import ROOT, Slot
 from impl.plan.policy import Policy

@@ -65,6 +65,11 @@ def code() -> dict[str, Any]:
     }
 
 
+def identity() -> dict[str, Any]:
+    """What a node tells the others of itself: ``machine`` (:func:`facts`) and ``code`` (:func:`code`)."""
+    return {"machine": facts(), "code": code()}
+
+
 def source_digest(root: Path = ROOT) -> str:
     """First 16 hex digits of the SHA-256 of all source files that can affect a measurement."""
     digest = hashlib.sha256()

@@ -26,9 +26,9 @@ from impl.codecs import reference
 from impl.codecs.codec import Codec
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
-from impl.engine.pytree import cast_tensors
 from impl.plan.geometry import UnitGeometry
 from impl.plan.policy import Policy
+from impl.pytree import cast_tensors
 from impl.zero import find_blocks
 
 TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently

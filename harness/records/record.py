@@ -273,16 +273,26 @@ class Predicted(_Part):
     equal: bool
 
 
+PASSING: Final = ("interrupted", "refused", "killed", "disk", "lost")  # failures that may not come again
+
+
 class Failure(_Part):
-    """Why a trial has no result. ``kind``: refused, crashed, timeout, memory (also a trial over its memory
-    limit, which was not run), interrupted, or wrong: it ran, and a check of its results failed.  ``by`` is
-    the peer's library that, as was known before, is not here or cannot do what was asked; else None.
+    """Why a trial has no result.
+
+    Attributes:
+        kind: refused, crashed (a rank raised or faulted), killed (by a signal from outside, the kernel's for
+            want of memory too), timeout, memory (a rank's allocation; also a trial over its memory limit,
+            which was not run), disk (it is full), lost (a node), interrupted, or wrong: it ran, and a check
+            of its results failed.
+        by: the peer's library that, as was known before, is not here or cannot do what was asked; else None.
+        tail: the last lines of its log.
     """
 
     kind: str
     message: str
     log: str | None
     by: str | None = None
+    tail: list[str] = []
 
 
 class Record(_Part):
@@ -339,10 +349,10 @@ class Record(_Part):
     def settled(self) -> bool:
         """Whether its trial need not be run again.
 
-        An interrupted trial is run again, and so is a refused one: that costs nothing, and the machine may
-        allow it now.
+        What may pass is run again: an interruption, a signal, a full disk, a lost node.  So is a refused
+        one: that costs nothing, and the machine may allow it now.
         """
-        return self.failure is None or self.failure.kind not in ("interrupted", "refused")
+        return self.failure is None or self.failure.kind not in PASSING
 
     @property
     def measured(self) -> bool:

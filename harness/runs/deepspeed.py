@@ -107,6 +107,6 @@ def initialised(
 
 def _cast(dtype: torch.dtype, _: nn.Module, inputs: Any) -> Any:
     """Images and the like in the type of the weights, as their users cast them; tokens stay as they are."""
-    from impl.engine.pytree import cast_tensors
+    from impl.pytree import cast_tensors
 
     return cast_tensors(inputs, dtype)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from harness.cluster.interrupts import cleaning_up
 from harness.errors import CorpusError
 from harness.measure import machine
-from harness.measure.memory_parts import on_device, on_host, without_training
+from harness.records.memory_parts import on_device, on_host, without_training
 from harness.runs import deepspeed
 from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import RECIPE, Model, Trial
@@ -433,19 +433,9 @@ def _check_launcher(trial: Trial) -> str | None:
     cluster = trial.cluster
     if cluster.launcher == "local":
         return None
-    if cluster.launcher == "slurm":
-        return (
-            "cluster.launcher = 'slurm' is for predictions only; expected 'torchrun', started through srun, "
-            "or 'local' to run"
-        )
-    import torch.distributed as dist
-
-    if dist.is_torchelastic_launched():
-        return None
-    return (
-        "cluster.launcher = 'torchrun': this process was not started by it; start torchrun "
-        f"--nnodes={cluster.nodes} --nproc-per-node={cluster.ranks_per_node} --no-python zeropp run ..."
-    )
+    if cluster.launcher == "hosts" and len(cluster.hosts) < cluster.nodes:
+        return f"cluster.hosts has {len(cluster.hosts)} names; expected one for each of {cluster.nodes} nodes"
+    return None
 
 
 def _check_optimizer(trial: Trial) -> str | int:

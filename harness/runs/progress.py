@@ -52,6 +52,19 @@ class Display:
         if skipped < trials:
             self._console.print(why, markup=False)
 
+    def failed_before(self, failures: Sequence[Record]) -> None:
+        """Say how many trials failed in earlier runs, and why."""
+        if not failures:
+            return
+        self._console.print(
+            f"{len(failures)} of {self._trials} trials failed before; --retry-failed runs them again:",
+            markup=False,
+        )
+        for record in failures:
+            assert record.failure is not None  # noqa: S101  # it does not answer
+            words = one_line(f"  {record.id} {record.failure.kind}: {record.failure.message}")
+            self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live = Live(

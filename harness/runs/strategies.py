@@ -26,8 +26,8 @@ from harness.runs.controls import never_renew_secondary
 from harness.runs.optimizers import built, local_part, state_bytes, state_bytes_per_element, with_state
 from harness.suites.peers import DEEPSPEED, PEERS, Compute
 from harness.suites.trial import Optimizer, Trial
-from impl.adapters.ddp import InDDP
-from impl.adapters.fsdp2 import InFSDP2
+from impl.adapters.inside_ddp import InDDP
+from impl.adapters.inside_fsdp2 import InFSDP2
 from impl.adapters.traffic import GroupGeometry, Host, check_host
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire

@@ -12,16 +12,15 @@ import fcntl
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from rich.console import Console
 
 from harness.cluster.link import (
-    REPETITIONS,
     Link,
     LinkError,
     Setting,
@@ -34,11 +33,11 @@ from harness.cluster.processes import (
     Kind,
     Launch,
     LaunchError,
-    run_in_place,
     run_ranks,
     start_server,
 )
-from harness.cluster.rank import Progress, Rank, exchange
+from harness.cluster.rank import Progress
+from harness.cluster.supervisor import Nodes
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
@@ -47,21 +46,19 @@ from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
 from harness.runs.repeats import Batch
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
-from harness.runs.trial import run as run_trial
+from harness.runs.work import EXCHANGE, TRIAL, WORKS
 from harness.suites.labels import counted
 from harness.suites.peers import DEEPSPEED
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.topology import Topology
 
-Argument = TypeVar("Argument")
-T = TypeVar("T")
-
 LOGS: Final = "logs"
 LOCK: Final = ".lock"
 SCRATCH: Final = ".scratch"
 INTERRUPTED: Final = "Ctrl-C; not yet run again"
 _CALIBRATION_SECONDS: Final = 120.0
+_TAIL_LINES: Final = 20  # of a log, on the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +68,12 @@ class SweepOutcome:
     Attributes:
         failed: trials without a result, those of earlier runs included.
         skipped: trials that had a record before.
-        leads: whether this process wrote the records; under torchrun only the first rank does.
     """
 
     ok: int
     failed: int
     skipped: int
     interrupted: bool = False
-    leads: bool = True
-
-
-class _Interrupted(Exception):  # noqa: N818 - no error: what a user asked for
-    """Ctrl-C ended the sweep, which has said so."""
 
 
 def run_sweep(
@@ -92,6 +83,8 @@ def run_sweep(
     console: Console,
     *,
     question: str = "",
+    nodes: Nodes | None = None,
+    retry_failed: bool = False,
     more: Callable[[], Batch | None] | None = None,
     total: int = 0,
 ) -> SweepOutcome:
@@ -103,6 +96,8 @@ def run_sweep(
         results: folder of the records.
         console: where progress is printed.
         question: as records say it.
+        nodes: those of a launcher; None if all ranks run on this host.
+        retry_failed: run those again that failed for good.
         more: the batch that follows, once all before have records, or None; a further sweep opens its links
             anew.
         total: trials that are known to come in all.
@@ -111,17 +106,14 @@ def run_sweep(
         RecordError: if ``results`` cannot be read or written.
     """
     counts = {"ok": 0, "failed": 0, "skipped": 0}
-    together = any(trial.cluster.launcher == "torchrun" for trial in trials)
     interrupted = False
-    with contextlib.suppress(_Interrupted), contextlib.ExitStack() as stack:
-        leads = stack.enter_context(_joined()) if together else True
-        sweep = _Sweep(suite_name, results, question, leads=leads)
-        if leads:
-            stack.enter_context(alone(results))
-        batch: Batch | None = Batch(0, tuple(trials))
-        missing = _missing(sweep, batch, counts, together=together)
-        shown = console if sweep.leads else Console(quiet=True)
-        display = stack.enter_context(Display(shown, trials, counts["skipped"], results, total))
+    with contextlib.ExitStack() as stack:
+        sweep = _Sweep(suite_name, results, question, nodes, retry_failed)
+        stack.enter_context(alone(results))
+        batch: Batch | None = (first := Batch(0, tuple(trials)))
+        missing, failures = _missing(sweep, first, counts)
+        display = stack.enter_context(Display(console, trials, counts["skipped"], results, total))
+        display.failed_before(failures)
         stack.enter_context(sweep)
         try:
             while batch is not None:
@@ -130,55 +122,52 @@ def run_sweep(
                     later = [_setting(one) for one in missing[position:]]
                     sweep.keep_links(later if more is None else wanted)
                     _run_one(sweep, trial, display, counts)
-                batch = more() if more is not None and sweep.leads else None
-                batch = _broadcast(batch) if together else batch
+                batch = more() if more is not None else None
                 if batch is not None:
-                    missing = _further(sweep, batch, counts, display, together=together)
+                    missing = _further(sweep, batch, counts, display)
         except KeyboardInterrupt:
             interrupted = True
             display.interrupted()
-            raise _Interrupted from None  # past torchrun's group, in which messages may be under way
-    return SweepOutcome(counts["ok"], counts["failed"], counts["skipped"], interrupted, sweep.leads)
+    return SweepOutcome(counts["ok"], counts["failed"], counts["skipped"], interrupted)
 
 
-def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int], *, together: bool) -> list[Trial]:
-    """The trials of a batch that have to run; the others are counted."""
+def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int]) -> tuple[list[Trial], list[Record]]:
+    """The trials of a batch that have to run, and the failures of those that need not; both are counted."""
     sweep.asked(batch)
-    missing = [trial for trial in batch.trials if not finished(sweep.results, trial, sweep.pool)]
-    ran = {trial.id for trial in missing}
-    before = [read(path_of(sweep.results, trial.id)) for trial in batch.trials if trial.id not in ran]
-    tally["failed"] += sum(not record.answers for record in before)
-    if together:
-        missing = _broadcast(missing)
+    there = {trial.id: finished(sweep.results, trial, sweep.pool) for trial in batch.trials}
+    failures = [record for record in there.values() if record is not None and not record.answers]
+    if sweep.retry_failed:
+        there |= {record.id: None for record in failures}
+        failures = []
+    missing = [trial for trial in batch.trials if there[trial.id] is None]
+    tally["failed"] += len(failures)
     tally["skipped"] += len(batch.trials) - len(missing)
-    return missing
+    return missing, failures
 
 
-def _further(
-    sweep: _Sweep, batch: Batch, tally: dict[str, int], display: Display, *, together: bool
-) -> list[Trial]:
+def _further(sweep: _Sweep, batch: Batch, tally: dict[str, int], display: Display) -> list[Trial]:
     """The trials of a later batch that have to run, once it is said why."""
     before = sweep.number
-    missing = _missing(sweep, batch, tally, together=together)
+    missing, failures = _missing(sweep, batch, tally)
     why = f"sweep {batch.sweep + 1}" if batch.sweep != before else "some intervals are not narrow enough"
     why += f": {counted(len(missing), 'trial')}"
     display.further(len(batch.trials), len(batch.trials) - len(missing), why)
+    display.failed_before(failures)
     return missing
 
 
 def _run_one(sweep: _Sweep, trial: Trial, display: Display, tally: dict[str, int]) -> None:
     """Run one trial, and write its record."""
     record = sweep.run(trial, display)
-    if sweep.leads:
-        write(sweep.results, record)
-        if record.failure is None or record.failure.log is None:  # what an earlier run left
-            (sweep.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
+    write(sweep.results, record)
+    if record.failure is None or record.failure.log is None:  # what an earlier run left
+        (sweep.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
     tally["ok" if record.answers else "failed"] += 1
     display.finished(record)
 
 
-def finished(results: Path, trial: Trial, pool: str) -> bool:
-    """Whether a trial has a record in ``pool``, so that it need not run again.
+def finished(results: Path, trial: Trial, pool: str) -> Record | None:
+    """The record of a trial that need not run again; None if it has to.
 
     A failure counts only if code and inputs are still the same.
 
@@ -187,11 +176,10 @@ def finished(results: Path, trial: Trial, pool: str) -> bool:
     """
     path = path_of(results, trial.id)
     if not path.exists():
-        return False
+        return None
     record = read(path)
-    if record.measured:
-        return record.settled
-    return record.settled and record.pool == pool and record.inputs == digests(trial)
+    same = record.measured or (record.pool == pool and record.inputs == digests(trial))
+    return record if record.settled and same else None
 
 
 @contextlib.contextmanager
@@ -223,39 +211,11 @@ def alone(results: Path) -> Iterator[None]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _joined() -> Iterator[bool]:
-    """Be one of torchrun's ranks in the body; yields whether this one leads."""
-    import torch.distributed as dist
-
-    from impl.comm.mesh import default_group
-
-    if not dist.is_torchelastic_launched():
-        yield True  # every trial will be refused, and say so
-        return
-    with default_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"):
-        yield dist.get_rank() == 0
-
-
-def _broadcast(value: T) -> T:
-    """Under torchrun, what the leader found."""
-    import torch.distributed as dist
-
-    found = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found)
-    return found[0]
-
-
 def _setting(trial: Trial) -> Setting:
     cluster = trial.cluster
     latency = cluster.latency or 0.0
-    if cluster.launcher == "torchrun":
-        return Setting(
-            "real" if cluster.link == "auto" else cluster.link, cluster.nodes, cluster.rate, latency
-        )
     nodes = 1 if trial.strategy == "single" else cluster.nodes
-    if nodes == 1 and cluster.link != "real":
+    if nodes == 1 and (cluster.link != "real" or cluster.launcher != "local"):
         return Setting("none", 1, None)
     return Setting(cluster.link, nodes, cluster.rate, latency)
 
@@ -267,7 +227,8 @@ class _Sweep:
     suite: str
     results: Path
     question: str = ""
-    leads: bool = True
+    nodes: Nodes | None = None
+    retry_failed: bool = False
     number: int = 0
     _orders: dict[str, int] = field(default_factory=dict)
     _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
@@ -319,15 +280,16 @@ class _Sweep:
             link = self._link(_setting(trial), trial, display)
             _check(trial, link)
             outcomes = self._outcomes(trial, link, display.progress)
-            if not self.leads:
-                return record(None, None)
             result = assemble(outcomes, record(link, None))
         except KeyboardInterrupt:
             write(self.results, record(link, Failure(kind="interrupted", message=INTERRUPTED, log=None)))
             raise
         except LaunchError as error:
-            log = None if error.log is None else str(error.log.relative_to(self.results))
-            return record(link, _failure(error.kind, error, log))
+            failure = _failure(error.kind, error)
+            if error.log is not None:
+                log = str(error.log.relative_to(self.results))
+                failure = failure.model_copy(update={"log": log, "tail": _tail(error.log)})
+            return record(link, failure)
         except REFUSALS as error:
             return record(link, _failure("refused", error))
         except TrialError as error:
@@ -339,7 +301,7 @@ class _Sweep:
         if setting not in self._links:
             display.progress(Progress("link"))
             try:
-                link = open_link(setting, secrets.token_hex(3))
+                link = self._opened(setting, trial)
             except LinkError as error:
                 self._links[setting] = error
             else:
@@ -354,14 +316,27 @@ class _Sweep:
             raise found
         return found
 
+    def _opened(self, setting: Setting, trial: Trial) -> Link:
+        if trial.cluster.launcher == "local" or setting.nodes == 1:
+            return open_link(setting, secrets.token_hex(3))
+        nodes = self._nodes(trial)
+        if setting.nodes > len(nodes.nodes):
+            raise LinkError(f"the trial has {setting.nodes} nodes, the launcher started {len(nodes.nodes)}")
+        same, kind = nodes.on_one_host(setting.nodes), setting.kind
+        told = "distinct hosts" if same is None else f"nodes {same[0]} and {same[1]} are one host"
+        if kind == "auto":
+            kind = "real" if same is None else "none"
+        elif kind != ("real" if same is None else "none"):
+            raise LinkError(f"link {kind!r}: {told}; a real link joins distinct hosts, 'none' those of one")
+        link = open_link(replace(setting, kind=kind), "")
+        link.why, link.ports = told, nodes.ports[: setting.nodes]
+        return link
+
     def _calibrate(self, link: Link, trial: Trial) -> None:
         if link.setting.nodes == 1:
             return
-        per_node = trial.cluster.ranks_per_node if trial.cluster.launcher == "torchrun" else 1
-        launch = self._launch(
-            link, Topology(link.setting.nodes, per_node), 1, _CALIBRATION_SECONDS, "calibration"
-        )
-        found = self._start(trial, _exchange, message_bytes(link.setting), launch, lambda _: None)
+        launch = self._launch(link, Topology(link.setting.nodes, 1), 1, _CALIBRATION_SECONDS, "calibration")
+        found = self._start(trial, EXCHANGE, message_bytes(link.setting), launch, lambda _: None)
         link.calibrated_mbit = slowest([rates for rates in found if rates])
 
     def _launch(  # noqa: PLR0917  # what differs between a calibration and a trial
@@ -382,7 +357,7 @@ class _Sweep:
     def _outcomes(self, trial: Trial, link: Link, on_progress: Callable[[Progress], None]) -> list[Outcome]:
         single = trial.strategy == "single"
         topology = Topology(1, 1) if single else trial.topology()
-        here = topology.ranks_per_node if trial.cluster.launcher == "torchrun" else topology.world
+        here = topology.world if trial.cluster.launcher == "local" else topology.ranks_per_node
         threads = trial.threads or max(1, machine.cores() // here)
         backend = "cpu:gloo,cuda:nccl" if trial.cluster.transport == "nccl" else "gloo"
         launch = self._launch(link, topology, threads, trial.timeout_seconds, trial.id, backend)
@@ -391,22 +366,27 @@ class _Sweep:
             probe_bytes=message_bytes(link.setting) if link.setting.nodes > 1 else None,
             count=link.kind == "namespaces",
         )
-        return self._start(trial, run_trial, assignment, launch, on_progress)
+        return self._start(trial, TRIAL, assignment, launch, on_progress)
 
     def _start(
         self,
         trial: Trial,
-        target: Callable[[Rank, Argument], T],
-        argument: Argument,
+        work: str,
+        argument: Any,
         launch: Launch,
         on_progress: Callable[[Progress], None],
-    ) -> list[T]:
-        """Run the ranks with the trial's launcher; under torchrun only rank 0 gets their outcomes."""
+    ) -> list[Any]:
+        """Run the ranks where the trial's launcher has them; returns their results by rank."""
         if trial.cluster.launcher == "local":
-            return run_ranks(target, argument, launch, on_progress)
-        if trial.cluster.launcher == "torchrun":
-            return run_in_place(target, argument, launch)
-        raise Refusal("cluster.launcher = 'slurm' is for predictions only; start 'torchrun' through srun")
+            return run_ranks(WORKS[work].target, argument, launch, on_progress)
+        return self._nodes(trial).run(work, argument, launch, on_progress)
+
+    def _nodes(self, trial: Trial) -> Nodes:
+        """The launcher's nodes; a Refusal without them."""
+        if self.nodes is None:
+            launcher = trial.cluster.launcher
+            raise Refusal(f"cluster.launcher = {launcher!r}: this process was not started by it")
+        return self.nodes
 
     def _record(
         self,
@@ -447,26 +427,16 @@ def _beyond_limit(trial: Trial, result: Record) -> Failure | None:
 
 
 def _check(trial: Trial, link: Link) -> None:
-    """Refuse trials that the link or the launcher cannot run.
+    """Refuse trials that the link cannot run.
 
     Raises:
         LinkError: for a peer whose rate nothing would limit.
-        Refusal: if the launcher cannot run it.
     """
     if link.paced_mbit is not None and trial.resolved_policy() is None:
         raise LinkError(
             f"strategy {trial.strategy!r} sends past our wire, and link 'paced' holds only that to "
             f"{link.paced_mbit:g} Mbit/s; it needs network namespaces ({link.why})"
         )
-    if trial.cluster.launcher == "torchrun":
-        if link.kind not in ("real", "none"):
-            raise Refusal(f"torchrun's ranks run where they are started: no link {link.kind!r}; use 'real'")
-        if trial.strategy == "single":
-            raise Refusal("strategy 'single' is one process: run it with cluster.launcher = 'local'")
-
-
-def _exchange(rank: Rank, nbytes: int) -> list[float]:
-    return exchange(rank, nbytes, REPETITIONS)
 
 
 def _link_record(link: Link) -> LinkRecord:
@@ -481,8 +451,15 @@ def _link_record(link: Link) -> LinkRecord:
     )
 
 
-def _failure(kind: Kind, error: BaseException, log: str | None = None) -> Failure:
-    return Failure(kind=kind, message=" ".join(str(error).split()) or type(error).__name__, log=log)
+def _failure(kind: Kind, error: BaseException) -> Failure:
+    return Failure(kind=kind, message=" ".join(str(error).split()) or type(error).__name__, log=None)
+
+
+def _tail(log: Path) -> list[str]:
+    """The last lines of a log."""
+    with contextlib.suppress(OSError):
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    return []
 
 
 def _now() -> str:

@@ -12,10 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor, nn
 
 from harness.cluster.link import PROBES, Counters, counters, slowest
@@ -24,11 +25,13 @@ from harness.errors import Refusal
 from harness.measure import communication_error, compute_alone
 from harness.measure.cpu_usage import ProcessorMeter, Spent
 from harness.measure.first_gradient import GradientError, checks_of
-from harness.measure.memory_parts import without_training
-from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss, sampling_power
+from harness.measure.gpu_power import sampling_power
+from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.quantisation_error import Squares, errors_of, measure
 from harness.measure.reference_loss import TOLERANCE, FirstLoss, as_computed, as_computed_by
+from harness.measure.step_clock import StepClock
 from harness.records import checks
+from harness.records.memory_parts import without_training
 from harness.records.record import (
     Alone,
     InterfaceCounters,
@@ -50,6 +53,17 @@ from harness.workloads.generation import Counted, Generator
 from impl import ops
 from impl.plan.offload_plan import CopyKey
 from impl.plan.traffic import Event, LedgerKey, Sent
+
+
+def _as_pairs(key: Any, value: Any) -> tuple[PlainSerializer, PlainValidator]:
+    """How pydantic writes a dictionary whose keys are not text, and reads it: as a list of pairs."""
+    pairs: TypeAdapter[list[tuple[Any, Any]]] = TypeAdapter(list[tuple[key, value]])
+    return (
+        PlainSerializer(lambda found: pairs.dump_python(list(found.items()), mode="json")),
+        PlainValidator(
+            lambda found: found if isinstance(found, dict) else dict(pairs.validate_python(found))
+        ),
+    )
 
 
 class TrialError(RuntimeError):
@@ -91,8 +105,10 @@ class Outcome:
     predicted: list[LedgerRow] | None
     sent: InterfaceCounters | None
     probed: list[float]
-    errors: dict[tuple[str, str, str], Squares]
-    communicated: communication_error.Found
+    errors: Annotated[dict[tuple[str, str, str], Squares], *_as_pairs(tuple[str, str, str], Squares)]
+    communicated: Annotated[
+        communication_error.Found, *_as_pairs(communication_error.Place, communication_error.Sums)
+    ]
     first_loss: FirstLoss
     gradient_errors: list[GradientError]
     ran: dict[str, Any]

@@ -151,6 +151,9 @@ class Model(_Frozen):
         return value
 
 
+_HOST: Final = r"^([A-Za-z0-9_.-]+@)?[A-Za-z0-9_]([A-Za-z0-9_.:-]*)$"  # no option of ssh begins so
+
+
 class Cluster(_Frozen):
     """Where ranks stand and what joins their nodes.
 
@@ -161,6 +164,10 @@ class Cluster(_Frozen):
         latency: milliseconds that a message between nodes takes one way beyond its bytes at the rate; None
             adds nothing.  On namespaces it needs the kernel's ``netem``; a paced link waits.
         transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs.
+        launcher: ``local`` starts all ranks on this machine; ``torchrun``, ``hosts`` (by ssh) and ``slurm``
+            start one supervisor per node, and each of these its ranks.
+        hosts: names for ssh, of launcher ``hosts`` alone; the first is this machine.
+        slurm: options of the allocation, as submitit's Slurm executor names them (``partition``, ``time``).
     """
 
     nodes: int = Field(2, ge=1, le=4096)
@@ -170,7 +177,9 @@ class Cluster(_Frozen):
     latency: Annotated[float | None, _written(parse_latency)] = None
     device: Literal["cpu", "cuda"] = "cpu"
     transport: Literal["shm", "gloo", "nccl"] = "shm"
-    launcher: Literal["local", "torchrun", "slurm"] = "local"
+    launcher: Literal["local", "torchrun", "hosts", "slurm"] = "local"
+    hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = ()
+    slurm: dict[Annotated[str, Field(pattern=r"^[a-z_]+$")], int | str | bool] = {}
 
 
 class Optimizer(_Frozen):
@@ -376,6 +385,7 @@ class Trial(_Frozen):
             del data["peer"]
         if data["cluster"]["latency"] is None:
             del data["cluster"]["latency"]
+        del data["cluster"]["hosts"], data["cluster"]["slurm"]  # which machines is no part of what is asked
         data["policy"] = {k: v for k, v in data["policy"].items() if v is not None or k in _FIRST}
         return data
 

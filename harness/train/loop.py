@@ -18,7 +18,8 @@ from torch import Tensor
 
 from harness.cluster.rank import Progress, Rank
 from harness.errors import Refusal
-from harness.measure.meter import StepClock, forget_peak, peak_device, peak_rss
+from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
+from harness.measure.step_clock import StepClock
 from harness.records.record import Step
 from harness.runs.optimizers import built
 from harness.runs.strategies import Strategy, sharded, wire_of

@@ -13,7 +13,7 @@ from typing import Final, get_args
 
 from torch import nn
 
-from harness.measure.memory_parts import HOST, on_device, on_host
+from harness.records.memory_parts import HOST, on_device, on_host
 from harness.runs.forecast import PROCESS_BYTES, Host
 from harness.suites.model_sizes import GPTShape
 from impl.codecs.codec import ITEM_BYTES

@@ -1,9 +1,9 @@
 """Codecs as values: what a tensor looks like on the wire, its size, and its error contract.
 
 Pure: no torch.  A codec is a frozen value with a text form that suites use and that prints back:
-``fp32``, ``bf16``, ``fp16``; ``int8:2048``, ``int4:256:asym``, ``int4:shard``; ``fp8e4m3:128``,
-``mxfp8``, ``mxfp4``; then ``:hadamard32`` and ``:stochastic``.  "No quantisation" is the codec
-:class:`Raw`, so the engine has no branch for it.  The arithmetic is in ``reference.py``.
+``fp32``, ``bf16``, ``fp16``; ``int8:2048``, ``int4:256:asym``, ``int4:256:clip``, ``int4:shard``;
+``fp8e4m3:128``, ``mxfp8``, ``mxfp4``; then ``:hadamard32`` and ``:stochastic``.  "No quantisation" is the
+codec :class:`Raw`, so the engine has no branch for it.  The arithmetic is in ``reference.py``.
 
 Frame of ``numel`` elements (docs/reference/wire_format.md)::
 
@@ -14,7 +14,8 @@ Frame of ``numel`` elements (docs/reference/wire_format.md)::
     pad     to 16 bytes
 
 Symmetric scale: ``absmax / largest code``, so that the bound is half a step everywhere and
-quantising twice changes nothing (facts B7 lists what the other rule costs).
+quantising twice changes nothing; or, by the option ``clip``, DeepSpeed's ``2 absmax / 2^bits``, whose steps
+are smaller and whose positive top is clipped by one.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ class _Scaled(_Framed):
 
     block: Block
     asymmetric: bool = False
+    clipped: bool = False
     scale: Scale = "fp32"
 
     @property
@@ -146,9 +148,11 @@ class _Scaled(_Framed):
 
     @property
     def laws(self) -> frozenset[Law]:
-        """What it promises: chance and offsets cost sign symmetry and idempotence, a rotation idempotence."""
+        """What it promises: chance, offsets and a clipped top cost sign symmetry and idempotence, a rotation
+        idempotence.
+        """
         laws = frozenset(Law) if self.stochastic else frozenset(Law) - {Law.UNBIASED}
-        if self.stochastic or self.asymmetric:
+        if self.stochastic or self.asymmetric or self.clipped:
             return laws - {Law.IDEMPOTENT, Law.SIGN}
         return laws - {Law.IDEMPOTENT} if self.hadamard else laws
 
@@ -205,6 +209,9 @@ class IntCodec(_Scaled):
 
     Symmetric: ``q = clamp(rne(x / s), -m, m)`` with ``m = 2^(b-1) - 1`` and
     ``s = max(absmax / m, 2^-126)``; decoded ``q * s``.
+    Clipped (DeepSpeed's rule): ``s = max(absmax / (m + 1), 2^-126)``,
+    ``q = clamp(rne(x / s), -m - 1, m)``: steps are smaller, and only a positive top is off by more than half
+    of one, by up to a whole.
     Asymmetric: ``s = max(high / n - low / n, 2^-126)`` with ``n = 2^b - 1``,
     ``q = clamp(rne((x - low) / s), 0, n)``; decoded ``low + q * s``.
     Stochastic: ``rne(quotient + d)`` with ``d = (r - 32767.5) / 65536``, ``r`` the element's 16
@@ -220,9 +227,11 @@ class IntCodec(_Scaled):
         hadamard: elements that are rotated together before quantising and back after it, a power
             of two that divides the block; 0 for none.
         stochastic: round up or down at random, so that the mean is the value.
+        clipped: of symmetric codes: use all 2^bits of them, and clip the positive top.
 
     Raises:
-        CodecError: for bits outside 2..8, a block below 1 or above 2^31 - 1, or an impossible rotation.
+        CodecError: for bits outside 2..8, a block below 1 or above 2^31 - 1, an impossible rotation, or a
+            clipped top with an offset or random rounding, whose mean it would change.
     """
 
     bits: int
@@ -230,33 +239,46 @@ class IntCodec(_Scaled):
     asymmetric: bool = False
     hadamard: int = 0
     stochastic: bool = False
+    clipped: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
             raise CodecError(f"int{self.bits}: integer codecs have 2 to 8 bits")
+        if self.clipped and (self.asymmetric or self.stochastic):
+            other = "asym" if self.asymmetric else "stochastic"
+            raise CodecError(
+                f"int{self.bits}: clip cuts the top of symmetric codes, rounded to nearest; not with {other}"
+            )
         self._check(f"int{self.bits}")
 
     def __str__(self) -> str:
-        return f"int{self.bits}:{self.block}" + (":asym" if self.asymmetric else "") + self._options()
+        scheme = ":asym" if self.asymmetric else ":clip" if self.clipped else ""
+        return f"int{self.bits}:{self.block}{scheme}{self._options()}"
 
     @property
     def largest(self) -> int:
         """Largest code."""
         return (1 << (self.bits if self.asymmetric else self.bits - 1)) - 1
 
+    @property
+    def steps(self) -> int:
+        """Scales in the range of a block: in its largest magnitude, or between its extremes."""
+        return self.largest + self.clipped
+
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
 
         ``scale / 2 * (1 + 2^-15)``, ``scale * (1 + 2^-15)`` if stochastic, plus half an ulp of the
-        output; asymmetric also half an ulp of the offset's magnitude, since ``low + q * s`` rounds
-        twice.  With a rotation, ``low`` and ``high`` are those of the rotated block
-        (:func:`impl.codecs.reference.rotated`).
+        output; clipped, a whole scale where the block has positive values; asymmetric also half an ulp of
+        the offset's magnitude, since ``low + q * s`` rounds twice.  With a rotation, ``low`` and ``high``
+        are those of the rotated block (:func:`impl.codecs.reference.rotated`).
         """
         if self.asymmetric:
             scale = max(high / self.largest - low / self.largest, SMALLEST_NORMAL)
         else:
-            scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
-        return self._bound(scale, low, high, out)
+            scale = max(max(abs(low), abs(high)) / self.steps, SMALLEST_NORMAL)
+        cut = self.clipped and high > 0  # the top may be off by a whole scale, not half of one
+        return self._bound(2 * scale if cut else scale, low, high, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +347,11 @@ class FloatCodec(_Scaled):
         """Largest element."""
         return _FLOATS[self.element][2]
 
+    @property
+    def steps(self) -> float:
+        """Scales in the largest magnitude of a block."""
+        return self.largest
+
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
 
@@ -369,8 +396,8 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
 
 
 _ALLOWED: Final = (
-    "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym], fp8e4m3:<block>, fp8e5m2:<block>, "
-    "mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048"
+    "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
+    "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048"
 )
 
 
@@ -404,10 +431,10 @@ def _parsed(text: str) -> Codec:
         if text != "shard" and not (text.isdecimal() and text.isascii()):
             raise CodecError(f"block {text!r} is not a number; {_ALLOWED}")
         block = "shard" if text == "shard" else int(text)
-    asymmetric = is_int and rest[:1] == ["asym"]
-    hadamard, stochastic = _parse_options(rest[asymmetric:])
+    asymmetric, clipped = (is_int and rest[:1] == [word] for word in ("asym", "clip"))
+    hadamard, stochastic = _parse_options(rest[asymmetric or clipped :])
     if kind is None:
-        return IntCodec(int(head[3:]), block, asymmetric, hadamard, stochastic)
+        return IntCodec(int(head[3:]), block, asymmetric, hadamard, stochastic, clipped)
     return FloatCodec(kind[0], block, kind[1], hadamard, stochastic)
 
 

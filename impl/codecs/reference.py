@@ -437,7 +437,7 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
 
 def _scale(codec: Blocked, absmax: Tensor) -> Tensor:
     """The scale of symmetric blocks."""
-    scale = torch.clamp(absmax / torch.full_like(absmax, codec.largest), min=SMALLEST_NORMAL)
+    scale = torch.clamp(absmax / torch.full_like(absmax, codec.steps), min=SMALLEST_NORMAL)
     if codec.scale == "e8m0":  # up to a power of two: nothing saturates
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return scale
@@ -449,7 +449,7 @@ def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
         return _float_codes(codec, quotients, shift)
     if shift is not None:
         quotients.add_(shift)
-    first = 0 if codec.asymmetric else -codec.largest
+    first = 0 if codec.asymmetric else -codec.steps
     codes = quotients.round_().clamp_(first, codec.largest).nan_to_num_(0.0)  # NaN only in broken blocks
     return codes.to(torch.uint8) if codec.asymmetric else codes.to(torch.int8).view(torch.uint8)
 

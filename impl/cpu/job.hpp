@@ -22,7 +22,7 @@ using namespace codec;
 constexpr i64 kPiece = 2048;  // elements whose codes wait for packing: whole octets, whole rotations
 constexpr int kDims = 8;
 
-enum Kind : i64 { kSymmetric, kAsymmetric, kFloats };
+enum Kind : i64 { kSymmetric, kAsymmetric, kFloats, kClipped };  // the last of loops alone: see `clipped`
 
 struct Plane {  // rows of one tensor
     i64 address, strides[kDims];  // bytes; of random bits, elements
@@ -30,9 +30,10 @@ struct Plane {  // rows of one tensor
 
 struct Code {
     i64 kind, bits, mantissa, powers, hadamard, stochastic;
+    i64 clipped;  // of symmetric codes: all are used, and the top is cut
     i64 block, blocks, codes_end, scales_at, frame_bytes;
 
-    Scheme<0> integers(bool asymmetric) const { return {int(bits), asymmetric}; }
+    Scheme<0> integers(bool asymmetric) const { return {int(bits), asymmetric, clipped != 0}; }
     Floats<0> floats() const { return {int(mantissa), powers != 0}; }
     i64 scale_bytes() const { return blocks * (powers ? 1 : kind == kAsymmetric ? 8 : 4); }
 };

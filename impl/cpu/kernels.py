@@ -22,7 +22,7 @@ MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of job.hpp
 _MOST_SEEN: Final = 4096  # jobs that are remembered; a unit has about six
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CODING: Final = (
-    *("kind", "bits", "mantissa", "powers", "hadamard", "stochastic"),
+    *("kind", "bits", "mantissa", "powers", "hadamard", "stochastic", "clipped"),
     *("block", "blocks", "codes_end", "scales_at", "frame_bytes"),
 )
 _Dims: Final = ctypes.c_int64 * MOST_DIMS
@@ -252,6 +252,7 @@ def _coding(codec: Blocked, numel: int) -> _Coding:
         codec.scale == "e8m0",
         codec.hadamard,
         codec.stochastic,
+        codec.clipped,
         codec.block_size(numel),
         codec.blocks(numel),
         codec.code_bytes(numel),

@@ -63,17 +63,17 @@ struct Rule {
         : integers(code.integers(KIND == kAsymmetric)), divider(divider_of(integers, stored)) {}
 
     u32 mask() const { return (1u << integers.bits()) - 1u; }
-    Scheme<0> known() const { return {integers.stated, KIND == kAsymmetric}; }  // a constant, to the compiler
+    Scheme<0> known() const { return {integers.stated, KIND == kAsymmetric, KIND == kClipped}; }  // a constant, to the compiler
     float numerator(float value) const { return numerator_of(known(), divider, value); }
 
-    // The pattern whose low bits are the code.  Without an offset and chance no quotient of a finite block
-    // passes the ends by more than a rounding.  With an offset none is negative, and the scale may be so
+    // The pattern whose low bits are the code.  Without an offset, a clipped top and chance no quotient of a
+    // finite block passes the ends by more than a rounding.  With an offset none is negative, and the scale may be so
     // much rounded that quotients are huge.  Patterns of positive floats order as they do.
     template <bool STOCHASTIC>
     u32 pattern(float quotient, float shift) const {
         const u32 most = bits_of(kRound + known().last()), least = bits_of(kRound + known().first());
         u32 bits = bits_of((STOCHASTIC ? quotient + shift : quotient) + kRound);
-        if (STOCHASTIC || KIND == kAsymmetric) bits = bits > most ? most : bits;
+        if (STOCHASTIC || KIND == kAsymmetric || KIND == kClipped) bits = bits > most ? most : bits;
         if (STOCHASTIC) bits = bits < least ? least : bits;
         return bits;
     }
@@ -236,6 +236,7 @@ __attribute__((noinline)) void round_values(
     const auto chosen = [&](auto kind) {
         return code.stochastic ? with(kind, std::true_type{}) : with(kind, std::false_type{});
     };
+    if (code.clipped) return with(integral_constant<Kind, kClipped>{}, std::false_type{});
     if constexpr (!std::is_same_v<T, Fp32>) return with(integral_constant<Kind, kSymmetric>{}, std::false_type{});
     else if (code.kind == kFloats) return chosen(integral_constant<Kind, kFloats>{});
     else if (code.kind == kAsymmetric) return chosen(integral_constant<Kind, kAsymmetric>{});

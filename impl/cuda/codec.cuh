@@ -113,14 +113,18 @@ struct Fp16 {
 
 // ---- the scheme: 2 to 8 bits, with or without an offset ----------------------------------------
 
-// BITS is 2 to 8 where a kernel knows it, and 0 where the launch says it.
+// BITS is 2 to 8 where a kernel knows it, and 0 where the launch says it.  Of symmetric codes `clipped` uses all,
+// down to -2^(bits - 1), with a scale that the top exceeds by one.
 template <int BITS>
 struct Scheme {
     int stated;
     bool asymmetric;
+    bool clipped = false;
+    static CODEC_FN Scheme of(u32 bits, u32 special) { return {int(bits), special == 1, special == 2}; }
     CODEC_FN int bits() const { return BITS != 0 ? BITS : stated; }
-    CODEC_FN float first() const { return asymmetric ? 0.0f : -last(); }
+    CODEC_FN float first() const { return asymmetric ? 0.0f : -steps(); }
     CODEC_FN float last() const { return float((1 << (asymmetric ? bits() : bits() - 1)) - 1); }
+    CODEC_FN float steps() const { return clipped ? last() + 1.0f : last(); }  // scales in the extent
 };
 
 // Floats of 1, 2 or 3 bits of mantissa: e2m1, e5m2, e4m3.  MANTISSA is 0 where the launch says it.
@@ -129,6 +133,7 @@ template <int MANTISSA>
 struct Floats {
     int stated;
     bool powers;  // scales are powers of two, E8M0
+    static CODEC_FN Floats of(u32 mantissa, u32 special) { return {int(mantissa), special != 0}; }
     CODEC_FN int mantissa() const { return MANTISSA != 0 ? MANTISSA : stated; }
     CODEC_FN int bits() const { return mantissa() == 1 ? 4 : 8; }
     CODEC_FN int smallest() const { return mantissa() == 1 ? 0 : mantissa() == 2 ? -14 : -6; }  // exponent
@@ -204,7 +209,7 @@ CODEC_FN Stored stored_of(Scheme<BITS> scheme, Extent extent) {
         stored.low = float_of(unordered(~extent.low)) + 0.0f;  // -0 and 0 are stored alike
         stored.scale = high / scheme.last() - stored.low / scheme.last();  // the difference may overflow
     } else {
-        stored.scale = float_of(extent.high) / scheme.last();
+        stored.scale = float_of(extent.high) / scheme.steps();
     }
     stored.scale = stored.scale < kSmallestNormal ? kSmallestNormal : stored.scale;
     return stored;
@@ -493,12 +498,12 @@ CODEC_FN typename State::Word carried_of(Decay decay, float error, float value, 
 // ---- eight codes are whole bytes ---------------------------------------------------------------
 
 // Values of one block, whose extent gave the divider, rounded by products: bits of kRound + code.  Gives
-// whether none is in doubt.  No symmetric quotient needs clamping: it is at most `last` but for rounding, and
-// what a shift of 0.49999 carries over a tie is in doubt.
-template <bool STOCHASTIC, bool ASYMMETRIC, int BITS, class Shift>
+// whether none is in doubt.  No symmetric quotient needs clamping but at a clipped top: it is at most `last` but
+// for rounding, and what a shift of 0.49999 carries over a tie is in doubt.
+template <bool STOCHASTIC, bool ASYMMETRIC, bool CLIPPED, int BITS, class Shift>
 CODEC_FN bool quick_octet(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], Shift shift,
                           u32 (&rounded)[kOctet]) {
-    const Scheme<BITS> scheme{stated.stated, ASYMMETRIC};
+    const Scheme<BITS> scheme{stated.stated, ASYMMETRIC, CLIPPED};
     const float safe = STOCHASTIC ? divider.unsafe * 2.0f - 0.5f : divider.unsafe;
     const float last = kRound + scheme.last();
     bool sure = true;
@@ -515,10 +520,8 @@ CODEC_FN bool quick_octet(Scheme<BITS> stated, Divider divider, const float (&va
             rest = fused(numerator, divider.reciprocal, kRound - whole);
         }
         sure = sure & (magnitude(rest) <= safe);
-        if (ASYMMETRIC) {
-            whole = whole > last ? last : whole;
-            whole = whole < kRound ? kRound : whole;
-        }
+        if (ASYMMETRIC || CLIPPED) whole = whole > last ? last : whole;
+        if (ASYMMETRIC) whole = whole < kRound ? kRound : whole;
         rounded[i] = bits_of(whole);
     }
     return sure;
@@ -529,8 +532,10 @@ CODEC_FN bool quick_octet(Scheme<BITS> stated, Divider divider, const float (&va
 template <bool STOCHASTIC, int BITS, class Shift>
 CODEC_FN void round_octet(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
                           u32 (&rounded)[kOctet]) {
-    const bool sure = scheme.asymmetric ? quick_octet<STOCHASTIC, true>(scheme, divider, values, shift, rounded)
-                                        : quick_octet<STOCHASTIC, false>(scheme, divider, values, shift, rounded);
+    const bool sure =
+        scheme.asymmetric ? quick_octet<STOCHASTIC, true, false>(scheme, divider, values, shift, rounded)
+        : scheme.clipped  ? quick_octet<STOCHASTIC, false, true>(scheme, divider, values, shift, rounded)
+                          : quick_octet<STOCHASTIC, false, false>(scheme, divider, values, shift, rounded);
     if (!sure) {
 #pragma unroll
         for (int i = 0; i < kOctet; ++i)

@@ -59,7 +59,7 @@ __device__ __forceinline__ u8* row_start(const Arguments& a, const Place& place)
 
 template <class Scheme>
 __device__ __forceinline__ Scheme scheme_of(const Coding& coding) {
-    return {int(coding.bits), coding.special != 0};
+    return Scheme::of(coding.bits, coding.special);
 }
 
 // Elements of octet `octet` that exist: 8, fewer at the end of a row, 0 beyond it.

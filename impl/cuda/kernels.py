@@ -247,7 +247,7 @@ def _coding(codec: Blocked, numel: int) -> tuple[int, ...]:
     """How a row is coded: the fields of CODING."""
     block, scales_at = codec.block_size(numel), codec.scales_at(numel)
     if isinstance(codec, IntCodec):
-        scheme = (codec.bits, codec.asymmetric)
+        scheme = (codec.bits, 2 if codec.clipped else int(codec.asymmetric))
     else:
         scheme = (codec.mantissa, codec.scale == "e8m0")
     return (

@@ -180,13 +180,13 @@ _ZERO = _within(
     _honoured(
         "zero_quantized_weights",
         False,
-        "qwZ: int8 in blocks of 2048, none over two parameters (DeepSpeed's may be)",
+        "qwZ: int8 with DeepSpeed's scales, in blocks of 2048, none over two parameters (its may be)",
     ),
-    _honoured("zero_quantized_nontrainable_weights", False, "held and sent as int8 in blocks of 2048"),
+    _honoured("zero_quantized_nontrainable_weights", False, "held and sent as qwZ's int8 in blocks of 2048"),
     _honoured(
         "zero_quantized_gradients",
         False,
-        "qgZ: int4 in blocks of 256, on one node too, where DeepSpeed does not",
+        "qgZ: int4 with DeepSpeed's scales, in blocks of 256, on one node too, where it does not",
     ),
     _honoured("zeropp_loco_param.err_beta", 0.8, "LoCo: share of the error that stays; fp32, not INT8"),
     _honoured("zeropp_loco_param.reset_T", 1024, "LoCo: steps after which the error is forgotten"),

@@ -28,8 +28,8 @@ from impl.plan.topology import Topology
 
 Kind = Literal["honoured", "without effect", "renamed", "changed"]
 
-QWZ: Final = IntCodec(8, 2048)
-QGZ: Final = IntCodec(4, 256)
+QWZ: Final = IntCodec(8, 2048, clipped=True)  # clipped: DeepSpeed's scale rule
+QGZ: Final = IntCodec(4, 256, clipped=True)
 MOST_SCALE_POWER: Final = 126
 LARGEST: Final = 1e30  # of any number; what is beyond is a slip of the pen, infinity and NaN included
 _WIRE_TYPES: Final[dict[str, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "bfp16": BF16}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from impl.engine.actions import Actions
 from impl.engine.masters import Masters
-from impl.engine.pytree import tensors_in
 from impl.errors import WrittenError, ZeroError
+from impl.pytree import tensors_in
 from impl.unit.context import UnitContext
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.engine import state_dict as state
+from impl.engine.gradient_norm import gradient_norm
 from impl.engine.hooks import Hooks
 from impl.engine.masters import Masters
 from impl.engine.module_buffers import ModuleBuffers
@@ -51,7 +52,7 @@ class Zero:
         self.wire, self.policy = context.wire, context.policy
         self.scaler = LossScaler(context.policy.loss_scale)
         self.clock, self._meter, self._host = context.clock, context.meter, context.host
-        self.masters = Masters(self.units, context.wire)
+        self.masters = Masters(self.units)
         self.buffers = ModuleBuffers(model, context.wire)
         self.hooks = Hooks(
             model,
@@ -208,7 +209,7 @@ class Zero:
             ZeroError: before :meth:`finish_backward`, or for another ``norm_type``.
         """
         self.hooks.backward.check_finished("grad_norm()")
-        return self.masters.norm(norm_type)
+        return gradient_norm(self.units, self.wire, norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm (:meth:`grad_norm`) is at most ``max_norm``.

@@ -25,9 +25,9 @@ from impl.engine.backward_hooks import BackwardHooks, each
 from impl.engine.masters import Masters
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.optimizer_hooks import find
-from impl.engine.pytree import cast_tensors, memory_of, tensors_in
 from impl.errors import ZeroError
 from impl.plan.schedule import Action
+from impl.pytree import cast_tensors, memory_of, tensors_in
 from impl.unit.context import UnitContext
 from impl.unit.unit import Unit
 

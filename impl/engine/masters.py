@@ -1,26 +1,22 @@
-"""This rank's fp32 masters and mean gradients, as an optimizer sees them; their global norm."""
+"""This rank's fp32 masters and mean gradients, as an optimizer sees them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from impl.comm.wire import Wire
 from impl.errors import ZeroError
 from impl.unit.unit import Unit
-
-LARGEST_POWER: Final = 8  # of a norm: fp32 gradients to this power stay within fp64
 
 
 class Masters:
     """Those of one sharded model on one rank."""
 
-    def __init__(self, units: Sequence[Unit], wire: Wire) -> None:
-        self._units, self._wire = units, wire
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
         # By id(): those that no optimizer has stepped since their gradient came.
         self._unused: set[int] = set()
 
@@ -49,35 +45,6 @@ class Masters:
         return groups
 
     # Gradients
-
-    def norm(self, norm_type: float = 2.0) -> Tensor:
-        """() fp64 global norm of the mean gradient: :meth:`impl.engine.engine.Zero.grad_norm`."""
-        power, largest = float(norm_type), norm_type == math.inf
-        if not (largest or 0 < power <= LARGEST_POWER):
-            raise ZeroError(f"norm_type = {norm_type}: expected inf, or above 0 and at most {LARGEST_POWER}")
-        add = torch.maximum if largest else torch.add  # both pass a NaN on
-
-        def part_of(gradient: Tensor) -> Tensor:
-            if largest:
-                return gradient.abs().amax().double()
-            wide = gradient.double()
-            return (wide.square() if power == 2 else wide.abs().pow(power)).sum()
-
-        device = self._wire.mesh.device
-        sums: dict[torch.device, Tensor] = {}
-        for unit in self._units:
-            for gradient in unit.master_shard.own_gradients():
-                part, place = part_of(gradient), gradient.device
-                sums[place] = add(sums[place], part) if place in sums else part
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for part in sums.values():
-            total = add(total, part.to(device))
-        norm = torch.zeros_like(total)
-        for part in self._wire.all_gather_small(total.view(1)).view(-1):  # NORM_BYTES of each rank
-            norm = add(norm, part)
-        if largest:
-            return norm
-        return norm.sqrt() if power == 2 else norm.pow(1 / power)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients, where they are there."""

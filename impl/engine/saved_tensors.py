@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from impl.engine.pytree import memory_of
 from impl.errors import ZeroError
+from impl.pytree import memory_of
 from impl.unit.master_shard import Version
 from impl.unit.member import Place
 from impl.unit.placeholder import Placeholder, values_of

@@ -459,7 +459,7 @@ class Policy:
 
 
 _INT8 = IntCodec(8, 2048)
-_INT4 = (IntCodec(4, 256), IntCodec(4, 256))
+_INT4 = (IntCodec(4, 256, clipped=True),) * 2  # the better scale rule in 4 bits, not in 8
 
 PRESETS: Final[dict[str, Policy]] = {
     "exact": Policy(weights=FP32, gradients=(FP32, FP32)),

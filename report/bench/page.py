@@ -25,9 +25,8 @@ from report.build import PAGE, Folders, publish
 from report.data import emulation
 from report.data.frames import ReportError, groups
 from report.data.text import NOTHING, listed, number
-from report.draw import drawing, theme
-from report.draw.plot import Drawing
-from report.figures import registry
+from report.draw import chart_parts, figure_files, theme
+from report.draw.figure_definition import Drawing
 from report.tables.table import Table
 
 _FOLDERS: Final[Folders] = {
@@ -167,7 +166,7 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
     for board, data in boards:
         for figure, rounds in _drawings(board, data):
             headline.append(_finding(board, derived(board, rounds)))
-            drawn.append(registry.write(figure, rounds, folder / "figures"))
+            drawn.append(figure_files.write(figure, rounds, folder / "figures"))
         scattered += [said] if (said := scattering(board, data)) else []
         found = table_of(board, data, wide=True)
         found.write(folder / "tables")
@@ -253,8 +252,8 @@ def _draw(board: Board, rows: pd.DataFrame) -> Figure:
     lines = [(("",), rows)] if board.below is None else groups(rows, [board.below])
     titles = list(dict.fromkeys(rows[board.panel]))
     most = max(here[board.row].nunique() for _, here in lines)
-    height = drawing.bars_height(most, room=1.0, row=0.22) * len(lines) + 0.2
-    figure, grid = drawing.panels(len(titles), len(lines), height=height, width=8.4)
+    height = chart_parts.bars_height(most, room=1.0, row=0.22) * len(lines) + 0.2
+    figure, grid = chart_parts.panels(len(titles), len(lines), height=height, width=8.4)
     column, colours = board.colours or (board.row, dict.fromkeys(rows[board.row], _ONE_COLOUR))
     ends = rows[[measure, f"{measure}_low", f"{measure}_high"]].to_numpy(float)
     limits = min(1.0, float(np.nanmin(ends))), max(1.0, float(np.nanmax(ends)))
@@ -264,12 +263,12 @@ def _draw(board: Board, rows: pd.DataFrame) -> Figure:
             for row in here[here[board.panel] == title].to_dict("records"):
                 at, colour = names.index(row[board.row]), colours[row[column]]
                 found = Interval(row[measure], row[f"{measure}_low"], row[f"{measure}_high"], row["rounds"])
-                drawing.error_bar(ax, at, found, colour)
+                chart_parts.error_bar(ax, at, found, colour)
                 ax.plot(found.estimate, at, "o", color=colour, ms=5, mec="white", mew=0.5, zorder=4)
             _axis(ax, limits, log=board.log)
-            drawing.row_names(ax, [str(name) for name in names])
+            chart_parts.row_names(ax, [str(name) for name in names])
             ax.grid(visible=True, axis="y")
-            head = drawing.wrapped(str(title), 20)
+            head = chart_parts.wrapped(str(title), 20)
             ax.set_title(f"{place if ax is axes[0] else ''}\n{head}" if place else head)
             ax.tick_params(axis="y", labelleft=ax is axes[0])
     figure.supxlabel(label, fontsize=9)
@@ -277,7 +276,7 @@ def _draw(board: Board, rows: pd.DataFrame) -> Figure:
         there = [name for name in colours if (rows[column] == name).any()]
         for name in there:
             grid[0][0].plot([], [], "o", ms=6, color=colours[name], label=name)
-        drawing.legend_above(figure, grid[0][0], columns=len(there))
+        chart_parts.legend_above(figure, grid[0][0], columns=len(there))
     return figure
 
 
@@ -291,6 +290,6 @@ def _axis(ax: Axes, ends: tuple[float, float], *, log: bool) -> None:
     ax.axvline(1, color=theme.INK, lw=1.1, ls=(0, (4, 3)), zorder=1)
     if log and high / low < _WIDE:
         ticks = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 5)]
-        drawing.log_ticks(ax, [tick for tick in ticks if low <= tick <= high])
+        chart_parts.log_ticks(ax, [tick for tick in ticks if low <= tick <= high])
     elif log:
-        drawing.decades(ax, "x")
+        chart_parts.decades(ax, "x")

@@ -12,8 +12,8 @@ from matplotlib.ticker import MaxNLocator
 from report.data import bytes_and_memory, published
 from report.data.metrics import Derived
 from report.data.text import listed, plain
-from report.draw import drawing, theme
-from report.draw.plot import Plot, contenders, peers_note, unpublished_note
+from report.draw import chart_parts, theme
+from report.draw.figure_definition import Plot, contenders, peers_note, unpublished_note
 
 _PLACE: Final = ["nodes", "ranks_per_node", "model", "accumulation"]
 _LEAST: Final = -1e-9  # M; what is spared is not below it but for rounding
@@ -52,19 +52,19 @@ def _draw_volume(data: pd.DataFrame) -> Figure:
     groups = [group for _, group in data.groupby(_PLACE)]
     rows = [max(group["contender"].nunique(), 2) for group in groups]
     height = 0.75 + 0.55 * len(groups) + 0.32 * sum(rows)
-    figure, grid = drawing.panels(2, len(groups), height=height, sharey="row", height_ratios=rows)
+    figure, grid = chart_parts.panels(2, len(groups), height=height, sharey="row", height_ratios=rows)
     for (left, right), group in zip(grid, groups, strict=True):
         _volume_bars(left, group)
         spared = _wide(group, "split", list(_SPARED))
         spared = spared.mask((spared < _LEAST).any(axis=1))  # more than 16 bits: nothing is spared
-        drawing.stacked_bars(right, spared, theme.SPARED, _SPARED)
-        drawing.same_rows(right)
+        chart_parts.stacked_bars(right, spared, theme.SPARED, _SPARED)
+        chart_parts.same_rows(right)
         if len(groups) > 1:
             left.set_title(_told(group))
     grid[-1][0].set_xlabel("bytes between nodes per step, in M")
     grid[-1][1].set_xlabel("against flat collectives in 16 bits, in M")
-    drawing.legend_above(figure, grid[0][0], columns=2)
-    drawing.legend_above(figure, grid[0][1], columns=1, side="right")
+    chart_parts.legend_above(figure, grid[0][0], columns=2)
+    chart_parts.legend_above(figure, grid[0][1], columns=1, side="right")
     return figure
 
 
@@ -84,7 +84,7 @@ def _wide(group: pd.DataFrame, kind: str, parts: list[str]) -> pd.DataFrame:
 
 def _volume_bars(ax: Axes, group: pd.DataFrame) -> None:
     values = _wide(group, "ledger", list(bytes_and_memory.VOLUME_PARTS))
-    drawing.stacked_bars(ax, values, theme.VOLUME, {})
+    chart_parts.stacked_bars(ax, values, theme.VOLUME, {})
     totals = pd.DataFrame({"ledger": values.sum(axis=1)})
     for kind in ("predicted", "interface"):
         totals[kind] = group[group["kind"] == kind].groupby("contender")["m"].median()
@@ -94,7 +94,7 @@ def _volume_bars(ax: Axes, group: pd.DataFrame) -> None:
         if totals[name].notna().any():
             ax.plot(totals[name], places, marker, color=colour, ms=size, mfc="none", mew=1.2, label=name)
     for place, (most, total) in enumerate(zip(totals.max(axis=1), totals["ledger"], strict=True)):
-        drawing.beside(ax, most, place, f"{total or most:.3f}", points=7)
+        chart_parts.beside(ax, most, place, f"{total or most:.3f}", points=7)
     ax.set_xlim(0, totals[["ledger", "interface", "published rule"]].max().max() * 1.2)
 
 
@@ -142,11 +142,11 @@ def _link_data(derived: Derived) -> pd.DataFrame:
 
 
 def _draw_link(data: pd.DataFrame) -> Figure:
-    figure, ((ax,),) = drawing.panels(1, height=2.5)
+    figure, ((ax,),) = chart_parts.panels(1, height=2.5)
     requested = data["requested_mbit"]
     several = len(requested.unique()) > 1
     if several:
-        drawing.log_ticks(ax, sorted(requested.unique()))
+        chart_parts.log_ticks(ax, sorted(requested.unique()))
         ax.set_xlabel("requested rate, Mbit/s")
     else:
         last = int(data["order"].max()) + 1
@@ -172,7 +172,7 @@ def _draw_link(data: pd.DataFrame) -> Figure:
     room = max(5.0, 0.15 * (high - low))
     ax.set_ylim(min(low, 100) - room, max(high, 100) + room)
     ax.set_ylabel("achieved, % of requested")
-    drawing.legend_above(figure, ax, columns=2)
+    chart_parts.legend_above(figure, ax, columns=2)
     return figure
 
 

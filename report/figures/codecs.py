@@ -16,8 +16,8 @@ from report.data.contender import BASELINE, NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed
-from report.draw import drawing, theme
-from report.draw.plot import Plot, common_to, titles_of
+from report.draw import chart_parts, theme
+from report.draw.figure_definition import Plot, common_to, titles_of
 
 _KEPT: Final = [
     "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "swept", "line",
@@ -58,7 +58,7 @@ def _mark_places(ax: Axes, places: dict[str, float], axis: str) -> None:
 
 def _draw_error(data: pd.DataFrame) -> Figure:
     purposes = sorted(data["purpose"].unique(), reverse=True)
-    figure, grid = drawing.panels(2, len(purposes), height=0.3 + 2.3 * len(purposes))
+    figure, grid = chart_parts.panels(2, len(purposes), height=0.3 + 2.3 * len(purposes))
     for row, purpose in zip(grid, purposes, strict=True):
         mine = data[data["purpose"] == purpose]
         axis, line = ("block", "bits") if len(mine["block"].unique()) > 1 else ("bits", "block")
@@ -66,16 +66,16 @@ def _draw_error(data: pd.DataFrame) -> Figure:
         for ax, value in zip(row, ("vnmse", "largest"), strict=True):
             endings = []
             lines = groups(mine.sort_values([line, "options"], kind="stable"), [line, "options"])
-            for ((held, options), group), colour in zip(lines, drawing.shades(len(lines)), strict=True):
+            for ((held, options), group), colour in zip(lines, chart_parts.shades(len(lines)), strict=True):
                 values = group.set_index(group[axis].astype(str).map(places))[value]
                 middle = values.groupby(level=0).median()
                 name = f"{held} bits" if line == "bits" else f"blocks of {held}"
                 name += f", {options}" if options else ""
-                look = drawing.Look(colour, "o", "-")
-                endings.append(drawing.trend(ax, middle, values, name, look))
-            drawing.decades(ax)
+                look = chart_parts.Look(colour, "o", "-")
+                endings.append(chart_parts.trend(ax, middle, values, name, look))
+            chart_parts.decades(ax)
             _mark_places(ax, places, axis)
-            drawing.label_ends(ax, endings, 1.7)
+            chart_parts.label_ends(ax, endings, 1.7)
         row[0].set_title(purpose)
         row[0].set_ylabel("vNMSE")
         row[1].set_ylabel("largest error / largest value")
@@ -109,8 +109,10 @@ def _draw_sweep(data: pd.DataFrame, axis: str) -> Figure:
     swept_rows = data[data["swept"] != codec_sweeps.REFERENCE].astype({"bits": int})
     found = groups(swept_rows, ["swept", "cell"])
     beside = [[_line_of(*key) for key, _ in groups(mine, _LINE)] for _, mine in found]
-    panel = max(1.6, *(drawing.labels_inches([*names, _REFERENCE]) for names in beside))
-    figure, grid = drawing.panels(len(values), len(found), height=0.3 + (panel + 0.6) * len(found), width=8.2)
+    panel = max(1.6, *(chart_parts.labels_inches([*names, _REFERENCE]) for names in beside))
+    figure, grid = chart_parts.panels(
+        len(values), len(found), height=0.3 + (panel + 0.6) * len(found), width=8.2
+    )
     for row, ((swept, cell), mine) in zip(grid, found, strict=True):
         base = data[(data["swept"] == codec_sweeps.REFERENCE) & (data["cell"] == cell)]
         places = _places(mine, axis)
@@ -120,13 +122,13 @@ def _draw_sweep(data: pd.DataFrame, axis: str) -> Figure:
             if not np.isnan(reference):
                 colour = theme.colour(BASELINE)
                 ax.axhline(reference, color=colour, lw=1.1, ls=(0, (4, 3)), zorder=1)
-                ends.append(drawing.Ending(ax.get_xlim()[1], reference, _REFERENCE, colour))
+                ends.append(chart_parts.Ending(ax.get_xlim()[1], reference, _REFERENCE, colour))
             if value != "validation_loss":
                 ax.set_ylim(0, np.nanmax([mine[value].max(), reference]) * 1.1)
             _mark_places(ax, places, axis)
             ax.set_ylabel(_SWEEP_VALUES[value])
             if ax is row[-1]:
-                drawing.label_ends(ax, ends, panel)
+                chart_parts.label_ends(ax, ends, panel)
         row[0].set_title(str(swept) + (f", {titles[str(cell)]}" if titles[str(cell)] else ""))
     return figure
 
@@ -138,17 +140,17 @@ def _line_of(strategy: str, line: str, _held: str) -> str:
 
 def _sweep_lines(
     ax: Axes, mine: pd.DataFrame, value: str, axis: str, places: dict[str, float]
-) -> list[drawing.Ending]:
+) -> list[chart_parts.Ending]:
     """Draw one line per strategy and fixed fields; returns their end labels."""
     ends = []
     lines = groups(mine.sort_values(["place", "line"], kind="stable"), _LINE)
-    for (key, group), shade in zip(lines, drawing.shades(len(lines)), strict=True):
+    for (key, group), shade in zip(lines, chart_parts.shades(len(lines)), strict=True):
         alone = sum(other[0] == key[0] for other, _ in lines) == 1
-        look = drawing.Look(theme.colour(key[0]) if alone else shade, theme.marker(key[0]), "-")
+        look = chart_parts.Look(theme.colour(key[0]) if alone else shade, theme.marker(key[0]), "-")
         values = group.set_index(group[axis].astype(str).map(places))[value]
         middle = values.groupby(level=0).median().dropna()
         if len(middle):
-            ends.append(drawing.trend(ax, middle, values, _line_of(*key), look))
+            ends.append(chart_parts.trend(ax, middle, values, _line_of(*key), look))
     return ends
 
 

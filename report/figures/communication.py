@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from report.data import communication
 from report.data.metrics import Derived
 from report.data.text import listed, number
-from report.draw import drawing, theme
-from report.draw.plot import Plot, by_cell_and_contender, common_to
+from report.draw import chart_parts, theme
+from report.draw.figure_definition import Plot, by_cell_and_contender, common_to
 
 
 def _data(derived: Derived) -> pd.DataFrame:
@@ -28,8 +28,8 @@ def _last(mine: pd.DataFrame) -> pd.DataFrame:
 
 def _draw(data: pd.DataFrame) -> Figure:
     rows = by_cell_and_contender(data)
-    figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(rows), room=1.2))
-    drawing.row_names(ax, [name for name, _, _ in rows])
+    figure, ((ax,),) = chart_parts.panels(1, height=chart_parts.bars_height(len(rows), room=1.2))
+    chart_parts.row_names(ax, [name for name, _, _ in rows])
     for place, (_, strategy, mine) in enumerate(rows):
         colour, ends = theme.colour(strategy), communication.end_to_end(mine)
         hops = communication.of_hops(_last(mine)).groupby(["hop", "axis", "codec"])["vnmse"].median()
@@ -48,12 +48,12 @@ def _draw(data: pd.DataFrame) -> Figure:
             label="end to end, at the last" if first_row else None,
         )  # fmt: skip
         largest = max([last, *hops, *ends["vnmse"]])
-        drawing.beside(ax, largest, place, f"{number(2)(last)}", points=8)
+        chart_parts.beside(ax, largest, place, f"{number(2)(last)}", points=8)
     low, high = data["vnmse"].min(), data["vnmse"].max()
     ax.set_xlim(low / 1.4, high * 2)
-    drawing.decades(ax, "x")
+    chart_parts.decades(ax, "x")
     ax.set_xlabel("vNMSE of gradients")
-    drawing.legend_above(figure, ax, columns=3)
+    chart_parts.legend_above(figure, ax, columns=3)
     return figure
 
 

@@ -13,8 +13,8 @@ from report.data import decoding, published
 from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import Derived
 from report.data.text import FEWEST_IN_WORDS, byte_unit, listed, number, sweeps_in_words
-from report.draw import drawing, theme
-from report.draw.plot import Plot, by_cell, by_contender, common_to, contenders
+from report.draw import chart_parts, theme
+from report.draw.figure_definition import Plot, by_cell, by_contender, common_to, contenders
 
 _KEPT: Final = [
     "id", "baseline", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat",
@@ -29,22 +29,24 @@ def _data(derived: Derived) -> pd.DataFrame:
 
 def _draw(data: pd.DataFrame) -> Figure:
     cells = by_cell(data)
-    height = sum(drawing.bars_height(mine["contender"].nunique(), row=0.34) for _, mine in cells)
-    figure, grid = drawing.panels(3, len(cells), height=height, sharey="row")
+    height = sum(chart_parts.bars_height(mine["contender"].nunique(), row=0.34) for _, mine in cells)
+    figure, grid = chart_parts.panels(3, len(cells), height=height, sharey="row")
     size, unit = byte_unit(float(np.nan_to_num(data[["first_bytes", "later_bytes"]].max().max())))
     for row, (title, mine) in zip(grid, cells, strict=True):
         # Without ZeRO-3 beside them there is no ratio of ours, and the published ones stand alone.
         top = float(np.nanmax([mine["speedup"].max(), published.generation()["speedup"].max()]))
-        drawing.row_names(row[0], [contender for _, contender in contenders(mine)])
+        chart_parts.row_names(row[0], [contender for _, contender in contenders(mine)])
         for place, (strategy, _, group) in enumerate(by_contender(mine)):
             colour, speeds = theme.colour(strategy), group["tokens_per_second"]
             found = decoding.speed(group)
-            drawing.interval_bar(row[0], place, found, speeds, colour=colour, text=number(3)(found.estimate))
+            chart_parts.interval_bar(
+                row[0], place, found, speeds, colour=colour, text=number(3)(found.estimate)
+            )
             _ratio(row[1], group, place, colour)
             for offset, part, alpha in ((-0.16, "first_bytes", 1.0), (0.16, "later_bytes", 0.45)):
                 sent = group[part].median() / size
                 row[2].barh(place + offset, sent, 0.3, color=colour, alpha=alpha)
-                drawing.beside(row[2], sent, place + offset, number(3)(float(sent)))
+                chart_parts.beside(row[2], sent, place + offset, number(3)(float(sent)))
         row[0].set_title(title)
         row[0].set_xlim(0, row[0].dataLim.x1 * 1.2)
         row[1].axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
@@ -53,7 +55,7 @@ def _draw(data: pd.DataFrame) -> Figure:
         row[1].set_xlim(0, max(top, row[1].dataLim.x1) * 1.25)
         row[2].set_xlim(0, max(mine[["first_bytes", "later_bytes"]].max().max() / size, 1e-9) * 1.3)
         for ax in row[1:]:
-            drawing.same_rows(ax)
+            chart_parts.same_rows(ax)
     grid[-1][0].set_xlabel("tokens/s per rank")
     grid[-1][1].set_xlabel("over ZeRO-3's ( : published)")
     grid[-1][2].set_xlabel(f"{unit} between nodes: first, later token")
@@ -66,8 +68,8 @@ def _ratio(ax: Axes, group: pd.DataFrame, place: int, colour: str) -> None:
         return
     found = decoding.speedup(paired)
     ax.barh(place, found.estimate, 0.6, color=colour)
-    drawing.error_bar(ax, place, found, theme.INK)
-    drawing.beside(ax, float(np.nanmax([found.estimate, found.high])), place, f"{found.estimate:.2f}")
+    chart_parts.error_bar(ax, place, found, theme.INK)
+    chart_parts.beside(ax, float(np.nanmax([found.estimate, found.high])), place, f"{found.estimate:.2f}")
 
 
 def _caption(data: pd.DataFrame) -> str:

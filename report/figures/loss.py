@@ -13,8 +13,8 @@ from report.data import metrics
 from report.data.frames import groups, rate_text
 from report.data.metrics import Derived
 from report.data.text import byte_unit, counted, listed, span
-from report.draw import drawing, theme
-from report.draw.plot import (
+from report.draw import chart_parts, theme
+from report.draw.figure_definition import (
     Plot,
     by_cell,
     by_cell_and_contender,
@@ -43,9 +43,9 @@ def _loss_data(derived: Derived) -> pd.DataFrame:
 def _draw_loss(data: pd.DataFrame) -> Figure:
     size, unit = byte_unit(data["inter_bytes"].max())
     cells = by_cell(data.assign(inter_bytes=data["inter_bytes"] / size))
-    figure, grid = drawing.panels(3, len(cells), height=0.45 + 2.3 * len(cells), sharey="row")
+    figure, grid = chart_parts.panels(3, len(cells), height=0.45 + 2.3 * len(cells), sharey="row")
     for row, (title, mine) in zip(grid, cells, strict=True):
-        looks = drawing.looks_of(contenders(mine))
+        looks = chart_parts.looks_of(contenders(mine))
         for ax, (column, told) in zip(row, _CURVES.items(), strict=True):
             for _, contender, group in by_contender(mine):
                 _loss_line(ax, group, column, looks[contender])
@@ -54,11 +54,11 @@ def _draw_loss(data: pd.DataFrame) -> Figure:
             ax.locator_params(axis="x", nbins=5)  # three panels stand side by side
         row[0].set_title(title)
         row[0].set_ylabel("validation loss, nats")
-    drawing.legend_above(figure, grid[0][0], columns=4)
+    chart_parts.legend_above(figure, grid[0][0], columns=4)
     return figure
 
 
-def _loss_line(ax: Axes, mine: pd.DataFrame, column: str, look: drawing.Look) -> None:
+def _loss_line(ax: Axes, mine: pd.DataFrame, column: str, look: chart_parts.Look) -> None:
     """Draw the mean over seeds at each step, in a band from the lowest to the highest seed."""
     of_seeds = mine.assign(at=mine[column]).groupby(["seed", "step"])[["at", "loss"]].mean()
     at = of_seeds["at"].groupby("step").mean()
@@ -124,14 +124,14 @@ def _after_steps(data: pd.DataFrame) -> str:
 
 def _draw_final(data: pd.DataFrame) -> Figure:
     rows = by_cell_and_contender(data)
-    figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(rows)))
-    drawing.row_names(ax, [name for name, _, _ in rows])
+    figure, ((ax,),) = chart_parts.panels(1, height=chart_parts.bars_height(len(rows)))
+    chart_parts.row_names(ax, [name for name, _, _ in rows])
     for place, (_, strategy, group) in enumerate(rows):
         colour, losses = theme.colour(strategy), _once(group)
         ax.plot([losses.min(), losses.max()], [place, place], color=colour, lw=1.2, alpha=0.6)
         ax.plot(losses, [place] * len(losses), ".", color=colour, ms=5, alpha=0.6)
         ax.plot(losses.mean(), place, theme.marker(strategy), color=colour, mec="white", ms=7)
-        drawing.beside(ax, float(losses.max()), place, f"{losses.mean():.4f}", points=8)
+        chart_parts.beside(ax, float(losses.max()), place, f"{losses.mean():.4f}", points=8)
     low, high = data["validation_loss"].min(), data["validation_loss"].max()
     room = max(0.15 * (high - low), 0.002 * high)
     ax.set_xlim(low - room, high + 1.6 * room)

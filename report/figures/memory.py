@@ -12,8 +12,8 @@ from report.data import bytes_and_memory
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import listed, number, plain
-from report.draw import drawing, theme
-from report.draw.plot import Plot, common_to
+from report.draw import chart_parts, theme
+from report.draw.figure_definition import Plot, common_to
 
 _MIB: Final = 2**20
 _SOURCES: Final = ("engine", "formula")
@@ -31,11 +31,13 @@ def _draw_memory(data: pd.DataFrame) -> Figure:
     places = [group for _, group in groups(data.sort_values(keys, kind="stable"), keys)]
     tables = [_memory_rows(group) for group in places]
     rows = sum(max(len(table), 2) for table, _ in tables)
-    figure, grid = drawing.panels(1, len(places), height=0.8 + 0.5 * len(places) + drawing.ROW_INCHES * rows)
+    figure, grid = chart_parts.panels(
+        1, len(places), height=0.8 + 0.5 * len(places) + chart_parts.ROW_INCHES * rows
+    )
     for (ax,), group, (engine, formulas) in zip(grid, places, tables, strict=True):
         bare = formulas.isna() & engine.gt(0)
         labels = {part: part.replace("_", " ") for part in engine.columns}
-        drawing.stacked_bars(ax, engine, theme.MEMORY, labels, hatched=bare)
+        chart_parts.stacked_bars(ax, engine, theme.MEMORY, labels, hatched=bare)
         if bare.any(axis=None):
             ax.barh(0, 0, color="white", edgecolor=theme.FAINT, hatch=theme.HATCH, label="no formula")
         formula = formulas.sum(axis=1, min_count=1)
@@ -44,7 +46,7 @@ def _draw_memory(data: pd.DataFrame) -> Figure:
         parts = zip(engine.mask(bare).sum(axis=1), engine.where(bare).sum(axis=1), strict=True)
         for place, sizes in enumerate(parts):  # with a formula, and without
             told = " + ".join(number(4)(size) for size in sizes if size > 0) or "0"
-            drawing.beside(ax, float(ends.iloc[place]), place, told, points=6)
+            chart_parts.beside(ax, float(ends.iloc[place]), place, told, points=6)
         ax.set_xlim(0, ends.max() * 1.12)
         if len(places) > 1:
             first = group.iloc[0]
@@ -52,7 +54,7 @@ def _draw_memory(data: pd.DataFrame) -> Figure:
     grid[-1][0].set_xlabel("MiB on the fullest rank")
     fullest = max((ax for (ax,) in grid), key=lambda ax: len(ax.get_legend_handles_labels()[1]))
     entries = len(fullest.get_legend_handles_labels()[1])
-    drawing.legend_above(figure, fullest, columns=entries if entries <= 7 else 5)
+    chart_parts.legend_above(figure, fullest, columns=entries if entries <= 7 else 5)
     return figure
 
 

@@ -12,8 +12,8 @@ from report.data.contender import NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import listed, number
-from report.draw import drawing, theme
-from report.draw.plot import Plot, by_contender, common_to, contenders, peers_note
+from report.draw import chart_parts, theme
+from report.draw.figure_definition import Plot, by_contender, common_to, contenders, peers_note
 
 _FEWEST: Final = 3  # numbers of nodes that make a line
 _HELD: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumulation"]
@@ -37,22 +37,22 @@ def _scaling_data(derived: Derived) -> pd.DataFrame:
 
 def _draw_scaling(data: pd.DataFrame) -> Figure:
     panels = groups(data, ["kind", "title"])
-    figure, grid = drawing.panels(
+    figure, grid = chart_parts.panels(
         len(panels), height=2.9, width=max(theme.WIDTH, 3.4 * len(panels)), sharey=True
     )
-    looks = drawing.looks_of(contenders(data))
+    looks = chart_parts.looks_of(contenders(data))
     for ax, ((_, title), mine) in zip(grid[0], panels, strict=True):
         endings = []
         for _, contender, group in by_contender(mine):
             speeds = group.set_index("nodes")["tokens_per_second"]
             middle = speeds.groupby(level=0).median()
-            endings.append(drawing.trend(ax, middle, speeds, contender, looks[contender]))
+            endings.append(chart_parts.trend(ax, middle, speeds, contender, looks[contender]))
         ax.set_title(title)
         ax.set_xticks(sorted(mine["nodes"].unique()))
         ax.set_xlabel("nodes")
         ax.set_ylim(0, data["tokens_per_second"].max() * 1.08)
         if ax is grid[0][-1]:
-            drawing.label_ends(ax, endings, 2.1)
+            chart_parts.label_ends(ax, endings, 2.1)
     grid[0][0].set_ylabel("tokens/s of all ranks")
     return figure
 
@@ -89,17 +89,17 @@ def _largest_data(derived: Derived) -> pd.DataFrame:
 
 def _draw_largest(data: pd.DataFrame) -> Figure:
     shown = by_contender(data)
-    figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(shown), row=0.36))
-    drawing.row_names(ax, [contender for _, contender, _ in shown])
+    figure, ((ax,),) = chart_parts.panels(1, height=chart_parts.bars_height(len(shown), row=0.36))
+    chart_parts.row_names(ax, [contender for _, contender, _ in shown])
     for place, (strategy, _, group) in enumerate(shown):
         largest, smallest = _bounds(group)
         ax.barh(place, largest, 0.62, color=theme.colour(strategy))
         ax.plot(smallest, place, "x", color=theme.INK, ms=6, label="" if place else "next size: not run")
         words = f"{number(3)(largest)} M" + (f", not {number(3)(smallest)} M" if smallest > 0 else "")
-        drawing.beside(ax, np.fmax(largest, smallest), place, words, points=8)
+        chart_parts.beside(ax, np.fmax(largest, smallest), place, words, points=8)
     ax.set_xlim(0, np.nanmax([_bounds(group) for _, _, group in shown]) * 1.25)
     ax.set_xlabel("largest model that trained, million parameters")
-    drawing.legend_above(figure, ax, columns=1, side="right")
+    chart_parts.legend_above(figure, ax, columns=1, side="right")
     return figure
 
 

@@ -15,8 +15,8 @@ from report.data import emulation, footnotes, metrics, published
 from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.metrics import Derived
 from report.data.text import FEWEST_IN_WORDS, listed, span, sweeps_in_words
-from report.draw import drawing, theme
-from report.draw.plot import (
+from report.draw import chart_parts, theme
+from report.draw.figure_definition import (
     Plot,
     by_cell_and_contender,
     by_contender,
@@ -42,13 +42,13 @@ def _by_size(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     ]
 
 
-def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[drawing.Ending]:
+def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[chart_parts.Ending]:
     """Draw one line per contender through its cells' middles, raw values as dots; returns the end labels."""
-    looks = drawing.looks_of(contenders(data))
+    looks = chart_parts.looks_of(contenders(data))
     return [_line(ax, mine, value, name, looks[name]) for _, name, mine in by_contender(data)]
 
 
-def _line(ax: Axes, data: pd.DataFrame, value: str, name: str, look: drawing.Look) -> drawing.Ending:
+def _line(ax: Axes, data: pd.DataFrame, value: str, name: str, look: chart_parts.Look) -> chart_parts.Ending:
     """Draw a line through the cells' medians of ``value``; of speed-ups their geometric means, as in the
     Summary.
     """
@@ -57,12 +57,12 @@ def _line(ax: Axes, data: pd.DataFrame, value: str, name: str, look: drawing.Loo
     if value == "speedup":
         middle = cells[value].agg(lambda ratios: np.exp(np.log(ratios).mean()))
     middle = middle.set_axis(cells["achieved_mbit"].median()).sort_index()
-    return drawing.trend(ax, middle, data.set_index("achieved_mbit")[value], name, look)
+    return chart_parts.trend(ax, middle, data.set_index("achieved_mbit")[value], name, look)
 
 
 def _rate_axis(ax: Axes, data: pd.DataFrame) -> None:
     rates = data.groupby("cell")["achieved_mbit"].median()
-    drawing.log_ticks(ax, [float(f"{rate:.2g}") for rate in rates])
+    chart_parts.log_ticks(ax, [float(f"{rate:.2g}") for rate in rates])
 
 
 def _mark_differing(ax: Axes, data: pd.DataFrame, value: str) -> None:
@@ -85,7 +85,7 @@ def _draw_throughput(data: pd.DataFrame) -> Figure:
     sizes = _by_size(data)
     columns = 3 if len(sizes) == 3 else min(len(sizes), 2)
     width = max(theme.WIDTH, 3.2 * columns)
-    figure, places = drawing.panels_of(len(sizes), columns, height=_PANEL_INCHES, width=width)
+    figure, places = chart_parts.panels_of(len(sizes), columns, height=_PANEL_INCHES, width=width)
     for ax, (title, mine) in zip(places, sizes, strict=True):
         _rate_axis(ax, mine)
         endings = _lines(ax, mine, "tokens_per_second")
@@ -94,7 +94,7 @@ def _draw_throughput(data: pd.DataFrame) -> Figure:
         ax.set_title(title)
         ax.set_ylabel("tokens/s")
         ax.set_xlabel("achieved rate of a node's link, Mbit/s")
-        drawing.label_ends(ax, endings, _PANEL_INCHES * 0.72)
+        chart_parts.label_ends(ax, endings, _PANEL_INCHES * 0.72)
     return figure
 
 
@@ -135,9 +135,9 @@ def _draw_speedup(data: pd.DataFrame) -> Figure:
 def _speedup_lines(data: pd.DataFrame) -> Figure:
     sizes = _by_size(data)
     rows = 2 if data["share"].notna().any() else 1
-    beside = drawing.labels_inches([contender for _, contender in contenders(data)])
+    beside = chart_parts.labels_inches([contender for _, contender in contenders(data)])
     panel = max(1.6, beside)  # without titles and ticks
-    figure, grid = drawing.panels(
+    figure, grid = chart_parts.panels(
         len(sizes),
         rows,
         height=0.4 + (panel + 0.5) * rows,
@@ -160,7 +160,7 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
                     _of_schedule(ax, mine)
                 ax.set_ylim(0, max(1.1, data["share"].max() * 1.05))
             if column == len(sizes) - 1:
-                drawing.label_ends(ax, endings, panel)
+                chart_parts.label_ends(ax, endings, panel)
         grid[-1][column].set_xlabel("achieved rate of a node's link, Mbit/s")
     grid[0][0].set_ylabel("speed-up over ZeRO-3")
     if rows == 2:
@@ -179,14 +179,14 @@ def _of_schedule(ax: Axes, data: pd.DataFrame) -> None:
 
 def _speedup_dots(data: pd.DataFrame) -> Figure:
     rows = by_cell_and_contender(data)
-    height = drawing.bars_height(len(rows), row=0.38)
-    figure, ((left, right),) = drawing.panels(2, height=height, sharey=True)
-    drawing.row_names(left, [name + footnotes.rates(group) for name, _, group in rows])
+    height = chart_parts.bars_height(len(rows), row=0.38)
+    figure, ((left, right),) = chart_parts.panels(2, height=height, sharey=True)
+    chart_parts.row_names(left, [name + footnotes.rates(group) for name, _, group in rows])
     for place, (_, strategy, group) in enumerate(rows):
         colour = theme.colour(strategy)
         found = metrics.speedup(group)
-        drawing.error_bar(left, place, found, colour)
-        drawing.value_dots(left, group["speedup"], place, colour)
+        chart_parts.error_bar(left, place, found, colour)
+        chart_parts.value_dots(left, group["speedup"], place, colour)
         left.plot(found.estimate, place, theme.marker(strategy), color=colour, mec="white", mew=0.6, zorder=4)
         left.annotate(
             f"{found.estimate:.2f}", (found.estimate, place), (0, 7), textcoords="offset points", ha="center",
@@ -195,7 +195,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
         left.plot(group["allowed"].median(), place, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
         share = group["share"].median()
         right.barh(place, share, 0.6, color=colour)
-        drawing.beside(right, share, place, f"{share:.0%}{footnotes.above(share)}")
+        chart_parts.beside(right, share, place, f"{share:.0%}{footnotes.above(share)}")
         if _knows_processors(data):
             alone = group["schedule_share"].median()
             right.plot(alone, place, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
@@ -205,7 +205,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
     left.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
     right.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
     right.set_xlim(0, max(1.2, float(np.nan_to_num(data["share"].max())) * 1.15))
-    drawing.same_rows(right)
+    chart_parts.same_rows(right)
     left.set_xlabel("speed-up over ZeRO-3 ( | : allowed)")
     stroke = "\n( | : share of schedule)" if _knows_processors(data) else ""
     right.set_xlabel(f"share of what is allowed{stroke}")
@@ -290,22 +290,22 @@ def _beside_data(derived: Derived) -> pd.DataFrame:
 
 def _draw_beside(data: pd.DataFrame) -> Figure:
     theirs = published.throughput()
-    figure, ((left, right),) = drawing.panels(2, height=2.9, sharey=True)
+    figure, ((left, right),) = chart_parts.panels(2, height=2.9, sharey=True)
     _rate_axis(left, data)
     endings = []
     for (title, mine), colour in zip(_by_size(data), cycle(theme.BATCHES), strict=False):
         name = title.replace(" tokens per rank", " tok.").replace(" ranks", "")
-        endings.append(_line(left, mine, "speedup", name, drawing.Look(colour, "D", "-")))
-    drawing.log_ticks(right, list(theirs["inter_node_gbps"]))
+        endings.append(_line(left, mine, "speedup", name, chart_parts.Look(colour, "D", "-")))
+    chart_parts.log_ticks(right, list(theirs["inter_node_gbps"]))
     published_ends = []
     colours = cycle((theme.PUBLISHED, theme.FAINT))
     for (tokens, group), colour in zip(theirs.groupby("tokens_per_gpu"), colours, strict=False):
         ratios, look = (
             group.set_index("inter_node_gbps")["speedup"],
-            drawing.Look(colour, "o", "-", fill="white"),
+            chart_parts.Look(colour, "o", "-", fill="white"),
         )
         medians = ratios.groupby(level=0).median()
-        published_ends.append(drawing.trend(right, medians, ratios, f"{tokens} tok.", look))
+        published_ends.append(chart_parts.trend(right, medians, ratios, f"{tokens} tok.", look))
     top = max(data["speedup"].max(), theirs["speedup"].max()) * 1.08
     for ax in (left, right):
         ax.set_ylim(0, top)
@@ -315,8 +315,8 @@ def _draw_beside(data: pd.DataFrame) -> Figure:
     left.set_ylabel("speed-up of ZeRO++ over ZeRO-3")
     left.set_xlabel("achieved rate, Mbit/s")
     right.set_xlabel("InfiniBand of a node, Gbit/s")
-    drawing.label_ends(left, endings, 2.2)
-    drawing.label_ends(right, published_ends, 2.2)
+    chart_parts.label_ends(left, endings, 2.2)
+    chart_parts.label_ends(right, published_ends, 2.2)
     return figure
 
 
@@ -359,19 +359,19 @@ def _draw_parity(data: pd.DataFrame) -> Figure:
         f"published {row.model}, {row.low_gbps:g} over {row.high_gbps:g} Gbit/s"
         for row in theirs.itertuples()
     ]
-    figure, ((ax,),) = drawing.panels(1, height=drawing.bars_height(len(names)))
-    drawing.row_names(ax, names)
+    figure, ((ax,),) = chart_parts.panels(1, height=chart_parts.bars_height(len(names)))
+    chart_parts.row_names(ax, names)
     for place, group in enumerate(groups):
         found_here = metrics.parity_interval(group)
         middle = found_here.estimate
-        drawing.error_bar(ax, place, found_here, theme.colour(PROPOSED))
+        chart_parts.error_bar(ax, place, found_here, theme.colour(PROPOSED))
         ax.plot(group["parity"], [place] * len(group), ".", color=theme.colour(PROPOSED), ms=3, alpha=0.5)
         ax.plot(middle, place, theme.marker(PROPOSED), color=theme.colour(PROPOSED), mec="white")
         furthest = float(np.nanmax([group["parity"].max(), found_here.high]))
-        drawing.beside(ax, furthest, place, f"{middle:.2f}", points=8)
+        chart_parts.beside(ax, furthest, place, f"{middle:.2f}", points=8)
     for place, row in enumerate(theirs.itertuples(), start=len(groups)):
         ax.plot(float(str(row.parity)), place, "o", color=theme.PUBLISHED, mfc="white")
-        drawing.beside(ax, float(str(row.parity)), place, f"{row.zeropp:g}/{row.zero3:g}", points=8)
+        chart_parts.beside(ax, float(str(row.parity)), place, f"{row.zeropp:g}/{row.zero3:g}", points=8)
     ax.axvline(1, color=theme.FAINT, lw=0.9, zorder=1)
     low, high = ax.dataLim.x0, ax.dataLim.x1
     ax.set_xlim(min(0.8, 0.92 * low), max(1.2, 1.12 * high))

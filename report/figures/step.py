@@ -12,8 +12,8 @@ from report.data import footnotes, metrics
 from report.data.contender import COMBINATIONS, NAMES, PROPOSED, TECHNIQUES
 from report.data.metrics import Derived
 from report.data.text import listed, number, sweeps_in_words
-from report.draw import drawing, theme
-from report.draw.plot import Plot, by_cell, by_contender, common_to, contenders, peers_note
+from report.draw import chart_parts, theme
+from report.draw.figure_definition import Plot, by_cell, by_contender, common_to, contenders, peers_note
 from report.figures.speed import KEPT, differing_in_words, interval_in_words
 
 
@@ -30,19 +30,21 @@ def _ablation_data(derived: Derived) -> pd.DataFrame:
 
 def _draw_ablation(data: pd.DataFrame) -> Figure:
     cells = by_cell(data)
-    figure, grid = drawing.panels(2, len(cells), height=drawing.bars_height(8) * len(cells), sharey=True)
+    figure, grid = chart_parts.panels(
+        2, len(cells), height=chart_parts.bars_height(8) * len(cells), sharey=True
+    )
     for (left, right), (title, mine) in zip(grid, cells, strict=True):
-        drawing.row_names(left, [contender for _, contender in contenders(mine)])
+        chart_parts.row_names(left, [contender for _, contender in contenders(mine)])
         for place, (strategy, _, group) in enumerate(by_contender(mine)):
             found, colour = metrics.speedup(group), theme.colour(strategy)
             told = f"{found.estimate:.2f}"
-            drawing.interval_bar(left, place, found, group["speedup"], colour=colour, text=told)
+            chart_parts.interval_bar(left, place, found, group["speedup"], colour=colour, text=told)
             ratio = group["bytes_ratio"].median()
             right.barh(place, ratio, 0.66, color=colour)
-            drawing.beside(right, ratio, place, f"{ratio:.3f}")
+            chart_parts.beside(right, ratio, place, f"{ratio:.3f}")
         left.set_xlim(0, left.dataLim.x1 * 1.18)
         right.set_xlim(0, mine["bytes_ratio"].max() * 1.18)
-        drawing.same_rows(right)
+        chart_parts.same_rows(right)
         left.set_title(f"{title}{footnotes.rates(mine)}".strip())
     grid[-1][0].set_xlabel("speed-up over ZeRO-3")
     grid[-1][1].set_xlabel("bytes between nodes over ZeRO-3's")
@@ -83,19 +85,19 @@ def _draw_split(data: pd.DataFrame) -> Figure:
     cells = by_cell(data)
     columns = 1 if len(cells) == 1 else 2
     most = max(mine["contender"].nunique() for _, mine in cells)
-    figure, places = drawing.panels_of(len(cells), columns, height=0.55 + 0.26 * max(most, 2))
+    figure, places = chart_parts.panels_of(len(cells), columns, height=0.55 + 0.26 * max(most, 2))
     for ax, (title, mine) in zip(places, cells, strict=True):
         table = mine.pivot_table(index="contender", columns="part", values="seconds", aggfunc="mean")
         names = [contender for _, contender in contenders(mine)]
         values = table.reindex(index=names, columns=[part for part in theme.PARTS if part in table.columns])
-        drawing.stacked_bars(ax, values, theme.PARTS, {})
+        chart_parts.stacked_bars(ax, values, theme.PARTS, {})
         for place, total in enumerate(values.sum(axis=1)):
-            drawing.beside(ax, float(total), place, number()(total))
+            chart_parts.beside(ax, float(total), place, number()(total))
         ax.set_xlim(0, values.sum(axis=1).max() * 1.12)
         ax.set_title(title)
     for ax in places[-columns:]:
         ax.set_xlabel("seconds per step")
-    drawing.legend_above(figure, places[0], columns=6)
+    chart_parts.legend_above(figure, places[0], columns=6)
     return figure
 
 

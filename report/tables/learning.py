@@ -11,7 +11,7 @@ from report.data import learning
 from report.data.contender import BASELINE, NAMES
 from report.data.metrics import Derived
 from report.data.text import NOTHING, number
-from report.draw.plot import peers_note
+from report.draw.figure_definition import peers_note
 from report.tables.table import Column, Table, placed
 
 

@@ -17,7 +17,7 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import FEWEST_IN_WORDS, NOTHING, number
 from report.draw import theme
-from report.draw.plot import by_contender, unpublished_note
+from report.draw.figure_definition import by_contender, unpublished_note
 from report.tables.learning import losses
 from report.tables.peers import peers
 from report.tables.settings import setting as settings

@@ -14,7 +14,7 @@ from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE, short_names_
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
-from report.draw.plot import by_contender
+from report.draw.figure_definition import by_contender
 from report.tables.table import Column, Table, placed
 
 _MEDIANS: Final = (

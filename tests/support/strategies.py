@@ -27,7 +27,9 @@ _ELEMENTS = st.sampled_from(["e4m3", "e5m2"])
 
 def int_codecs(blocks: st.SearchStrategy[Block] = any_block) -> st.SearchStrategy[IntCodec]:
     """Integer codecs of any width, block and scheme."""
-    return st.builds(IntCodec, st.integers(2, 8), blocks, st.booleans())
+    bits = st.integers(2, 8)
+    clipped = st.builds(partial(IntCodec, clipped=True), bits, blocks)
+    return st.one_of(st.builds(IntCodec, bits, blocks, st.booleans()), clipped)
 
 
 def float_codecs(blocks: st.SearchStrategy[Block] = any_block) -> st.SearchStrategy[FloatCodec]:
@@ -46,9 +48,12 @@ def rotated_codecs(draw: st.DrawFn) -> Blocked:
 
 blocked_codecs: st.SearchStrategy[Blocked] = st.one_of(int_codecs(), float_codecs(), rotated_codecs())
 codecs: st.SearchStrategy[Codec] = st.one_of(raw_codecs, blocked_codecs)  # that need no noise
-stochastic_codecs: st.SearchStrategy[Blocked] = st.builds(
-    partial(replace, stochastic=True),  # type: ignore[arg-type]  # of any codec
-    blocked_codecs,
+stochastic_codecs: st.SearchStrategy[Blocked] = blocked_codecs.map(
+    lambda codec: (
+        replace(codec, stochastic=True)
+        if isinstance(codec, FloatCodec)
+        else replace(codec, stochastic=True, clipped=False)
+    )
 )
 keys = st.builds(
     Key,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -44,6 +45,11 @@ def crash(rank: Rank, how: str) -> None:
             torch.empty(1 << 60, dtype=torch.uint8)
         if how == "leave":
             os._exit(3)
+        if how == "disk":
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 2)  # its log is full, too
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
 

@@ -44,6 +44,8 @@ def test_results_come_back_in_rank_order(tmp_path: Path) -> None:
         ("memory", "memory", "rank 1: RuntimeError"),
         ("leave", "crashed", "rank 1 ended with status 3"),
         ("signal", "crashed", "rank 1 was killed by signal 11"),
+        ("kill", "killed", "rank 1 was killed by signal 9"),
+        ("disk", "disk", "rank 1: OSError: [Errno 28] No space left on device"),
     ],
 )
 def test_the_rank_that_failed_is_named(tmp_path: Path, how: str, kind: str, words: str) -> None:

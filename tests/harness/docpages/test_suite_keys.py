@@ -28,6 +28,6 @@ def test_what_does_not_run_is_said() -> None:
 def test_its_examples_hold() -> None:
     """The codecs that it names are codecs of the presets, and its remedy for padding is a policy."""
     page = (DOCS / "guide" / "suites.md").read_text(encoding="utf-8")
-    named = {parse(text) for text in re.findall(r"`(int\d:\w+)`", page)}
+    named = {parse(text) for text in re.findall(r"`(int\d:[\w:]+)`", page)}
     assert named == {PRESETS["zeropp"].weights, *PRESETS["zeropp"].gradients}
     assert preset("zeropp", memory=MemoryLimits(max_padding=0.3)).memory.max_padding == 0.3

@@ -10,7 +10,7 @@ import pytest
 from harness import cli
 from harness.docpages import DOCS
 from harness.docpages.codecs import SHOWN, formula
-from harness.laws import command
+from harness.laws import adversarial_rows, command
 from harness.laws.subject import REPRESENTATIVE, missing
 from impl.codecs.codec import Codec, FloatCodec, Law, Raw, parse
 
@@ -28,7 +28,13 @@ def kinds(texts: tuple[str, ...]) -> set[tuple[object, ...]]:
         if isinstance(codec, FloatCodec):
             found |= {(codec.element, codec.scale), ("shard", shard), options}
         else:
-            found |= {(codec.bits,), ("asymmetric", codec.asymmetric), ("shard", shard), options}
+            found |= {
+                (codec.bits,),
+                ("asymmetric", codec.asymmetric),
+                ("clipped", codec.clipped),
+                ("shard", shard),
+                options,
+            }
     return found
 
 
@@ -56,7 +62,7 @@ def test_the_pages_example_is_real(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain(capsys.readouterr().out) == plain(wanted)
     assert cli.main(["check", "codecs", "--codec", "mended:Int8"]) == cli.OK
     out = capsys.readouterr().out
-    assert out.count("holds") == 5
+    assert out.count("holds") == 6
     assert "FAILS" not in out
 
 
@@ -64,7 +70,13 @@ def test_the_pages_example_is_real(capsys: pytest.CaptureFixture[str]) -> None:
 def test_codecs_of_every_kind_are_shown_and_tried(texts: tuple[str, ...]) -> None:
     """The page's table and the command's default name every element type, width and option."""
     every = ("fp32", "bf16", "fp16", "int4:8:asym", "fp8e4m3:8", "fp8e5m2:8", "mxfp8", "mxfp8e5m2", "mxfp4")
-    more = ("int8:shard", "int4:8:hadamard8", "int4:8:stochastic", "int4:8:hadamard8:stochastic")
+    more = (
+        "int8:shard",
+        "int4:8:clip",
+        "int4:8:hadamard8",
+        "int4:8:stochastic",
+        "int4:8:hadamard8:stochastic",
+    )
     assert kinds(texts) >= kinds((*every, *more)) | {(bits,) for bits in range(2, 9)}
     assert [str(parse(text)) for text in texts] == [*texts]
 
@@ -104,8 +116,36 @@ def test_one_codec_on_one_backend(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--backend", "reference", "--codec", "int4:8:asym", "--examples", "5", "--seed", "3"]
     assert cli.main(["check", "codecs", *arguments]) == cli.OK
     (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "int4:8:asym" in line]
-    #                                   frame   bits bound    zero    idem sign power    non      unbiased
-    assert row[3:] == ["holds", "-", "holds", "holds", "-", "-", "holds", "holds", "-"]
+    # frame, local, sum, fused, bound, zero, power_of_two, nonfinite, each with its number of rows
+    assert row[3::2] == ["holds"] * 8
+    assert all(int(count.strip("()")) > 5 for count in row[4::2])
+
+
+def test_the_default_length_is_that_of_the_search() -> None:
+    """The command line, which must not import torch to print its help, says what the search does."""
+    assert command.ELEMENTS == adversarial_rows.ELEMENTS > 2**16
+
+
+def test_rows_are_as_long_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel that is wrong from element 6000 on fails; with shorter rows nobody sees it."""
+    late = (
+        KERNEL
+        + """
+class Late(Kernel):
+    codec = "int8:64"
+    kinds = ["fp32"]
+    def encode(self, x, frame):
+        reference.encode(parse(self.codec), x, frame)
+    def decode(self, frame, out):
+        super().decode(frame, out)
+        out[6000:] = 0
+"""
+    )
+    (folder / "late_kernel.py").write_text(late, encoding="utf-8")
+    arguments = ["check", "codecs", "--examples", "3", "--codec", "late_kernel:Late"]
+    assert cli.main([*arguments, "--elements", "6000"]) == cli.OK
+    assert cli.main(arguments) == command.VIOLATED
+    assert "element 6000: " in capsys.readouterr().out
 
 
 KERNEL = """
@@ -154,6 +194,10 @@ class Needy(Lawless):
     def __init__(self, size): pass
 class Secret(Lawless):
     codec = property(lambda self: 1 / 0)
+class Sum(Lawless): codec, decode_sum = "int8:4", 3
+class Half16(Lawless):
+    codec, kinds = "int8:4", ["bf16"]
+    def decode_sum(self, frames, out): pass
 class Leaving(Lawless):
     def __init__(self): raise SystemExit(0)
 class Fractional(Half):
@@ -223,6 +267,9 @@ def test_a_frame_of_no_whole_bytes_is_told(folder: Path, capsys: pytest.CaptureF
         (("--codec", "users:kernel", "--backend", "cpu"), "users:kernel brings its own code"),
         (("--backend", "gpu"), "unknown backend 'gpu': expected one of reference, cpu, cuda"),
         (("--examples", "0"), "--examples"),
+        (("--elements", "0"), "--elements"),
+        (("--codec", "users:Sum"), "users:Sum: its 'decode_sum' is a int: expected a method"),
+        (("--codec", "users:Half16"), "has a method 'decode_sum', whose sum is fp32: expected fp32 in kinds"),
     ],
 )
 def test_what_cannot_be_tried_is_one_line(

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.laws.adversarial_rows import LONGEST, cases, rows, search, standing, violation_of
+from harness.laws.adversarial_rows import LONGEST, cases, outcome, rows, search, standing, violation_of
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt, block_slices
 from harness.laws.subject import missing, of_codec, of_object
 from impl.codecs import reference
@@ -72,6 +72,8 @@ def test_random_rounding_is_unbiased(backend: str, trial: tuple[Codec, Case]) ->
     [
         ("int4:4:asym", Law.SIGN),
         ("int3:4:asym", Law.IDEMPOTENT),
+        ("int4:4:clip", Law.SIGN),
+        ("int4:4:clip", Law.IDEMPOTENT),
         ("int4:4:stochastic", Law.SIGN),
         ("int4:4:hadamard4", Law.IDEMPOTENT),
         ("int4:4", Law.UNBIASED),
@@ -287,7 +289,7 @@ def broken(toy: Any, claim: Claim) -> Violation | None:
 def test_honest_codecs_of_others_pass(toy: type[Toy]) -> None:
     """An object that keeps its promises is found to keep them."""
     subject = of_object("toy", toy)
-    assert len(subject.claims) == 1 + len(toy.laws)
+    assert len(subject.claims) == 2 + len(toy.laws)  # frame, local
     for claim in subject.claims:
         assert search(subject, claim, examples=30, seed=1) is None
 
@@ -416,6 +418,127 @@ def test_what_does_not_repeat_is_said_to() -> None:
             out += float(next(times))
 
     assert str(broken(Moody, Law.ZERO)) == "zero broke once, and not when the same row was tried again"
+
+
+class Late(Toy):
+    """Wrong from element 6000 on, as a kernel whose grid or counter ends there."""
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        super().decode(frame, out)
+        out[6000:] = 0.0
+
+
+class Nosy(Toy):
+    """Reads the scale of the block before its own."""
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        blocks = -(-len(out) // 4)
+        scales = frame[len(out) : len(out) + 4 * blocks].clone().view(torch.float32)
+        before = torch.cat([scales[:1], scales[:-1]]).repeat_interleave(4)[: len(out)]
+        super().decode(frame, out)
+        out.copy_(torch.where(before.isfinite(), out, before))
+
+
+class Shared(Toy):
+    """Takes one scale for every two blocks."""
+
+    def scales(self, blocks: Tensor) -> Tensor:
+        own = super().scales(blocks)
+        pairs = torch.cat([own, own[-1:].expand(len(own) % 2, 1)]).view(-1, 2).amax(1)
+        return pairs.repeat_interleave(2)[: len(own)].unsqueeze(1)
+
+
+class Summing(Toy):
+    """Offers sums, and frames of sums."""
+
+    def decode_sum(self, frames: Tensor, out: Tensor) -> None:
+        self.decode(frames[0], out)
+        for frame in frames[1:]:
+            term = torch.empty_like(out)
+            self.decode(frame, term)
+            out += term
+
+    def decode_sum_encode(self, frames: Tensor, frame: Tensor, numel: int) -> None:
+        total = torch.empty(numel)
+        self.decode_sum(frames, total)
+        self.encode(total, frame)
+
+
+class Backwards(Summing):
+    """Adds up in descending order, which rounds otherwise."""
+
+    def decode_sum(self, frames: Tensor, out: Tensor) -> None:
+        super().decode_sum(frames.flip(0), out)
+
+
+class Averaging(Summing):
+    """Forgets the last of an odd number of frames where it sums and encodes at once."""
+
+    def decode_sum_encode(self, frames: Tensor, frame: Tensor, numel: int) -> None:
+        super().decode_sum_encode(frames[: max(1, len(frames) // 2 * 2)], frame, numel)
+
+
+@pytest.mark.parametrize(
+    ("toy", "claim", "words"),
+    [
+        (Late, Law.BOUND, "element 600"),
+        (Nosy, Duty.LOCAL, "another block, were changed"),
+        (Shared, Duty.LOCAL, "another block, were changed"),
+        (Backwards, Duty.SUM, "of the sum of 5 is"),
+        (Averaging, Duty.FUSED, "of the frame of the sum of 5 is"),
+    ],
+)
+def test_what_a_short_row_alone_does_not_show_is_found(toy: type[Toy], claim: Claim, words: str) -> None:
+    """Kernels that end too early, look beside their block, or add up otherwise, are found by their claim."""
+    violation = broken(toy, claim)
+    assert words in str(violation)
+    others = [each for each in of_object("toy", toy).claims if each is not claim]
+    assert Duty.FRAME in others
+    assert broken(toy, Duty.FRAME) is None
+
+
+def test_the_shortest_beginning_of_a_long_row_is_shown() -> None:
+    """Wrong from element 6000 on shows in 6001 elements, and is not looked for in shorter rows."""
+    violation = broken(Late, Law.BOUND)
+    assert violation is not None
+    assert 6001 <= violation.x.numel() < 6100  # one of those after 6000 may be 0
+    assert search(of_object("toy", Late), Law.BOUND, examples=5, seed=0, elements=6000) is None
+
+
+def test_sums_of_an_object_are_tried_where_it_offers_them() -> None:
+    """Honest ones hold; one without them has no such claims."""
+    subject = of_object("toy", Summing)
+    assert {Duty.SUM, Duty.FUSED} <= {*subject.claims}
+    for claim in (Duty.SUM, Duty.FUSED):
+        assert search(subject, claim, examples=20, seed=0) is None
+    assert not {Duty.SUM, Duty.FUSED} & {*of_object("toy", Toy).claims}
+
+
+def test_cases_are_counted() -> None:
+    """As many rows as stand and are drawn, and the long one; up to the violation where there is one."""
+    subject = of_object("toy", Toy)
+    stand = len(standing(subject, Law.ZERO))
+    found = outcome(subject, Law.ZERO, examples=30, seed=0)
+    assert found.violation is None
+    assert stand + 1 < found.cases <= stand + 30 + 1
+    assert outcome(of_object("toy", Ghostly), Law.ZERO, examples=30, seed=0).cases == 1
+
+
+@pytest.mark.parametrize("text", ["int4:8", "int3:7:asym", "fp8e4m3:32", "mxfp4", "int5:16:hadamard8"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_neighbours_scale_is_found_in_our_codecs_frames(text: str, backend: str) -> None:
+    """Frames whose second scale takes the first's place when it is larger are not local; honest ones are."""
+    honest = of_codec(parse(text), backend)
+    assert search(honest, Duty.LOCAL, examples=10, seed=0) is None
+    codec = parse(text)
+
+    def encode(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
+        honest.encode(x, frames, noise)
+        at, width = codec.scales_at(x.numel()), 1 if text == "mxfp4" else 4
+        if codec.blocks(x.numel()) > 1:
+            frames[at : at + width] = frames[at + width : at + 2 * width].clone()
+
+    assert search(replace(honest, encode=encode), Duty.LOCAL, examples=10, seed=0) is not None
 
 
 @given(st.one_of(st.integers(1, 40), st.just("shard")), st.integers(1, 100))

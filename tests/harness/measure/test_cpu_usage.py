@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.measure.cpu_usage import ProcessorMeter, busy, grown
-from tests.harness.measure.test_meter import compute
+from tests.harness.measure.test_step_clock import compute
 
 OURS = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 ELSEWHERE = 4096  # no machine of ours has so many

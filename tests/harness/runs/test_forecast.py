@@ -155,12 +155,8 @@ def test_hundred_billion() -> None:
         ({"cluster": Cluster(link="real")}, "2 nodes are 2 machines"),
         ({"cluster": Cluster(link="real")}, "expected 'torchrun'"),
         (
-            {"cluster": Cluster(launcher="torchrun")},
-            "torchrun --nnodes=2 --nproc-per-node=2 --no-python zeropp",
-        ),
-        (
-            {"cluster": Cluster(launcher="slurm")},
-            "for predictions only; expected 'torchrun', started through srun",
+            {"cluster": Cluster(launcher="hosts", hosts=("a",))},
+            "cluster.hosts has 1 names; expected one for each of 2 nodes",
         ),
         ({"cluster": Cluster(device="cuda")}, "4 ranks need a GPU each, this machine has 0"),
         ({"cluster": Cluster(device="cuda"), "strategy": "single"}, "no GPU"),

@@ -130,10 +130,10 @@ def test_a_strategy_stays_what_it_is(tmp_path: Path) -> None:
     )
     assert resolved(found) == [
         ("exact", "fp32", "fp32", 0),
-        ("qgz", "bf16", "int4:256", 0),
+        ("qgz", "bf16", "int4:256:clip", 0),
         ("zero3", "bf16", "bf16", 0),
-        ("zeropp", "int6:64", "int4:256", 2),
-        ("zeropp", "int8:64", "int4:256", 2),
+        ("zeropp", "int6:64", "int4:256:clip", 2),
+        ("zeropp", "int8:64", "int4:256:clip", 2),
     ]
     assert len(found.merged) == 3
     assert 'strategy = "zero3", policy.weights = "int6:64"' in found.merged
@@ -172,7 +172,7 @@ def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
     qgz = suite(
         tmp_path,
         '[matrix]\nstrategy = ["zero3", "qgz"]\n'
-        '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int4:256" }\n',
+        '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int4:256:clip" }\n',
     )
     assert [trial.strategy for trial in qgz.trials] == ["qgz"]
 
@@ -191,8 +191,8 @@ def test_the_papers_baseline_keeps_its_flat_rings(tmp_path: Path) -> None:
 
 
 CELLS = {
-    "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 13, "block_size": 8, "convergence": 15,
-    "feedback": 10, "formats": 12, "generation": 9, "hpz_group": 10, "models": 6, "nodes": 14, "offload": 8,
+    "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 15, "block_size": 8, "convergence": 15,
+    "feedback": 10, "formats": 14, "generation": 9, "hpz_group": 10, "models": 6, "nodes": 14, "offload": 8,
     "paper_scale": 24, "peers": 15, "quickstart": 6, "smoke": 3, "stages": 32,
 }  # fmt: skip
 
@@ -433,7 +433,7 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
     (trial,) = of_file.trials
     policy = trial.resolved_policy()
     assert policy is not None
-    assert policy.weights == parse("int8:2048")
+    assert policy.weights == parse("int8:2048:clip")
     assert Trial.from_canonical(trial.canonical()) == trial
 
 

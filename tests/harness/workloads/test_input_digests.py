@@ -74,7 +74,7 @@ def test_another_input(
     )  # fmt: skip
     cli._check_inputs(tmp_path / "results" / "q", [trial])
     assert finished(tmp_path / "results" / "q", trial, pool)
-    assert finished(tmp_path / "results" / "q", trial, "another") == (not failed)
+    assert (finished(tmp_path / "results" / "q", trial, "another") is None) == failed
     (tmp_path / {"corpus": "text", "model": "mine_b.py"}[changed]).write_text("# another\n" * 100)
     inputs._corpus_digest.cache_clear()
     inputs._module_digest.cache_clear()

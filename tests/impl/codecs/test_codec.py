@@ -37,9 +37,9 @@ def test_every_block_has_one_scale(codec: Codec, numel: int) -> None:
 
 @given(every_codec)
 def test_laws_follow_from_what_a_codec_does(codec: Codec) -> None:
-    """All are bounded, keep zeros and powers of two; chance, offsets and rotations cost what they must."""
+    """All are bounded, keep zeros and powers of two; chance, offsets, rotations and cuts cost the others."""
     plain = not codec.stochastic
-    offsets = isinstance(codec, IntCodec) and codec.asymmetric
+    offsets = isinstance(codec, IntCodec) and (codec.asymmetric or codec.clipped)
     assert {Law.BOUND, Law.ZERO, Law.POWER_OF_TWO, Law.NONFINITE} <= codec.laws
     assert (Law.UNBIASED in codec.laws) == codec.stochastic
     assert (Law.SIGN in codec.laws) == (plain and not offsets)
@@ -88,6 +88,13 @@ def test_bytes_equal_the_published_ratio(text: str, bits_per_element: float) -> 
         ("float", "expected"),
         ("", "expected"),
         ("int8:-4", "not a number"),
+        ("int4:64:clip:asym", "unknown option 'asym'"),
+        ("int4:64:asym:clip", "unknown option 'clip'"),
+        (
+            "int4:64:clip:stochastic",
+            "clip cuts the top of symmetric codes, rounded to nearest; not with stoch",
+        ),
+        ("fp8e4m3:64:clip", "unknown option 'clip'"),
         ("fp8e4m3", "expected"),
         ("fp8e4m3:0", "at least 1"),
         ("fp8e4m3:64:asym", "unknown option 'asym'"),
@@ -112,6 +119,8 @@ def test_impossible_elements_are_refused_by_name() -> None:
     for other in (5, None, ["int8:64"], b"int8:64"):
         with pytest.raises(CodecError, match=f"is a {type(other).__name__}: expected"):
             parse(other)  # type: ignore[arg-type]
+    with pytest.raises(CodecError, match="rounded to nearest; not with asym"):
+        IntCodec(4, 64, asymmetric=True, clipped=True)
     with pytest.raises(CodecError, match="an MX block has 32 elements, not 64"):
         FloatCodec("e4m3", 64, "e8m0")
     with pytest.raises(CodecError, match="e2m1 has an E8M0 scale: mxfp4"):

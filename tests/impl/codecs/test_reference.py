@@ -203,3 +203,29 @@ def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
         reference.encode(random, torch.zeros(2, 9), frames)
     with pytest.raises(ValueError, match=r"rows \(2,\) need noise with 1 strides, got \(\)"):
         reference.encode(random, torch.zeros(2, 9), frames, noise=NOISE)
+
+
+@given(st.integers(2, 8), blocks_of_values())
+def test_a_clipped_top_is_off_by_a_step_and_nothing_else_by_more_than_half(bits: int, x: Tensor) -> None:
+    """DeepSpeed's rule (facts B7): steps of 2 absmax / 2^bits, the positive top cut to one code less."""
+    decoded = through(IntCodec(bits, "shard", clipped=True), x).double()
+    absmax, half = x.double().abs().max().item(), 1 << (bits - 1)
+    step, rounded = max(absmax / half, 2.0**-126), 1 + 2.0**-15  # of scale and product
+    error, top = (decoded - x.double()).abs(), x.double() > (half - 0.5) * step
+    assert (error[~top] <= step / 2 * rounded).all()
+    assert (error[top] <= step * rounded).all()
+    assert decoded.max() <= (half - 1) * step * rounded
+    assert decoded.min() >= -half * step * rounded
+
+
+@pytest.mark.parametrize(
+    ("bits", "ours", "clipped", "mean"), [(8, 4.80e-5, 4.86e-5, 1.0), (4, 0.0158, 0.0125, 1.13)]
+)
+def test_scale_rules_err_on_normal_numbers_as_stated(
+    bits: int, ours: float, clipped: float, mean: float
+) -> None:
+    """What codecs.md prints of blocks of 256: both vNMSE, and our mean error over that of a clipped top."""
+    x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(0)).flatten()
+    errors = [through(IntCodec(bits, 256, clipped=cut), x) - x for cut in (False, True)]
+    assert [float((e**2).sum() / (x**2).sum()) for e in errors] == pytest.approx([ours, clipped], rel=0.02)
+    assert float(errors[0].abs().mean() / errors[1].abs().mean()) == pytest.approx(mean, abs=0.015)

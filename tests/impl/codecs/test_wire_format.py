@@ -47,12 +47,12 @@ def test_frames_are_what_the_reference_writes(lines: list[tuple[str, str]]) -> N
 
 
 def test_every_kind_has_an_example() -> None:
-    """Integers, floats, MX, random rounding and rotation each have one."""
+    """Integers, a clipped top, floats, MX, random rounding and rotation each have one."""
     shown = [dict(lines)["codec"] for lines in blocks("frame")]
     assert {re.sub(r"\d+", "", text) for text in shown} == {
-        "fpem:", "mxfp", "int::stochastic", "int::hadamard",
+        "fpem:", "mxfp", "int::clip", "int::stochastic", "int::hadamard",
     }  # fmt: skip
-    assert len(shown) == 6
+    assert len(shown) == 7
 
 
 def test_random_bits_are_those_of_the_page() -> None:

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from impl.codecs.codec import BF16, FP16, FP32
+from impl.codecs import reference
+from impl.codecs.codec import BF16, FP16, FP32, IntCodec
 from impl.comm.mesh import Mesh
 from impl.deepspeed.config_file import DeepSpeedError
 from impl.deepspeed.keys import KEYS, SECTIONS, ZERO
@@ -311,6 +312,26 @@ def test_hpz_qwz_qgz_each_alone() -> None:
         plain, frozen=QWZ
     )
     assert recipe(zero(mics_shard_size=2), topology=FOUR).policy == replace(plain, group=2)
+
+
+@pytest.mark.parametrize(("codec", "bits"), [(QWZ, 8), (QGZ, 4)])
+def test_scales_are_deepspeeds(codec: IntCodec, bits: int) -> None:
+    """Its kernels send q = clamp(rne(x * 2^b / (2 absmax))), and decode q * 2 absmax / 2^b."""
+    assert isinstance(codec.block, int)
+    assert codec.bits == bits
+    x = torch.randn(8, codec.block, generator=torch.Generator().manual_seed(0)).double()
+    x[:4] *= (
+        x[:4].gather(1, x[:4].abs().argmax(1, keepdim=True)).sign()
+    )  # half have a positive top, which is cut
+    x = x.float()
+    frame = torch.zeros(codec.frame_bytes(x.numel()), dtype=torch.uint8)
+    decoded = torch.empty(x.numel())
+    reference.encode(codec, x.flatten(), frame)
+    reference.decode(codec, frame, decoded)
+    scale = 2 * x.double().abs().amax(1, keepdim=True) / 2**bits
+    wanted = (x.double() / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
+    assert torch.allclose(decoded.view_as(x).double(), wanted, rtol=1e-6, atol=0)
+    assert (decoded.view_as(x)[:4].amax(1) < x[:4].amax(1) * (1 - 0.9 / 2 ** (bits - 1))).all()
 
 
 def test_loco_is_feedback_of_both_hops() -> None:

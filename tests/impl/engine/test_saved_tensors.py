@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl.engine.pytree import memory_of
 from impl.engine.saved_tensors import SavedTensors
+from impl.pytree import memory_of
 from impl.unit.unit import Unit
 
 ELEMENTS = 64

@@ -49,7 +49,7 @@ def test_a_cell_is_everything_but_who_ran_and_which_repetition_it_was() -> None:
 
 def test_names_tell_what_differs_from_the_preset() -> None:
     """A change to the preset's own value is no change; any other codec is told."""
-    changes = PolicyChanges(weights="int8:2048", gradients="int4:256", secondary=2, align=2048)
+    changes = PolicyChanges(weights="int8:2048", gradients="int4:256:clip", secondary=2, align=2048)
     trials = [
         Trial(strategy="zeropp", policy=changes),
         Trial(strategy="zeropp", policy=PolicyChanges(gradients=("int8:256", "int4:256"))),

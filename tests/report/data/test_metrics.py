@@ -17,7 +17,7 @@ from harness.suites.trial import Cluster, Trial
 from report.data import metrics
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from report.draw.drawing import spread
+from report.draw.chart_parts import spread
 from tests.report.records import record_of, records_of, taken_by_others
 
 

@@ -25,7 +25,7 @@ from report.data import text as wording
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.draw import theme
-from report.draw.plot import Plot, peers_note
+from report.draw.figure_definition import Plot, peers_note
 from report.figures import registry
 from report.tables import registry as tables
 from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of, trials_of
@@ -579,6 +579,7 @@ def test_codecs_that_change_together_are_one_sweep() -> None:
     [
         pytest.param({"gradients": "int4:256:stochastic"}, id="rounding"),
         pytest.param({"gradients": "int4:256:hadamard32"}, id="rotation"),
+        pytest.param({"gradients": "int4:256:clip"}, id="scale rule"),
         pytest.param({"secondary": 0}, id="group"),
         pytest.param({"prefetch": 0}, id="prefetch"),
     ],

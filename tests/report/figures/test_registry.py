@@ -14,8 +14,8 @@ from report.data import published
 from report.data.contender import COMBINATIONS, NAMES
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from report.draw import theme
-from report.draw.plot import records_behind
+from report.draw import figure_files, theme
+from report.draw.figure_definition import records_behind
 from report.figures import registry
 from tests.report.records import record_of, records_of
 
@@ -40,7 +40,7 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
     """A suite's records give exactly its figures, each in all its forms, with ids and words."""
     records = records_of(suite, repeats=2)
     derived = derive(frames_of(records))
-    drawn = {plot.name: registry.draw(plot, derived, tmp_path) for plot in registry.PLOTS}
+    drawn = {plot.name: figure_files.draw(plot, derived, tmp_path) for plot in registry.PLOTS}
     assert {name for name, found in drawn.items() if found} == EXPECTED[suite] | EVERYWHERE
     ids = {record.id for record in records}
     for found in drawn.values():
@@ -60,7 +60,7 @@ def test_generations_have_a_figure_of_their_own(tmp_path: Path) -> None:
     """Records of generation give their figure, and none of training."""
     records = records_of("generation", repeats=2)
     derived = derive(frames_of(records))
-    found = {plot.name for plot in registry.PLOTS if registry.draw(plot, derived, tmp_path)}
+    found = {plot.name for plot in registry.PLOTS if figure_files.draw(plot, derived, tmp_path)}
     assert found == {"generation"}
     plot = next(plot for plot in registry.PLOTS if plot.name == "generation")
     data = plot.data(derived)
@@ -80,7 +80,7 @@ def test_one_process_alone_draws_no_comparison(tmp_path: Path) -> None:
     """A single trial on one node has a step to split, and neither link nor speed-up nor volume."""
     alone = Trial(strategy="zero3", cluster=Cluster(nodes=1, ranks_per_node=1))
     derived = derive(frames_of([record_of(alone)]))
-    found = {plot.name for plot in registry.PLOTS if registry.draw(plot, derived, tmp_path)}
+    found = {plot.name for plot in registry.PLOTS if figure_files.draw(plot, derived, tmp_path)}
     assert found == {"step_split"}
 
 
@@ -90,7 +90,7 @@ def test_nothing_but_failures_draws_nothing(tmp_path: Path) -> None:
 
     failed = record_of(Trial(), failure=Failure(kind="crashed", message="boom", log=None))
     derived = derive(frames_of([failed]))
-    assert not [plot.name for plot in registry.PLOTS if registry.draw(plot, derived, tmp_path)]
+    assert not [plot.name for plot in registry.PLOTS if figure_files.draw(plot, derived, tmp_path)]
 
 
 def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
     names = ("a$^{:b", "<script>:&'\"", "模型:\x07" + "long " * 40)
     trials = [Trial(strategy=s, model=Model(name=n)) for n in names for s in ("zero3", "hpz", "zeropp")]
     derived = derive(frames_of([record_of(trial) for trial in trials]))
-    found = {plot.name for plot in registry.PLOTS if registry.draw(plot, derived, tmp_path)}
+    found = {plot.name for plot in registry.PLOTS if figure_files.draw(plot, derived, tmp_path)}
     assert {"speedup", "step_split", "volume", "memory"} <= found
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from impl.comm.mesh import Mesh
-from impl.engine.pytree import cast_tensors, tensors_in
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
+from impl.pytree import cast_tensors, tensors_in
 from impl.zero import shard
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY

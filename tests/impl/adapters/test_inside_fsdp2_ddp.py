@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from impl.adapters.ddp import InDDP
-from impl.adapters.fsdp2 import InFSDP2
+from impl.adapters.inside_ddp import InDDP
+from impl.adapters.inside_fsdp2 import InFSDP2
 from impl.adapters.joined import HostError, fsdp2_groups, hosted_units
 from impl.adapters.traffic import BASES, HOSTED, GroupGeometry, Host, check_host, predict_hosted
 from impl.codecs.codec import Codec, parse

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from harness.measure.meter import StepClock
+from harness.measure.step_clock import StepClock
 
 
 def compute(seconds: float) -> None:

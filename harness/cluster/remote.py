@@ -1,0 +1,80 @@
+"""Starts the supervisors of other hosts through ssh, with argument lists."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from harness.cluster.control import Place, address_towards
+from harness.errors import Refusal
+
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+_END_SECONDS = 5.0
+
+
+def place_of(hosts: Sequence[str]) -> Place:
+    """This machine's place as the first of ``hosts``.
+
+    Raises:
+        Refusal: if the second one cannot be reached.
+    """
+    if len(hosts) == 1:
+        return Place(0, 1, "127.0.0.1", 0, serves=True)
+    return Place(0, len(hosts), address_towards(_resolved(hosts[1])), 0, serves=True)
+
+
+@contextlib.contextmanager
+def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], None]]:
+    """Start those of all hosts but the first; yields what raises a Refusal once one has ended.
+
+    They stand in the same folder as this process and run its Python, both by their paths.
+    """
+    with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as folder:
+        started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
+        try:
+            for node, host in enumerate(hosts[1:], 1):
+                log = Path(folder) / f"{node}.log"
+                remote = [
+                    *(sys.executable, "-m", "harness.runs.join", place.host, str(place.port)),
+                    *(str(node), str(len(hosts)), place.prefix),
+                ]
+                # What ssh is given goes through a shell on the other host: quoted, word for word.
+                line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(remote)}"
+                with log.open("wb") as output:
+                    process = subprocess.Popen(
+                        [*_SSH, host, line],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # a Ctrl-C in the terminal is for the sweep alone
+                    )
+                started.append((host, process, log))
+
+            def check() -> None:
+                for host, process, log in started:
+                    if process.poll() is not None:
+                        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                        raise Refusal(
+                            f"host {host}: its supervisor ended with status {process.returncode}: "
+                            f"{said[-1] if said else 'it said nothing'}"
+                        )
+
+            yield check
+        finally:
+            for _, process, _ in started:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_END_SECONDS)
+                process.kill()
+                process.wait()
+
+
+def _resolved(host: str) -> str:
+    """What ssh's configuration makes of a name."""
+    done = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
+    named = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+    return named[0] if named else host.rpartition("@")[2]

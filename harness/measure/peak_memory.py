@@ -1,0 +1,32 @@
+"""Peak memory of this process and of its GPU, in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+from pathlib import Path
+
+import torch
+
+
+def forget_peak(device: torch.device) -> None:
+    """Reset the peaks of memory, where the system allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):  # then the peak is the whole process's, an upper bound
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss() -> int:
+    """Peak resident memory of this process, in bytes."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+        if found:
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_device(device: torch.device) -> int | None:
+    """Peak memory that torch has allocated on the GPU, in bytes; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,0 +1,69 @@
+"""Times the parts of a step, with what was waited for communication; keeps raw values."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+
+from harness.records.record import Step
+
+Part = Literal["forward", "backward", "optimizer"]
+
+
+class StepClock:
+    """Times each step by part, with the CPU seconds of the process, all its threads included.
+
+    Args:
+        exposed: returns seconds waited for communication so far, or None if not known.
+        device: synchronised at the edges of every part, if it is a GPU.
+    """
+
+    def __init__(self, exposed: Callable[[], float | None], device: torch.device) -> None:
+        self._exposed, self._device = exposed, device
+        self._seconds: dict[str, float] = {}
+        self._waited: dict[str, float] = {}
+        self._begun = self._computed = 0.0
+        self.steps: list[Step] = []
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+        self._waited = {}
+        self._begun = self._now()
+        self._computed = time.process_time()  # read inside the wall clock's readings, not around them
+
+    @contextlib.contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        """Time the body as a part of the step; a part may occur several times and adds up."""
+        waited, start = self._exposed(), self._now()
+        yield
+        self._seconds[name] += self._now() - start
+        after = self._exposed()
+        if waited is not None and after is not None:
+            self._waited[name] = self._waited.get(name, 0.0) + after - waited
+
+    def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
+        """End the step and return its times; ``index`` counts from the first warm-up step."""
+        computed = time.process_time() - self._computed
+        self.steps.append(
+            Step(
+                index=index,
+                warmup=warmup,
+                total=self._now() - self._begun,
+                exposed_forward=self._waited.get("forward"),
+                exposed_backward=self._waited.get("backward"),
+                loss=loss,
+                gradient_norm=norm,
+                cpu_seconds=computed,
+                **self._seconds,
+            )
+        )
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

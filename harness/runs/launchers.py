@@ -1,0 +1,81 @@
+"""Launchers: which of a launcher's processes this is, and the nodes that it leads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from harness.cluster import remote
+from harness.cluster.control import Place, place_in_slurm, place_under_torchrun
+from harness.cluster.supervisor import Nodes, leading
+from harness.errors import Refusal
+from harness.measure import machine
+from harness.suites.trial import Cluster, Trial
+
+
+def clusters(trials: Sequence[Trial]) -> list[Cluster]:
+    """The distinct clusters of trials that a launcher runs, those with most nodes first.
+
+    Raises:
+        Refusal: if they name several launchers, or several lists of hosts.
+    """
+    found = list(dict.fromkeys(t.cluster.model_dump_json() for t in trials if t.cluster.launcher != "local"))
+    several = sorted((Cluster.model_validate_json(one) for one in found), key=lambda one: -one.nodes)
+    for name in ("launcher", "hosts", "slurm"):
+        named = {str(getattr(one, name)) for one in several}
+        if len(named) > 1:
+            raise Refusal(f"one run has one cluster.{name}; this suite has {', '.join(sorted(named))}")
+    return several
+
+
+def place(trials: Sequence[Trial]) -> Place | None:
+    """This process's place among those of the trials' launcher; None if all ranks run on this machine.
+
+    Raises:
+        Refusal: if the launcher did not start it, or has too few hosts.
+    """
+    asked = clusters(trials)
+    if not asked:
+        return None
+    most = asked[0]
+    if most.launcher == "hosts":
+        if len(most.hosts) < most.nodes:
+            raise Refusal(f"cluster.hosts has {len(most.hosts)} names, cluster.nodes is {most.nodes}")
+        return replace(remote.place_of(most.hosts), prefix=f"zeropp/{secrets.token_hex(8)}")
+    if most.launcher == "slurm":
+        if (found := place_in_slurm()) is None:
+            raise Refusal("cluster.launcher = 'slurm': this process is in no job step; start it by srun")
+    elif (found := place_under_torchrun()) is None:
+        raise Refusal(
+            "cluster.launcher = 'torchrun': this process was not started by it; start on every host "
+            f"torchrun --nnodes={most.nodes} --nproc-per-node=1 --node-rank=... --master-addr=... "
+            "--no-python zeropp run ..."
+        )
+    if found.nodes < most.nodes:
+        raise Refusal(f"cluster.nodes is {most.nodes}, the launcher started {found.nodes} nodes")
+    return found
+
+
+def for_slurm(trials: Sequence[Trial]) -> Cluster | None:
+    """The cluster that Slurm has yet to give nodes to, or to start steps on; None if there is none."""
+    asked = clusters(trials)
+    outside = "SLURM_STEP_NODELIST" not in os.environ
+    return asked[0] if asked and asked[0].launcher == "slurm" and outside else None
+
+
+@contextlib.contextmanager
+def gathered(here: Place | None, trials: Sequence[Trial]) -> Iterator[Nodes | None]:
+    """Lead the nodes of a launcher in the body; None without one."""
+    if here is None:
+        yield None
+        return
+    from harness.runs.work import WORKS
+
+    hosts = clusters(trials)[0].hosts
+    start = partial(remote.supervisors, hosts) if hosts else None
+    with leading(here, WORKS, machine.identity(), start) as nodes:
+        yield nodes

@@ -1,0 +1,47 @@
+"""What ranks can be told to do, by name, with arguments and results as JSON: a trial, or an exchange."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+
+from harness.cluster.link import REPETITIONS
+from harness.cluster.rank import Rank, exchange
+from harness.cluster.supervisor import Work
+from harness.runs.trial import Assignment, Outcome, run
+from harness.suites.trial import Trial
+
+TRIAL: Final = "trial"
+EXCHANGE: Final = "exchange"
+
+_OUTCOME: Final = TypeAdapter(Outcome)
+
+
+def measure_link(rank: Rank, nbytes: int) -> list[float]:
+    """Rates of a calibration: :func:`harness.cluster.rank.exchange`."""
+    return exchange(rank, nbytes, REPETITIONS)
+
+
+def _told(assignment: Assignment) -> dict[str, Any]:
+    return {
+        "trial": assignment.trial.canonical(),
+        "probe_bytes": assignment.probe_bytes,
+        "count": assignment.count,
+    }
+
+
+def _understood(told: dict[str, Any]) -> Assignment:
+    return Assignment(Trial.from_canonical(told["trial"]), told["probe_bytes"], told["count"])
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+WORKS: Final = {
+    TRIAL: Work(
+        run, (_told, _understood), (lambda o: _OUTCOME.dump_python(o, mode="json"), _OUTCOME.validate_python)
+    ),
+    EXCHANGE: Work(measure_link, (_same, int), (_same, _same)),
+}

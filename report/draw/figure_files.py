@@ -1,0 +1,62 @@
+"""Draws figures into files: SVG, PDF, PNG, and a CSV of the raw values."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+
+from report.data import footnotes
+from report.data.metrics import Derived
+from report.draw import theme
+from report.draw.figure_definition import Drawing, Plot, records_behind
+
+# No dates and no versions: the same records give the same bytes.
+_METADATA: Final[dict[str, dict[str, Any]]] = {
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
+    "png": {"Software": None},
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure that was drawn, with the raw values behind it."""
+
+    plot: Drawing
+    data: pd.DataFrame
+    svg: bytes
+
+    @property
+    def image(self) -> str:
+        """The drawing as a data URI."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode('ascii')}"
+
+    def records(self, marked: AbstractSet[str]) -> list[tuple[str, str]]:
+        """Ids of the records behind it, each with its footnote mark if it is in ``marked``."""
+        return [(name, footnotes.TAKEN if name in marked else "") for name in records_behind(self.data)]
+
+
+def draw(plot: Plot, derived: Derived, folder: Path) -> Drawn | None:
+    """Draw a figure into ``folder``; None if the records hold nothing to draw."""
+    data = plot.data(derived)
+    return None if data.empty else write(plot, data, folder)
+
+
+def write(plot: Drawing, data: pd.DataFrame, folder: Path) -> Drawn:
+    """Draw a table with rows, and write it as SVG, PDF, PNG and CSV of its raw values."""
+    rendered = {}
+    with theme.style():
+        figure = plot.draw(data)
+        for form, metadata in _METADATA.items():
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=form, metadata=metadata, bbox_inches="tight", pad_inches=0.05)
+            rendered[form] = buffer.getvalue()
+            (folder / f"{plot.name}.{form}").write_bytes(rendered[form])
+    data.to_csv(folder / f"{plot.name}.csv", index=False, lineterminator="\n")
+    return Drawn(plot, data, rendered["svg"])

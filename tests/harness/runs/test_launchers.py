@@ -1,0 +1,156 @@
+"""Suites across hosts, which are network namespaces here: no shared file system, no variables to set."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.control import Place, place_under_torchrun
+from harness.errors import Refusal
+from harness.records.record import read_all
+from tests.support.hosts import ROOT, hosts, sshd, torchrun
+from tests.support.slurm import slurm, why_not
+
+SUITE = """
+name = "walk"
+question = "Does a sweep across hosts always finish?"
+time = "a minute"
+
+[defaults]
+model.name = "faulty:model"
+sequence = 32
+tokens_per_rank = 64
+steps = 2
+warmup = 1
+validate_every = 0
+validation_batches = 1
+measure_quantisation = false
+timeout_seconds = 15
+policy.max_padding = 0.5
+
+[defaults.cluster]
+nodes = 2
+ranks_per_node = 2
+launcher = "torchrun"
+
+[matrix]
+strategy = ["zero3", "qgz"]
+seed = [0, 1, 2, 3]
+
+[[override]]
+match = { strategy = "qgz", seed = 0 }
+set = { model.arguments = { fault = "crash" } }
+[[override]]
+match = { strategy = "qgz", seed = 1 }
+set = { model.arguments = { fault = "hang" } }
+[[override]]
+match = { strategy = "qgz", seed = 2 }
+set = { model.arguments = { fault = "memory" } }
+"""
+
+
+def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path) -> None:
+    """Two hosts, torchrun on each: of eight trials one crashes, one hangs and one runs out of memory on one
+    rank of the other host; five are results, records and report are on the first host, and a second run
+    does nothing more.
+    """
+    with hosts(2, tmp_path, walk("torchrun")) as both:
+        assert torchrun(both, ["run", "walk.toml"]) == [1, 1], both[0].output
+        first, second = both
+        assert not list(second.folder.rglob("*.json"))
+        own, _, _ = second.output.partition("failed (exitcode")  # what follows is torchrun's
+        assert "Traceback" not in own
+        check(first.folder, "real", "distinct hosts")
+        before = {path: path.read_bytes() for path in first.folder.rglob("*.json")}
+        assert torchrun(both, ["run", "walk.toml"]) == [1, 1]
+        assert {path: path.read_bytes() for path in first.folder.rglob("*.json")} == before
+        assert "3 of 8 trials failed before; --retry-failed runs them again" in first.output
+
+
+def check(folder: Path, kind: str, why: str) -> None:
+    """Five results and three typed failures are in a folder, with the report."""
+    records = {record.id: record for record in read_all(folder / "results" / "walk")}
+    kinds = sorted(record.failure.kind for record in records.values() if record.failure is not None)
+    assert kinds == ["crashed", "memory", "timeout"]
+    assert len(records) == 8
+    for record in records.values():
+        assert record.link is not None
+        assert (record.link.kind, record.link.why) == (kind, why)
+        if record.failure is None:
+            assert [rank.node for rank in record.ranks] == [0, 0, 1, 1]
+            assert record.predicted is not None
+            assert record.predicted.equal
+        else:
+            assert re.search(r"rank (2, )?3", record.failure.message)
+            assert record.failure.tail
+            assert record.failure.log is not None
+            assert (folder / "results" / "walk" / record.failure.log).is_file()
+    assert (folder / "results" / "walk" / "report.html").is_file()
+
+
+def walk(launcher: str, more: str = "") -> dict[str, str]:
+    """Files of a suite of eight trials, three of which fail."""
+    suite = SUITE.replace('launcher = "torchrun"', f'launcher = "{launcher}"\n{more}')
+    return {"walk.toml": suite, "faulty.py": (Path(__file__).parent / "faulty.py").read_text()}
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None:
+    """One job runs all trials on two nodes; a rank that crashes, hangs or is out of memory is a record."""
+    for name, text in walk("slurm", 'slurm = { partition = "debug", time = 10 }').items():
+        (tmp_path / name).write_text(text)
+    line = [sys.executable, "-m", "harness.cli"]
+    with slurm(tmp_path / "slurm") as environment:
+        common = {"cwd": tmp_path, "env": environment | {"PYTHONPATH": str(ROOT)}, "text": True}
+        submitted = subprocess.run([*line, "run", "walk.toml"], capture_output=True, check=False, **common)
+        assert submitted.returncode == 0, submitted.stderr
+        assert re.search(r"Slurm job \d+: 8 trials into results/walk", submitted.stderr)
+        followed = subprocess.run(
+            [*line, "show", "walk.toml", "--follow"],
+            capture_output=True, check=False, timeout=300, **common,
+        )  # fmt: skip
+        assert followed.returncode == 0, followed.stderr
+        assert followed.stdout.count(" ok") == 5
+        again = subprocess.run(
+            ["srun", "-N2", "--ntasks-per-node=1", *line, "run", "walk.toml"],
+            capture_output=True, check=False, timeout=300, **common,
+        )  # fmt: skip
+        assert again.returncode == 1  # once the job has ended, whose nodes are its own
+        check(tmp_path, "none", "nodes 0 and 1 are one host")
+        assert "3 of 8 trials failed before; --retry-failed runs them again" in again.stderr
+
+
+def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path) -> None:
+    """One command on the first host starts the supervisor of the second through ssh."""
+    with hosts(2, tmp_path, {}) as both, sshd(both[1]) as wrapped:
+        names = json.dumps([host.address for host in both])
+        for host in both:
+            for name, text in walk("hosts", f"hosts = {names}").items():
+                (host.folder / name).write_text(text)
+        command = [sys.executable, "-m", "harness.cli", "run", "walk.toml"]
+        assert both[0].start(command, PATH=wrapped).wait(timeout=400) == 1, both[0].output
+        check(both[0].folder, "real", "distinct hosts")
+        assert not list(both[1].folder.rglob("*.json"))
+
+
+def test_the_place_follows_from_torchruns_variables() -> None:
+    """The first process of a node is its supervisor, the others wait; without torchrun there is no place."""
+    told = {
+        "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "1",
+        "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+    }  # fmt: skip
+    assert place_under_torchrun({}) is None
+    assert place_under_torchrun(told) == Place(1, 2, "10.0.0.1", 29500, serves=False, prefix="zeropp/0")
+    idle = place_under_torchrun(told | {"LOCAL_RANK": "1", "GROUP_RANK": "0"})
+    assert idle is not None
+    assert idle.waits
+    assert idle.follows
+    with pytest.raises(Refusal, match="GROUP_RANK = '' in the environment"):
+        place_under_torchrun({name: value for name, value in told.items() if name != "GROUP_RANK"})
+    with pytest.raises(Refusal, match=json.dumps("MASTER_PORT")[1:-1]):
+        place_under_torchrun(told | {"MASTER_PORT": "x"})

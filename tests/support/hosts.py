@@ -1,0 +1,114 @@
+"""Hosts of a cluster as network namespaces of this machine, each with a folder of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.cluster.link import Setting, open_link
+
+ROOT = Path(__file__).parents[2]
+_ENTER = """
+import os, sys
+from harness.cluster import namespaces
+namespaces.enter(int(sys.argv[1]))
+os.chdir(sys.argv[2])
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of them."""
+
+    address: str
+    holder: int
+    folder: Path
+
+    def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
+        """Start a command there, its output in the folder's file ``output``."""
+        kept = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+        with (self.folder / "output").open("a") as output:
+            return subprocess.Popen(
+                [sys.executable, "-c", _ENTER, str(self.holder), str(self.folder), *command],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=kept | {"PYTHONPATH": str(ROOT)} | environment,
+            )
+
+    @property
+    def output(self) -> str:
+        """What was printed there."""
+        return (self.folder / "output").read_text()
+
+
+@contextlib.contextmanager
+def hosts(count: int, folder: Path, files: Mapping[str, str]) -> Iterator[list[Host]]:
+    """``count`` hosts, joined by a network without a rate, with copies of ``files`` in their folders."""
+    with open_link(Setting("namespaces", count, None), f"{os.getpid():x}"[-6:]) as link:
+        found = []
+        for number, port in enumerate(link.ports):
+            own = folder / f"host{number}"
+            own.mkdir(parents=True)
+            for name, text in files.items():
+                (own / name).write_text(text)
+            assert port.holder is not None
+            found.append(Host(port.address, port.holder, own))
+        yield found
+
+
+def torchrun(found: Sequence[Host], arguments: Sequence[str], *, per_node: int = 1) -> list[int]:
+    """Type the same line of torchrun on every host; returns each one's exit status."""
+    started = [
+        host.start(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(found)}"),
+                *(f"--node-rank={number}", f"--nproc-per-node={per_node}"),
+                *(f"--master-addr={found[0].address}", "--master-port=29511"),
+                *("-m", "harness.cli", *arguments),
+            ]
+        )
+        for number, host in enumerate(found)
+    ]
+    try:
+        return [process.wait(timeout=400) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@contextlib.contextmanager
+def sshd(host: Host) -> Iterator[str]:
+    """Serve ssh on a host; yields the PATH with which ``ssh`` gets there without a question."""
+    own = host.folder / "ssh"
+    (own / "bin").mkdir(parents=True)
+    for name in ("host", "user"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own / name)]
+        subprocess.run(command, check=True)
+    (own / "authorized").write_text((own / "user.pub").read_text())
+    (own / "authorized").chmod(0o600)
+    (own / "server").write_text(
+        f"ListenAddress {host.address}\nHostKey {own}/host\nAuthorizedKeysFile {own}/authorized\n"
+        f"StrictModes no\nPidFile {own}/pid\nPermitRootLogin yes\nUsePAM no\n"
+        f"SetEnv PYTHONPATH={ROOT}\n"
+    )
+    (own / "client").write_text(
+        f"Host *\nIdentityFile {own}/user\nUserKnownHostsFile {own}/known\nStrictHostKeyChecking no\n"
+        "LogLevel ERROR\n"
+    )
+    wrapper = own / "bin" / "ssh"
+    wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {own}/client "$@"\n')
+    wrapper.chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = host.start(["/usr/sbin/sshd", "-D", "-f", str(own / "server")])
+    try:
+        yield f"{own / 'bin'}:{os.environ['PATH']}"
+    finally:
+        server.terminate()
+        server.wait()
