@@ -43,10 +43,10 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
         first, cells = sweep * suite.repeats.most, compared(suite.cells, "repeat", "seed")
         for repeat in range(first + suite.repeats.least, first + suite.repeats.most):
             done = range(first, repeat)
-            wide = [trial for cell in cells for trial in _too_wide(cell, within, done, seconds)]
-            if not wide:
+            cells = [wide for cell in cells if (wide := _too_wide(cell, within, done, seconds))]
+            if not cells:
                 break
-            yield Batch(sweep, tuple(interleaved(wide, repeat)))
+            yield Batch(sweep, tuple(interleaved([trial for cell in cells for trial in cell], repeat)))
 
 
 def seconds_of(record: Record | None) -> float | None:

@@ -256,7 +256,9 @@ def test_what_rows_share_stands_above_them_on_the_page(tmp_path: Path) -> None:
     for rate, tokens in places:
         for strategy in ("zero3", "zeropp"):
             cluster = Cluster(rate=rate)
-            trial = Trial(strategy=strategy, tokens_per_rank=tokens, cluster=cluster, validate_every=0)
+            trial = Trial(
+                strategy=strategy, tokens_per_rank=tokens, cluster=cluster, steps=100, validate_every=0
+            )
             write(tmp_path, record_of(trial))
     text = build(tmp_path).read_text()
     section = text.split('<section id="table-summary">')[1].split("</section>")[0]

@@ -69,8 +69,8 @@ def test_differences_are_of_the_same_seed() -> None:
 
 
 def test_what_trains_worse_is_inferior() -> None:
-    """A contender that ends 5 % above ZeRO-3 is called so, and reaches no target."""
-    row = of(records({"zero3": BASE, "zeropp": 1.05 * np.array(BASE) + NOISE}))
+    """A contender that ends 15 % above ZeRO-3 is called so, and reaches no target."""
+    row = of(records({"zero3": BASE, "zeropp": 1.15 * np.array(BASE) + NOISE}))
     assert row["verdict"] == "inferior"
     assert (row["reached"], row["gain"].n) == (0, 0)
 

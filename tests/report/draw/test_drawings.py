@@ -507,7 +507,7 @@ def _grid(weights: list[str], gradients: list[str], **changes: Any) -> list[Reco
         PolicyChanges(weights=w, gradients=g, align=2048, **changes) for w in weights for g in gradients
     ]
     trials = [Trial(strategy="zero3"), *(Trial(strategy="zeropp", policy=policy) for policy in policies)]
-    return [record_of(trial.model_copy(update={"steps": 4, "validate_every": 0})) for trial in trials]
+    return [record_of(trial.model_copy(update={"steps": 100, "validate_every": 0})) for trial in trials]
 
 
 def _lines_of(figure: Figure, title: str) -> list[Line2D]:
