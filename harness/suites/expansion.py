@@ -21,15 +21,17 @@ import operator
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NoReturn, get_origin
+from typing import Annotated, Any, Final, NoReturn, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.suites.peers import PEERS
+from harness.suites.repeats import BASELINE, Repeats, compared
 from harness.suites.roles import roles
+from harness.suites.suite import Suite
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
@@ -58,7 +60,7 @@ class _File(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)
     question: str = Field(min_length=1)
     time: str = "not stated"
-    repeats: int = Field(1, ge=1)
+    repeats: Annotated[Repeats, BeforeValidator(Repeats.of)] = Repeats()
     baseline: dict[str, Any] = {}
     contrast: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
@@ -66,33 +68,6 @@ class _File(BaseModel):
     zip: list[dict[str, Any]] = []
     exclude: list[dict[str, Any]] = []
     override: list[_Override] = []
-
-
-@dataclass(frozen=True, slots=True)
-class Suite:
-    """A question and the trials that answer it, in the order in which they run.
-
-    Attributes:
-        time: how long it takes, as its file states.
-        trials: repeat by repeat; inside a repeat, trials that differ only in strategy and policy
-            stand together, and their order changes from repeat to repeat.
-        merged: cells dropped as duplicates, by what the axes say of each: those of a peer that differ in
-            policy alone, or two that resolve to one policy.
-        kept: fields that are left out of strategies, and why, one line each.
-        roles: ``baseline`` or ``contrast`` by the id of a trial's first repeat, if the file names them.
-    """
-
-    name: str
-    question: str
-    time: str
-    trials: tuple[Trial, ...]
-    merged: tuple[str, ...]
-    kept: tuple[str, ...] = ()
-    roles: Mapping[str, str] = field(default_factory=dict)
-
-    def role_of(self, trial: Trial) -> str:
-        """What the suite's question compares: ``baseline``, ``contrast``, or empty."""
-        return self.roles.get(trial.model_copy(update={"repeat": 0}).id, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +131,7 @@ class _Expansion:
 
     def suite(self) -> Suite:
         """Expand, exclude, override, validate, align and order."""
-        total = math.prod(len(axis) for axis in self.axes) * self.file.repeats
+        total = math.prod(len(axis) for axis in self.axes) * self.file.repeats.most
         if total > MOST_TRIALS:
             self._refuse(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
         products = itertools.product(*self.axes)
@@ -173,12 +148,14 @@ class _Expansion:
             cells = [self._fitting(cell, trial, left_out) for cell, trial in zip(cells, trials, strict=True)]
         trials = _aligned(self._checked(cells, Trial.check))
         unique = _different(trials)
+        self._check_baselines(unique)
         once = {id(trial) for trial in unique}
         return Suite(
             self.file.name,
             self.file.question,
             self.file.time,
-            tuple(_interleaved(unique, self.file.repeats)),
+            tuple(unique),
+            self.file.repeats,
             tuple(cell for trial, cell in zip(trials, asked, strict=True) if id(trial) not in once),
             tuple(_left_out_in_words(left_out)),
             self._roles(cells, trials),
@@ -198,6 +175,18 @@ class _Expansion:
             return roles(trials, base, against)
         except ValueError as error:
             self._refuse(f"baseline = {_text(self.file.baseline)}: {error}")
+
+    def _check_baselines(self, trials: Sequence[Trial]) -> None:
+        """Refuse to repeat until ratios are known where there is nothing that they would be over."""
+        if self.file.repeats.within is None:
+            return
+        for cell in compared(trials, "repeat", "seed"):
+            if all(trial.strategy != BASELINE for trial in cell):
+                there = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
+                self._refuse(
+                    f"repeats: {self.file.repeats}: of ratios over {BASELINE}, which does not stand beside "
+                    f"{there}; expected it there, or a number of repeats"
+                )
 
     def _refuse(self, complaint: str) -> NoReturn:
         raise SuiteError(f"{self.path}: {complaint}")
@@ -593,23 +582,3 @@ def _aligned(trials: list[Trial]) -> list[Trial]:
         )
         for trial in trials
     ]
-
-
-def _interleaved(trials: list[Trial], repeats: int) -> Iterator[Trial]:
-    """Every trial once a repeat; compared ones adjacent, in an order that no drift can favour."""
-    groups: dict[str, list[Trial]] = {}
-    for trial in trials:
-        data = trial.canonical()
-        for name in ("strategy", "policy", "peer", _CONFIGURATION):
-            data.pop(name, None)
-        groups.setdefault(json.dumps(data, sort_keys=True), []).append(trial)
-    blocks = list(groups.values())
-    for repeat in range(repeats):
-        for index, block in enumerate(_rotated(blocks, repeat)):
-            turned = _rotated(block, repeat + index)
-            for trial in turned if repeat % 2 == 0 else reversed(turned):
-                yield trial.model_copy(update={"repeat": repeat})
-
-
-def _rotated(items: list[Any], by: int) -> list[Any]:
-    return items[by % len(items) :] + items[: by % len(items)]

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import Interval, crossing, median_interval, paired_ratio_interval
+from harness.records.statistics import LEAST_STEPS, Interval, crossing, median_interval, paired_ratio_interval
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.trial import PolicyChanges, Trial
 from report.data.best_step import BITS_PER_MBIT, computations, processor_seconds, schedule_seconds
@@ -65,7 +65,8 @@ def trials(frames: Frames) -> pd.DataFrame:
         m_bytes: M times the micro-batches of a step; M is the bytes between nodes of one hierarchical
             all-gather of the model, without padding, in 16 bits: 2 * elements * (nodes - 1), of all ranks.
         tflops: model TFLOP/s of a rank, for presets.
-        first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
+        first_loss, validation_loss: of the first step (mean over ranks) and the last validation; NaN if
+            that came before :data:`harness.records.statistics.LEAST_STEPS`.
         validation_step: optimizer steps before that validation, warm-ups included.
     """
     table = frames.trials
@@ -176,7 +177,9 @@ def _first_loss(frames: Frames) -> pd.DataFrame:
 
 
 def _final_loss(frames: Frames) -> pd.DataFrame:
+    """The last validation of trials that trained for at least LEAST_STEPS; those of others say nothing."""
     last = frames.validations.sort_values("step").groupby("id").tail(1)
+    last = last[last["step"] >= LEAST_STEPS]
     names = {"loss": "validation_loss", "step": "validation_step"}
     return last[["id", *names]].rename(columns=names)
 

@@ -43,6 +43,8 @@ def summary(derived: Derived) -> Table:
     best = "Speed-up over the best ZeRO-3" if two and not derived.compared.asked else f"Speed-up over {base}"
     speedups = [Column("speedup_told", best, str)]
     speedups += [Column("over_papers_told", "over the paper's baseline", str)] if two else []
+    learned = derived.trials["validation_loss"].notna().any()
+    loss = [Column("validation_loss", "Validation loss", number(4))] if learned else []
     columns = (
         Column("contender", "Contender"),
         Column("trials_told", "n", str),
@@ -53,7 +55,7 @@ def summary(derived: Derived) -> Table:
         Column("share", "Allowed step/step", footnotes.share),
         Column("sent_told", "Sent, MB/step", str),
         Column("bytes_ratio", f"of {base}'s", number(3)),
-        Column("validation_loss", "Validation loss", number(4)),
+        *loss,
     )
     caption = (
         "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
