@@ -231,6 +231,35 @@ def report(what: Answer, results: ResultsFolder = RESULTS) -> None:
 
 
 @app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Results folder from before a change.", metavar="BEFORE")],
+    second: Annotated[
+        Path, typer.Argument(help="Results folder of the same suite, after it.", metavar="AFTER")
+    ],
+    *,
+    margin: Annotated[
+        str, typer.Option("--margin", help="Within which two step times are the same, as 2%.")
+    ] = "2%",
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write the comparison as a page.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Compare two runs of a suite, before and after a change; status 1 if anything got slower."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", margin)
+    if found is None or not 0 < float(found[1]) < 100:
+        raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, as 2%")
+    from report.compare import compare as compared
+    from report.compare import page
+
+    result = compared(first, second, float(found[1]) / 100)
+    terminal.comparison(result, terminal.console())
+    if html is not None:
+        html.write_text(page(result), encoding="utf-8")
+    if result.worse:
+        raise typer.Exit(SOME_FAILED)
+
+
+@app.command()
 def doctor(file: ClusterFile = None) -> None:
     """Say what is there, what is missing, and what it would add; of a suite's cluster what its nodes have.
 

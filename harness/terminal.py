@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich.console import Console
@@ -33,6 +33,9 @@ from harness.suites.labels import (
 )
 from harness.suites.peers import PEERS
 from harness.suites.suite import Suite
+
+if TYPE_CHECKING:
+    from report.compare import Comparison
 
 _TRAINING: Final = ("forward", "backward", "step")  # phases
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
@@ -251,6 +254,20 @@ def findings(found: Iterable[Finding], out: Console) -> None:
     for one in found:
         table.add_row("ok" if one.there else "--", one.what, escape(one.found), escape(one.adds))
     out.print(table)
+
+
+def comparison(found: Comparison, out: Console) -> None:
+    """Print two result folders side by side."""
+    from report.compare import HEADS, cells, notes
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in HEADS:
+        table.add_column(name, overflow="fold")
+    for row in found.rows:
+        table.add_row(*(escape(cell) for cell in cells(row)))
+    out.print(table)
+    for note in notes(found):
+        out.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def compared(found: Sequence[Compared], out: Console) -> None:

@@ -150,6 +150,38 @@ def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, t
     assert " ".join(re.sub("<[^>]*>", "", text[text.index("<h1>") : text.index("</h1>")]).split()) == title
 
 
+@pytest.mark.parametrize("without", [True, False])
+def test_what_a_suite_asks_is_answered(without: bool, tmp_path: Path) -> None:
+    """Asked whether int6 beats int8, title, headline and figures compare these two, also beside ZeRO-3."""
+    for repeat in range(6):
+        for weights, role in (("int8:64", "baseline"), ("int6:64", "contrast")):
+            policy = PolicyChanges(weights=weights)
+            one = record_of(Trial(strategy="zeropp", policy=policy, repeat=repeat), suite="asked")
+            write(tmp_path, one.model_copy(update={"role": role}))
+        if not without:
+            write(tmp_path, record_of(Trial(strategy="zero3", repeat=repeat), suite="asked"))
+    text = build(tmp_path).read_text()
+    names = [f"ZeRO++ (w {weights})" for weights in ("int6:64", "int8:64")]
+    assert f"<title>{' against '.join(names)}: asked</title>" in text
+    page = " ".join(_Page(text).text.split())
+    assert f"a step of {names[0]} takes" in page
+    assert f"where {names[1]}'s takes" in page
+    assert re.search(rf"So {re.escape(names[0])} is (faster|slower) than|equally fast lies within", page)
+    assert f"Speed-up over {names[1]}" in page
+    assert "of ZeRO-3's bytes by the ledger" not in page
+    drawn = (tmp_path / "figures" / "speedup.csv").read_text()
+    assert "ZeRO-3" not in drawn or not without
+
+
+def test_without_a_baseline_the_page_says_what_was_found(tmp_path: Path) -> None:
+    """The fastest is named with its step, and that no speed-up follows."""
+    for strategy in ("ddp", "qwz", "zeropp"):
+        write(tmp_path, record_of(Trial(strategy=strategy), suite="found"))
+    page = " ".join(_Page(build(tmp_path).read_text()).text.split())
+    assert re.search(r"a step of (DDP|qwZ|ZeRO\+\+) takes [\d.]+ s; ", page)
+    assert "There is no ZeRO-3 beside them, and no other baseline is named" in page
+
+
 def test_the_headline_states_both_speedups() -> None:
     """Where the paper's baseline ran, the speed-up over it stands beside that over the best ZeRO-3."""
     derived = derive(frames_of(records_of("baselines", repeats=6)))
