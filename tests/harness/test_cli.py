@@ -434,7 +434,7 @@ def test_run_with_sweeps(
     """The first sweep's trials are asked for at once, others when these are done; too many are refused."""
     assert cli.main(["run", suite(folder), "--sweeps", "3"]) == cli.OK
     assert machinery[0] == ("sweep", "q", 1, Path("results/q"))
-    assert "3 sweeps of 1 trials" in capsys.readouterr().err
+    assert "3 sweeps of 1 trial (1 repeat)" in capsys.readouterr().err
     assert "--sweeps" in refused(folder, capsys, "run", "q.toml", "--sweeps", "0")
     assert "3000 trials; at most 2000" in refused(folder, capsys, "run", "q.toml", "--sweeps", "3000")
 
