@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Final
@@ -41,8 +42,9 @@ from harness.records import bench_record
 from harness.records.record import Record, RecordError, path_of, read, read_all, readable
 from harness.runs import launchers, slurm
 from harness.runs.forecast import Forecast, PlanError, forecast, this_host
-from harness.suites.expansion import Suite, SuiteError, load
+from harness.suites.expansion import MOST_TRIALS, SuiteError, load
 from harness.suites.labels import at, counted, told
+from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Trial
 from harness.train import command as train_command
 from harness.workloads.input_digests import digests
@@ -73,6 +75,10 @@ Question = Annotated[
     str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
 ]
 Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
+Sweeps = Annotated[
+    int,
+    typer.Option("--sweeps", min=1, help="How often the whole sweep shall have run, one after the other."),
+]
 Follow = Annotated[
     bool,
     typer.Option("--follow", help="Print each record of a suite file as it is written, until all are there."),
@@ -116,31 +122,47 @@ def plan(file: SuiteFile) -> None:
 
 
 @app.command()
-def run(file: SuiteFile, results: ResultsFolder = RESULTS, *, retry_failed: RetryFailed = False) -> None:
+def run(
+    file: SuiteFile,
+    results: ResultsFolder = RESULTS,
+    *,
+    sweeps: Sweeps = 1,
+    retry_failed: RetryFailed = False,
+) -> None:
     """Run a suite's missing trials, then build its report and print the report's path.
 
     On a cluster the launcher starts this on every host; the first one's writes records and report.
     """
     suite = load(file)
+    asked = [trial for number in range(sweeps) for trial in suite.sweep(number)]
+    if len(asked) > MOST_TRIALS:
+        raise Refusal(
+            f"--sweeps {sweeps}: {len(asked)} trials; at most {MOST_TRIALS} are allowed in one folder"
+        )
     if (waiting := launchers.for_slurm(suite.trials)) is not None:
-        _to_slurm(suite, file, results, waiting, retry_failed=retry_failed)
+        more = [*(["--sweeps", str(sweeps)] if sweeps > 1 else []), *(["--retry-failed"] * retry_failed)]
+        _to_slurm(suite, file, results, waiting, more)
         raise typer.Exit(OK)
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
         raise typer.Exit(_follow_nodes(place))
     folder = results / suite.name
     there = _check_folder(folder)
-    _check_inputs(folder, suite.trials)
+    _check_inputs(folder, asked)
     _check_feasible(file, forecast(suite.trials, this_host()))
 
+    from harness.runs.repeats import batches
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
     progress = terminal.console(stderr=True)
     progress.print(f"{suite.name}: {suite.question}", markup=False)
     count = counted(len(suite.trials), "trial")
-    progress.print(f"{count} into {folder}. Stated time: {suite.time}.", markup=False)
-    if others := len({record.id for record in there} - {trial.id for trial in suite.trials}):
+    times = f"{sweeps} sweeps of {count}" if sweeps > 1 else count
+    each = " (each)" if sweeps > 1 else ""
+    progress.print(f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}.", markup=False)
+    known = suite.ids(max(sweeps, *(1 + record.sweep for record in there))) if there else set()
+    if others := len({record.id for record in there} - known):
         progress.print(
             f"This folder also holds {counted(others, 'record')} that this suite does not ask for; the "
             "report draws them too.",
@@ -148,15 +170,21 @@ def run(file: SuiteFile, results: ResultsFolder = RESULTS, *, retry_failed: Retr
             soft_wrap=True,
         )
 
+    rest = batches(suite, sweeps, _seconds(folder))
+    first = next(rest)
+    static = sweeps == 1 and suite.repeats.within is None
     with launchers.gathered(place, suite.trials) as nodes:
         outcome = run_sweep(
             suite.name,
-            list(suite.trials),
+            list(first.trials),
             folder,
             progress,
             question=suite.question,
             nodes=nodes,
             retry_failed=retry_failed,
+            role_of=suite.role_of,
+            more=None if static else partial(next, rest, None),
+            total=len(asked),
         )
         status = INTERRUPTED
         if not outcome.interrupted:
@@ -200,6 +228,35 @@ def report(what: Answer, results: ResultsFolder = RESULTS) -> None:
             "`zeropp show` also prints single trials"
         )
     _build_report(folder)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Results folder from before a change.", metavar="BEFORE")],
+    second: Annotated[
+        Path, typer.Argument(help="Results folder of the same suite, after it.", metavar="AFTER")
+    ],
+    *,
+    margin: Annotated[
+        str, typer.Option("--margin", help="Within which two step times are the same, as 2%.")
+    ] = "2%",
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write the comparison as a page.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Compare two runs of a suite, before and after a change; status 1 if anything got slower."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", margin)
+    if found is None or not 0 < float(found[1]) < 100:
+        raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, as 2%")
+    from report.compare import compare as compared
+    from report.compare import page
+
+    result = compared(first, second, float(found[1]) / 100)
+    terminal.comparison(result, terminal.console())
+    if html is not None:
+        html.write_text(page(result), encoding="utf-8")
+    if result.worse:
+        raise typer.Exit(SOME_FAILED)
 
 
 @app.command()
@@ -285,21 +342,43 @@ def export_checkpoint(
     print(out)
 
 
+def _seconds(folder: Path) -> Callable[[Trial], float | None]:
+    """What the trials of a folder took, read once each."""
+    from harness.runs.repeats import seconds_of
+
+    known: dict[str, float] = {}
+
+    def took(trial: Trial) -> float | None:
+        if trial.id not in known and (path := path_of(folder, trial.id)).exists():
+            found = seconds_of(read(path))
+            if found is None:
+                return None
+            known[trial.id] = found
+        return known.get(trial.id)
+
+    return took
+
+
 def _follow(suite: Suite, results: Path, out: Console) -> None:
-    """Print the outcome of each of a suite's trials once its record is written, until all are."""
-    folder, left = results / suite.name, {trial.id: trial for trial in suite.trials}
-    while True:
-        for identity in [one for one in left if path_of(folder, one).exists()]:
-            record = read(path_of(folder, identity))
-            if not record.settled and record.failure is not None and record.failure.kind == "interrupted":
-                continue  # it runs again
-            del left[identity]
-            done = f"[{len(suite.trials) - len(left)}/{len(suite.trials)}] {identity}"
-            words = "ok" if record.failure is None else f"{record.failure.kind}: {record.failure.message}"
-            out.print(one_line(f"{done} {words}"), markup=False, highlight=False, soft_wrap=True)
-        if not left:
-            return
-        time.sleep(_FOLLOW_SECONDS)
+    """Print the outcome of each trial of a suite's first sweep once its record is written, until all are."""
+    from harness.runs.repeats import batches
+
+    folder, asked, done = results / suite.name, 0, 0
+    for batch in batches(suite, 1, _seconds(folder)):
+        left = [trial.id for trial in batch.trials]
+        asked += len(left)
+        while left:
+            for identity in [one for one in left if path_of(folder, one).exists()]:
+                record = read(path_of(folder, identity))
+                if not record.settled and record.failure is not None and record.failure.kind == "interrupted":
+                    continue  # it runs again
+                left.remove(identity)
+                done += 1
+                words = "ok" if record.failure is None else f"{record.failure.kind}: {record.failure.message}"
+                line = one_line(f"[{done}/{asked}] {identity} {words}")
+                out.print(line, markup=False, highlight=False, soft_wrap=True)
+            if left:
+                time.sleep(_FOLLOW_SECONDS)
 
 
 def _follow_nodes(place: Place) -> int:
@@ -309,10 +388,9 @@ def _follow_nodes(place: Place) -> int:
     return supervisor.follow(place, WORKS, provenance.identity())
 
 
-def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, *, retry_failed: bool) -> None:
-    """Submit a suite's run to Slurm; inside of a job, start its step instead."""
-    arguments = ["run", str(file.absolute()), "--results", str(results.absolute())]
-    arguments += ["--retry-failed"] if retry_failed else []
+def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, more: Sequence[str]) -> None:
+    """Submit a suite's run, with ``more`` options, to Slurm; inside of a job, start its step instead."""
+    arguments = ["run", str(file.absolute()), "--results", str(results.absolute()), *more]
     if "SLURM_JOB_ID" in os.environ:
         slurm.step(arguments, cluster.nodes)
     folder = results / suite.name

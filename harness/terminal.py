@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich.console import Console
@@ -17,8 +17,9 @@ from harness.doctor import Compared, Finding
 from harness.errors import one_line
 from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record, slowest_seconds
+from harness.records.statistics import LEAST_STEPS
 from harness.runs.forecast import Forecast, gib
-from harness.suites.expansion import Suite, flatten
+from harness.suites.expansion import flatten
 from harness.suites.labels import (
     INTERFACES,
     INTERFACES_IN_WORDS,
@@ -31,6 +32,10 @@ from harness.suites.labels import (
     told,
 )
 from harness.suites.peers import PEERS
+from harness.suites.suite import Suite
+
+if TYPE_CHECKING:
+    from report.compare import Comparison
 
 _TRAINING: Final = ("forward", "backward", "step")  # phases
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
@@ -60,10 +65,9 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
         return [values.index(at(trial, path)) for path, values in reversed(come.items())]
 
     rows = sorted(once.values(), key=lambda one: place(one.trial.canonical()))
-    repeats = 1 + max(one.trial.repeat for one in found)
     out.print(f"[bold]{escape(suite.name)}[/]: {escape(suite.question)}")
     out.print(
-        f"{counted(len(found), 'trial')}: {counted(len(rows), 'cell')} x {counted(repeats, 'repeat')}. "
+        f"{counted(len(found), 'trial')}: {counted(len(rows), 'cell')} x {suite.repeats}. "
         f"Stated time: {suite.time}.",
         markup=False,
     )
@@ -162,7 +166,8 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     # Whole in every terminal, since it is there to be copied; the others give way, and none is cut.
     table.add_column("id", no_wrap=True, min_width=max(len(record.id) for record in found))
-    for name in ("strategy", *varying, "repeat"):
+    several = ["sweep"] if any(record.sweep for record in found) else []
+    for name in ("strategy", *varying, "repeat", *several):
         table.add_column(name, overflow="fold")
     for name in ("s/step", "exposed s", "between nodes/step", "Mbit/s", "loss", "outcome"):
         table.add_column(name, justify="right", overflow="fold")
@@ -173,6 +178,7 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
             in_words(record.trial.get("strategy")),
             *(at(record.trial, path) for path in varying),
             in_words(record.trial.get("repeat")),
+            *([str(record.sweep)] if several else []),
             *values,
             "ok" if record.failure is None else record.failure.kind,
         )
@@ -207,6 +213,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
     lines: list[tuple[str, Any]] = [
         ("id", one.id),
         ("suite", one.suite),
+        ("sweep", one.sweep),
         ("started", one.started),
         ("finished", one.finished),
         *((path, at(one.trial, path)) for path, value in flatten(one.trial) if value is not None),
@@ -224,7 +231,10 @@ def record(one: Record, out: Console, folder: Path) -> None:
         ("last loss", loss),
         ("reference loss of step 1", one.reference_loss),
         *_held(one),
-        ("validations", ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in one.validations)),
+        (
+            "validations",
+            ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in one.validations if v.step >= LEAST_STEPS),
+        ),
         ("ledger equals prediction", None if one.predicted is None else one.predicted.equal),
         ("outcome", "ok" if one.failure is None else f"{one.failure.kind}: {one.failure.message}"),
     ]
@@ -244,6 +254,20 @@ def findings(found: Iterable[Finding], out: Console) -> None:
     for one in found:
         table.add_row("ok" if one.there else "--", one.what, escape(one.found), escape(one.adds))
     out.print(table)
+
+
+def comparison(found: Comparison, out: Console) -> None:
+    """Print two result folders side by side."""
+    from report.compare import HEADS, cells, notes
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in HEADS:
+        table.add_column(name, overflow="fold")
+    for row in found.rows:
+        table.add_row(*(escape(cell) for cell in cells(row)))
+    out.print(table)
+    for note in notes(found):
+        out.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def compared(found: Sequence[Compared], out: Console) -> None:

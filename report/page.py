@@ -11,7 +11,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from report.data import decoding, emulation, footnotes, metrics, published
-from report.data.contender import BASELINE, NAMES, PROPOSED, order_of
+from report.data.contender import BASELINE, NAMES, PROPOSED, is_contrast, order_of
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, interval_in_words, listed, number
@@ -96,6 +96,10 @@ def heading(derived: Derived) -> tuple[str, str]:
     there = sorted({str(name) for name in derived.finished["strategy"]}, key=order_of)
     if not there:
         return "No finished trial of", derived.frames.suite
+    if (asked := derived.compared).asked:
+        many = len(asked.contrast) > _MOST_NAMES
+        told = counted(len(asked.contrast), "contender") if many else listed(list(asked.contrast))
+        return f"{told} against", asked.baseline
     if {PROPOSED, BASELINE} <= set(there):
         return f"{NAMES[PROPOSED]} against", NAMES[BASELINE]
     others = [name for name in there if name != BASELINE]
@@ -111,11 +115,15 @@ def headline(derived: Derived) -> list[str]:
     if derived.trials.empty and len(derived.generations):
         return _generation_sentences(derived)
     pairs = derived.pairs
+    if derived.compared.asked:
+        return _asked_sentences(derived)
     ours = pairs[(pairs["strategy"] == PROPOSED) & (pairs["nodes"] > 1)]
     names = list(ours["contender"].unique())
     kept = names if len(names) == 1 else [NAMES[PROPOSED]]  # the preset, or the only variant there is
     ours = ours[ours["contender"].isin(kept)]
     if ours.empty:
+        if derived.pairs.empty and len(derived.trials):
+            return [f"{counted(len(derived.trials), 'finished trial')}.", *_fastest_sentences(derived)]
         why = (
             f"No cell holds {NAMES[BASELINE]} and {NAMES[PROPOSED]} in one repeat, so no speed-up is stated."
         )
@@ -137,6 +145,63 @@ def headline(derived: Derived) -> list[str]:
             f"{min(estimates):.2f} and {max(estimates):.2f}."
         )
     return sentences + _bytes_sentences(shown)
+
+
+def _asked_sentences(derived: Derived) -> list[str]:
+    """What a suite that names its baseline asks: for each contrast, in its best and its worst cell."""
+    pairs, asked = derived.pairs, derived.compared
+    ours = pairs[is_contrast(pairs)]
+    if ours.empty:
+        beside = f"No cell holds {asked.baseline} beside {listed(list(asked.contrast))} in one repeat"
+        return [f"{counted(len(derived.trials), 'finished trial')}.", f"{beside}: no speed-up is stated."]
+    sentences = []
+    for name in asked.contrast[:_MOST_NAMES]:
+        mine = ours[ours["contender"] == name]
+        cells = [group for _, group in mine.groupby("cell", sort=False)]
+        if not cells:
+            continue
+        best = max(cells, key=lambda group: metrics.speedup(group).estimate)
+        told = _speed_sentence(best, several=len(cells) > 1)
+        sentences += [*_not_to_be_relied_on(derived, best), f"{told} {_verdict_sentence(best)}"]
+        if len(cells) > 1:
+            estimates = [metrics.speedup(group).estimate for group in cells]
+            sentences.append(
+                f"Over the {len(cells)} settings of this folder, its speed-up lies between "
+                f"{min(estimates):.2f} and {max(estimates):.2f}."
+            )
+        if not math.isnan(ratio := best["bytes_ratio"].median()):
+            sentences.append(f"Between nodes it sends {ratio:.3f} of {asked.baseline}'s bytes by the ledger.")
+    if len(asked.contrast) > _MOST_NAMES:
+        sentences.append(f"The other {len(asked.contrast) - _MOST_NAMES} contenders are in the Summary.")
+    return sentences
+
+
+def _verdict_sentence(group: pd.DataFrame) -> str:
+    """Whether the contrast is faster, in words, by the interval of its speed-up."""
+    found = metrics.speedup(group)
+    name, base = group["contender"].iloc[0], group["baseline_contender"].iloc[0]
+    if not found.known:
+        return f"Whether {name} is faster than {base} cannot be told from {counted(found.n, 'pair')}."
+    if found.contains(1.0):
+        return f"That {name} and {base} are equally fast lies within the interval."
+    return f"So {name} is {'faster' if found.estimate > 1 else 'slower'} than {base} here."
+
+
+def _fastest_sentences(derived: Derived) -> list[str]:
+    """What was found without a baseline: the fastest contender of the cell in which most ran."""
+    table = derived.trials
+    cell = table.groupby("cell", sort=False)["contender"].nunique().idxmax()
+    here = table[table["cell"] == cell]
+    steps = {
+        str(name): metrics.step_interval(group).estimate
+        for name, group in here.groupby("contender", sort=False)
+    }
+    fastest = min(steps, key=lambda name: steps[name])
+    rest = [f"{name} {number(3)(took)} s" for name, took in steps.items() if name != fastest]
+    others = f"; {listed(rest)}" if rest else ""
+    took = f"On {here['where'].iloc[0]} a step of {fastest} takes {number(3)(steps[fastest])} s{others}."
+    base = derived.compared.baseline
+    return [took, f"There is no {base} beside them, and no other baseline is named: no speed-up is stated."]
 
 
 def _not_to_be_relied_on(derived: Derived, pairs: pd.DataFrame) -> list[str]:
@@ -189,8 +254,8 @@ def _speed_sentence(group: pd.DataFrame, *, several: bool) -> str:
     place = f"{'At its best, on' if several else 'On'} {group['where'].iloc[0]}{achieved}"
     return (
         f"{place}: a step of {group['contender'].iloc[0]} takes {told(ours)} s where "
-        f"{NAMES[BASELINE]}'s takes {told(base)} s (geometric means of the pairs), a speed-up "
-        f"of {found.estimate:.2f} ({interval})."
+        f"{group['baseline_contender'].iloc[0]}'s takes {told(base)} s (geometric means of the pairs), a "
+        f"speed-up of {found.estimate:.2f} ({interval})."
     )
 
 

@@ -12,6 +12,7 @@ from harness.docpages.markdown import table
 from harness.suites.expansion import MOST_TRIALS, _File, _Override
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.peers import PEERS
+from harness.suites.repeats import Repeats
 from harness.suites.trial import STRATEGIES, Trial
 
 _WORDS: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
@@ -20,6 +21,7 @@ _OVERRIDE: Final = (
     f"A suite has at most {MOST_TRIALS} trials."
 )
 _MORE: Final = {
+    "repeats": "whole number, at least 1; or `until 2 %`, or `until 2 %, at most 30`",
     "strategy": ", ".join(STRATEGIES),
     "peer.compute": "`fp32`, `bf16`: of peers; policies have `policy.compute`",
     "deepspeed_config": "of strategy `recipe` or `deepspeed`: a file beside the suite, or a table",
@@ -59,7 +61,7 @@ _MORE: Final = {
     "validation_batches": "batches of each rank in a validation",
     "measure_quantisation": "true: measure errors of what is sent, untimed, before three steps; try codecs",
     "memory_limit": "text with MiB or GiB",
-    "control": "`stale_secondary`: a run that must train worse, to show that the test of losses sees it",
+    "control": "`none`, or `stale_secondary`: trains worse, to show that the test of losses sees it",
 }
 
 
@@ -114,4 +116,6 @@ def _default(path: str, field: Any) -> str:
         return "the strategy's"
     if field.default is None and path == "cluster.rate":
         return "`unshaped`"
+    if isinstance(field.default, Repeats):
+        return f"`{field.default.least}`"
     return "none" if field.default in (None, {}, []) else f"`{json.dumps(field.default)}`"

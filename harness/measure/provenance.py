@@ -1,6 +1,6 @@
 """What a run's file holds of this machine: changes of the checkout, packages, variables that matter.
 
-No secret, no host name and no folder of the user is kept; :func:`without_places` says how.
+Values of variables whose name says that they are secret are not kept.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
-import platform
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from harness.measure import hardware, machine
-from harness.records.run_record import Changes, Node, Run, Software
-from harness.suites.suite_text import SuiteText
+from harness.records.run_record import Changes, Node, Run, Software, SuiteText
 
 MOST_CHANGES: Final = 256 << 10  # bytes of them that are kept
 _PREFIXES: Final = (
@@ -27,15 +24,9 @@ _PREFIXES: Final = (
     "THP_", "TORCH_",
 )  # fmt: skip
 _SECRET: Final = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|(^|_)(KEY|PWD)(_|$)", re.IGNORECASE)
-_ADDRESS: Final = re.compile(r"_(ADDR|ADDRESS|HOST|HOSTNAME|COMM_ID|ENDPOINT|URL|URI)$")
-_NUMERIC: Final = re.compile(  # IPv4, and IPv6 with at least two colons
-    r"(?<![\w.])(?:\d{1,3}(?:\.\d{1,3}){3}|(?=[0-9A-Fa-f:]*:[0-9A-Fa-f]*:)[0-9A-Fa-f:]{3,})(?![\w.])"
-)
 _UNDER: Final = {"SLURM_JOB_ID": "slurm", "TORCHELASTIC_RUN_ID": "torchrun"}
 _LONGEST: Final = 1000  # letters of a variable
 HIDDEN: Final = "<hidden>"
-HOST: Final = "<host>"
-USER: Final = "<user>"
 _DIFF: Final = (  # whatever the user's configuration of git says
     "diff", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames",
     "--src-prefix=a/", "--dst-prefix=b/",
@@ -50,7 +41,7 @@ def identity() -> dict[str, Any]:
         software=Software(packages=packages(), libraries=libraries()),
         processors=hardware.processors(),
         gpus=hardware.gpus(),
-        environment=variables(os.environ, Places.here()),
+        environment=variables(os.environ),
         under=[name for variable, name in _UNDER.items() if variable in os.environ],
     ).model_dump(mode="json")
 
@@ -105,61 +96,14 @@ def _cuda_of_driver() -> str | None:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Names of this machine that are not kept.
-
-    Attributes:
-        working, home: folders.
-    """
-
-    working: str
-    home: str
-    user: str
-    hosts: tuple[str, ...]
-
-    @classmethod
-    def here(cls) -> Places:
-        """Those of this process."""
-        working = home = user = ""
-        with contextlib.suppress(OSError):
-            working = str(Path.cwd())
-        with contextlib.suppress(RuntimeError):  # a number without an account
-            home = str(Path.home())
-            user = Path(home).name
-        name = platform.node()
-        return cls(working, home, os.environ.get("USER", user), (name, name.partition(".")[0]))
-
-
-def variables(environment: Mapping[str, str], places: Places) -> dict[str, str]:
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that matter to speed and results, values shortened; secrets are :data:`HIDDEN`."""
     found = {}
     for name in sorted(environment):
         if name.startswith(_PREFIXES):
-            value = without_places(environment[name], places)
-            value = HOST if value and _ADDRESS.search(name) else value
+            value = environment[name].encode(errors="replace").decode()  # surrogates stand for no UTF-8
             found[name] = HIDDEN if _SECRET.search(name) else value[:_LONGEST]
     return found
-
-
-def without_places(text: str, places: Places) -> str:
-    """``text`` with ``.`` and ``~`` for the working and the home folder, and :data:`HOST` and :data:`USER` for
-    hosts, numeric addresses and the user's name as a part of paths.
-
-    Passwords in addresses go with the host.
-    """
-    text = re.sub(r"(?<=://)[^/\s,;]+", HOST, text)
-    folders = sorted(((places.working, "."), (places.home, "~")), key=lambda one: -len(one[0]))
-    for folder, short in folders:
-        if folder not in ("", "/"):
-            text = re.sub(rf"(?<![^\s:;,=]){re.escape(folder)}(?=$|[/\s:;,])", short, text)
-    text = _NUMERIC.sub(HOST, text)
-    for host in places.hosts:
-        if host not in ("", "localhost"):
-            text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", HOST, text)
-    if places.user:
-        text = re.sub(rf"(?<=/){re.escape(places.user)}(?=$|[/\s:;,])", USER, text)
-    return text.encode(errors="replace").decode()  # bytes that are no UTF-8 stand as surrogates
 
 
 def changes(root: Path = machine.ROOT) -> Changes | None:

@@ -302,6 +302,7 @@ class Record(_Part):
         trial: the trial's canonical JSON; its hash is ``id``.
         pool: hash of the facts that must agree before two records are pooled.
         sweep: which of the suite's sweeps it belongs to; no part of the trial, whose repeat differs too.
+        role: what the suite's question compares it as; no part of the trial.
         units: name, elements, padded elements of each unit.
         run: hash of what all trials of its run had in common (:mod:`harness.records.run_record`); None in
             older records.
@@ -319,6 +320,7 @@ class Record(_Part):
     finished: str
     order: int
     sweep: int = 0
+    role: Literal["", "baseline", "contrast"] = ""
     machine: dict[str, Any]
     code: dict[str, Any]
     inputs: dict[str, str] = {}

@@ -13,7 +13,6 @@ from typing import Any, Final
 from pydantic import BaseModel, Field
 
 from harness.records.record import RecordError, digest_of, read_as, write_whole
-from harness.suites.suite_text import SuiteText
 
 # 1: first schema.
 SCHEMA_VERSION: Final = 1
@@ -23,6 +22,18 @@ _LETTERS: Final = 16  # of the SHA-256
 
 class _Part(BaseModel, extra="forbid", frozen=True):
     pass
+
+
+class SuiteText(_Part):
+    """The file of a suite.
+
+    Attributes:
+        configurations: DeepSpeed configurations in files, as JSON text, by the path that the suite has.
+    """
+
+    name: str
+    text: str
+    configurations: dict[str, str] = {}
 
 
 class Changes(_Part):
@@ -89,7 +100,7 @@ class Node(_Part):
 
     Attributes:
         machine, code: as records have them (``harness.measure.machine``).
-        environment: variables that matter, without secrets, hosts and folders of the user.
+        environment: variables that matter, without secrets.
         under: launchers of jobs under which it ran.
     """
 

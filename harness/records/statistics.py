@@ -11,15 +11,17 @@ import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 CONFIDENCE: Final = 0.95
 FEWEST: Final = 6  # values: the range of five holds the median in 0.94 of samples, and is no interval of 0.95
 FEWEST_SWEEPS: Final = 3  # Student's t of two is 13 times their error
+LEAST_STEPS: Final = 100  # of training, before which a validation loss says nothing and is not printed
 ENOUGH_POWER: Final = 0.8  # of a test, without which it claims nothing
 
+_Key = TypeVar("_Key", bound=Hashable)
 _Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
@@ -93,9 +95,9 @@ def _coverage(n: int, d: int) -> float:
 
 
 def paired_ratio_interval(
-    above: Mapping[Hashable, float],
-    below: Mapping[Hashable, float],
-    sweeps: Mapping[Hashable, int] | None = None,
+    above: Mapping[_Key, float],
+    below: Mapping[_Key, float],
+    sweeps: Mapping[_Key, int] | None = None,
 ) -> Interval:
     """Geometric mean of the ratios above/below with its interval, from values paired by key.
 

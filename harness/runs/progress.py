@@ -22,10 +22,17 @@ _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluste
 
 
 class Display:
-    """Progress of a sweep over ``trials`` into ``results``, of which ``skipped`` are done already."""
+    """Progress of a sweep over ``trials`` into ``results``, of which ``skipped`` are done already.
 
-    def __init__(self, console: Console, trials: Sequence[Trial], skipped: int, results: Path) -> None:
-        self._console, self._trials, self._done = console, len(trials), skipped
+    At least ``total`` trials are known to come, those of further sweeps among them (:meth:`further`).
+    """
+
+    def __init__(
+        self, console: Console, trials: Sequence[Trial], skipped: int, results: Path, total: int = 0
+    ) -> None:
+        self._console, self._done = console, skipped
+        self._asked = len(trials)
+        self._trials = max(self._asked, total)
         self._axes = [path for path in told([trial.canonical() for trial in trials]) if path not in _ALWAYS]
         self._results = results
         self._durations: list[float] = []
@@ -36,6 +43,14 @@ class Display:
         self._said: set[str] = set()
         if skipped:
             console.print(f"{skipped} of {len(trials)} trials are done, and skipped", markup=False)
+
+    def further(self, trials: int, skipped: int, why: str) -> None:
+        """More trials follow, of which ``skipped`` are done; says why they do, if not all are."""
+        self._asked += trials
+        self._trials = max(self._trials, self._asked)
+        self._done += skipped
+        if skipped < trials:
+            self._console.print(why, markup=False)
 
     def failed_before(self, failures: Sequence[Record]) -> None:
         """Say how many trials failed in earlier runs, and why."""

@@ -42,13 +42,15 @@ from harness.errors import Refusal
 from harness.measure import machine, provenance
 from harness.records import run_record
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
+from harness.records.run_record import SuiteText
 from harness.runs import deepspeed
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
+from harness.runs.repeats import Batch
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.work import EXCHANGE, TRIAL, WORKS
+from harness.suites.labels import counted
 from harness.suites.peers import DEEPSPEED
-from harness.suites.suite_text import SuiteText
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.topology import Topology
@@ -76,7 +78,7 @@ class SweepOutcome:
     interrupted: bool = False
 
 
-def run_sweep(  # what a suite says, where results go, who is told, and who runs it
+def run_sweep(
     suite_name: str,
     trials: Sequence[Trial],
     results: Path,
@@ -85,44 +87,93 @@ def run_sweep(  # what a suite says, where results go, who is told, and who runs
     question: str = "",
     nodes: Nodes | None = None,
     retry_failed: bool = False,
+    role_of: Callable[[Trial], str] = lambda _: "",
+    more: Callable[[], Batch | None] | None = None,
+    total: int = 0,
     text: SuiteText | None = None,
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
-    ``nodes`` are those of a launcher; None if all ranks run on this host.  ``retry_failed`` runs those again
-    that failed for good.  ``text`` is what is kept of the suite's file.
+    Args:
+        suite_name: as records say it.
+        trials: of the first sweep.
+        results: folder of the records.
+        console: where progress is printed.
+        question: as records say it.
+        nodes: those of a launcher; None if all ranks run on this host.
+        retry_failed: run those again that failed for good.
+        role_of: what the question compares a trial as; written also to records that are there.
+        more: the batch that follows, once all before have records, or None; a further sweep opens its links
+            anew.
+        total: trials that are known to come in all.
+        text: what is kept of the suite's file.
 
     Raises:
         RecordError: if ``results`` cannot be read or written.
     """
-    counts = {"ok": 0, "failed": 0}
+    counts = {"ok": 0, "failed": 0, "skipped": 0}
+    interrupted = False
     with contextlib.ExitStack() as stack:
-        sweep = _Sweep(suite_name, results, question, nodes, text=text)
+        sweep = _Sweep(suite_name, results, question, nodes, role_of, retry_failed, text)
         stack.enter_context(alone(results))
-        there = {trial.id: finished(results, trial, sweep.pool) for trial in trials}
-        failures = [record for record in there.values() if record is not None and not record.answers]
-        if retry_failed:
-            there |= {record.id: None for record in failures}
-            failures = []
-        missing = [(order, trial) for order, trial in enumerate(trials) if there[trial.id] is None]
-        counts["failed"] += len(failures)
-        skipped, interrupted = len(trials) - len(missing), False
-        display = stack.enter_context(Display(console, trials, skipped, results))
+        batch: Batch | None = (first := Batch(0, tuple(trials)))
+        missing, failures = _missing(sweep, first, counts)
+        display = stack.enter_context(Display(console, trials, counts["skipped"], results, total))
         display.failed_before(failures)
         stack.enter_context(sweep)
         try:
-            for position, (order, trial) in enumerate(missing):
-                sweep.keep_links([_setting(later) for _, later in missing[position:]])
-                record = sweep.run(trial, order, display)
-                write(results, record)
-                if record.failure is None or record.failure.log is None:  # what an earlier run left
-                    (results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
-                counts["ok" if record.answers else "failed"] += 1
-                display.finished(record)
+            while batch is not None:
+                wanted = [_setting(trial) for trial in batch.trials]
+                for position, trial in enumerate(missing):
+                    later = [_setting(one) for one in missing[position:]]
+                    sweep.keep_links(later if more is None else wanted)
+                    _run_one(sweep, trial, display, counts)
+                batch = more() if more is not None else None
+                if batch is not None:
+                    missing = _further(sweep, batch, counts, display)
         except KeyboardInterrupt:
             interrupted = True
             display.interrupted()
-    return SweepOutcome(counts["ok"], counts["failed"], skipped, interrupted)
+    return SweepOutcome(counts["ok"], counts["failed"], counts["skipped"], interrupted)
+
+
+def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int]) -> tuple[list[Trial], list[Record]]:
+    """The trials of a batch that have to run, and the failures of those that need not; both are counted."""
+    sweep.asked(batch)
+    there = {trial.id: finished(sweep.results, trial, sweep.pool) for trial in batch.trials}
+    for trial in batch.trials:
+        record, role = there[trial.id], sweep.role_of(trial)
+        if record is not None and record.role != role:  # the question has changed, not the trial
+            write(sweep.results, record.model_copy(update={"role": role}))
+    failures = [record for record in there.values() if record is not None and not record.answers]
+    if sweep.retry_failed:
+        there |= {record.id: None for record in failures}
+        failures = []
+    missing = [trial for trial in batch.trials if there[trial.id] is None]
+    tally["failed"] += len(failures)
+    tally["skipped"] += len(batch.trials) - len(missing)
+    return missing, failures
+
+
+def _further(sweep: _Sweep, batch: Batch, tally: dict[str, int], display: Display) -> list[Trial]:
+    """The trials of a later batch that have to run, once it is said why."""
+    before = sweep.number
+    missing, failures = _missing(sweep, batch, tally)
+    why = f"sweep {batch.sweep + 1}" if batch.sweep != before else "some intervals are not narrow enough"
+    why += f": {counted(len(missing), 'trial')}"
+    display.further(len(batch.trials), len(batch.trials) - len(missing), why)
+    display.failed_before(failures)
+    return missing
+
+
+def _run_one(sweep: _Sweep, trial: Trial, display: Display, tally: dict[str, int]) -> None:
+    """Run one trial, and write its record."""
+    record = sweep.run(trial, display)
+    write(sweep.results, record)
+    if record.failure is None or record.failure.log is None:  # what an earlier run left
+        (sweep.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
+    tally["ok" if record.answers else "failed"] += 1
+    display.finished(record)
 
 
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
@@ -187,7 +238,11 @@ class _Sweep:
     results: Path
     question: str = ""
     nodes: Nodes | None = None
+    role_of: Callable[[Trial], str] = lambda _: ""
+    retry_failed: bool = False
     text: SuiteText | None = None
+    number: int = 0
+    _orders: dict[str, int] = field(default_factory=dict)
     _run: str | None = None
     _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
     _machine: dict[str, Any] = field(default_factory=machine.facts)
@@ -211,7 +266,15 @@ class _Sweep:
             if isinstance(link, Link):
                 link.close()
 
-    def run(self, trial: Trial, order: int, display: Display) -> Record:
+    def asked(self, batch: Batch) -> None:
+        """Number the trials of a batch in the order in which they are asked for; a new sweep closes links."""
+        for trial in batch.trials:
+            self._orders.setdefault(trial.id, len(self._orders))
+        if batch.sweep != self.number:
+            self.keep_links([])
+        self.number = batch.sweep
+
+    def run(self, trial: Trial, display: Display) -> Record:
         """Run one trial and return its record, of a failure too.
 
         Raises:
@@ -221,7 +284,7 @@ class _Sweep:
             nodes = [provenance.identity()] if self.nodes is None else [n.facts for n in self.nodes.nodes]
             self._run = run_record.write(self.results, provenance.run_of(self.text, nodes))
         display.began(trial)
-        record, link = partial(self._record, trial, order, _now()), None
+        record, link = partial(self._record, trial, _now()), None
         if trial.memory_limit is not None:
             (foreseen,) = forecast((trial,), this_host())
             if foreseen.beyond_limit is not None:
@@ -341,10 +404,9 @@ class _Sweep:
             raise Refusal(f"cluster.launcher = {launcher!r}: this process was not started by it")
         return self.nodes
 
-    def _record(  # noqa: PLR0917  # the first three are of one trial
+    def _record(
         self,
         trial: Trial,
-        order: int,
         started: str,
         link: Link | None,
         failure: Failure | None,
@@ -354,10 +416,12 @@ class _Sweep:
             id=trial.id,
             suite=self.suite,
             question=self.question,
+            role=self.role_of(trial),
             trial=trial.canonical(),
             started=started,
             finished=_now(),
-            order=order,
+            order=self._orders[trial.id],
+            sweep=self.number,
             machine=self._machine,
             code=self._code,
             inputs=digests(trial),

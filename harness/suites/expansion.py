@@ -23,13 +23,16 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NoReturn, get_origin
+from typing import Annotated, Any, Final, NoReturn, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.suites.allowed import allowed
 from harness.suites.peers import PEERS
+from harness.suites.repeats import BASELINE, Repeats, compared
+from harness.suites.roles import roles
+from harness.suites.suite import Suite
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model, suggestion
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
@@ -58,37 +61,14 @@ class _File(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)
     question: str = Field(min_length=1)
     time: str = "not stated"
-    repeats: int = Field(1, ge=1)
+    repeats: Annotated[Repeats, BeforeValidator(Repeats.of)] = Repeats()
+    baseline: dict[str, Any] = {}
+    contrast: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     matrix: dict[str, Any] = {}
     zip: list[dict[str, Any]] = []
     exclude: list[dict[str, Any]] = []
     override: list[_Override] = []
-
-
-@dataclass(frozen=True, slots=True)
-class Suite:
-    """A question and the trials that answer it, in the order in which they run.
-
-    Attributes:
-        time: how long it takes, as its file states.
-        trials: repeat by repeat; inside a repeat, trials that differ only in strategy and policy
-            stand together, and their order changes from repeat to repeat.
-        merged: cells dropped as duplicates, by what the axes say of each: those of a peer that differ in
-            policy alone, or two that resolve to one policy.
-        kept: fields that are left out of strategies, and why, one line each.
-        text: of its file, to the byte.
-        configurations: DeepSpeed configurations in files, as JSON text, by the path that the suite has.
-    """
-
-    name: str
-    question: str
-    time: str
-    trials: tuple[Trial, ...]
-    merged: tuple[str, ...]
-    kept: tuple[str, ...] = ()
-    text: str = ""
-    configurations: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +90,9 @@ def load(path: Path) -> Suite:
     Raises:
         SuiteError: for the first error in it.
     """
-    return expanded(path, _read(path))
-
-
-def expanded(path: Path, text: str) -> Suite:
-    """The suite whose file at ``path`` has ``text``.
-
-    Raises:
-        SuiteError: for the first error in it.
-    """
+    text = _read(path)
     expansion = _Expansion(path, _tables(path, text))
-    found = tuple(sorted(expansion.configurations.items()))
-    return replace(expansion.suite(), text=text, configurations=found)
+    return replace(expansion.suite(), text=text, configurations=expansion.configurations)
 
 
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -170,7 +141,7 @@ class _Expansion:
 
     def suite(self) -> Suite:
         """Expand, exclude, override, validate, align and order."""
-        total = math.prod(len(axis) for axis in self.axes) * self.file.repeats
+        total = math.prod(len(axis) for axis in self.axes) * self.file.repeats.most
         if total > MOST_TRIALS:
             self._refuse(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
         products = itertools.product(*self.axes)
@@ -187,15 +158,45 @@ class _Expansion:
             cells = [self._fitting(cell, trial, left_out) for cell, trial in zip(cells, trials, strict=True)]
         trials = _aligned(self._checked(cells, Trial.check))
         unique = _different(trials)
+        self._check_baselines(unique)
         once = {id(trial) for trial in unique}
         return Suite(
             self.file.name,
             self.file.question,
             self.file.time,
-            tuple(_interleaved(unique, self.file.repeats)),
+            tuple(unique),
+            self.file.repeats,
             tuple(cell for trial, cell in zip(trials, asked, strict=True) if id(trial) not in once),
             tuple(_left_out_in_words(left_out)),
+            self._roles(cells, trials),
         )
+
+    def _roles(self, cells: list[_Settings], trials: list[Trial]) -> dict[str, str]:
+        """The roles of trials, by id: those of ``baseline`` and, by default all others, of ``contrast``."""
+        if not self.file.baseline:
+            if self.file.contrast:
+                self._refuse(f"contrast = {_text(self.file.contrast)}: expected a baseline beside it")
+            return {}
+        base = self._matcher(self.file.baseline, "baseline", cells)
+        against = [not hit for hit in base]
+        if self.file.contrast:
+            against = self._matcher(self.file.contrast, "contrast", cells)
+        try:
+            return roles(trials, base, against)
+        except ValueError as error:
+            self._refuse(f"baseline = {_text(self.file.baseline)}: {error}")
+
+    def _check_baselines(self, trials: Sequence[Trial]) -> None:
+        """Refuse to repeat until ratios are known where there is nothing that they would be over."""
+        if self.file.repeats.within is None:
+            return
+        for cell in compared(trials, "repeat", "seed"):
+            if all(trial.strategy != BASELINE for trial in cell):
+                there = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
+                self._refuse(
+                    f"repeats: {self.file.repeats}: of ratios over {BASELINE}, which does not stand beside "
+                    f"{there}; expected it there, or a number of repeats"
+                )
 
     def _refuse(self, complaint: str) -> NoReturn:
         raise SuiteError(f"{self.path}: {complaint}")
@@ -419,8 +420,8 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """(dotted path, kind) of every field that a suite may set: leaf, table, or open (free keys)."""
-    for name, field in model.model_fields.items():
-        path, annotation = f"{prefix}{name}", field.annotation
+    for name, known in model.model_fields.items():
+        path, annotation = f"{prefix}{name}", known.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield path, "table"
             yield from _fields(annotation, f"{path}.")
@@ -553,23 +554,3 @@ def _aligned(trials: list[Trial]) -> list[Trial]:
         )
         for trial in trials
     ]
-
-
-def _interleaved(trials: list[Trial], repeats: int) -> Iterator[Trial]:
-    """Every trial once a repeat; compared ones adjacent, in an order that no drift can favour."""
-    groups: dict[str, list[Trial]] = {}
-    for trial in trials:
-        data = trial.canonical()
-        for name in ("strategy", "policy", "peer", _CONFIGURATION):
-            data.pop(name, None)
-        groups.setdefault(json.dumps(data, sort_keys=True), []).append(trial)
-    blocks = list(groups.values())
-    for repeat in range(repeats):
-        for index, block in enumerate(_rotated(blocks, repeat)):
-            turned = _rotated(block, repeat + index)
-            for trial in turned if repeat % 2 == 0 else reversed(turned):
-                yield trial.model_copy(update={"repeat": repeat})
-
-
-def _rotated(items: list[Any], by: int) -> list[Any]:
-    return items[by % len(items) :] + items[: by % len(items)]

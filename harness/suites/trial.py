@@ -364,6 +364,12 @@ class Trial(_Frozen):
             raise ValueError(f"expected one of {', '.join(STRATEGIES)}{suggestion(value, STRATEGIES)}")
         return value
 
+    @field_validator("control", mode="before")
+    @classmethod
+    def _none(cls, value: object) -> object:
+        """No control, as one value of a suite's axis."""
+        return None if value == "none" else value
+
     def canonical(self) -> dict[str, Any]:
         """The trial as JSON-ready data; ``rate`` is in Mbit/s, ``latency`` in ms, ``memory_limit`` in bytes.
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
+
+import pandas as pd
 
 from harness.suites.expansion import flatten
 from harness.suites.peers import DEEPSPEED, family_of
@@ -18,6 +21,7 @@ from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.recipe import recipe
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
+from report.data.text import listed
 
 BASELINE: Final = "zero3"  # the strongest that is not quantised
 PAPERS_BASELINE: Final = "zero3-flat"  # of ZeRO++: one ring over all ranks, blind to nodes
@@ -68,6 +72,43 @@ _LIMITS: Final = (
 _ALWAYS_TOLD: Final = frozenset(
     {"stage", "group", "weights", "gradients", "secondary", "hpZ copy", "feedback", "frozen"}
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a suite's question compares: printed names of the baseline and of what it is compared with.
+
+    Attributes:
+        asked: whether the suite names them; else they are ZeRO-3 and the preset ZeRO++.
+    """
+
+    baseline: str
+    contrast: tuple[str, ...]
+    asked: bool
+
+
+def comparison(table: pd.DataFrame) -> Comparison:
+    """What is compared by the records of a table with columns ``role`` and ``contender``."""
+    base = table[table["role"] == "baseline"]
+    if base.empty:
+        return Comparison(NAMES[BASELINE], (NAMES[PROPOSED],), asked=False)
+    names = list(base["contender"].unique())
+    against = table[table["role"] == "contrast"]["contender"].unique()
+    return Comparison(listed(names), tuple(str(name) for name in against), asked=True)
+
+
+def is_baseline(table: pd.DataFrame, strategy: str = BASELINE) -> pd.Series[bool]:
+    """Which rows are the baseline: those that the suite names, else of ``strategy`` without changes."""
+    if strategy == BASELINE and table["role"].eq("baseline").any():
+        return table["role"].eq("baseline")
+    return table["strategy"].eq(strategy) & table["contender"].eq(NAMES[strategy])
+
+
+def is_contrast(table: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows are compared with the baseline first: those that the suite names, else the preset ZeRO++."""
+    if table["role"].eq("baseline").any():
+        return table["role"].eq("contrast")
+    return table["contender"].eq(NAMES[PROPOSED])
 
 
 def order_of(strategy: str) -> int:

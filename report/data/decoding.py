@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from harness.records.statistics import Interval, median_interval, paired_ratio_interval
-from report.data.contender import BASELINE, NAMES
+from report.data.contender import is_baseline
 from report.data.frames import Frames
 
 PAIR = ("cell", "sweep", "seed", "repeat", "step")  # generations that ran under the same conditions
@@ -49,7 +49,7 @@ def generations(frames: Frames) -> pd.DataFrame:
     later_tokens = table["sequences"] * (table["tokens"] - 1)
     table["later_tokens_per_second"] = later_tokens / table["later_seconds"]
     table["first"] = table.groupby("contender")["order"].transform("min")
-    base = table[(table["strategy"] == BASELINE) & (table["contender"] == NAMES[BASELINE])]
+    base = table[is_baseline(table)]
     columns = {"id": "baseline", "tokens_per_second": "baseline_tokens_per_second"}
     base = base[[*PAIR, *columns]].drop_duplicates(list(PAIR)).rename(columns=columns)
     table = table.merge(base, on=list(PAIR), how="left")

@@ -21,14 +21,14 @@ from pydantic import ValidationError
 
 from harness.records import checks
 from harness.records.record import Record, RecordError, read_all
+from harness.suites.repeats import CONTENDER
 from harness.suites.trial import Trial
 from report.data.contender import label_of, order_of, shared_changes
 from report.data.text import plain
 
 # What may differ between trials of one cell: who ran, and which repetition it was.
 _NOT_OF_A_CELL: Final = (
-    "strategy", "policy", "peer", "deepspeed_config", "control", "seed", "repeat", "timeout_seconds",
-    "measure_quantisation", "validate_every",
+    *CONTENDER, "seed", "repeat", "timeout_seconds", "measure_quantisation", "validate_every",
 )  # fmt: skip
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
@@ -285,6 +285,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "seed": trial.seed,
         "repeat": trial.repeat,
         "sweep": record.sweep,
+        "role": record.role,
         "nodes": topology.nodes,
         "ranks_per_node": topology.ranks_per_node,
         "world": topology.world,

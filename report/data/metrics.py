@@ -14,11 +14,20 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import Interval, crossing, median_interval, paired_ratio_interval
+from harness.records.statistics import LEAST_STEPS, Interval, crossing, median_interval, paired_ratio_interval
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.trial import PolicyChanges, Trial
 from report.data.best_step import BITS_PER_MBIT, computations, processor_seconds, schedule_seconds
-from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE, PROPOSED
+from report.data.contender import (
+    BASELINE,
+    NAMES,
+    PAPERS_BASELINE,
+    PROPOSED,
+    Comparison,
+    comparison,
+    is_baseline,
+    is_contrast,
+)
 from report.data.decoding import generations
 from report.data.frames import Frames, groups
 
@@ -56,7 +65,8 @@ def trials(frames: Frames) -> pd.DataFrame:
         m_bytes: M times the micro-batches of a step; M is the bytes between nodes of one hierarchical
             all-gather of the model, without padding, in 16 bits: 2 * elements * (nodes - 1), of all ranks.
         tflops: model TFLOP/s of a rank, for presets.
-        first_loss, validation_loss: of the first step (mean over ranks) and the last validation.
+        first_loss, validation_loss: of the first step (mean over ranks) and the last validation; NaN if
+            that came before :data:`harness.records.statistics.LEAST_STEPS`.
         validation_step: optimizer steps before that validation, warm-ups included.
     """
     table = frames.trials
@@ -167,25 +177,28 @@ def _first_loss(frames: Frames) -> pd.DataFrame:
 
 
 def _final_loss(frames: Frames) -> pd.DataFrame:
+    """The last validation of trials that trained for at least LEAST_STEPS; those of others say nothing."""
     last = frames.validations.sort_values("step").groupby("id").tail(1)
+    last = last[last["step"] >= LEAST_STEPS]
     names = {"loss": "validation_loss", "step": "validation_step"}
     return last[["id", *names]].rename(columns=names)
 
 
 def pairs(table: pd.DataFrame, baseline: str = BASELINE) -> pd.DataFrame:
-    """Pairs of each trial with ZeRO-3's of the same cell, seed and repeat.
+    """Pairs of each trial with the baseline's of the same cell, seed and repeat.
 
     Args:
         table: from :func:`trials`.
-        baseline: the strategy, without changes, whose trials take the place of ZeRO-3's.
+        baseline: the strategy whose trials, without changes, are the baseline; what the suite names comes
+            before ZeRO-3, and before no other.
 
     Returns:
         Columns of ``table`` and ``baseline`` (its id), ``speedup`` (its step seconds over ours),
         ``allowed`` (its step seconds over our best_seconds), ``bytes_ratio`` (our bytes between
         nodes over its, ledger) and ``interface_ratio``.  Trials without a baseline are left out.
     """
-    base = table[(table["strategy"] == baseline) & (table["contender"] == NAMES[baseline])]
-    columns = {"id": "baseline", "step_seconds": "baseline_seconds"}
+    base = table[is_baseline(table, baseline)]
+    columns = {"id": "baseline", "contender": "baseline_contender", "step_seconds": "baseline_seconds"}
     columns |= {name: f"baseline_{name}" for name in ("sent_bytes", "interface_bytes")}
     base = base[[*PAIR, *columns]].drop_duplicates(list(PAIR)).rename(columns=columns)
     joined = table.merge(base, on=list(PAIR))
@@ -261,12 +274,12 @@ def beside_published(pairs: pd.DataFrame) -> pd.DataFrame:
     Args:
         pairs: from :func:`pairs`.
     """
-    found = several_rates(pairs)
+    found = several_rates(pairs[pairs["role"] == ""])
     return found[found["contender"] == NAMES[PROPOSED]]
 
 
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
-    """The rate at which a contender and ZeRO-3 are equally fast, per size of cluster and batch.
+    """The rate at which a contender and the baseline are equally fast, per size of cluster and batch.
 
     Between two neighbouring measured rates whose speed-ups lie on both sides of 1, on the straight
     line through their logarithms over the logarithm of the rate; NaN where none is crossed.
@@ -284,7 +297,7 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
     rows: list[tuple[object, ...]] = []
-    measured = pairs[pairs["achieved_mbit"].notna() & (pairs["contender"] != NAMES[BASELINE])]
+    measured = pairs[pairs["achieved_mbit"].notna() & (pairs["id"] != pairs["baseline"])]
     for key, group in groups(measured, keys):
         cells = [of_cell for _, of_cell in groups(group, ["cell"])]
         points = sorted(
@@ -322,7 +335,7 @@ def _log_speedups(group: pd.DataFrame) -> pd.Series[float]:
 
 
 def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """ZeRO++ at a quarter of the rate over ZeRO-3 at the full rate, paired by seed and repeat.
+    """The contrast at a quarter of the rate over the baseline at the full rate, paired by seed and repeat.
 
     Args:
         frames: of the same records.
@@ -334,8 +347,8 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """
     shaped = table.dropna(subset=["rate_mbit"])
     shaped = shaped.assign(elsewhere=[cell_without_rate(frames, identity) for identity in shaped["id"]])
-    ours = shaped[shaped["contender"] == NAMES[PROPOSED]].assign(full_rate=lambda t: 4 * t["rate_mbit"])
-    base = shaped[shaped["contender"] == NAMES[BASELINE]]
+    ours = shaped[is_contrast(shaped)].assign(full_rate=lambda t: 4 * t["rate_mbit"])
+    base = shaped[is_baseline(shaped)]
     base = base.rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
     keys = ["elsewhere", "sweep", "seed", "repeat", "full_rate"]
     columns = [*keys, "baseline", "tokens_per_second", "achieved_mbit"]
@@ -389,6 +402,11 @@ class Derived:
     over_papers: pd.DataFrame  # pairs with the paper's baseline in the place of ZeRO-3's
     differing: dict[str, float]  # of rates_differ
     generations: pd.DataFrame
+
+    @property
+    def compared(self) -> Comparison:
+        """What the suite's question compares."""
+        return comparison(self.frames.trials)
 
     @property
     def finished(self) -> pd.DataFrame:

@@ -21,6 +21,7 @@ from report.draw.figure_definition import (
     by_contender,
     common_to,
     contenders,
+    peers_note,
 )
 
 _KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
@@ -33,7 +34,8 @@ _CURVES: Final = {
 
 
 def _loss_data(derived: Derived) -> pd.DataFrame:
-    found = derived.trials[_KEPT].merge(derived.frames.validations, on="id")
+    long = derived.trials[derived.trials["validation_loss"].notna()]  # trained long enough
+    found = long[_KEPT].merge(derived.frames.validations, on="id")
     often = found.groupby("id")["step"].transform("nunique") >= 3
     return found.assign(inter_bytes=pd.to_numeric(found["inter_bytes"]))[often]
 
@@ -58,8 +60,9 @@ def _draw_loss(data: pd.DataFrame) -> Figure:
 
 def _loss_line(ax: Axes, mine: pd.DataFrame, column: str, look: chart_parts.Look) -> None:
     """Draw the mean over seeds at each step, in a band from the lowest to the highest seed."""
-    at = mine.groupby("step")[column].mean()
-    loss = mine.groupby("step")["loss"].agg(["mean", "min", "max"])
+    of_seeds = mine.assign(at=mine[column]).groupby(["seed", "step"])[["at", "loss"]].mean()
+    at = of_seeds["at"].groupby("step").mean()
+    loss = of_seeds["loss"].groupby("step").agg(["mean", "min", "max"])
     if at.isna().any():  # what peers send is not always counted
         return
     ax.plot(
@@ -72,8 +75,8 @@ def _loss_line(ax: Axes, mine: pd.DataFrame, column: str, look: chart_parts.Look
 def _loss_caption(data: pd.DataFrame) -> str:
     return (
         "Validation loss against optimizer steps, seconds spent in steps and bytes that all ranks had sent "
-        f"between nodes. Lines: mean over {counted(data['seed'].nunique(), 'seed')}; bands: lowest to "
-        f"highest. {common_to(data)}"
+        f"between nodes. Lines: mean over {counted(data['seed'].nunique(), 'seed')}, each of which counts "
+        f"once; bands: lowest to highest. {peers_note(data)}{common_to(data)}"
     )
 
 
@@ -94,6 +97,11 @@ def _final_data(derived: Derived) -> pd.DataFrame:
     merged = [_without_rate(group) for _, group in groups(found, ["elsewhere"])]
     kept = [*_KEPT, "validation_loss", "validation_step", "same_at_rates"]
     return pd.concat(merged, ignore_index=True)[kept] if merged else found[kept]
+
+
+def _once(group: pd.DataFrame) -> pd.Series[float]:
+    """A contender's loss of each seed: repeats train the same again, and are drawn once."""
+    return group.groupby("seed")["validation_loss"].mean()
 
 
 def _without_rate(group: pd.DataFrame) -> pd.DataFrame:
@@ -119,7 +127,7 @@ def _draw_final(data: pd.DataFrame) -> Figure:
     figure, ((ax,),) = chart_parts.panels(1, height=chart_parts.bars_height(len(rows)))
     chart_parts.row_names(ax, [name for name, _, _ in rows])
     for place, (_, strategy, group) in enumerate(rows):
-        colour, losses = theme.colour(strategy), group["validation_loss"]
+        colour, losses = theme.colour(strategy), _once(group)
         ax.plot([losses.min(), losses.max()], [place, place], color=colour, lw=1.2, alpha=0.6)
         ax.plot(losses, [place] * len(losses), ".", color=colour, ms=5, alpha=0.6)
         ax.plot(losses.mean(), place, theme.marker(strategy), color=colour, mec="white", ms=7)
@@ -135,16 +143,16 @@ def _final_caption(data: pd.DataFrame) -> str:
     rates = int(data["same_at_rates"].max())
     once = f" The same at each of {rates} rates of the link, and drawn once." if rates > 1 else ""
     return (
-        f"Loss of the last validation, {_after_steps(data)} (warm-ups included): each run (dots), their mean "
-        f"(marker and number), and from the lowest to the highest (line).{once} "
-        f"{counted(data['seed'].nunique(), 'seed')}, {counted(data['repeat'].nunique(), 'repeat')}. The axis "
-        f"does not start at 0. {common_to(data)}"
+        f"Loss of the last validation, {_after_steps(data)} (warm-ups included): each seed (dots), their "
+        f"mean (marker and number), and from the lowest to the highest (line).{once} "
+        f"{counted(data['seed'].nunique(), 'seed')}; repeats of a seed train the same again, and are drawn "
+        "once. What the differences say, and with which power, is in the table Losses. The axis does not "
+        f"start at 0. {peers_note(data)}{common_to(data)}"
     )
 
 
 def _final_alt(data: pd.DataFrame) -> str:
-    means = data.groupby(["cell", "contender"], sort=False, as_index=False)["validation_loss"].mean()
-    told = [f"{row.contender} {row.validation_loss:.4f}" for row in means.itertuples()]
+    told = [f"{key[1]} {_once(group).mean():.4f}" for key, group in groups(data, ["cell", "contender"])]
     return f"Validation loss {_after_steps(data)}: {listed(told[:12])}."
 
 

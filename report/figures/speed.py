@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from harness.records.statistics import FEWEST
 from report.data import emulation, footnotes, metrics, published
-from report.data.contender import BASELINE, NAMES, PROPOSED
+from report.data.contender import PROPOSED
 from report.data.metrics import Derived
 from report.data.text import FEWEST_IN_WORDS, listed, span, sweeps_in_words
 from report.draw import chart_parts, theme
@@ -118,11 +118,24 @@ def _throughput_alt(data: pd.DataFrame) -> str:
     return f"Lines of throughput over link rate; tokens per second: {'; '.join(told)}."
 
 
+def baseline_of(data: pd.DataFrame) -> str:
+    """Printed name of what the rows of pairs are compared with."""
+    return listed(list(data["baseline_contender"].unique()))
+
+
 def _speedup_data(derived: Derived) -> pd.DataFrame:
     rows = derived.pairs[derived.pairs["nodes"] > 1]
-    if not (rows["contender"] != NAMES[BASELINE]).any():
+    if not (rows["id"] != rows["baseline"]).any():
         return rows.iloc[:0]
-    kept = [*KEPT, "baseline", "baseline_seconds", "step_seconds", "schedule_seconds", "processor_seconds"]
+    kept = [
+        *KEPT,
+        "baseline",
+        "baseline_contender",
+        "baseline_seconds",
+        "step_seconds",
+        "schedule_seconds",
+        "processor_seconds",
+    ]
     kept += ["best_seconds", "speedup", "allowed", *metrics.SHARES, "alone", "rates_differ"]
     return rows[kept]
 
@@ -162,7 +175,7 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
             if column == len(sizes) - 1:
                 chart_parts.label_ends(ax, endings, panel)
         grid[-1][column].set_xlabel("achieved rate of a node's link, Mbit/s")
-    grid[0][0].set_ylabel("speed-up over ZeRO-3")
+    grid[0][0].set_ylabel(f"speed-up over {baseline_of(data)}")
     if rows == 2:
         dash = "\n(dash: share\nof schedule)" if _knows_processors(data) else ""
         grid[1][0].set_ylabel(f"share of what is allowed{dash}")
@@ -206,7 +219,7 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
     right.axvline(1, color=theme.FAINT, lw=0.8, zorder=1)
     right.set_xlim(0, max(1.2, float(np.nan_to_num(data["share"].max())) * 1.15))
     chart_parts.same_rows(right)
-    left.set_xlabel("speed-up over ZeRO-3 ( | : allowed)")
+    left.set_xlabel(f"speed-up over {baseline_of(data)} ( | : allowed)")
     stroke = "\n( | : share of schedule)" if _knows_processors(data) else ""
     right.set_xlabel(f"share of what is allowed{stroke}")
     return figure
@@ -219,7 +232,8 @@ def _speedup_caption(data: pd.DataFrame) -> str:
         else f"geometric mean {interval_in_words(data)}, dots are single pairs"
     )
     return (
-        "Speed-up: ZeRO-3's step seconds over the contender's, paired by repeat in the same cell; "
+        f"Speed-up: {baseline_of(data)}'s step seconds over the contender's, paired by repeat in the same "
+        "cell; "
         f"{shown}. What is allowed: the scheduled step is the engine's schedule driven with "
         f"{_computation_in_words(data)} and a link that carries what the busiest node sent to others at the "
         f"achieved rate, one message after the other{_processors_in_words(data)}; the share is that step "
@@ -279,9 +293,11 @@ def _speedup_alt(data: pd.DataFrame) -> str:
     told = [
         f"{contender} ({where}) {metrics.speedup(group).estimate:.2f}"
         for (where, contender), group in data.groupby(["where", "contender"], sort=False)
-        if contender != NAMES[BASELINE]
+        if not group["id"].eq(group["baseline"]).all()
     ]
-    return f"Speed-up over ZeRO-3: {listed(told[:12])}{', and others' if len(told) > 12 else ''}."
+    return (
+        f"Speed-up over {baseline_of(data)}: {listed(told[:12])}{', and others' if len(told) > 12 else ''}."
+    )
 
 
 def _beside_data(derived: Derived) -> pd.DataFrame:
@@ -398,7 +414,7 @@ def _parity_alt(data: pd.DataFrame) -> str:
 
 
 PLOTS: Final = (
-    Plot("speedup", "Speed-up over ZeRO-3", _draw_speedup, _speedup_caption, _speedup_alt, _speedup_data),
+    Plot("speedup", "Speed-up", _draw_speedup, _speedup_caption, _speedup_alt, _speedup_data),
     Plot(
         "throughput",
         "Throughput against bandwidth",

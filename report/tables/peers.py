@@ -88,7 +88,7 @@ def _rows(here: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _over(mine: pd.DataFrame, peer: pd.DataFrame, family: str) -> dict[str, Any]:
     """Our gain over the setting of a family over which it is least; nothing if none ran beside us."""
-    keys = ["seed", "repeat"]
+    keys = ["sweep", "seed", "repeat"]
     found: list[tuple[Interval, str]] = []
     for (name,), theirs in groups(peer, ["contender"]):
         base = theirs.drop_duplicates(keys)[[*keys, "step_seconds"]]

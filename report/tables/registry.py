@@ -18,6 +18,7 @@ from report.data.metrics import Derived
 from report.data.text import FEWEST_IN_WORDS, NOTHING, number
 from report.draw import theme
 from report.draw.figure_definition import by_contender, unpublished_note
+from report.tables.learning import losses
 from report.tables.peers import peers
 from report.tables.settings import setting as settings
 from report.tables.summary import summary, time
@@ -38,7 +39,7 @@ def generation(derived: Derived) -> Table:
         Column("generations_told", "n", str),
         Column("speed_told", "Tokens/s per rank", str),
         Column("later_tokens_per_second", "without the first token", number(3)),
-        Column("speedup_told", "over ZeRO-3's", str),
+        Column("speedup_told", f"over {derived.compared.baseline}'s", str),
         Column("exposed", "Exposed share", number(2)),
         Column("first_mb", "Between nodes, first token, MB", number(4)),
         Column("later_mb", "each later one, MB", number(4)),
@@ -248,11 +249,12 @@ def break_even(derived: Derived) -> Table:
         marked = _behind(derived, ids, "break_even_told", Interval(*ends, row["fewest_pairs"]))
         rows.append({str(key): value for key, value in row.items()} | {"where": where} | marked)
     caption = (
-        "Highest achieved rate at which the contender and ZeRO-3 are equally fast, on the straight line "
-        "between neighbouring measured rates (speed-up and rate logarithmic), of which the lowest and the "
-        f"highest stand beside it, with Fieller's 95 % interval from {FEWEST} pairs on at both; 'below' and "
-        "'above': it goes on beyond the neighbours, where nothing was measured. "
-        f"{NOTHING}: not crossed between these. n: trials at all rates, ZeRO-3's among them."
+        f"Highest achieved rate at which the contender and {derived.compared.baseline} are equally fast, on "
+        "the straight line between neighbouring measured rates (speed-up and rate logarithmic), of which "
+        "the lowest and the highest stand beside it, with Fieller's 95 % interval from "
+        f"{FEWEST} pairs on at both; "
+        "'below' and 'above': it goes on beyond the neighbours, where nothing was measured. "
+        f"{NOTHING}: not crossed between these. n: trials at all rates, the baseline's among them."
         f"{_marks_in_words(rows, 'break_even_told')}"
     )
     return placed("break_even", "Break-even", caption, rows, *columns)
@@ -564,8 +566,8 @@ def environment(derived: Derived) -> Table:
 _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
-        summary, peers, time, failures, generation, volume, checks, parity, break_even, memory, sent_error,
-        quantisation, largest_error, links, published_throughput, setting, environment,
+        summary, peers, time, losses, failures, generation, volume, checks, parity, break_even, memory,
+        sent_error, quantisation, largest_error, links, published_throughput, setting, environment,
     )
 }  # fmt: skip
 NAMES_OF_FILES: Final = tuple(_MAKERS)

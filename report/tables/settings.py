@@ -34,6 +34,7 @@ def setting(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     found += [
         ("Seeds", _some([str(seed) for seed in sorted(table["seed"].unique())])),
         ("Repeats", str(table["repeat"].nunique())),
+        ("Sweeps", str(sweeps) if (sweeps := table["sweep"].nunique()) > 1 else ""),
     ]
     return [(name, told) for name, told in found if told]
 
@@ -46,11 +47,12 @@ def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     found = [("model", known["Model"])]
     if (sizes := sorted({int(size) for size in table["parameters"] if size})) != []:
         found.append(("parameters", listed([_size(size) for size in sizes[:_SHOWN]])))
+    repeated = ["seed", "repeat", *(["sweep"] if len(set(table["sweep"])) > 1 else [])]
     return [
         *found,
         ("tokens per rank", f"{known['Tokens per rank']}, in sequences of {known['Sequence']}"),
         ("steps", known["Steps"]),
-        ("repetition", ", ".join(counted(table[what].nunique(), what) for what in ("seed", "repeat"))),
+        ("repetition", ", ".join(counted(table[what].nunique(), what) for what in repeated)),
         ("optimizer", known["Optimizer"]),
         ("corpus", known["Corpus"]),
     ]

@@ -39,8 +39,12 @@ _PAPERS_IN_WORDS: Final = (
 def summary(derived: Derived) -> Table:
     """The summary, one row per cell and contender: times, speed-up, bytes, loss."""
     rows, two = _rows(derived), bool(len(derived.over_papers))
-    speedups = [Column("speedup_told", "Speed-up over the best ZeRO-3" if two else "Speed-up", str)]
+    base = derived.compared.baseline
+    best = "Speed-up over the best ZeRO-3" if two and not derived.compared.asked else f"Speed-up over {base}"
+    speedups = [Column("speedup_told", best, str)]
     speedups += [Column("over_papers_told", "over the paper's baseline", str)] if two else []
+    learned = derived.trials["validation_loss"].notna().any()
+    loss = [Column("validation_loss", "Validation loss", number(4))] if learned else []
     columns = (
         Column("contender", "Contender"),
         Column("trials_told", "n", str),
@@ -50,8 +54,8 @@ def summary(derived: Derived) -> Table:
         Column("pairs_told", "Pairs", str),
         Column("share", "Allowed step/step", footnotes.share),
         Column("sent_told", "Sent, MB/step", str),
-        Column("bytes_ratio", "of ZeRO-3's", number(3)),
-        Column("validation_loss", "Validation loss", number(4)),
+        Column("bytes_ratio", f"of {base}'s", number(3)),
+        *loss,
     )
     caption = (
         "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
@@ -171,7 +175,7 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame) -> dict[str, Any]:
         found = metrics.speedup(paired)
         row |= {"speedup": found.estimate, "speedup_low": found.low, "speedup_high": found.high}
         row["speedup_told"] = f"{found.estimate:.2f}"
-    if len(paired) and first["contender"] != NAMES[BASELINE]:
+    if len(paired) and not paired["id"].eq(paired["baseline"]).all():
         if found.known:
             row["speedup_told"] += f" ({found.low:.2f} to {found.high:.2f})"
         lowest, highest = paired["speedup"].min(), paired["speedup"].max()

@@ -428,6 +428,27 @@ def test_run(folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[t
     assert machinery == [("sweep", "q", 1, Path("there/q")), ("report", Path("there/q"))]
 
 
+def test_run_with_sweeps(
+    folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]
+) -> None:
+    """The first sweep's trials are asked for at once, others when these are done; too many are refused."""
+    assert cli.main(["run", suite(folder), "--sweeps", "3"]) == cli.OK
+    assert machinery[0] == ("sweep", "q", 1, Path("results/q"))
+    assert "3 sweeps of 1 trial (1 repeat)" in capsys.readouterr().err
+    assert "--sweeps" in refused(folder, capsys, "run", "q.toml", "--sweeps", "0")
+    assert "3000 trials; at most 2000" in refused(folder, capsys, "run", "q.toml", "--sweeps", "3000")
+
+
+def test_a_sweep_is_shown_beside_its_repeat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once there is a second one; a single sweep has no column."""
+    made = record(Path("results"))
+    assert cli.main(["show", "q"]) == cli.OK
+    assert "sweep" not in capsys.readouterr().out
+    write(Path("results/q"), made.model_copy(update={"sweep": 1}))
+    assert cli.main(["show", "q"]) == cli.OK
+    assert "sweep" in capsys.readouterr().out
+
+
 def test_run_with_failures(
     folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]
 ) -> None:

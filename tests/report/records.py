@@ -526,7 +526,7 @@ def _convergence(repeats: Iterable[int]) -> Iterable[Trial]:
         ("zeropp", PolicyChanges(weights="int8:shard", gradients="int4:shard")),
     ]
     return (
-        _with(strategy=s, policy=policy, seed=seed, steps=40, warmup=0, validate_every=5)
+        _with(strategy=s, policy=policy, seed=seed, steps=120, warmup=0, validate_every=15)
         for seed, (s, policy) in product(repeats, contenders)
     )
 

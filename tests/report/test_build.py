@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from harness.records.record import Failure, RecordError, write
+from harness.records.record import Failure, Record, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
 from report.data.frames import ReportError, frames_of
@@ -150,6 +150,38 @@ def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, t
     assert " ".join(re.sub("<[^>]*>", "", text[text.index("<h1>") : text.index("</h1>")]).split()) == title
 
 
+@pytest.mark.parametrize("without", [True, False])
+def test_what_a_suite_asks_is_answered(without: bool, tmp_path: Path) -> None:
+    """Asked whether int6 beats int8, title, headline and figures compare these two, also beside ZeRO-3."""
+    for repeat in range(6):
+        for weights, role in (("int8:64", "baseline"), ("int6:64", "contrast")):
+            policy = PolicyChanges(weights=weights)
+            one = record_of(Trial(strategy="zeropp", policy=policy, repeat=repeat), suite="asked")
+            write(tmp_path, one.model_copy(update={"role": role}))
+        if not without:
+            write(tmp_path, record_of(Trial(strategy="zero3", repeat=repeat), suite="asked"))
+    text = build(tmp_path).read_text()
+    names = [f"ZeRO++ (w {weights})" for weights in ("int6:64", "int8:64")]
+    assert f"<title>{' against '.join(names)}: asked</title>" in text
+    page = " ".join(_Page(text).text.split())
+    assert f"a step of {names[0]} takes" in page
+    assert f"where {names[1]}'s takes" in page
+    assert re.search(rf"So {re.escape(names[0])} is (faster|slower) than|equally fast lies within", page)
+    assert f"Speed-up over {names[1]}" in page
+    assert "of ZeRO-3's bytes by the ledger" not in page
+    drawn = (tmp_path / "figures" / "speedup.csv").read_text()
+    assert "ZeRO-3" not in drawn or not without
+
+
+def test_without_a_baseline_the_page_says_what_was_found(tmp_path: Path) -> None:
+    """The fastest is named with its step, and that no speed-up follows."""
+    for strategy in ("ddp", "qwz", "zeropp"):
+        write(tmp_path, record_of(Trial(strategy=strategy), suite="found"))
+    page = " ".join(_Page(build(tmp_path).read_text()).text.split())
+    assert re.search(r"a step of (DDP|qwZ|ZeRO\+\+) takes [\d.]+ s; ", page)
+    assert "There is no ZeRO-3 beside them, and no other baseline is named" in page
+
+
 def test_the_headline_states_both_speedups() -> None:
     """Where the paper's baseline ran, the speed-up over it stands beside that over the best ZeRO-3."""
     derived = derive(frames_of(records_of("baselines", repeats=6)))
@@ -159,6 +191,58 @@ def test_the_headline_states_both_speedups() -> None:
     assert papers.startswith("That is over the best ZeRO-3; over the paper's baseline, one flat ring")
     assert f"it is {speedup(ours).estimate:.2f} (6 pairs; Student's 95 % interval" in papers
     assert not any("baseline" in line for line in headline(derive(frames_of(records_of("quickstart")))))
+
+
+def test_the_headlines_ratio_follows_from_the_numbers_beside_it() -> None:
+    """The seconds printed beside a speed-up are the means of which it is the ratio, also over sweeps."""
+    for records in (records_of("quickstart", repeats=6), _in_sweeps(records_of("quickstart", repeats=6))):
+        told = headline(derive(frames_of(records)))[0]
+        ours, base, ratio = map(
+            float,
+            re.search(
+                r"takes ([0-9.]+) s where .* takes ([0-9.]+) s .*speed-up of ([0-9.]+) ", told
+            ).groups(),
+        )
+        assert ratio == pytest.approx(base / ours, rel=0.02)  # of three digits each
+
+
+def test_the_headline_says_which_interval_it_has() -> None:
+    """Of six pairs Student's, of three sweeps that of their means, of fewer none and why."""
+
+    def told(records: list[Record]) -> str:
+        return headline(derive(frames_of(records)))[0]
+
+    assert "6 pairs between" in told(records_of("quickstart", repeats=6))
+    assert "; Student's 95 % interval" in told(records_of("quickstart", repeats=6))
+    assert "interval of the means of 3 sweeps" in told(_in_sweeps(records_of("quickstart", repeats=6)))
+    two = [one for one in _in_sweeps(records_of("quickstart", repeats=12), 6) if one.sweep < 2]
+    assert "of 2 sweeps, too few for an interval, which takes 3" in told(two)
+    assert "3 pairs between" in told(records_of("quickstart"))
+    assert "too few for an interval, which takes 6" in told(records_of("quickstart"))
+
+
+def _in_sweeps(records: list[Record], repeats: int = 2) -> list[Record]:
+    """The records as those of sweeps of so many repeats each."""
+    return [one.model_copy(update={"sweep": one.trial["repeat"] // repeats}) for one in records]
+
+
+def test_a_headline_of_marked_trials_says_so_first() -> None:
+    """Where others had the processors in every trial behind it, or links differed, it is not stated so."""
+    records = records_of("quickstart", repeats=6)
+    plain = headline(derive(frames_of(records)))
+    assert "not to be relied on" not in " ".join(plain)
+    first, second, *_ = headline(derive(frames_of([taken_by_others(one, 0.5) for one in records])))
+    assert first.startswith("The following is not to be relied on: in each trial others had more than 5%")
+    assert second == plain[0]
+    some = [taken_by_others(one, 0.5) if one.trial["repeat"] else one for one in records]
+    assert headline(derive(frames_of(some))) == plain
+
+    def slower(record: Record) -> Record:
+        assert record.link is not None
+        return record.model_copy(update={"link": record.link.model_copy(update={"probed_mbit": [20.0]})})
+
+    apart = [slower(one) if one.trial["strategy"] == "zeropp" else one for one in records]
+    assert "achieved rates that differ by more than 10%" in headline(derive(frames_of(apart)))[0]
 
 
 def test_a_changed_codec_is_named_in_the_headline(tmp_path: Path) -> None:
@@ -204,7 +288,9 @@ def test_what_rows_share_stands_above_them_on_the_page(tmp_path: Path) -> None:
     for rate, tokens in places:
         for strategy in ("zero3", "zeropp"):
             cluster = Cluster(rate=rate)
-            trial = Trial(strategy=strategy, tokens_per_rank=tokens, cluster=cluster, validate_every=0)
+            trial = Trial(
+                strategy=strategy, tokens_per_rank=tokens, cluster=cluster, steps=100, validate_every=0
+            )
             write(tmp_path, record_of(trial))
     text = build(tmp_path).read_text()
     section = text.split('<section id="table-summary">')[1].split("</section>")[0]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from harness.runs.forecast import Host, forecast
-from harness.suites.expansion import Suite, SuiteError, load
+from harness.suites.expansion import SuiteError, load
+from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from impl.adapters.traffic import HOSTED
 from impl.codecs.codec import parse

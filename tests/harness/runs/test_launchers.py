@@ -32,7 +32,7 @@ warmup = 1
 validate_every = 0
 validation_batches = 1
 measure_quantisation = false
-timeout_seconds = 12
+timeout_seconds = 120
 policy.max_padding = 0.5
 
 [defaults.cluster]
@@ -49,7 +49,7 @@ match = { strategy = "qgz", seed = 0 }
 set = { model.arguments = { fault = "crash" } }
 [[override]]
 match = { strategy = "qgz", seed = 1 }
-set = { model.arguments = { fault = "hang" } }
+set = { model.arguments = { fault = "hang" }, timeout_seconds = 25 }
 [[override]]
 match = { strategy = "qgz", seed = 2 }
 set = { model.arguments = { fault = "memory" } }

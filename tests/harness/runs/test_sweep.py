@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from harness.cluster import link
 from harness.cluster.link import LinkError
 from harness.records.record import RecordError, read, read_all
 from harness.runs import forecast as plan
+from harness.runs.repeats import Batch
 from harness.runs.sweep import LOCK, SCRATCH, SweepOutcome, alone, finished, run_sweep
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
@@ -93,6 +95,40 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
         assert len(record.ranks) == (1 if one.strategy == "single" else 2)
         assert bool(record.link.probed_mbit) == (one.strategy != "single")
     assert not (tmp_path / "logs").exists()
+
+
+def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path: Path) -> None:
+    """What comes next is asked for when all before have records, which hold their sweep beside the trial."""
+    first = [trial("single"), trial("ddp")]
+    later = [one.model_copy(update={"repeat": 1}) for one in first]
+    last = [one.model_copy(update={"repeat": 2}) for one in first]
+
+    def ask() -> Iterator[Batch]:
+        for number, before, asked in ((0, first, later), (1, later, last)):
+            assert {one.id for one in before} <= {record.id for record in read_all(tmp_path)}
+            yield Batch(number, tuple(asked))
+
+    for ok, skipped in ((6, 0), (0, 6)):
+        asking = ask()
+        shown = Console(file=io.StringIO(), width=60)
+        outcome = run_sweep("test", first, tmp_path, shown, more=partial(next, asking, None), total=4)
+        assert outcome == SweepOutcome(ok=ok, failed=0, skipped=skipped)
+    records = read_all(tmp_path)
+    assert [record.id for record in records] == [one.id for one in (*first, *later, *last)]
+    assert [record.sweep for record in records] == [0, 0, 0, 0, 1, 1]
+    assert [record.order for record in records] == list(range(6))
+
+
+def test_progress_counts_batches_as_they_come(tmp_path: Path) -> None:
+    """It says why there are more, and how many there are now."""
+    asking = iter([Batch(0, (trial("single", repeat=1),)), Batch(1, (trial("single", repeat=2),))])
+    shown = io.StringIO()
+    console = Console(file=shown, width=80)
+    run_sweep("test", [trial("single")], tmp_path, console, more=partial(next, asking, None), total=2)
+    lines = shown.getvalue().splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("[")] == ["[1/2]", "[2/2]", "[3/3]"]
+    assert "some intervals are not narrow enough: 1 trial" in lines
+    assert "sweep 2: 1 trial" in lines
 
 
 @pytest.mark.parametrize(

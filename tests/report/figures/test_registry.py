@@ -22,11 +22,11 @@ from tests.report.records import record_of, records_of
 ROOT = Path(__file__).parents[3]
 EVERYWHERE = {"step_split", "volume", "link"}
 EXPECTED = {
-    "quickstart": {"speedup", "final_loss", "memory", "sent_error", "error"},
-    "ablation": {"speedup", "ablation", "final_loss", "memory"},
+    "quickstart": {"speedup", "memory", "sent_error", "error"},
+    "ablation": {"speedup", "ablation", "memory"},
     "algorithms": {"memory", "sent_error", "error"},
-    "block_size": {"final_loss", "sent_error", "error", "block_sweep"},
-    "bits": {"speedup", "final_loss", "sent_error", "error", "bits_sweep"},
+    "block_size": {"sent_error", "error", "block_sweep"},
+    "bits": {"speedup", "sent_error", "error", "bits_sweep"},
     "hpz_group": {"speedup", "memory"},
     "bandwidth": {"speedup", "throughput", "beside_published", "parity", "memory"},
     "convergence": {"speedup", "loss", "final_loss", "memory"},

@@ -276,9 +276,12 @@ def _printed(table: Table) -> dict[str, dict[str, str]]:
 
 
 def test_the_summary_is_as_narrow_as_the_page() -> None:
-    """Beside the place, the summary has ten columns: all else of a step's time is in a table of its own."""
+    """Beside the place, the summary has ten columns, of few steps without the loss: all else of a step's time
+    is in a table of its own.
+    """
+    assert len(registry.summary(derive(frames_of(records_of("convergence")))).columns) == 10
     derived = derive(frames_of(records_of("ablation")))
-    assert len(registry.summary(derived).columns) == 10
+    assert len(registry.summary(derived).columns) == 9
     ours, theirs = (
         {column.title for column in maker(derived).columns} for maker in (registry.summary, registry.time)
     )
@@ -445,12 +448,15 @@ def test_where_nobody_knows_who_had_the_processors_the_caption_says_so() -> None
 
 
 def test_the_loss_says_of_what_and_when() -> None:
-    """Its column is that of validation, and the caption has unit, data and steps."""
-    table = registry.summary(derive(frames_of(records_of("quickstart"))))
+    """Its column is that of validation, and the caption has unit, data and steps; there is none of few."""
+    table = registry.summary(derive(frames_of(records_of("convergence"))))
     assert "Validation loss" in [column.title for column in table.columns]
     assert (
-        "in nats, on data held back from training, at the end of each trial, after 5 steps" in table.caption
+        "in nats, on data held back from training, at the end of each trial, after 120 steps" in table.caption
     )
+    few = registry.summary(derive(frames_of(records_of("quickstart"))))  # which validate after 5
+    assert "Validation loss" not in [column.title for column in few.columns]
+    assert "nats" not in few.caption
 
 
 def test_bytes_of_much_padding_are_marked() -> None:

@@ -1,0 +1,61 @@
+"""A suite as its file says it: a question, and the trials that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from harness.suites.repeats import Repeats, interleaved
+from harness.suites.trial import Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A question and the trials that answer it.
+
+    Attributes:
+        time: how long it takes, as its file states.
+        cells: each trial once.
+        repeats: how often each is run.
+        merged: cells dropped as duplicates, by what the axes say of each: those of a peer that differ in
+            policy alone, or two that resolve to one policy.
+        kept: fields that are left out of strategies, and why, one line each.
+        roles: ``baseline`` or ``contrast`` by the id of a trial's first repeat, if the file names them.
+        text: of its file.
+        configurations: DeepSpeed configurations in files, as JSON text, by the path that the suite has.
+    """
+
+    name: str
+    question: str
+    time: str
+    cells: tuple[Trial, ...]
+    repeats: Repeats
+    merged: tuple[str, ...]
+    kept: tuple[str, ...] = ()
+    roles: Mapping[str, str] = field(default_factory=dict)
+    text: str = ""
+    configurations: Mapping[str, str] = field(default_factory=dict)
+
+    def role_of(self, trial: Trial) -> str:
+        """What the suite's question compares: ``baseline``, ``contrast``, or empty."""
+        return self.roles.get(trial.model_copy(update={"repeat": 0}).id, "")
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Those of the first sweep."""
+        return self.sweep(0)
+
+    def sweep(self, number: int) -> tuple[Trial, ...]:
+        """The trials that a sweep asks for at first, in the order in which they run: repeat by repeat.
+
+        Inside a repeat, trials that differ only in strategy and policy stand together, and their order
+        changes from repeat to repeat.
+        """
+        first = number * self.repeats.most
+        repeats = range(first, first + self.repeats.least)
+        return tuple(trial for repeat in repeats for trial in interleaved(self.cells, repeat))
+
+    def ids(self, sweeps: int) -> set[str]:
+        """The ids of all trials for which so many sweeps may ask."""
+        repeats = range(sweeps * self.repeats.most)
+        return {one.model_copy(update={"repeat": repeat}).id for one in self.cells for repeat in repeats}

@@ -1,0 +1,133 @@
+"""What losses say: paired by seed, against a margin, with power.  Formulas: docs/reference/metrics.md.
+
+A seed draws the first weights and the order of the data.  Repeats and sweeps of one seed train the same
+again: they are one loss, however often they ran.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+
+from harness.records.statistics import Interval, mean_interval, paired_ratio_interval, power, verdict
+from report.data.contender import BASELINE, NAMES
+from report.data.frames import groups
+from report.data.metrics import Derived
+
+MARGIN = 0.01  # of the baseline's loss: how much more a contender's may be and not count as inferior
+_NONE = Interval(math.nan, math.nan, math.nan, 0)
+
+
+def losses(derived: Derived) -> pd.DataFrame:
+    """One row per contender and cell whose trials ended in a validation late enough to be printed.
+
+    Returns:
+        ``seeds`` with a loss; ``loss``, their mean; and where ZeRO-3 has losses of the same seeds
+        ``difference`` (:class:`Interval`: more is worse), ``margin``, ``power``, ``verdict``; ``target``, the
+        loss that is to be reached: ZeRO-3's mean and the margin; ``reached``, the seeds that reach it;
+        ``seconds``, the median over these of the time that it took; ``gain`` (:class:`Interval`): ZeRO-3's
+        seconds over them, known only if all seeds of both reach it.  With ``id`` and ``baseline``, the
+        records behind the row, joined by spaces.
+    """
+    found = derived.trials.dropna(subset=["validation_loss"])
+    rows = [
+        _row(derived, mine, of_cell[of_cell["contender"] == NAMES[BASELINE]])
+        for _, of_cell in groups(found, ["cell"])
+        for _, mine in groups(of_cell, ["contender"])
+    ]
+    return pd.DataFrame(rows)
+
+
+def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> dict[str, object]:
+    ours, theirs = by_seed(mine), by_seed(base)
+    both = ours.index.intersection(theirs.index)
+    first = mine.iloc[0]
+    row: dict[str, object] = {
+        **{name: first[name] for name in ("where", "cell", "strategy", "contender", "place", "first")},
+        "id": " ".join(sorted(mine["id"])),
+        "baseline": " ".join(sorted(base["id"])),
+        "steps": int(first["validation_step"]),
+        "seeds": len(ours),
+        "loss": float(ours.mean()),
+        "difference": _NONE,
+        "verdict": "",
+        **dict.fromkeys(("margin", "power", "target", "seconds"), math.nan),
+        "reached": 0,
+        "gain": _NONE,
+    }
+    if theirs.empty:
+        return row
+    margin = MARGIN * float(theirs.mean())
+    target = float(theirs.mean()) + margin
+    row |= {"margin": margin, "target": target}
+    seconds, needed = _seconds_to(derived, mine, target), _seconds_to(derived, base, target)
+    reached = np.isfinite(seconds["seconds"])
+    row["reached"] = int(seconds[reached]["seed"].nunique())
+    row["seconds"] = float(seconds[reached]["seconds"].median())
+    if len(both) and first["contender"] != NAMES[BASELINE]:
+        difference = mean_interval(list(ours[both] - theirs[both]))
+        row |= {
+            "difference": difference,
+            "power": power(difference, margin),
+            "verdict": verdict(difference, margin),
+            "gain": _gain(seconds, needed),
+        }
+    return row
+
+
+def by_seed(trials: pd.DataFrame) -> pd.Series[float]:
+    """Last validation loss of each seed; the mean where it was trained several times."""
+    return trials.groupby("seed")["validation_loss"].mean()
+
+
+def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:
+    """Training seconds of each trial until its validation loss is at most ``target``.
+
+    On the straight line between the two validations around it; infinite if none is so low, NaN if the first
+    is already.
+    """
+    rows = [trials[["id", "seed", "sweep"]].assign(seconds=math.nan).iloc[:0]]
+    for _, one in groups(trials, ["id"]):
+        curve = derived.frames.validations
+        curve = curve[curve["id"] == one["id"].iloc[0]].sort_values("step")
+        rows.append(one[["id", "seed", "sweep"]].assign(seconds=_crossed(curve, target)))
+    return pd.concat(rows)
+
+
+def _crossed(curve: pd.DataFrame, target: float) -> float:
+    low = np.flatnonzero(curve["loss"].to_numpy() <= target)
+    if not len(low):
+        return math.inf
+    if low[0] == 0:
+        return math.nan
+    place = int(low[0])
+    (before, after), (begun, done) = (
+        curve[name].to_numpy()[place - 1 : place + 1] for name in ("loss", "train_seconds")
+    )
+    return float(begun + (done - begun) * (before - target) / (before - after))
+
+
+def _gain(ours: pd.DataFrame, base: pd.DataFrame) -> Interval:
+    """Seconds of the baseline over ours, paired by seed: the wider interval, of seeds or of sweeps.
+
+    None of its seeds may be missing: those that never get there are the slowest.
+    """
+    seeds = set(ours["seed"]) & set(base["seed"])
+    if not np.isfinite([*ours["seconds"], *base["seconds"]]).all():
+        return _NONE
+    found = []
+    for clusters in (["seed"], ["seed", "sweep"]):
+        sides = [
+            side[side["seed"].isin(seeds)].groupby(clusters)["seconds"].agg(_geometric)
+            for side in (base, ours)
+        ]
+        sweeps = None if clusters == ["seed"] else {key: key[1] for key in sides[0].index}
+        found.append(paired_ratio_interval(sides[0].to_dict(), sides[1].to_dict(), sweeps))
+    unknown = [one for one in found if not one.known]
+    return unknown[0] if unknown else max(found, key=lambda one: one.half)
+
+
+def _geometric(values: pd.Series[float]) -> float:
+    return float(np.exp(np.log(values).mean()))

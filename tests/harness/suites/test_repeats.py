@@ -1,0 +1,80 @@
+"""How often, and in which order: repeats and sweeps of a suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.records.statistics import FEWEST
+from harness.suites.expansion import SuiteError, load
+from harness.suites.repeats import LEAST, MOST, Repeats
+from harness.suites.suite import Suite
+
+SUITE = """
+name = "t"
+question = "?"
+repeats = {repeats}
+[matrix]
+strategy = {strategies}
+seed = [0, 1]
+"""
+
+
+def suite(folder: Path, repeats: str, strategies: str = '["zero3", "zeropp", "qwz"]') -> Suite:
+    path = folder / "t.toml"
+    path.write_text(SUITE.format(repeats=repeats, strategies=strategies))
+    return load(path)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (3, Repeats(3, None, 3)),
+        ("until 2 %", Repeats(LEAST, 0.02, MOST)),
+        ("until 0.5%", Repeats(LEAST, 0.005, MOST)),
+        ("until 2 %, at most 30", Repeats(LEAST, 0.02, 30)),
+    ],
+)
+def test_repeats_are_a_number_or_a_width(said: object, meant: Repeats) -> None:
+    """A whole number, or a share of the ratio, with a limit that is stated where the suite states none."""
+    assert Repeats.of(said) == meant
+    assert str(meant.most) in str(meant)
+
+
+@pytest.mark.parametrize(
+    "said", [0, -1, True, 2.5, "two", "until", "until 0 %", "until 100 %", "until 2 %, at most 8", "2 %"]
+)
+def test_other_repeats_are_refused(tmp_path: Path, said: object) -> None:
+    """In one line that names the key, the value, and what is allowed."""
+    text = f'"{said}"' if isinstance(said, str) else str(said).lower()
+    with pytest.raises(SuiteError, match=r"repeats = .*expected") as error:
+        suite(tmp_path, text)
+    assert "\n" not in str(error.value)
+
+
+def test_an_interval_takes_as_many_repeats_as_are_run_before_it_is_asked_for() -> None:
+    """What suites count with is what statistics print from."""
+    assert LEAST == FEWEST
+
+
+def test_a_further_sweep_changes_no_trial_of_those_before(tmp_path: Path) -> None:
+    """Its repeats go on where the first's end: two sweeps of three repeats are the trials of six repeats."""
+    three, six = suite(tmp_path, "3"), suite(tmp_path, "6")
+    first, second = three.sweep(0), three.sweep(1)
+    assert first == three.trials
+    assert [trial.id for trial in first + second] == [trial.id for trial in six.trials]
+    assert not {trial.id for trial in first} & {trial.id for trial in second}
+
+
+def test_sweeps_of_unknown_length_do_not_overlap(tmp_path: Path) -> None:
+    """Where repeats go on until ratios are known, a sweep begins where the one before must have ended."""
+    found = suite(tmp_path, '"until 2 %, at most 10"')
+    assert {trial.repeat for trial in found.sweep(0)} == set(range(LEAST))
+    assert {trial.repeat for trial in found.sweep(2)} == set(range(20, 20 + LEAST))
+
+
+def test_ratios_need_a_baseline(tmp_path: Path) -> None:
+    """Repeating until a ratio is known is refused where nothing stands for the other side of it."""
+    with pytest.raises(SuiteError, match="over zero3, which does not stand beside zeropp, qwz"):
+        suite(tmp_path, '"until 2 %"', '["zeropp", "qwz"]')

@@ -1,0 +1,85 @@
+"""What a suite's question compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.suites.expansion import SuiteError, load
+from harness.suites.roles import roles
+from harness.suites.suite import Suite
+from harness.suites.trial import Trial
+
+HEAD = """
+name = "asked"
+question = "Which is better?"
+repeats = 2
+{keys}
+[defaults.cluster]
+nodes = 2
+ranks_per_node = 2
+[matrix]
+strategy = ["zero3", "zeropp"]
+policy.weights = ["int8:64", "int6:64"]
+tokens_per_rank = [64, 128]
+sequence = [32]
+"""
+
+
+def suite(tmp_path: Path, keys: str) -> Suite:
+    """The suite with these keys."""
+    path = tmp_path / "asked.toml"
+    path.write_text(HEAD.format(keys=keys))
+    return load(path)
+
+
+def test_without_keys_nobody_has_a_role(tmp_path: Path) -> None:
+    """Then the report compares with ZeRO-3."""
+    assert {suite(tmp_path, "").role_of(trial) for trial in suite(tmp_path, "").trials} == {""}
+
+
+def test_all_repeats_of_the_baseline_are_it(tmp_path: Path) -> None:
+    """A partial match names it in every cell; all others are the contrast, or those that are named."""
+    keys = 'baseline = { strategy = "zeropp", policy.weights = "int8:64" }'
+    found = suite(tmp_path, keys)
+    for trial in found.trials:
+        base = trial.strategy == "zeropp" and trial.policy.weights == "int8:64"
+        assert found.role_of(trial) == ("baseline" if base else "contrast")
+    narrow = suite(tmp_path, f'{keys}\ncontrast = {{ policy.weights = "int6:64", strategy = "zeropp" }}')
+    told = {(trial.strategy, str(trial.policy.weights)): narrow.role_of(trial) for trial in narrow.trials}
+    assert told["zeropp", "int6:64"] == "contrast"
+    assert {role for (strategy, _), role in told.items() if strategy == "zero3"} == {""}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ('contrast = { strategy = "zeropp" }', "expected a baseline beside it"),
+        ('baseline = { strategy = "zeropp" }', "matches several contenders of one cell"),
+        ('baseline = { strategy = "ddp" }', "matches no trial of this suite"),
+        ('baseline = { strategy = ["zero3", "zeropp"] }', "every trial is the baseline"),
+        ('baseline = { strategy = "zero3" }\ncontrast = { strategy = "zero3" }', "are baseline and contrast"),
+        ('baseline = { strategie = "zero3" }', "did you mean 'strategy'"),
+    ],
+)
+def test_what_names_no_two_groups_is_refused(keys: str, words: str, tmp_path: Path) -> None:
+    """In one line with the key."""
+    with pytest.raises(SuiteError, match=words):
+        suite(tmp_path, keys)
+
+
+@given(st.lists(st.sampled_from(["base", "against", "neither"]), min_size=1, max_size=8))
+def test_roles_are_of_those_named(asked: list[str]) -> None:
+    """Each trial has the role it was given, or there is one reason why not."""
+    trials = [Trial(strategy="zeropp", tokens_per_rank=128 * (number + 1)) for number in range(len(asked))]
+    base, against = ([word == name for word in asked] for name in ("base", "against"))
+    if not any(against):
+        with pytest.raises(ValueError, match="every trial is the baseline"):
+            roles(trials, base, against)
+        return
+    found = roles(trials, base, against)
+    told = {"base": "baseline", "against": "contrast", "neither": None}
+    assert [found.get(trial.id) for trial in trials] == [told[word] for word in asked]

@@ -1,0 +1,131 @@
+"""Losses are paired by seed, count each seed once, and claim nothing without power."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.records.record import Record, Validation
+from harness.suites.trial import Cluster, Trial
+from report.data.frames import frames_of
+from report.data.learning import MARGIN, losses
+from report.data.metrics import derive
+from report.tables import registry
+from tests.report.records import record_of
+
+STEPS = 120
+
+
+def records(
+    at_the_end: Mapping[str, Iterable[float]], *, repeats: int = 1, steps: int = STEPS, pace: float = 1.0
+) -> list[Record]:
+    """Trials whose loss falls from 5 to the given one, by strategy and seed; ZeRO++ is ``pace`` as fast."""
+    found = []
+    for strategy, ends in at_the_end.items():
+        for seed, end in enumerate(ends):
+            for repeat in range(repeats):
+                speed = pace if strategy == "zeropp" else 1.0
+
+                def falling(fields: dict[str, Any], end: float = end, speed: float = speed) -> None:
+                    fields["validations"] = [
+                        Validation(
+                            step=steps * part // 4,
+                            loss=5.0 + (end - 5.0) * part / 4,
+                            train_seconds=100.0 * part / 4 / speed,
+                            inter_bytes=part,
+                        )
+                        for part in range(1, 5)
+                    ]
+
+                trial = Trial(
+                    strategy=strategy, seed=seed, repeat=repeat, steps=steps, warmup=0, validate_every=30,
+                    cluster=Cluster(rate="50 Mbit/s"),
+                )  # fmt: skip
+                found.append(record_of(trial, suite="convergence", change=falling))
+    return found
+
+
+def of(found: list[Record], contender: str = "ZeRO++") -> Any:
+    table = losses(derive(frames_of(found))).set_index("contender")
+    return table.loc[contender]
+
+
+BASE = [2.0, 2.1, 1.9, 2.05, 1.95, 2.0]
+NOISE = np.array([0.001, -0.002, 0.001, 0.0, 0.002, -0.001])
+
+
+def test_differences_are_of_the_same_seed() -> None:
+    """What seeds share cancels: a contender 0.2 % worse in each is, with power, not inferior by 1 %."""
+    row = of(records({"zero3": BASE, "zeropp": 1.002 * np.array(BASE) + NOISE}))
+    assert row["difference"].n == 6
+    assert row["difference"].estimate == pytest.approx(0.004, abs=1e-3)
+    assert row["margin"] == pytest.approx(MARGIN * 2.0)
+    assert row["power"] > 0.99
+    assert row["verdict"] == "not inferior"
+
+
+def test_what_trains_worse_is_inferior() -> None:
+    """A contender that ends 15 % above ZeRO-3 is called so, and reaches no target."""
+    row = of(records({"zero3": BASE, "zeropp": 1.15 * np.array(BASE) + NOISE}))
+    assert row["verdict"] == "inferior"
+    assert (row["reached"], row["gain"].n) == (0, 0)
+
+
+def test_repeats_of_a_seed_are_no_repeats_of_a_loss() -> None:
+    """Two seeds three times each are two losses: no interval, no verdict but that there is no power."""
+    row = of(records({"zero3": BASE[:2], "zeropp": BASE[:2]}, repeats=3))
+    assert row["seeds"] == row["difference"].n == 2
+    assert not row["difference"].known
+    assert math.isnan(row["power"])
+    assert row["verdict"] == "no power"
+
+
+def test_seeds_that_scatter_say_nothing() -> None:
+    """Differences as wide as the margin leave no power, and the table says so in place of a verdict."""
+    scattered = np.array(BASE) + np.array([0.05, -0.06, 0.04, -0.05, 0.06, -0.04])
+    found = records({"zero3": BASE, "zeropp": scattered})
+    row = of(found)
+    assert row["power"] < 0.5
+    assert row["verdict"] == "no power"
+    table = registry.losses(derive(frames_of(found)))
+    assert "no power" in table.markdown()
+    assert "margin of 1% of ZeRO-3's loss (here 0.020 nats)" in table.caption
+
+
+def test_time_to_the_target_is_paired_and_has_an_interval() -> None:
+    """Twice as fast to the same loss is 2, by seed; where a seed never gets there, there is no ratio."""
+    same = records({"zero3": BASE, "zeropp": BASE}, pace=2.0)
+    row = of(same)
+    assert row["target"] == pytest.approx(2.02)
+    assert row["reached"] == 4  # seeds of ZeRO-3 itself end above the mean of all and the margin
+    assert row["gain"].n == 0
+    assert "4 of 6 reach it" in registry.losses(derive(frames_of(same))).markdown()
+    level = [2.0 + 0.001 * seed for seed in range(6)]
+    row = of(records({"zero3": level, "zeropp": level}, pace=2.0))
+    assert row["reached"] == row["gain"].n == 6
+    assert row["gain"].low <= row["gain"].estimate <= row["gain"].high
+    assert row["gain"].estimate == pytest.approx(2.0)
+    assert 48 < row["seconds"] < 50  # of 50 seconds: a little before the last validation
+
+
+def test_few_steps_print_no_loss() -> None:
+    """Below 100 steps no table has a validation loss, and none has a verdict."""
+    derived = derive(frames_of(records({"zero3": BASE, "zeropp": BASE}, steps=96)))
+    assert losses(derived).empty
+    assert registry.losses(derived).data.empty
+    summary = registry.summary(derived)
+    assert summary.data["validation_loss"].isna().all()
+    assert "Validation loss" not in {column.title for column in summary.columns}
+    assert "alidation loss" not in summary.caption
+
+
+def test_without_the_baseline_there_are_losses_and_no_verdicts() -> None:
+    """Means stand, and nothing is said of who is inferior to whom."""
+    row = of(records({"zeropp": BASE}))
+    assert row["loss"] == pytest.approx(np.mean(BASE))
+    assert row["verdict"] == ""
+    assert row["difference"].n == 0

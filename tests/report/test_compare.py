@@ -1,0 +1,108 @@
+"""Two result folders of one suite, side by side."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import cli
+from harness.records.record import Record, write
+from harness.records.statistics import Interval
+from harness.suites.trial import Cluster, Trial
+from report.compare import cells, compare, judge, notes, page
+from report.data.frames import ReportError
+from tests.report.records import record_of
+
+SHAPED = Cluster(rate="50 Mbit/s")
+
+
+def folder(
+    path: Path, factor: float, *, repeats: int = 8, strategies: tuple[str, ...] = ("zero3", "zeropp")
+) -> Path:
+    """Records of some strategies, ZeRO++'s steps ``factor`` times as long as usual."""
+
+    def slower(fields: dict[str, object]) -> None:
+        ranks = fields["ranks"]
+        assert isinstance(ranks, list)
+        fields["ranks"] = [
+            rank.model_copy(
+                update={"steps": [s.model_copy(update={"total": s.total * factor}) for s in rank.steps]}
+            )
+            for rank in ranks
+        ]
+
+    for name in strategies:
+        for repeat in range(repeats):
+            trial = Trial(strategy=name, cluster=SHAPED, repeat=repeat)
+            record: Record = record_of(trial, change=slower if name == "zeropp" else None)
+            write(path, record)
+    return path
+
+
+@given(st.floats(0.5, 2.0), st.floats(0.0, 0.2), st.floats(0.005, 0.1))
+def test_a_verdict_follows_from_the_interval(estimate: float, half: float, margin: float) -> None:
+    """Same lies within the margin, better and worse on one side of 1, and nothing is two of them."""
+    ratio = Interval(estimate, estimate * math.exp(-half), estimate * math.exp(half), 9)
+    found = judge(ratio, margin)
+    if found == "same":
+        assert 1 / (1 + margin) < ratio.low <= ratio.high < 1 + margin
+    elif found == "better":
+        assert ratio.high < 1
+    elif found == "worse":
+        assert ratio.low > 1
+    else:
+        assert ratio.contains(1.0) or ratio.low == 1.0 or ratio.high == 1.0
+    assert judge(Interval(estimate, math.nan, math.nan, 3), margin) == "cannot tell"
+
+
+def test_what_got_slower_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A contender whose steps take 1.5 times as long is worse, an unchanged one the same; the status is 1."""
+    before, after = folder(tmp_path / "a", 1.0), folder(tmp_path / "b", 1.5)
+    found = compare(before, after, 0.02)
+    verdicts = {row.contender: row for row in found.rows}
+    assert {name: row.verdict for name, row in verdicts.items()} == {"ZeRO-3": "same", "ZeRO++": "worse"}
+    assert verdicts["ZeRO++"].step.estimate == pytest.approx(1.5)
+    assert verdicts["ZeRO++"].sent == 1.0
+    assert found.worse == 1
+    html = tmp_path / "compared.html"
+    assert cli.main(["compare", str(before), str(after), "--html", str(html)]) == cli.SOME_FAILED
+    shown = capsys.readouterr().out
+    assert "Of 2 comparisons: 1 worse, 1 same" in shown
+    assert all(cell in html.read_text() for row in found.rows for cell in cells(row)[2:6])
+    assert cli.main(["compare", str(after), str(before)]) == cli.OK
+
+
+def test_too_few_pairs_are_not_judged(tmp_path: Path) -> None:
+    """Five pairs have no interval, so nothing is worse, and the notes say why."""
+    found = compare(folder(tmp_path / "a", 1.0, repeats=5), folder(tmp_path / "b", 1.5, repeats=5), 0.02)
+    assert {row.verdict for row in found.rows} == {"cannot tell"}
+    assert any("too few pairs cannot be told" in note for note in notes(found))
+
+
+def test_what_is_in_one_folder_only_is_said(tmp_path: Path) -> None:
+    """Trials without a partner are counted, and folders without a common trial are refused."""
+    before = folder(tmp_path / "a", 1.0)
+    found = compare(before, folder(tmp_path / "b", 1.0, strategies=("zero3",)), 0.02)
+    assert len(found.alone[0]) == 8
+    assert any(note.startswith(f"Only in {before}") for note in notes(found))
+    with pytest.raises(ReportError, match="no trial finished in both"):
+        compare(before, folder(tmp_path / "c", 1.0, strategies=("ddp",)), 0.02)
+    with pytest.raises(ReportError, match="no such folder"):
+        compare(before, tmp_path / "nowhere", 0.02)
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    """A folder's name is text on the page."""
+    found = compare(folder(tmp_path / "<b>a", 1.0), folder(tmp_path / "b", 1.0), 0.02)
+    assert "<b>a" not in page(found)
+
+
+@pytest.mark.parametrize("margin", ["2", "-1%", "0%", "x"])
+def test_a_margin_is_a_share(margin: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Anything but a percentage is one line and status 2."""
+    assert cli.main(["compare", str(tmp_path), str(tmp_path), f"--margin={margin}"]) == cli.REFUSED
+    assert "expected a number above 0 and below 100 with %" in capsys.readouterr().err
