@@ -15,10 +15,9 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -37,17 +36,18 @@ from harness.cluster.print_once import saying
 from harness.cluster.processes import end_if_in_group
 from harness.errors import Refusal, one_line
 from harness.laws import command as check
-from harness.measure import machine, provenance
-from harness.records import bench_record
-from harness.records.record import Record, RecordError, path_of, read, read_all, readable
+from harness.measure import provenance
+from harness.records import bench_record, reproduce, run_record
+from harness.records.record import RecordError, path_of, read, readable
+from harness.records.run_record import SuiteText
 from harness.runs import launchers, slurm
-from harness.runs.forecast import Forecast, PlanError, forecast, this_host
+from harness.runs.forecast import PlanError, forecast, this_host
+from harness.runs.refusals import check_feasible, check_folder, check_inputs
 from harness.suites.expansion import MOST_TRIALS, SuiteError, load
-from harness.suites.labels import at, counted, told
+from harness.suites.labels import counted
 from harness.suites.suite import Suite
-from harness.suites.trial import Cluster, Trial
+from harness.suites.trial import Cluster
 from harness.train import command as train_command
-from harness.workloads.input_digests import digests
 from impl.checkpoint.atomic_files import CheckpointError
 from impl.checkpoint.commit import check_size, named, resolve, verify
 from impl.checkpoint.manifest import read_manifest
@@ -78,6 +78,10 @@ Answer = Annotated[str, typer.Argument(help="Suite name or file, or results fold
 Sweeps = Annotated[
     int,
     typer.Option("--sweeps", min=1, help="How often the whole sweep shall have run, one after the other."),
+]
+Only = Annotated[str | None, typer.Option("--only", help="Run this trial of the suite alone.", metavar="ID")]
+Reproduce = Annotated[
+    bool, typer.Option("--reproduce", help="Of one trial: print the shell script that runs it again.")
 ]
 Follow = Annotated[
     bool,
@@ -127,6 +131,7 @@ def run(
     results: ResultsFolder = RESULTS,
     *,
     sweeps: Sweeps = 1,
+    only: Only = None,
     retry_failed: RetryFailed = False,
 ) -> None:
     """Run a suite's missing trials, then build its report and print the report's path.
@@ -139,19 +144,22 @@ def run(
         raise Refusal(
             f"--sweeps {sweeps}: {len(asked)} trials; at most {MOST_TRIALS} are allowed in one folder"
         )
+    if only is not None:
+        asked = [suite.trial(only, sweeps)]
     if (waiting := launchers.for_slurm(suite.trials)) is not None:
         more = [*(["--sweeps", str(sweeps)] if sweeps > 1 else []), *(["--retry-failed"] * retry_failed)]
+        more += ["--only", only] if only is not None else []
         _to_slurm(suite, file, results, waiting, more)
         raise typer.Exit(OK)
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
         raise typer.Exit(_follow_nodes(place))
     folder = results / suite.name
-    there = _check_folder(folder)
-    _check_inputs(folder, asked)
-    _check_feasible(file, forecast(suite.trials, this_host()))
+    there = check_folder(folder)
+    check_inputs(folder, asked)
+    check_feasible(file, forecast(suite.trials if only is None else asked, this_host()))
 
-    from harness.runs.repeats import batches
+    from harness.runs.repeats import batches, seconds_in
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
@@ -161,6 +169,8 @@ def run(
     times = f"{sweeps} sweeps of {count}" if sweeps > 1 else count
     each = " (each)" if sweeps > 1 else ""
     progress.print(f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}.", markup=False)
+    if only is not None:
+        progress.print(f"Of them {only} alone.", markup=False)
     known = suite.ids(max(sweeps, *(1 + record.sweep for record in there))) if there else set()
     if others := len({record.id for record in there} - known):
         progress.print(
@@ -170,13 +180,13 @@ def run(
             soft_wrap=True,
         )
 
-    rest = batches(suite, sweeps, _seconds(folder))
-    first = next(rest)
-    static = sweeps == 1 and suite.repeats.within is None
+    rest = batches(suite, sweeps, seconds_in(folder))
+    first = next(rest).trials if only is None else asked
+    static = only is not None or (sweeps == 1 and suite.repeats.within is None)
     with launchers.gathered(place, suite.trials) as nodes:
         outcome = run_sweep(
             suite.name,
-            list(first.trials),
+            first,
             folder,
             progress,
             question=suite.question,
@@ -185,6 +195,7 @@ def run(
             role_of=suite.role_of,
             more=None if static else partial(next, rest, None),
             total=len(asked),
+            text=SuiteText(name=file.name, text=suite.text, configurations=dict(suite.configurations)),
         )
         status = INTERRUPTED
         if not outcome.interrupted:
@@ -196,9 +207,14 @@ def run(
 
 
 @app.command()
-def show(what: Question, results: ResultsFolder = RESULTS, *, follow: Follow = False) -> None:
+def show(
+    what: Question, results: ResultsFolder = RESULTS, *, follow: Follow = False, again: Reproduce = False
+) -> None:
     """Print one record, or all records of a suite as a table."""
     out = terminal.console()
+    if again:
+        print(_script(_record(what, results)), end="")
+        return
     if follow:
         _follow(load(Path(what)), results, out)
         return
@@ -342,29 +358,12 @@ def export_checkpoint(
     print(out)
 
 
-def _seconds(folder: Path) -> Callable[[Trial], float | None]:
-    """What the trials of a folder took, read once each."""
-    from harness.runs.repeats import seconds_of
-
-    known: dict[str, float] = {}
-
-    def took(trial: Trial) -> float | None:
-        if trial.id not in known and (path := path_of(folder, trial.id)).exists():
-            found = seconds_of(read(path))
-            if found is None:
-                return None
-            known[trial.id] = found
-        return known.get(trial.id)
-
-    return took
-
-
 def _follow(suite: Suite, results: Path, out: Console) -> None:
     """Print the outcome of each trial of a suite's first sweep once its record is written, until all are."""
-    from harness.runs.repeats import batches
+    from harness.runs.repeats import batches, seconds_in
 
     folder, asked, done = results / suite.name, 0, 0
-    for batch in batches(suite, 1, _seconds(folder)):
+    for batch in batches(suite, 1, seconds_in(folder)):
         left = [trial.id for trial in batch.trials]
         asked += len(left)
         while left:
@@ -409,61 +408,12 @@ def _build_report(folder: Path) -> None:
     print(build(folder))
 
 
-def _check_folder(folder: Path) -> list[Record]:
-    """The records of a results folder; refuses one that cannot be written, or that this run cannot join."""
-    pool = machine.pool_key(machine.facts(), machine.code())
-    there = read_all(folder) if folder.is_dir() else []
-    strange = [record for record in there if record.measured and record.pool != pool]
-    if strange:
-        raise Refusal(
-            f"{folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
-            f"{strange[0].pool}, here {pool}), which are not put together; {_aside(folder)}"
-        )
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        raise Refusal(f"{folder}: results folder not writable: {place}: {error.strerror}") from None
-    return there
-
-
-def _check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
-    """Refuse to skip trials whose corpus or model is no longer what their records were made of."""
-    for trial in trials:
-        path = path_of(folder, trial.id)
-        record = read(path) if path.exists() else None
-        if record is None or not record.settled or not record.measured:
-            continue
-        then, now = record.inputs, digests(trial)
-        for name in sorted(then.keys() | now.keys()):
-            before, after = then.get(name, "none")[:12], now.get(name, "none")[:12]
-            if then.get(name) != now.get(name):
-                source = trial.corpus if name == "corpus" else trial.model.name
-                raise Refusal(
-                    f"{path}: was made of another {name} {source!r} (SHA-256 {before}, now {after}), "
-                    f"and results of both are not put together; {_aside(folder)}"
-                )
-
-
-def _aside(folder: Path) -> str:
-    """What to do with a folder that a run cannot go on with."""
-    return (
-        f"keep it under another name (mv {folder} {folder}-before), or choose another folder with --results"
-    )
-
-
-def _check_feasible(file: Path, found: Sequence[Forecast]) -> None:
-    """Refuse a suite with a trial that cannot run here; ``plan`` shows them all."""
-    impossible = [one for one in found if one.problems]
-    if not impossible:
-        return
-    first = impossible[0].trial.canonical()
-    cell = ", ".join(f"{path} = {at(first, path)}" for path in told([one.trial.canonical() for one in found]))
-    raise Refusal(
-        f"{file}: {len(impossible)} of {len(found)} trials cannot run here; the first"
-        f"{f' ({cell})' if cell else ''}: {impossible[0].problems[0]}"
-    )
+def _script(path: Path) -> str:
+    """What runs the trial of a record again."""
+    record = read(path)
+    if record.run is None:
+        raise Refusal(f"{path}: names no file of its run, for it was written before there were any")
+    return reproduce.script(record, run_record.read(path.parent, record.run))
 
 
 def _folder(what: str, results: Path) -> Path | None:

@@ -14,8 +14,8 @@ from typing import Any, Final
 from harness.cluster.interrupts import cleaning_up
 from harness.cluster.supervisor import Node
 from harness.measure import machine
-from harness.runs import deepspeed
 from harness.runs.forecast import PROCESS_BYTES, gib
+from harness.strategies import deepspeed
 
 ENOUGH_CORES: Final = 2
 ENOUGH_MEMORY: Final = 4 << 30

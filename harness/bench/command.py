@@ -151,7 +151,7 @@ def engine(
     _chosen([model], MODELS, "model")
 
     from harness.bench import engine as bench_engine
-    from harness.runs import deepspeed
+    from harness.strategies import deepspeed
 
     asked = _chosen(contender or (), bench_engine.NAMES, "contender")
     kinds = _chosen(compute or get_args(Compute), get_args(Compute), "type to compute in")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from harness.bench.rounds import interleaved
 from harness.cluster.rank import Rank
 from harness.records.bench_record import CPU, Sample
-from harness.runs import deepspeed, peers
+from harness.strategies import deepspeed, torch_peers
 from harness.suites.peers import PEERS, Compute, configuration
 from harness.suites.trial import Model
 from harness.workloads import corpus
@@ -194,8 +194,8 @@ def _contender(name: str, mesh: Mesh, preset_name: str, compute: Compute) -> Con
         return Contender(name, step, told | {"preset": policy})
     if name == ALONE:
         return Contender(name, _alone(model, compute), told)
-    model = peers.wrapped(PEERS[name], model, mesh.device, compute)
-    told |= peers.algorithms(PEERS[name], compute)
+    model = torch_peers.wrapped(PEERS[name], model, mesh.device, compute)
+    told |= torch_peers.algorithms(PEERS[name], compute)
     return Contender(name, _trained(model, optimizer_of(model.parameters())), told)
 
 

@@ -28,7 +28,9 @@ def processors(devices: Path = DEVICES) -> Processors:
         found = [_number(folder / name) for name in ("physical_package_id", "core_id")]
         if None not in found:
             places.append(tuple(found))
-    numa = {path.name.removeprefix("node"): _text(path / "cpulist") for path in devices.glob("node/node[0-9]*")}
+    numa = {
+        path.name.removeprefix("node"): _text(path / "cpulist") for path in devices.glob("node/node[0-9]*")
+    }
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     return Processors(
         sockets=len({socket for socket, _ in places}) or None,

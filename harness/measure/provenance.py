@@ -71,8 +71,8 @@ def libraries() -> dict[str, str]:
         return _there(found)
     found["cuda"] = torch.version.cuda
     with contextlib.suppress(AttributeError, RuntimeError):
-        if torch.version.cuda is not None and (cudnn := torch.backends.cudnn.version()) is not None:
-            found["cudnn"] = str(cudnn)
+        cudnn = None if torch.version.cuda is None else torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        found["cudnn"] = None if cudnn is None else str(cudnn)
         if dist.is_nccl_available():
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return _there(found)
@@ -107,7 +107,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def changes(root: Path = machine.ROOT) -> Changes | None:
-    """How the checkout differs from its commit, new sources included; None if it does not, or none is known."""
+    """How the checkout differs from its commit, new sources included; None if it does not, or is none."""
     if not (root / ".git").exists():
         return None
     patch = b"".join(_patches(root))
@@ -132,7 +132,7 @@ def _patches(root: Path) -> Iterator[bytes]:
 
 
 def _git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
-    """Standard output of git in a checkout; None if it fails.  ``differs`` is the status that is no failure."""
+    """Standard output of git in a checkout; None if it ends neither with 0 nor with ``differs``."""
     try:
         done = subprocess.run(
             ["git", *arguments],

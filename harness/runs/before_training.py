@@ -29,7 +29,7 @@ from harness.measure.reference_loss import (
     evaluating,
     mean_loss,
 )
-from harness.runs.strategies import Strategy
+from harness.strategies.strategy import Strategy
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
 from harness.workloads.data import Data

@@ -18,7 +18,7 @@ from harness.cluster.interrupts import cleaning_up
 from harness.errors import CorpusError
 from harness.measure import machine
 from harness.records.memory_parts import on_device, on_host, without_training
-from harness.runs import deepspeed
+from harness.strategies import deepspeed
 from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import RECIPE, Model, Trial
 from harness.workloads import samples
@@ -157,7 +157,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     state = optimizer if isinstance(optimizer, int) else 0
     memory: dict[str, int] | None = _peer_memory(trial, parameters, topology, state)
     if policy is not None:
-        from harness.runs.optimizers import with_state
+        from harness.strategies.optimizers import with_state
         from impl.zero import ZeroError, plan_units
 
         units: Sequence[UnitGeometry | GroupGeometry]
@@ -441,7 +441,7 @@ def _check_launcher(trial: Trial) -> str | None:
 def _check_optimizer(trial: Trial) -> str | int:
     """State bytes per element of the trial's optimizer, or why it does not work on 1-D shards."""
     from harness.errors import Refusal
-    from harness.runs.optimizers import state_bytes_per_element
+    from harness.strategies.optimizers import state_bytes_per_element
     from impl.engine.optimizer_hooks import NOT_ELEMENTWISE
 
     name = trial.optimizer.name

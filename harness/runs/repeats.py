@@ -10,8 +10,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from harness.records.record import Record, slowest_seconds
+from harness.records.record import Record, path_of, read, slowest_seconds
 from harness.records.statistics import FEWEST, paired_ratio_interval
 from harness.suites.repeats import BASELINE, BEYOND, compared, contender_of, interleaved
 from harness.suites.suite import Suite
@@ -115,3 +116,18 @@ def _half_widths(base: _Took, ours: _Took, done: range) -> list[float]:
         kept = {key: value for key, value in ours.items() if key[1] in done[:count]}
         found.append(paired_ratio_interval(base, kept).half)
     return found
+
+
+def seconds_in(folder: Path) -> Callable[[Trial], float | None]:
+    """What the trials of a folder took, read once each."""
+    known: dict[str, float] = {}
+
+    def took(trial: Trial) -> float | None:
+        if trial.id not in known and (path := path_of(folder, trial.id)).exists():
+            found = seconds_of(read(path))
+            if found is None:
+                return None
+            known[trial.id] = found
+        return known.get(trial.id)
+
+    return took

@@ -43,12 +43,12 @@ from harness.measure import machine, provenance
 from harness.records import run_record
 from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
 from harness.records.run_record import SuiteText
-from harness.runs import deepspeed
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.progress import Display
 from harness.runs.repeats import Batch
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.work import EXCHANGE, TRIAL, WORKS
+from harness.strategies import deepspeed
 from harness.suites.labels import counted
 from harness.suites.peers import DEEPSPEED
 from harness.suites.trial import Trial

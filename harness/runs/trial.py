@@ -44,8 +44,8 @@ from harness.records.record import (
     Validation,
 )
 from harness.runs import before_training
-from harness.runs.optimizers import built
-from harness.runs.strategies import Strategy, prepare
+from harness.strategies.optimizers import built
+from harness.strategies.strategy import Strategy, prepare
 from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.data import Data

@@ -1,7 +1,7 @@
 """Peers: how other engines train, as shipped and tuned, as data.  No torch.
 
-What differs between the peers of one family is here, and is carried out by ``harness.runs.peers``.  A
-family's best is what ours is divided by.
+What differs between the peers of one family is here, and is carried out by
+``harness.strategies.torch_peers``.  A family's best is what ours is divided by.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from harness.errors import Refusal
 from harness.suites.repeats import Repeats, interleaved
 from harness.suites.trial import Trial
 
@@ -59,3 +60,16 @@ class Suite:
         """The ids of all trials for which so many sweeps may ask."""
         repeats = range(sweeps * self.repeats.most)
         return {one.model_copy(update={"repeat": repeat}).id for one in self.cells for repeat in repeats}
+
+    def trial(self, identity: str, sweeps: int) -> Trial:
+        """The trial of an id among those for which so many sweeps may ask.
+
+        Raises:
+            Refusal: if there is none.
+        """
+        for one in self.cells:
+            for repeat in range(sweeps * self.repeats.most):
+                found = one.model_copy(update={"repeat": repeat})
+                if found.id == identity:
+                    return found
+        raise Refusal(f"--only {identity}: no trial of suite {self.name!r} in {sweeps} sweeps has this id")

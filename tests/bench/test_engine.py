@@ -13,7 +13,7 @@ import pytest
 from harness.bench.engine import DEEPSPEED, measure, unequal, usual
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample, together
-from harness.runs import deepspeed
+from harness.strategies import deepspeed
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 from tests.support.ranks import on_processes

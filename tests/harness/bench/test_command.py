@@ -24,7 +24,7 @@ from harness.cluster.rank import Progress, Rank
 from harness.records import bench_record
 from harness.records.bench_record import Bench, Sample, together
 from harness.records.record import RecordError
-from harness.runs import deepspeed
+from harness.strategies import deepspeed
 from harness.suites.peers import PEERS, Compute
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness.cluster.link import counters
 from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
-from harness.runs.strategies import prepare
+from harness.strategies.strategy import prepare
 from harness.suites.trial import Trial
 from harness.workloads.models import build
 

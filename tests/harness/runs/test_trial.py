@@ -29,7 +29,7 @@ from impl.plan.topology import Topology
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from tests.harness.cluster.test_processes import local
-from tests.harness.runs.test_strategies import INSTALLED
+from tests.harness.strategies.test_strategy import INSTALLED
 
 
 @pytest.fixture(scope="module")
@@ -498,7 +498,7 @@ def test_interfaces_that_did_not_send_the_ledger_are_no_result(text: str, tmp_pa
 
 def stalling(sequence: int) -> Any:
     """A model in whose processes the engine sleeps for half a second in every step."""
-    from harness.runs.strategies import Sharded
+    from harness.strategies.strategy import Sharded
 
     finish = Sharded.finish_backward
 

@@ -10,6 +10,7 @@ import pytest
 from harness import cli
 from harness.measure import machine
 from harness.records.record import Failure, Record, write
+from harness.runs.refusals import check_inputs
 from harness.runs.sweep import finished
 from harness.suites.trial import Model, Trial
 from harness.workloads import input_digests as inputs
@@ -72,14 +73,14 @@ def test_another_input(
             failure=Failure(kind="crashed", message="it broke", log=None) if failed else None,
         ),
     )  # fmt: skip
-    cli._check_inputs(tmp_path / "results" / "q", [trial])
+    check_inputs(tmp_path / "results" / "q", [trial])
     assert finished(tmp_path / "results" / "q", trial, pool)
     assert (finished(tmp_path / "results" / "q", trial, "another") is None) == failed
     (tmp_path / {"corpus": "text", "model": "mine_b.py"}[changed]).write_text("# another\n" * 100)
     inputs._corpus_digest.cache_clear()
     inputs._module_digest.cache_clear()
     if failed:
-        cli._check_inputs(tmp_path / "results" / "q", [trial])
+        check_inputs(tmp_path / "results" / "q", [trial])
         assert not finished(tmp_path / "results" / "q", trial, pool)
         return
     assert cli.main(["run", "q.toml"]) == cli.REFUSED

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from harness.cluster.rank import Rank
 from harness.measure import communication_error
 from harness.measure.first_gradient import Layout
-from harness.runs import deepspeed, peers
-from harness.runs.controls import never_renew_secondary
-from harness.runs.optimizers import built, local_part, state_bytes, state_bytes_per_element, with_state
+from harness.strategies import deepspeed, torch_peers
+from harness.strategies.controls import never_renew_secondary
+from harness.strategies.optimizers import built, local_part, state_bytes, state_bytes_per_element, with_state
 from harness.suites.peers import DEEPSPEED, PEERS, Compute
 from harness.suites.trial import Optimizer, Trial
 from impl.adapters.inside_ddp import InDDP
@@ -469,7 +469,9 @@ def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Shard
 def peer(name: str, model: nn.Module, device: torch.device, compute: Compute = "fp32") -> Strategy:
     """Have ``model`` trained by a peer of torch; all ranks must call it."""
     one = PEERS[name]
-    return Strategy(peers.wrapped(one, model, device, compute), peers.algorithms(one, compute), None)
+    return Strategy(
+        torch_peers.wrapped(one, model, device, compute), torch_peers.algorithms(one, compute), None
+    )
 
 
 def _by_deepspeed(trial: Trial, model: nn.Module, device: torch.device) -> ByDeepSpeed:
@@ -484,7 +486,7 @@ def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
     """The named peer with our collectives inside."""
     check_host(host, policy)
     if host == "fsdp2":
-        wrapped = peers.wrapped(PEERS[host], model, wire.mesh.device)
+        wrapped = torch_peers.wrapped(PEERS[host], model, wire.mesh.device)
         return Hosted(wrapped, {}, wire, InFSDP2(wrapped, wire, policy))
     # Buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire.
     wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)

@@ -12,15 +12,15 @@ import pytest
 from harness.cluster.processes import LaunchError, run_ranks
 from harness.cluster.rank import Rank
 from harness.records.record import read
-from harness.runs import deepspeed
 from harness.runs.forecast import Host, forecast
 from harness.runs.sweep import SweepOutcome
+from harness.strategies import deepspeed
 from harness.suites.trial import Trial
 from impl.plan.topology import Topology
 from tests.harness.cluster.test_processes import local
-from tests.harness.runs.test_strategies import INSTALLED, losses
-from tests.harness.runs.test_strategies import trial as small
 from tests.harness.runs.test_sweep import sweep, trial
+from tests.harness.strategies.test_strategy import INSTALLED, losses
+from tests.harness.strategies.test_strategy import trial as small
 
 HERE = Host(memory=1 << 36, gpus=(), namespaces=lambda: None)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.runs.controls import never_renew_secondary
+from harness.strategies.controls import never_renew_secondary
 from harness.suites.trial import Trial
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset

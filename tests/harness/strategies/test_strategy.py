@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from harness.cluster.processes import ALLOCATOR, LaunchError, run_ranks
-from harness.runs import deepspeed
-from harness.runs.strategies import Strategy
+from harness.strategies import deepspeed
+from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets

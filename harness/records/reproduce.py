@@ -1,0 +1,123 @@
+"""The shell script that runs one recorded trial again: sources, packages, suite, command.
+
+Texts of a suite stand in it as quoted here-documents, which a shell copies and does not read.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import PurePosixPath
+from typing import Final
+
+from harness.errors import one_line
+from harness.records.record import Record
+from harness.records.run_record import Node, Run
+
+_OURS: Final = "zeropp-bench"
+
+
+def script(record: Record, run: Run) -> str:
+    """The script; what is not known, or not kept whole, is said in its comments.  It starts in a clone."""
+    node = run.nodes[0]
+    folder = f"zeropp-{record.id}"
+    lines = [
+        "set -e",
+        *_comments(record, run),
+        "",
+        *_checkout(node, folder),
+        f"cd ../{folder}",
+        *_changed(run),
+        "",
+        *_installed(node),
+        "",
+    ]
+    command = ["zeropp", "run", "suite.toml", "--only", record.id, "--results", "again"]
+    sweeps = record.sweep + 1
+    if sweeps > 1:
+        command += ["--sweeps", str(sweeps)]
+    if run.suite is None:
+        lines.append(f"# The suite's file is not known; the trial was {json.dumps(record.trial)}")
+    else:
+        for path, text in run.suite.configurations.items():
+            lines += _file(path, text)
+        lines += _file("suite.toml", run.suite.text)
+        launcher = record.trial.get("cluster", {}).get("launcher", "local")
+        if launcher != "local":
+            lines.append(
+                f"# cluster.launcher is {launcher!r}: docs/guide/cluster.md says how it starts this."
+            )
+        lines.append(f".venv/bin/{shlex.join(command)}")
+        lines.append(f".venv/bin/zeropp show {record.id} --results again")
+    return "\n".join(lines) + "\n"
+
+
+def _comments(record: Record, run: Run) -> list[str]:
+    """Where and when it ran, and what was set there."""
+    said = [f"Trial {record.id} of suite {record.suite}, {record.started}."]
+    for number, node in enumerate(run.nodes):
+        machine = node.machine
+        gpus = ", ".join(str(gpu.get("name")) for gpu in machine.get("gpus") or []) or "no GPU"
+        said.append(
+            f"Node {number}: {machine.get('cpu')}, {machine.get('cores')} cores, "
+            f"{machine.get('memory_gib')} GiB, {gpus}, {machine.get('system')} {machine.get('kernel')}, "
+            f"Python {machine.get('python')}."
+        )
+        if node.software.libraries:
+            said.append("  " + ", ".join(f"{name} {v}" for name, v in node.software.libraries.items()))
+        if node.environment:
+            said.append("  " + shlex.join(f"{name}={value}" for name, value in node.environment.items()))
+        if number and (other := sorted(set(node.software.packages) ^ set(run.nodes[0].software.packages))):
+            said.append(f"  packages unlike node 0's: {' '.join(other)}")
+    if record.measured and record.ranks:
+        said.append(f"Its results: {len(record.ranks)} ranks; `zeropp show {record.id}` prints them.")
+    return ["# " + one_line(line) for line in said]
+
+
+def _checkout(node: Node, folder: str) -> list[str]:
+    """The sources, beside the clone."""
+    commit, source = node.code.get("commit"), node.code.get("source")
+    if commit is not None:
+        return [f"git worktree add --detach ../{folder} {shlex.quote(str(commit))}"]
+    version = one_line(str(node.code.get("version")))
+    said = f"# The commit is not known; version {version}, hash of the sources {source}"
+    return [said, f"git worktree add --detach ../{folder}"]
+
+
+def _changed(run: Run) -> list[str]:
+    """What the checkout had beside its commit."""
+    changes = run.changes
+    if changes is None:
+        return []
+    if not changes.whole:
+        size = f"{changes.size} bytes, SHA-256 {changes.sha256}"
+        return [f"# The checkout had changes that are not kept whole ({size}): this is not what ran."]
+    return [*_file("changes.patch", changes.text), "git apply changes.patch"]
+
+
+def _installed(node: Node) -> list[str]:
+    """A virtual environment of the same Python with the same packages."""
+    python = ".".join(str(node.machine.get("python")).split(".")[:2])
+    wanted = [one for one in node.software.packages if one.partition("==")[0].lower() != _OURS]
+    local = [one for one in wanted if "+" in one]
+    said = [f"# Without their builds' names, which no index has: {', '.join(local)}"] if local else []
+    return [
+        f"{shlex.quote(f'python{python}')} -m venv .venv",
+        *said,
+        *_file("packages.txt", "".join(f"{one.partition('+')[0]}\n" for one in wanted)),
+        ".venv/bin/pip install --no-deps -r packages.txt",
+        ".venv/bin/pip install --no-deps -e .",
+    ]
+
+
+def _file(name: str, text: str) -> list[str]:
+    """Commands that write ``text`` to a file in the current folder; only a comment for one outside of it."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name + text:
+        return [f"# Not written, since it is not in this folder: {one_line(name)}"]
+    end = "END"
+    while any(line == end for line in text.split("\n")):
+        end += "_"
+    made = [f"mkdir -p {shlex.quote(str(path.parent))}"] if len(path.parts) > 1 else []
+    newline = "" if text.endswith("\n") or not text else "\n"
+    return [*made, f"cat > {shlex.quote(name)} <<'{end}'", f"{text}{newline}{end}"]

@@ -1,0 +1,1 @@
+"""Training strategies of trials: every policy of `impl`, and the peers that they are compared with."""

@@ -1,0 +1,172 @@
+"""A recorded trial runs again from its record and the file of its run alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from harness import cli
+from harness.measure import machine, provenance
+from harness.records import record, reproduce, run_record
+from harness.records.record import RecordError
+from harness.records.run_record import Changes, SuiteText
+from harness.suites.trial import Trial
+from tests.report.records import record_of
+
+SUITE = """\
+name = "again"
+question = "Does it come out as it was?"
+[defaults]
+model.name = "gpt-tiny"
+sequence = 32
+tokens_per_rank = 64
+steps = 2
+warmup = 0
+cluster = {nodes = 2, ranks_per_node = 1, link = "none", rate = 0.0}
+policy.weights = "int8:64"
+policy.gradients = "int4:64"
+[[axes]]
+strategy = ["zero3", "zeropp"]
+"""
+
+
+def shell(script: str, folder: Path) -> str:
+    """What a shell says that runs a script in a folder; it has our Python and no other Python path."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash"], input=script, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def copied(to: Path) -> None:
+    """A repository whose one commit has this one's sources."""
+    listed = shell(
+        "git ls-files -co --exclude-standard harness impl report tests/__init__.py pyproject.toml",
+        machine.ROOT,
+    )
+    for name in listed.split():
+        if (machine.ROOT / name).is_file():  # not one that is deleted
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(machine.ROOT / name, to / name)
+    shell("git init -q && git add . && git -c user.name=a -c user.email=a@b commit -qm all", to)
+
+
+def ran(folder: Path) -> dict[str, Any]:
+    """What a sweep's records say that has to be the same again, by id."""
+    return {
+        one.id: (
+            one.code["source"],
+            [rank.ledger for rank in one.ranks],
+            [step.loss for rank in one.ranks for step in rank.steps],
+        )
+        for one in record.read_all(folder)
+    }
+
+
+def test_a_trial_runs_again_from_its_record(tmp_path: Path) -> None:
+    """In a checkout with changes: the script gives the same sources, id, bytes and losses."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    copied(clone)
+    changed = clone / "harness" / "errors.py"
+    changed.write_text(changed.read_text(encoding="utf-8") + "\n# An \u00dcberrest.\n", encoding="utf-8")
+    (clone / "harness" / "new.py").write_text("NEW = 1\n", encoding="utf-8")
+    (clone / "q.toml").write_text(SUITE, encoding="utf-8")
+    zeropp = f"PYTHONPATH=. {sys.executable} -m harness.cli"
+    shell(f"{zeropp} run q.toml --results r", clone)
+    before = ran(clone / "r" / "again")
+    wanted = min(before)
+    script = shell(f"{zeropp} show {wanted} --results r --reproduce", clone)
+    assert "git apply changes.patch" in script
+    installing = re.search(
+        r"^\S+ -m venv.*?^\S+pip install --no-deps -e \.$", script, re.DOTALL | re.MULTILINE
+    )
+    assert installing is not None
+    assert f"\ntorch=={machine.facts()['packages']['torch'].partition('+')[0]}\n" in installing[0]
+    shell(script.replace(installing[0], "").replace(".venv/bin/zeropp", zeropp), clone)
+    after = ran(tmp_path / f"zeropp-{wanted}" / "again" / "again")
+    assert after == {wanted: before[wanted]}
+
+
+def run_with(**fields: Any) -> run_record.Run:
+    """The file of a run on this machine."""
+    found = provenance.run_of(None, [provenance.identity()])
+    return found.model_copy(update=fields)
+
+
+@given(text=st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"])))
+@example(text="END\nrm -rf $HOME\n$(touch here)\nEND_")
+@example(text="'; touch here; '")
+@example(text="")
+def test_texts_reach_no_shell(text: str) -> None:
+    """Whatever a suite's file holds is written as it is, and nothing of it is run."""
+    one = record_of(Trial(steps=2, warmup=0))
+    found = reproduce.script(one, run_with(changes=None, suite=SuiteText(name="q.toml", text=text)))
+    start = found.index("cat > suite.toml")
+    end = found.index(".venv/bin/zeropp run")
+    written = found[start:end]
+    head, _, rest = written.partition("\n")
+    word = re.fullmatch(r"cat > suite.toml <<'(END_*)'", head)
+    assert word is not None
+    lines = rest.split("\n")
+    assert lines.index(word[1]) == len(lines) - 2  # nothing but the end of the text ends it
+    assert "\n".join(lines[:-2]) in (text, text.removesuffix("\n"))
+
+
+@pytest.mark.parametrize("path", ["../x.json", "/tmp/x.json", "a/../../x.json"])  # noqa: S108 - never written
+def test_nothing_is_written_outside(path: str) -> None:
+    """A configuration whose path leaves the folder is named, and not written."""
+    text = SuiteText(name="q.toml", text="x", configurations={path: "{}"})
+    found = reproduce.script(record_of(Trial(steps=2, warmup=0)), run_with(suite=text))
+    assert f"# Not written, since it is not in this folder: {path}" in found
+    assert f"> {path}" not in found
+
+
+def test_what_is_not_known_is_said() -> None:
+    """Changes that are not whole, and a commit that is not known, are comments; the rest is there."""
+    changes = Changes(size=10**6, sha256="0" * 64, text="diff")
+    run = run_with(changes=changes)
+    (node, *_) = run.nodes
+    run = run.model_copy(update={"nodes": [node.model_copy(update={"code": node.code | {"commit": None}})]})
+    found = reproduce.script(record_of(Trial(steps=2, warmup=0)), run)
+    assert "not kept whole (1000000 bytes" in found
+    assert "git apply" not in found
+    assert "The commit is not known" in found
+    assert "The suite's file is not known" in found
+
+
+def test_an_edited_file_of_a_run_is_refused(tmp_path: Path) -> None:
+    """Its name is the hash of what it holds."""
+    name = run_record.write(tmp_path, run_with())
+    assert run_record.read(tmp_path, name).nodes
+    path = run_record.path_of(tmp_path, name)
+    path.write_text(path.read_text(encoding="utf-8").replace('"cores"', '"c0res"'), encoding="utf-8")
+    with pytest.raises(RecordError, match="edited or damaged"):
+        run_record.read(tmp_path, name)
+
+
+def test_secrets_are_not_kept() -> None:
+    """Of the variables that matter, those whose names say that they are secret have no value."""
+    found = provenance.variables(
+        {"NCCL_DEBUG": "INFO", "TORCH_HUB_TOKEN": "s3cret", "PATH": "/bin", "OMP_NUM_THREADS": "2"}
+    )
+    assert found == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "TORCH_HUB_TOKEN": provenance.HIDDEN}
+
+
+def test_a_record_without_the_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An older record is refused in one line."""
+    one = record_of(Trial(steps=2, warmup=0))
+    record.write(tmp_path / "q", one)
+    assert cli.main(["show", one.id, "--results", str(tmp_path), "--reproduce"]) == cli.REFUSED
+    assert "names no file of its run" in capsys.readouterr().err
