@@ -31,10 +31,13 @@ sequence = 32
 tokens_per_rank = 64
 steps = 2
 warmup = 0
-cluster = {nodes = 2, ranks_per_node = 1, link = "none", rate = 0.0}
+cluster.nodes = 2
+cluster.ranks_per_node = 1
+cluster.link = "paced"
+cluster.rate = "100 Mbit/s"
 policy.weights = "int8:64"
 policy.gradients = "int4:64"
-[[axes]]
+[matrix]
 strategy = ["zero3", "zeropp"]
 """
 
@@ -151,7 +154,7 @@ def test_an_edited_file_of_a_run_is_refused(tmp_path: Path) -> None:
     name = run_record.write(tmp_path, run_with())
     assert run_record.read(tmp_path, name).nodes
     path = run_record.path_of(tmp_path, name)
-    path.write_text(path.read_text(encoding="utf-8").replace('"cores"', '"c0res"'), encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8").replace('"Linux"', '"Plan 9"'), encoding="utf-8")
     with pytest.raises(RecordError, match="edited or damaged"):
         run_record.read(tmp_path, name)
 
