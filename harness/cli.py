@@ -160,7 +160,7 @@ def run(
     check_feasible(file, forecast(suite.trials if only is None else asked, this_host()))
 
     from harness.runs.repeats import batches, seconds_in
-    from harness.runs.sweep import run_sweep
+    from harness.runs.sweep import Asked, run_sweep
 
     interrupts.take_over()
     progress = terminal.console(stderr=True)
@@ -185,17 +185,20 @@ def run(
     static = only is not None or (sweeps == 1 and suite.repeats.within is None)
     with launchers.gathered(place, suite.trials) as nodes:
         outcome = run_sweep(
-            suite.name,
+            Asked(
+                suite.name,
+                suite.question,
+                suite.role_of,
+                suite.on_failure,
+                SuiteText(name=file.name, text=suite.text, configurations=dict(suite.configurations)),
+            ),
             first,
             folder,
             progress,
-            question=suite.question,
             nodes=nodes,
             retry_failed=retry_failed,
-            role_of=suite.role_of,
             more=None if static else partial(next, rest, None),
             total=len(asked),
-            text=SuiteText(name=file.name, text=suite.text, configurations=dict(suite.configurations)),
         )
         status = INTERRUPTED
         if not outcome.interrupted:

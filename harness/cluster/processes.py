@@ -38,7 +38,9 @@ from impl.plan.geometry import GeometryError
 from impl.plan.policy import PolicyError
 from impl.plan.topology import Topology
 
-Kind = Literal["refused", "crashed", "killed", "timeout", "memory", "disk", "lost", "interrupted", "wrong"]
+Kind = Literal[
+    "refused", "link", "crashed", "killed", "timeout", "memory", "disk", "lost", "interrupted", "wrong"
+]
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
@@ -514,6 +516,8 @@ def _die_with_sweep() -> None:
 
 
 def _kind_of(error: BaseException) -> Kind:
+    if isinstance(error, LinkError):
+        return "link"
     if isinstance(error, REFUSALS):
         return "refused"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from harness.docpages.markdown import table
 from harness.suites.expansion import MOST_TRIALS, _File, _Override
 from harness.suites.model_sizes import PRESETS as MODELS
+from harness.suites.on_failure import Kind
 from harness.suites.peers import PEERS
 from harness.suites.repeats import Repeats
 from harness.suites.trial import STRATEGIES, Trial
@@ -22,6 +23,8 @@ _OVERRIDE: Final = (
 )
 _MORE: Final = {
     "repeats": "whole number, at least 1; or `until 2 %`, or `until 2 %, at most 30`",
+    "on_failure": f"table: for any of {', '.join(f'`{k}`' for k in get_args(Kind))}, `skip`, `stop`, "
+    "`retry 2`, or `retry 2, then stop`",
     "strategy": ", ".join(STRATEGIES),
     "peer.compute": "`fp32`, `bf16`: of peers; policies have `policy.compute`",
     "deepspeed_config": "of strategy `recipe` or `deepspeed`: a file beside the suite, or a table",

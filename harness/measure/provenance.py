@@ -74,7 +74,8 @@ def libraries() -> dict[str, str]:
         cudnn = None if torch.version.cuda is None else torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         found["cudnn"] = None if cudnn is None else str(cudnn)
         if dist.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            found["nccl"] = ".".join(map(str, nccl))
     return _there(found)
 
 

@@ -273,17 +273,24 @@ class Predicted(_Part):
     equal: bool
 
 
-PASSING: Final = ("interrupted", "refused", "killed", "disk", "lost")  # failures that may not come again
+PASSING: Final = (
+    "interrupted",
+    "refused",
+    "link",
+    "killed",
+    "disk",
+    "lost",
+)  # failures that may not come again
 
 
 class Failure(_Part):
     """Why a trial has no result.
 
     Attributes:
-        kind: refused, crashed (a rank raised or faulted), killed (by a signal from outside, the kernel's for
-            want of memory too), timeout, memory (a rank's allocation; also a trial over its memory limit,
-            which was not run), disk (it is full), lost (a node), interrupted, or wrong: it ran, and a check
-            of its results failed.
+        kind: refused, link (it cannot be had as asked), crashed (a rank raised or faulted), killed (by a
+            signal from outside, the kernel's for want of memory too), timeout, memory (a rank's allocation;
+            also a trial over its memory limit, which was not run), disk (it is full), lost (a node),
+            interrupted, or wrong: it ran, and a check of its results failed.
         by: the peer's library that, as was known before, is not here or cannot do what was asked; else None.
         tail: the last lines of its log.
     """
@@ -295,6 +302,13 @@ class Failure(_Part):
     tail: list[str] = []
 
 
+class Failed(_Part):
+    """An earlier attempt at a trial in the same run (``on_failure`` of its suite)."""
+
+    kind: str
+    message: str
+
+
 class Record(_Part):
     """Record of one trial: its definition, its machine, its measurements.
 
@@ -304,6 +318,7 @@ class Record(_Part):
         sweep: which of the suite's sweeps it belongs to; no part of the trial, whose repeat differs too.
         role: what the suite's question compares it as; no part of the trial.
         units: name, elements, padded elements of each unit.
+        earlier: failed attempts of the same run, in order.
         run: hash of what all trials of its run had in common (:mod:`harness.records.run_record`); None in
             older records.
         processor_use: of the machine on which all ranks ran; None if they may run on several, if the
@@ -342,6 +357,7 @@ class Record(_Part):
     decoded_sha256: list[str] = []
     power: list[dict[str, float]] | None = None
     processor_use: ProcessorUse | None = None
+    earlier: list[Failed] = []
     run: str | None = Field(None, pattern=r"^[0-9a-f]{16}$")
     digest: str | None = None
 

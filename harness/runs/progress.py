@@ -112,6 +112,22 @@ class Display:
         )
         self._trial = None
 
+    def again(self, record: Record, number: int, most: int) -> None:
+        """Print that the current trial failed, and runs again."""
+        assert record.failure is not None  # noqa: S101  # it does not answer
+        words = one_line(f"{record.failure.kind}: {record.failure.message}")
+        said = f"{self._name()}: {words}; tried again ({number} of {most})"
+        self._console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+    def stopped(self, why: str) -> None:
+        """Print that the run ends before its last trial."""
+        self._console.print(
+            f"{why}; {self._done} of {self._trials} trials are done, the same command goes on",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
     def interrupted(self) -> None:
         """Print that the sweep was interrupted, and what is left."""
         self._console.print(

@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -41,15 +41,17 @@ from harness.cluster.supervisor import Nodes
 from harness.errors import Refusal
 from harness.measure import machine, provenance
 from harness.records import run_record
-from harness.records.record import Failure, LinkRecord, Record, RecordError, path_of, read, write
+from harness.records.record import Failed, Failure, LinkRecord, Record, RecordError, path_of, read, write
 from harness.records.run_record import SuiteText
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
+from harness.runs.lease import Lease
 from harness.runs.progress import Display
 from harness.runs.repeats import Batch
 from harness.runs.trial import Assignment, Outcome, TrialError, assemble
 from harness.runs.work import EXCHANGE, TRIAL, WORKS
 from harness.strategies import deepspeed
 from harness.suites.labels import counted
+from harness.suites.on_failure import SKIP, Answer
 from harness.suites.peers import DEEPSPEED
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
@@ -78,35 +80,58 @@ class SweepOutcome:
     interrupted: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a suite says of all its trials together.
+
+    Attributes:
+        role_of: what the question compares a trial as; written also to records that are there.
+        on_failure: what follows a failure, by its kind; the next trial for others.
+        text: of the suite's file.
+    """
+
+    suite: str
+    question: str = ""
+    role_of: Callable[[Trial], str] = lambda _: ""
+    on_failure: Mapping[str, Answer] = field(default_factory=dict)
+    text: SuiteText | None = None
+
+    def answer(self, record: Record) -> Answer:
+        """What follows the outcome of a trial."""
+        return (
+            SKIP
+            if record.answers or record.failure is None
+            else self.on_failure.get(record.failure.kind, SKIP)
+        )
+
+
+class _Stopped(Exception):  # noqa: N818 - no error of the program
+    """A failure after which the suite wants no further trial."""
+
+
 def run_sweep(
-    suite_name: str,
+    asked: Asked,
     trials: Sequence[Trial],
     results: Path,
     console: Console,
     *,
-    question: str = "",
     nodes: Nodes | None = None,
     retry_failed: bool = False,
-    role_of: Callable[[Trial], str] = lambda _: "",
     more: Callable[[], Batch | None] | None = None,
     total: int = 0,
-    text: SuiteText | None = None,
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
     Args:
-        suite_name: as records say it.
+        asked: of all of them.
         trials: of the first sweep.
         results: folder of the records.
         console: where progress is printed.
-        question: as records say it.
         nodes: those of a launcher; None if all ranks run on this host.
         retry_failed: run those again that failed for good.
-        role_of: what the question compares a trial as; written also to records that are there.
         more: the batch that follows, once all before have records, or None; a further sweep opens its links
             anew.
         total: trials that are known to come in all.
-        text: what is kept of the suite's file.
 
     Raises:
         RecordError: if ``results`` cannot be read or written.
@@ -114,8 +139,7 @@ def run_sweep(
     counts = {"ok": 0, "failed": 0, "skipped": 0}
     interrupted = False
     with contextlib.ExitStack() as stack:
-        sweep = _Sweep(suite_name, results, question, nodes, role_of, retry_failed, text)
-        stack.enter_context(alone(results))
+        sweep = _Sweep(asked, results, nodes, retry_failed, stack.enter_context(alone(results)))
         batch: Batch | None = (first := Batch(0, tuple(trials)))
         missing, failures = _missing(sweep, first, counts)
         display = stack.enter_context(Display(console, trials, counts["skipped"], results, total))
@@ -131,6 +155,8 @@ def run_sweep(
                 batch = more() if more is not None else None
                 if batch is not None:
                     missing = _further(sweep, batch, counts, display)
+        except _Stopped as stopped:
+            display.stopped(str(stopped))
         except KeyboardInterrupt:
             interrupted = True
             display.interrupted()
@@ -139,10 +165,10 @@ def run_sweep(
 
 def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int]) -> tuple[list[Trial], list[Record]]:
     """The trials of a batch that have to run, and the failures of those that need not; both are counted."""
-    sweep.asked(batch)
+    sweep.number_trials(batch)
     there = {trial.id: finished(sweep.results, trial, sweep.pool) for trial in batch.trials}
     for trial in batch.trials:
-        record, role = there[trial.id], sweep.role_of(trial)
+        record, role = there[trial.id], sweep.asked.role_of(trial)
         if record is not None and record.role != role:  # the question has changed, not the trial
             write(sweep.results, record.model_copy(update={"role": role}))
     failures = [record for record in there.values() if record is not None and not record.answers]
@@ -168,12 +194,21 @@ def _further(sweep: _Sweep, batch: Batch, tally: dict[str, int], display: Displa
 
 def _run_one(sweep: _Sweep, trial: Trial, display: Display, tally: dict[str, int]) -> None:
     """Run one trial, and write its record."""
-    record = sweep.run(trial, display)
+    record, earlier = sweep.run(trial, display), list[Failed]()
+    answer = sweep.asked.answer(record)
+    while record.failure is not None and len(earlier) < answer.retries:
+        earlier.append(Failed(kind=record.failure.kind, message=record.failure.message))
+        display.again(record, len(earlier), answer.retries)
+        record = sweep.run(trial, display).model_copy(update={"earlier": earlier})
+        answer = sweep.asked.answer(record)
+    sweep.lease.check()
     write(sweep.results, record)
     if record.failure is None or record.failure.log is None:  # what an earlier run left
         (sweep.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
     tally["ok" if record.answers else "failed"] += 1
     display.finished(record)
+    if answer.stop and record.failure is not None:
+        raise _Stopped(f"on_failure.{record.failure.kind} stops the run")
 
 
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
@@ -193,8 +228,8 @@ def finished(results: Path, trial: Trial, pool: str) -> Record | None:
 
 
 @contextlib.contextmanager
-def alone(results: Path) -> Iterator[None]:
-    """Hold the folder's lock, and remove temporary files that a killed run left there.
+def alone(results: Path) -> Iterator[Lease]:
+    """Hold the folder's lock and its lease, and remove temporary files that a killed run left there.
 
     Raises:
         RecordError: if another run holds it, or the folder cannot be written.
@@ -214,11 +249,12 @@ def alone(results: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise RecordError(f"{results}: cannot be locked: {error.strerror or error}") from error
-        shutil.rmtree(scratch, ignore_errors=True)
-        try:
-            yield
-        finally:
+        with Lease(results) as lease:
             shutil.rmtree(scratch, ignore_errors=True)
+            try:
+                yield lease
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _setting(trial: Trial) -> Setting:
@@ -234,13 +270,11 @@ def _setting(trial: Trial) -> Setting:
 class _Sweep:
     """State of a sweep between trials: open links, and facts about the machine."""
 
-    suite: str
+    asked: Asked
     results: Path
-    question: str = ""
-    nodes: Nodes | None = None
-    role_of: Callable[[Trial], str] = lambda _: ""
-    retry_failed: bool = False
-    text: SuiteText | None = None
+    nodes: Nodes | None
+    retry_failed: bool
+    lease: Lease
     number: int = 0
     _orders: dict[str, int] = field(default_factory=dict)
     _run: str | None = None
@@ -266,7 +300,7 @@ class _Sweep:
             if isinstance(link, Link):
                 link.close()
 
-    def asked(self, batch: Batch) -> None:
+    def number_trials(self, batch: Batch) -> None:
         """Number the trials of a batch in the order in which they are asked for; a new sweep closes links."""
         for trial in batch.trials:
             self._orders.setdefault(trial.id, len(self._orders))
@@ -282,7 +316,7 @@ class _Sweep:
         """
         if self._run is None:
             nodes = [provenance.identity()] if self.nodes is None else [n.facts for n in self.nodes.nodes]
-            self._run = run_record.write(self.results, provenance.run_of(self.text, nodes))
+            self._run = run_record.write(self.results, provenance.run_of(self.asked.text, nodes))
         display.began(trial)
         record, link = partial(self._record, trial, _now()), None
         if trial.memory_limit is not None:
@@ -306,6 +340,8 @@ class _Sweep:
                 log = str(error.log.relative_to(self.results))
                 failure = failure.model_copy(update={"log": log, "tail": _tail(error.log)})
             return record(link, failure)
+        except LinkError as error:
+            return record(link, _failure("link", error))
         except REFUSALS as error:
             return record(link, _failure("refused", error))
         except TrialError as error:
@@ -414,9 +450,9 @@ class _Sweep:
     ) -> Record:
         return Record(
             id=trial.id,
-            suite=self.suite,
-            question=self.question,
-            role=self.role_of(trial),
+            suite=self.asked.suite,
+            question=self.asked.question,
+            role=self.asked.role_of(trial),
             trial=trial.canonical(),
             started=started,
             finished=_now(),

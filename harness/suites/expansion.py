@@ -29,6 +29,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from harness.suites.allowed import allowed
+from harness.suites.on_failure import Answer, answers
 from harness.suites.peers import PEERS
 from harness.suites.repeats import BASELINE, Repeats, compared
 from harness.suites.roles import roles
@@ -62,6 +63,7 @@ class _File(BaseModel):
     question: str = Field(min_length=1)
     time: str = "not stated"
     repeats: Annotated[Repeats, BeforeValidator(Repeats.of)] = Repeats()
+    on_failure: Annotated[dict[str, Answer], BeforeValidator(answers)] = {}
     baseline: dict[str, Any] = {}
     contrast: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
@@ -169,6 +171,7 @@ class _Expansion:
             tuple(cell for trial, cell in zip(trials, asked, strict=True) if id(trial) not in once),
             tuple(_left_out_in_words(left_out)),
             self._roles(cells, trials),
+            self.file.on_failure,
         )
 
     def _roles(self, cells: list[_Settings], trials: list[Trial]) -> dict[str, str]:

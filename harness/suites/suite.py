@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harness.errors import Refusal
+from harness.suites.on_failure import Answer
 from harness.suites.repeats import Repeats, interleaved
 from harness.suites.trial import Trial
 
@@ -22,6 +23,7 @@ class Suite:
             policy alone, or two that resolve to one policy.
         kept: fields that are left out of strategies, and why, one line each.
         roles: ``baseline`` or ``contrast`` by the id of a trial's first repeat, if the file names them.
+        on_failure: what a run does after a failed trial, by kind; :data:`SKIP` for others.
         text: of its file.
         configurations: DeepSpeed configurations in files, as JSON text, by the path that the suite has.
     """
@@ -34,6 +36,7 @@ class Suite:
     merged: tuple[str, ...]
     kept: tuple[str, ...] = ()
     roles: Mapping[str, str] = field(default_factory=dict)
+    on_failure: Mapping[str, Answer] = field(default_factory=dict)
     text: str = ""
     configurations: Mapping[str, str] = field(default_factory=dict)
 

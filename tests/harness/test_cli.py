@@ -29,6 +29,7 @@ from harness.records.record import (
     Step,
     write,
 )
+from harness.runs.sweep import Asked
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from tests.harness.cluster.test_processes import until
 
@@ -406,7 +407,8 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """A sweep and a report that only note how they were called."""
     calls: list[tuple[Any, ...]] = []
 
-    def run_sweep(name: str, trials: list[Trial], results: Path, console: object, **_: object) -> object:
+    def run_sweep(asked: Asked, trials: list[Trial], results: Path, console: object, **_: object) -> object:
+        name = asked.suite
         calls.append(("sweep", name, len(trials), results))
         return types.SimpleNamespace(ok=1, failed=name.count("bad"), skipped=0, interrupted=False)
 

@@ -24,7 +24,8 @@ from harness.cluster.link import LinkError
 from harness.records.record import RecordError, read, read_all
 from harness.runs import forecast as plan
 from harness.runs.repeats import Batch
-from harness.runs.sweep import LOCK, SCRATCH, SweepOutcome, alone, finished, run_sweep
+from harness.runs.sweep import LOCK, SCRATCH, Asked, SweepOutcome, alone, finished, run_sweep
+from harness.suites.on_failure import answers
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
 from tests.harness.cluster.test_processes import until
@@ -47,7 +48,7 @@ def trial(strategy: str, *, rate: str = "unshaped", kind: str = "none", **change
 
 def sweep(trials: list[Trial], results: Path) -> tuple[SweepOutcome, str]:
     shown = io.StringIO()
-    outcome = run_sweep("test", trials, results, Console(file=shown, width=60))
+    outcome = run_sweep(Asked("test"), trials, results, Console(file=shown, width=60))
     return outcome, shown.getvalue()
 
 
@@ -111,7 +112,7 @@ def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path:
     for ok, skipped in ((6, 0), (0, 6)):
         asking = ask()
         shown = Console(file=io.StringIO(), width=60)
-        outcome = run_sweep("test", first, tmp_path, shown, more=partial(next, asking, None), total=4)
+        outcome = run_sweep(Asked("test"), first, tmp_path, shown, more=partial(next, asking, None), total=4)
         assert outcome == SweepOutcome(ok=ok, failed=0, skipped=skipped)
     records = read_all(tmp_path)
     assert [record.id for record in records] == [one.id for one in (*first, *later, *last)]
@@ -124,7 +125,7 @@ def test_progress_counts_batches_as_they_come(tmp_path: Path) -> None:
     asking = iter([Batch(0, (trial("single", repeat=1),)), Batch(1, (trial("single", repeat=2),))])
     shown = io.StringIO()
     console = Console(file=shown, width=80)
-    run_sweep("test", [trial("single")], tmp_path, console, more=partial(next, asking, None), total=2)
+    run_sweep(Asked("test"), [trial("single")], tmp_path, console, more=partial(next, asking, None), total=2)
     lines = shown.getvalue().splitlines()
     assert [line.split()[0] for line in lines if line.startswith("[")] == ["[1/2]", "[2/2]", "[3/3]"]
     assert "some intervals are not narrow enough: 1 trial" in lines
@@ -203,7 +204,7 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
     assert outcome == SweepOutcome(ok=1, failed=5, skipped=0)
     found = [read(tmp_path / f"{one.id}.json").failure for one in trials]
     assert [failure and failure.kind for failure in found] == [
-        "killed", "refused", "refused", "timeout", "wrong", None,
+        "killed", "link", "refused", "timeout", "wrong", None,
     ]  # fmt: skip
     words = [
         "was killed by signal 9",
@@ -250,6 +251,37 @@ def test_what_failed_runs_again_once_its_model_is_edited(
     outcome, _ = sweep([one], tmp_path / "results")
     assert (outcome.ok, outcome.failed, outcome.skipped) == (1, 0, 0)
     assert not log.exists()
+
+
+def passing(sequence: int, left: str) -> Any:
+    """A model whose process dies as often as a file has letters, one of which it takes each time."""
+    letters = Path(left).read_text(encoding="utf-8")
+    Path(left).write_text(letters[1:], encoding="utf-8")
+    from harness.workloads.models import GPT, GPTShape
+
+    return diverging(sequence) if letters else GPT(GPTShape(1, 16, 1), sequence)
+
+
+@pytest.mark.parametrize(("answer", "kinds", "ok"), [("retry 2", ["killed", "killed"], 2), ("stop", [], 0)])
+def test_what_follows_a_failure_is_the_suites_to_say(
+    tmp_path: Path, answer: str, kinds: list[str], ok: int
+) -> None:
+    """A rank that is killed twice is tried a third time, and the record says so; or the run stops there, and
+    the next one goes on.
+    """
+    left = tmp_path / "left"
+    left.write_text("xx", encoding="utf-8")
+    model = {"name": f"{__name__}:passing", "arguments": {"left": str(left)}}
+    trials = [trial("single", model=model), trial("single")]
+    asked, shown = Asked("test", on_failure=answers({"killed": answer})), io.StringIO()
+    outcome = run_sweep(asked, trials, tmp_path / "r", Console(file=shown))
+    assert outcome == SweepOutcome(ok=ok, failed=2 - ok - (answer == "stop"), skipped=0)
+    record = read(tmp_path / "r" / f"{trials[0].id}.json")
+    assert [one.kind for one in record.earlier] == kinds
+    if answer == "stop":
+        assert "on_failure.killed stops the run; 1 of 2 trials are done" in shown.getvalue()
+    else:
+        assert "tried again (2 of 2)" in shown.getvalue()
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
@@ -328,11 +360,12 @@ def test_nothing_is_left_of_a_sweep_that_was_ended(tmp_path: Path, number: signa
 import json
 from pathlib import Path
 from rich.console import Console
+from harness.suites.on_failure import answers
 from harness.suites.trial import Trial
-from harness.runs.sweep import run_sweep
+from harness.runs.sweep import Asked, run_sweep
 if __name__ == "__main__":
     trial = Trial.from_canonical(json.loads({one.model_dump_json()!r}))
-    print(run_sweep("test", [trial], Path({str(tmp_path)!r}) / "results", Console()))
+    print(run_sweep(Asked("test"), [trial], Path({str(tmp_path)!r}) / "results", Console()))
 """
     )
     shared = set(os.listdir("/dev/shm"))  # noqa: S108, PTH208
