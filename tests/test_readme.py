@@ -66,7 +66,7 @@ def test_example_suite(tmp_path: Path) -> None:
     cells = {(trial.strategy, trial.policy.weights) for trial in trials}
     assert {strategy for strategy, _ in cells} == {"zero3", "ddp", "zeropp"}
     assert len(cells) == 4
-    assert len(trials) == 3 * len(cells)
+    assert len(trials) == 6 * len(cells)
 
 
 def test_commands_are_named() -> None:

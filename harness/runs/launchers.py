@@ -23,8 +23,8 @@ def clusters(trials: Sequence[Trial]) -> list[Cluster]:
     Raises:
         Refusal: if they name several launchers, or several lists of hosts.
     """
-    found = list(dict.fromkeys(t.cluster.model_dump_json() for t in trials if t.cluster.launcher != "local"))
-    several = sorted((Cluster.model_validate_json(one) for one in found), key=lambda one: -one.nodes)
+    found = {t.cluster.model_dump_json(): t.cluster for t in trials if t.cluster.launcher != "local"}
+    several = sorted(found.values(), key=lambda one: -one.nodes)
     for name in ("launcher", "hosts", "slurm"):
         named = {str(getattr(one, name)) for one in several}
         if len(named) > 1:

@@ -237,7 +237,7 @@ def test_training_is_the_same_to_the_bit_and_the_byte(data: st.DataObject, ranks
     topology = Topology(1, ranks)
     policy = data.draw(policies(topology))
     if data.draw(st.booleans()):
-        policy = replace(policy, stage=3, weights=FP32, secondary=0)
+        policy = replace(policy, stage=3, weights=FP32, secondary=0, secondary_format="frames")
     net = model(Odd) if kind == "odd" else model(Net, tied=kind == "tied", recompute=kind == "recompute")
     width = 7 if kind == "odd" else 16
     copied, stayed = (on_threads(topology, _trained, net, policy, way, width) for way in ("backend", "shm"))

@@ -339,7 +339,7 @@ def test_rates_that_differ_are_marked_in_the_rows_of_their_setting() -> None:
         record_of(trial, change=achieved if place == 1 else None) for place, trial in enumerate(trials)
     ]
     table = registry.summary(derive(frames_of(records)))
-    place = [column.title for column in table.columns].index("Speed-up")
+    place = [column.title for column in table.columns].index("Speed-up over ZeRO-3")
     marked = [row[place].endswith(" †") for row in table.rows()]
     assert sorted(marked) == [False, False, True, True]
     assert marked[0] == marked[1]
