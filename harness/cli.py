@@ -41,7 +41,7 @@ from harness.records import bench_record, reproduce, run_record
 from harness.records.record import RecordError, path_of, read, readable
 from harness.records.run_record import SuiteText
 from harness.runs import launchers, slurm
-from harness.runs.forecast import PlanError, forecast, this_host
+from harness.runs.forecast import Host, PlanError, any_host, forecast, this_host
 from harness.runs.refusals import check_feasible, check_folder, check_inputs
 from harness.suites.expansion import MOST_TRIALS, SuiteError, load
 from harness.suites.labels import counted
@@ -117,7 +117,7 @@ def _entry(
 def plan(file: SuiteFile) -> None:
     """Predict every trial's bytes and memory; status 1, after the reasons, if some cannot run here."""
     suite = load(file)
-    found = forecast(suite.trials, this_host())
+    found = forecast(suite.trials, _host(suite))
     out = terminal.console()
     terminal.forecasts(suite, found, out)
     if impossible := sum(bool(one.problems) for one in found):
@@ -149,6 +149,7 @@ def run(
     if (waiting := launchers.for_slurm(suite.trials)) is not None:
         more = [*(["--sweeps", str(sweeps)] if sweeps > 1 else []), *(["--retry-failed"] * retry_failed)]
         more += ["--only", only] if only is not None else []
+        check_feasible(file, forecast(asked, _host(suite)))
         _to_slurm(suite, file, results, waiting, more)
         raise typer.Exit(OK)
     place = launchers.place(suite.trials)
@@ -388,6 +389,11 @@ def _follow_nodes(place: Place) -> int:
     from harness.runs.work import WORKS
 
     return supervisor.follow(place, WORKS, provenance.identity())
+
+
+def _host(suite: Suite) -> Host:
+    """Where a suite's trials run: here, or on nodes that are not known yet."""
+    return this_host() if launchers.for_slurm(suite.trials) is None else any_host()
 
 
 def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, more: Sequence[str]) -> None:

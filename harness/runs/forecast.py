@@ -8,6 +8,7 @@ in seconds.  By symmetry every node sends what node 0 sends.  Activations are no
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -106,6 +107,11 @@ def this_host() -> Host:
     return Host(
         machine.memory_bytes(), tuple(int(gpu["memory_gib"] * 2**30) for gpu in gpus), cache(_namespaces)
     )
+
+
+def any_host() -> Host:
+    """One with whatever trials may need: of a node that a launcher has yet to give."""
+    return Host(sys.maxsize, (sys.maxsize,) * 1024, lambda: None)
 
 
 def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
