@@ -197,7 +197,7 @@ def run_ranks(
         ranks: list[_Watched] = []
         try:
             with _uninterrupted():  # half-started ranks would be nobody's
-                ranks += _start(target, argument, launch, scratch)
+                _start(ranks, target, argument, launch, scratch)
             failure = _watch(ranks, launch.timeout_seconds, on_progress, stopped)
         finally:
             for watched in ranks:
@@ -310,10 +310,10 @@ def start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(target: Any, argument: Any, launch: Launch, scratch: Path) -> list[_Watched]:
+def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, scratch: Path) -> None:
+    """Start the ranks of this node, and add each to ``ranks`` as soon as it is there."""
     start_server()
     context = multiprocessing.get_context("forkserver")
-    ranks: list[_Watched] = []
     for rank in launch.ranks:
         receiving, sending = context.Pipe(duplex=False)
         process = context.Process(
@@ -322,10 +322,15 @@ def _start(target: Any, argument: Any, launch: Launch, scratch: Path) -> list[_W
             daemon=True,
             name=f"rank {rank}",
         )
-        process.start()
-        sending.close()
+        try:
+            process.start()
+        except (EOFError, OSError) as error:
+            receiving.close()
+            why = f"the process that starts ranks ended: {type(error).__name__} {error}".rstrip()
+            raise LaunchError("killed", why, None) from error
+        finally:
+            sending.close()
         ranks.append(_Watched(rank, process, receiving))
-    return ranks
 
 
 def _watch(

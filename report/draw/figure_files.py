@@ -22,6 +22,7 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
     "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
     "png": {"Software": None},
 }
+_MARGIN: Final = 0.05  # inches around what is drawn
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,12 @@ def write(plot: Drawing, data: pd.DataFrame, folder: Path) -> Drawn:
     rendered = {}
     with theme.style():
         figure = plot.draw(data)
+        figure.draw_without_rendering()  # lays it out: once, for all forms
+        figure.set_layout_engine("none")
+        box = figure.get_tightbbox().padded(_MARGIN)
         for form, metadata in _METADATA.items():
             buffer = io.BytesIO()
-            figure.savefig(buffer, format=form, metadata=metadata, bbox_inches="tight", pad_inches=0.05)
+            figure.savefig(buffer, format=form, metadata=metadata, bbox_inches=box)
             rendered[form] = buffer.getvalue()
             (folder / f"{plot.name}.{form}").write_bytes(rendered[form])
     data.to_csv(folder / f"{plot.name}.csv", index=False, lineterminator="\n")

@@ -419,6 +419,7 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     for module, function in (("harness.runs.sweep", run_sweep), ("report.build", build)):
         fake = types.ModuleType(module)
         setattr(fake, function.__name__, function)
+        fake.Asked = Asked  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module, fake)
     return calls
 

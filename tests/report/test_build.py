@@ -129,6 +129,7 @@ def test_the_headline_states_speedup_and_bytes(quickstart: Path) -> None:
     assert "0.75 M against 3 M" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("strategies", "title"),
     [
@@ -150,6 +151,7 @@ def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, t
     assert " ".join(re.sub("<[^>]*>", "", text[text.index("<h1>") : text.index("</h1>")]).split()) == title
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("without", [True, False])
 def test_what_a_suite_asks_is_answered(without: bool, tmp_path: Path) -> None:
     """Asked whether int6 beats int8, title, headline and figures compare these two, also beside ZeRO-3."""
@@ -173,6 +175,7 @@ def test_what_a_suite_asks_is_answered(without: bool, tmp_path: Path) -> None:
     assert "ZeRO-3" not in drawn or not without
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_a_baseline_the_page_says_what_was_found(tmp_path: Path) -> None:
     """The fastest is named with its step, and that no speed-up follows."""
     for strategy in ("ddp", "qwz", "zeropp"):
@@ -245,6 +248,7 @@ def test_a_headline_of_marked_trials_says_so_first() -> None:
     assert "achieved rates that differ by more than 10%" in headline(derive(frames_of(apart)))[0]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_changed_codec_is_named_in_the_headline(tmp_path: Path) -> None:
     """Where ZeRO++ ran with other codecs than its preset, the headline says which."""
     changes = PolicyChanges(weights="int8:64", gradients="int4:64", align=64)
@@ -253,6 +257,7 @@ def test_a_changed_codec_is_named_in_the_headline(tmp_path: Path) -> None:
     assert "a step of ZeRO++ (w int8:64, g int4:64) takes" in _Page(build(tmp_path).read_text()).text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) -> None:
     """A warning counts them, the facts say how much was taken, and their records are marked; undisturbed ones
     have no warning; of records without the machine's seconds the facts say that nothing is on record.
@@ -279,6 +284,7 @@ def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) ->
     assert "processors taken by others: not on record" in page["unknown"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_rows_share_stands_above_them_on_the_page(tmp_path: Path) -> None:
     """The Summary of several rates and batches is no wider on the page than that of one: each place is told
     once, over the whole width, above its rows; files keep it in columns.
@@ -305,6 +311,7 @@ def test_what_rows_share_stands_above_them_on_the_page(tmp_path: Path) -> None:
     assert "| Where |" in (tmp_path / "tables" / "summary.md").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_places_of_one_row_each_stay_in_columns(tmp_path: Path) -> None:
     """Where no two rows share a place, the page has no lines of places."""
     for rate in ("50 Mbit/s", "200 Mbit/s"):
@@ -322,6 +329,7 @@ def test_missing_figures_name_the_suite_to_run(quickstart: Path) -> None:
         assert f"zeropp run suites/{suite}.toml" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_no_file_is_named_that_is_not_there(tmp_path: Path) -> None:
     """A program that was installed without the suites' files names the suite, one with them their file."""
     assert needed("bits", tmp_path / "suites") == "bits"
@@ -344,6 +352,7 @@ def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
         assert found == once
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_figure_whose_data_went_away_is_removed(tmp_path: Path) -> None:
     """A second build without the records behind a figure leaves no stale file of it."""
     folder = _folder(tmp_path, "quickstart")
@@ -413,6 +422,7 @@ def test_an_interrupted_build_leaves_the_previous_report(
     assert _snapshot(folder) == before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_nothing_but_failures_still_gives_a_page(tmp_path: Path) -> None:
     """A sweep in which all trials failed has a page that says so."""
     write(tmp_path, record_of(Trial(), failure=Failure(kind="timeout", message="too slow", log=None)))
@@ -425,6 +435,7 @@ def test_nothing_but_failures_still_gives_a_page(tmp_path: Path) -> None:
     assert "no speed-up is stated" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_was_interrupted_did_not_fail(tmp_path: Path) -> None:
     """A trial that Ctrl-C ended is counted by itself until it is run again, and is no failed trial."""
     write(tmp_path, record_of(Trial(strategy="zero3")))
@@ -451,6 +462,7 @@ def test_what_cannot_be_reported_raises_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("link", ["none", "auto"])
 def test_peers_and_unmeasured_links_are_reported(link: Literal["none", "auto"], tmp_path: Path) -> None:
     """A sweep of peers beside policies, with no rate known, has a page without a best step."""
@@ -474,6 +486,7 @@ def _without_digest(folder: Path) -> None:
         path.write_text(json.dumps(data))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_halved_ledgers_are_marked(tmp_path: Path) -> None:
     """Of a record whose ledgers were halved, and its digest taken out, the page says that it is neither the
     prediction nor what the interfaces sent, and counts it out of the checks; with its digest it is refused.
@@ -506,6 +519,7 @@ def test_halved_ledgers_are_marked(tmp_path: Path) -> None:
     assert "2 of 2" in checks
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_modelled_link_is_called_so(tmp_path: Path) -> None:
     """Where a pacer stood for the link, title, headline, every caption and every place say "modelled"."""
 

@@ -104,7 +104,7 @@ def test_the_formula_of_shared_scales_is_their_worst(text: str) -> None:
 
 def test_the_default_is_every_kind_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     """Without options all representative codecs are tried, and hold, on the backends found."""
-    assert cli.main(["check", "codecs", "--examples", "2"]) == cli.OK
+    assert cli.main(["check", "codecs", "--examples", "2", "--elements", "3000"]) == cli.OK
     out = capsys.readouterr().out
     for text in REPRESENTATIVE:
         assert f"  {text} on reference " in out
@@ -215,7 +215,7 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
     """An object that claims to be a codec holds if its bits do; one that is deaf to where it is fails."""
     monkeypatch.setattr("harness.laws.laws.DRAWS", 64)
     (folder / "kernels_of_mine.py").write_text(KERNEL, encoding="utf-8")
-    arguments = ["check", "codecs", "--examples", "100", "--codec"]
+    arguments = ["check", "codecs", "--examples", "100", "--elements", "3000", "--codec"]
     assert cli.main([*arguments, "kernels_of_mine:kernel"]) == cli.OK
     capsys.readouterr()
     assert cli.main([*arguments, "kernels_of_mine:Deaf"]) == command.VIOLATED

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from harness.records.record import read_all
+from tests.harness.cluster.test_processes import until
 
 ROOT = Path(__file__).parents[3]
 SUITE = """
@@ -129,13 +131,25 @@ def test_no_finished_trial_is_lost(undisturbed: dict[str, Any]) -> None:
             which=st.integers(0, 7),
         )
         def kill(self, who: str, seconds: float, which: int) -> None:
+            try:
+                self.one(who, seconds, which)
+            except BaseException:  # what Hypothesis tries again may end in another way
+                print(who, seconds, which)
+                traceback.print_exc()
+                raise
+
+        def one(self, who: str, seconds: float, which: int) -> None:
             processes = started(self.folder, TORCHRUN if who == "supervisor" else LOCAL)
             tree = [psutil.Process(process.pid) for process in processes]
+            if who == "supervisor":  # for one that has not come yet, the first waits for five minutes
+                until(lambda: bool(tree[1].children()) or processes[0].poll() is not None)
+                seconds /= 2
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and processes[0].poll() is None:
                 time.sleep(0.05)
             below = [child for one in tree if one.is_running() for child in one.children(recursive=True)]
-            ranks = [child for child in below if child.is_running() and len(child.children()) == 0]
+            own = {process.pid for process in processes}
+            ranks = [child for child in below if child.is_running() and child.ppid() not in own]
             victims = {"runner": tree[:1], "supervisor": tree[1:], "rank": ranks, "server": below}[who]
             if victims:
                 victim = victims[which % len(victims)]

@@ -122,6 +122,7 @@ def test_ours_stand_on_the_peers_transport_first() -> None:
     assert carried["ours, fp32", "shm", 2] == "shm, gloo"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_peers_there_is_no_ratio_to_them(tmp_path: Path) -> None:
     """A run without DDP has no column that compares with it."""
     record = engine()
@@ -200,6 +201,7 @@ def test_a_terminal_says_how_to_read_its_tables() -> None:
     assert "GB/s:" not in said["engine"]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("seconds", "scatters"), [([1.0, 1.1, 1.0, 1.1], False), ([1.0, 1.6, 1.0, 1.6], True)]
 )
@@ -225,6 +227,7 @@ def test_rounds_that_scatter_are_told(seconds: list[float], scatters: bool, tmp_
     assert ("Rounds scatter" in build(tmp_path).read_text(encoding="utf-8")) is scatters
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("subject", PAGES)
 def test_a_lead_is_short(subject: str, tmp_path: Path) -> None:
     """At most three findings of one line, each of a highest and a lowest; the table has the others."""

@@ -1,0 +1,25 @@
+"""Fixtures of the report's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from report.draw.figure_definition import Drawing
+from report.draw.figure_files import Drawn
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures have their data and their files, with nothing drawn: for tests of what stands around them."""
+
+    def write(plot: Drawing, data: pd.DataFrame, folder: Path) -> Drawn:
+        svg = b'<svg xmlns="http://www.w3.org/2000/svg"/>'
+        for form in ("svg", "pdf", "png"):
+            (folder / f"{plot.name}.{form}").write_bytes(svg)
+        data.to_csv(folder / f"{plot.name}.csv", index=False, lineterminator="\n")
+        return Drawn(plot, data, svg)
+
+    monkeypatch.setattr("report.draw.figure_files.write", write)
