@@ -1,4 +1,4 @@
-"""``zeropp``: plan, run, show, report, train, bench, check, doctor, checkpoints, export.
+"""``zeropp``: plan, run, show, report, archive, compare, train, bench, check, doctor, checkpoints, export.
 
 A suite file says what happens; there is no option that it could state.  What cannot be done is
 one line on standard error and exit status 2, and nothing is touched.  torch is imported only by
@@ -37,7 +37,7 @@ from harness.cluster.processes import end_if_in_group
 from harness.errors import Refusal, one_line
 from harness.laws import command as check
 from harness.measure import provenance
-from harness.records import bench_record, reproduce, run_record
+from harness.records import archive, bench_record, reproduce, run_record
 from harness.records.record import RecordError, path_of, read, readable
 from harness.records.run_record import SuiteText
 from harness.runs import launchers, slurm
@@ -240,14 +240,31 @@ def show(
 
 @app.command()
 def report(what: Answer, results: ResultsFolder = RESULTS) -> None:
-    """Build a suite's report from its records and print its path."""
+    """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
     folder = _folder(what, results)
+    if folder is not None and (archives := sorted(folder.glob(f"*{archive.SUFFIX}"))):
+        for one in archives:
+            _build_report(archive.unpack(one))
+        return
     if folder is None:
         raise Refusal(
             f"unknown suite {what!r}: {results} holds {_there(results)}; a report is of a suite, "
             "`zeropp show` also prints single trials"
         )
     _build_report(folder)
+
+
+@app.command("archive")
+def archive_records(
+    what: Answer,
+    into: Annotated[Path, typer.Argument(help="Folder in which the archive is written.", metavar="FOLDER")],
+    results: ResultsFolder = RESULTS,
+) -> None:
+    """Write a suite's records into one compressed file, SUITE.tar.xz, and print its path."""
+    folder = _folder(what, results)
+    if folder is None:
+        raise Refusal(f"unknown suite {what!r}: {results} holds {_there(results)}")
+    print(archive.pack(folder, into))
 
 
 @app.command()

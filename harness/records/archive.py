@@ -1,0 +1,73 @@
+"""A suite's records in one compressed file, to be committed or handed on: a plain ``tar.xz``.
+
+In it is the folder of the suite as it was, without report and logs.  The same records give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import re
+import tarfile
+from pathlib import Path
+from typing import Final
+
+from harness.records.record import RecordError
+
+SUFFIX: Final = ".tar.xz"
+_NAME: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)/([0-9a-f]{12}|runs/[0-9a-f]{16})\.json")
+_MOST: Final = 64 << 20  # bytes of a file in it
+
+
+def pack(folder: Path, into: Path) -> Path:
+    """Write the records of ``folder``, and the files of their runs, to ``<into>/<its name>.tar.xz``.
+
+    Raises:
+        RecordError: if there are none, or the file cannot be written.
+    """
+    files = [*sorted(folder.glob("*.json")), *sorted(folder.glob("runs/*.json"))]
+    if not files:
+        raise RecordError(f"{folder}: no records in it")
+    buffer = io.BytesIO()
+    try:
+        with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as archive:
+            for path in files:
+                entry = tarfile.TarInfo(f"{folder.absolute().name}/{path.relative_to(folder).as_posix()}")
+                content = path.read_bytes()
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+        into.mkdir(parents=True, exist_ok=True)
+        target = into / f"{folder.absolute().name}{SUFFIX}"
+        aside = target.with_suffix(".tmp")
+        aside.write_bytes(buffer.getvalue())
+        aside.replace(target)
+    except OSError as error:
+        raise RecordError(f"{into}: cannot write there: {error.strerror or error}") from error
+    return target
+
+
+def unpack(archive: Path) -> Path:
+    """Write the records of an archive beside it, as they were; returns their folder.
+
+    Raises:
+        RecordError: naming the archive: it is none, holds what is no record, or lacks one of the folder's.
+    """
+    suite = archive.name.removesuffix(SUFFIX)
+    folder, there = archive.parent / suite, set()
+    try:
+        with tarfile.open(archive, mode="r:xz") as found:
+            for entry in found:
+                named = _NAME.fullmatch(entry.name)
+                if named is None or named[1] != suite or not entry.isfile() or entry.size > _MOST:
+                    raise RecordError(f"{archive}: holds {entry.name!r}, which is no record of suite {suite}")
+                content = found.extractfile(entry)
+                assert content is not None  # noqa: S101  # it is a file
+                target = archive.parent / entry.name
+                there.add(target)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content.read())
+    except (OSError, tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise RecordError(f"{archive}: cannot be unpacked: {error}") from error
+    if others := sorted(set(folder.glob("*.json")) - there):
+        raise RecordError(f"{folder}: has records that {archive.name} has not, the first {others[0].name}")
+    return folder

@@ -1,0 +1,79 @@
+"""A suite's records go into one file and come back as they were; nothing else comes out of one."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from harness.records import archive, record
+from harness.records.record import RecordError
+from harness.suites.trial import Trial
+from tests.report.records import record_of
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    """To the byte, with the files of their runs and without logs; packing them again gives the same file."""
+    folder = tmp_path / "a" / "q"
+    for seed in range(3):
+        record.write(folder, record_of(Trial(steps=2, warmup=0, seed=seed), suite="q"))
+    (folder / "runs").mkdir()
+    (folder / "runs" / f"{'0' * 16}.json").write_text("{}", encoding="utf-8")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "x.log").write_text("x", encoding="utf-8")
+    packed = archive.pack(folder, tmp_path / "b")
+    found = archive.unpack(packed)
+    assert found == tmp_path / "b" / "q"
+    for part in ("*.json", "runs/*.json"):
+        assert {path.name: path.read_bytes() for path in found.glob(part)} == {
+            path.name: path.read_bytes() for path in folder.glob(part)
+        }
+    assert not (found / "logs").exists()
+    assert archive.pack(found, tmp_path / "c").read_bytes() == packed.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../0123456789ab.json", "/tmp/0123456789ab.json", "q/../0123456789ab.json", "q/report.html",  # noqa: S108
+     "other/0123456789ab.json"],
+)  # fmt: skip
+def test_nothing_but_records_comes_out(tmp_path: Path, name: str) -> None:
+    """What is named otherwise than a record of the suite is refused, and not written."""
+    with tarfile.open(tmp_path / "q.tar.xz", "w:xz") as made:
+        made.addfile(tarfile.TarInfo(name), io.BytesIO())
+    with pytest.raises(RecordError, match="which is no record of suite q"):
+        archive.unpack(tmp_path / "q.tar.xz")
+    assert [path.name for path in tmp_path.iterdir()] == ["q.tar.xz"]
+
+
+def test_links_do_not_come_out(tmp_path: Path) -> None:
+    """A link under a record's name is refused."""
+    entry = tarfile.TarInfo("q/0123456789ab.json")
+    entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    with tarfile.open(tmp_path / "q.tar.xz", "w:xz") as made:
+        made.addfile(entry)
+    with pytest.raises(RecordError, match="no record"):
+        archive.unpack(tmp_path / "q.tar.xz")
+
+
+def test_damaged_archives_are_named(tmp_path: Path) -> None:
+    """One that ends early, or is none, is one line."""
+    folder = tmp_path / "q"
+    record.write(folder, record_of(Trial(steps=2, warmup=0)))
+    whole = archive.pack(folder, tmp_path).read_bytes()
+    for content in (b"", b"no archive", whole[: len(whole) // 2]):
+        (tmp_path / "q.tar.xz").write_bytes(content)
+        with pytest.raises(RecordError, match="cannot be unpacked"):
+            archive.unpack(tmp_path / "q.tar.xz")
+
+
+def test_records_that_are_not_in_it_are_not_mixed_in(tmp_path: Path) -> None:
+    """A folder with a further record is refused: its page would be of both."""
+    folder = tmp_path / "q"
+    record.write(folder, record_of(Trial(steps=2, warmup=0)))
+    packed = archive.pack(folder, tmp_path)
+    record.write(folder, record_of(Trial(steps=2, warmup=0, seed=1)))
+    with pytest.raises(RecordError, match="has records that q.tar.xz has not"):
+        archive.unpack(packed)

@@ -1,0 +1,26 @@
+"""Folders of archives, as they are committed, give their pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import cli
+from harness.records import record
+from tests.report.records import records_of
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_folder_of_archives_is_reported_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``zeropp archive`` writes them, and ``zeropp report`` draws a page of each."""
+    for suite in ("quickstart", "bits"):
+        for one in records_of(suite, repeats=1):
+            record.write(tmp_path / "results" / suite, one)
+        arguments = ["archive", suite, str(tmp_path / "kept"), "--results", str(tmp_path / "results")]
+        assert cli.main(arguments) == cli.OK
+    capsys.readouterr()
+    assert cli.main(["report", str(tmp_path / "kept")]) == cli.OK
+    pages = capsys.readouterr().out.split()
+    assert pages == [str(tmp_path / "kept" / suite / "report.html") for suite in ("bits", "quickstart")]
+    assert all(Path(page).stat().st_size > 1000 for page in pages)
