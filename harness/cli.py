@@ -239,8 +239,23 @@ def show(
 
 
 @app.command()
-def report(what: Answer, results: ResultsFolder = RESULTS) -> None:
+def report(
+    what: Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")] = "",
+    results: ResultsFolder = RESULTS,
+    *,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Only say what in README and docs differs from the committed records."),
+    ] = False,
+) -> None:
     """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
+    if check:
+        from report.committed import wrong
+
+        if differing := wrong():
+            print("\n".join(differing))
+            raise typer.Exit(SOME_FAILED)
+        return
     folder = _folder(what, results)
     if folder is not None and (archives := sorted(folder.glob(f"*{archive.SUFFIX}"))):
         for one in archives:

@@ -46,14 +46,15 @@ def pack(folder: Path, into: Path) -> Path:
     return target
 
 
-def unpack(archive: Path) -> Path:
-    """Write the records of an archive beside it, as they were; returns their folder.
+def unpack(archive: Path, into: Path | None = None) -> Path:
+    """Write an archive's records into a folder, or beside it, as they were; returns their suite's folder.
 
     Raises:
         RecordError: naming the archive: it is none, holds what is no record, or lacks one of the folder's.
     """
     suite = archive.name.removesuffix(SUFFIX)
-    folder, there = archive.parent / suite, set()
+    into = archive.parent if into is None else into
+    folder, there = into / suite, set()
     try:
         with tarfile.open(archive, mode="r:xz") as found:
             for entry in found:
@@ -62,7 +63,7 @@ def unpack(archive: Path) -> Path:
                     raise RecordError(f"{archive}: holds {entry.name!r}, which is no record of suite {suite}")
                 content = found.extractfile(entry)
                 assert content is not None  # noqa: S101  # it is a file
-                target = archive.parent / entry.name
+                target = into / entry.name
                 there.add(target)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content.read())

@@ -75,5 +75,5 @@ def test_records_that_are_not_in_it_are_not_mixed_in(tmp_path: Path) -> None:
     record.write(folder, record_of(Trial(steps=2, warmup=0)))
     packed = archive.pack(folder, tmp_path)
     record.write(folder, record_of(Trial(steps=2, warmup=0, seed=1)))
-    with pytest.raises(RecordError, match="has records that q.tar.xz has not"):
+    with pytest.raises(RecordError, match=r"has records that q\.tar\.xz has not"):
         archive.unpack(packed)

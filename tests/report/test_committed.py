@@ -1,0 +1,66 @@
+"""Numbers in README and docs follow from the committed records, and nothing else passes for them."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from harness import cli
+from harness.records.record import RecordError
+from report import committed
+from report.committed import REFERENCE, ROOT
+
+
+def test_what_is_committed_follows_from_the_records(capsys: pytest.CaptureFixture[str]) -> None:
+    """README's sentences and figure, and docs/results.md, are those of the records."""
+    assert cli.main(["report", "--check"]) == cli.OK, capsys.readouterr().out
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The files that follow from records, and the records, in a folder of their own."""
+    for name in ("README.md", "docs/results.md", "docs/quickstart.svg", str(REFERENCE)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        whole = ROOT / name
+        (shutil.copytree if whole.is_dir() else shutil.copy)(whole, tmp_path / name)
+    return tmp_path
+
+
+def other(digit: str) -> str:
+    """Another digit."""
+    return str((int(digit) + 1) % 10)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_any_other_digit_is_found(copied: Path, name: str) -> None:
+    """One digit of one number changed, and the check names the file and the line."""
+    path = copied / name
+    text = path.read_text(encoding="utf-8")
+    start = text.index("<!-- of the records -->") if name == "README.md" else text.index("\n## ")
+    found = re.search(r"\d", text[start:])
+    assert found is not None
+    place = start + found.start()
+    path.write_text(text[:place] + other(text[place]) + text[place + 1 :], encoding="utf-8")
+    (line,) = committed.wrong(copied)
+    assert line.startswith(f"{name}: line {text[:place].count(chr(10)) + 1} is ")
+
+
+def test_an_edited_record_is_refused(copied: Path) -> None:
+    """One digit of a committed record changed, and it is no record of these trials any more."""
+    path = next((copied / REFERENCE).glob("quickstart.tar.xz"))
+    with tarfile.open(path) as archive:
+        parts = [(entry, archive.extractfile(entry).read()) for entry in archive]  # type: ignore[union-attr]
+    with tarfile.open(path, "w:xz") as archive:
+        for number, (entry, content) in enumerate(parts):
+            changed = content
+            if number == 0:
+                place = content.index(b'"total":') + 11
+                changed = content[:place] + other(chr(content[place])).encode() + content[place + 1 :]
+            archive.addfile(entry, io.BytesIO(changed))
+    with pytest.raises(RecordError, match="edited or damaged"):
+        committed.wrong(copied)
