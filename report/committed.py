@@ -33,8 +33,8 @@ _TABLES: Final = ("summary", "losses", "sent_error", "break_even")  # of each su
 _HEAD: Final = """\
 # Results
 
-What the committed records say; `zeropp report results/reference` draws the page of each suite from them, with all
-figures and tables.
+What the committed records say; `zeropp report results/reference` draws the page of each suite from them, with
+all figures and tables.
 This file is written from them too (`python -m report.committed`), and CI compares.
 """
 
