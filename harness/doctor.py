@@ -87,7 +87,7 @@ def examine() -> list[Finding]:
             "NVML",
             driver is not None,
             f"driver {driver}" if driver else nvml,
-            "GPU facts: pip install 'zeropp-bench[cuda12]' or '[cuda13]', on an NVIDIA driver",
+            "GPU facts: an NVIDIA driver, and pip install nvidia-ml-py",
         ),
         Finding(
             "DeepSpeed",
