@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,20 @@ class Host:
     def output(self) -> str:
         """What was printed there."""
         return (self.folder / "output").read_text()
+
+    def listening(self) -> set[str]:
+        """Addresses on which somebody there listens now, as the kernel writes them."""
+        lines = [
+            line.split()
+            for name in ("tcp", "tcp6")
+            for line in Path(f"/proc/{self.holder}/net/{name}").read_text().splitlines()[1:]
+        ]
+        return {words[1].partition(":")[0] for words in lines if words[3] == "0A"}
+
+    @property
+    def own(self) -> str:
+        """Its address, as the kernel writes it."""
+        return socket.inet_aton(self.address)[::-1].hex().upper()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -159,14 +160,25 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path, local: 
 
 
 def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path, local: Found) -> None:
-    """One command on the first host starts the supervisor of the second through ssh."""
+    """One command on the first host starts the supervisor of the second through ssh; whoever listens, does so
+    on the address that leads from host to host, or inside its own host.
+    """
     with hosts(2, tmp_path, {}) as both, sshd(both[1]) as wrapped:
         names = json.dumps([host.address for host in both])
         for host in both:
             for name, text in walk("hosts", f"hosts = {names}").items():
                 (host.folder / name).write_text(text)
         command = [sys.executable, "-m", "harness.cli", "run", "walk.toml"]
-        assert both[0].start(command, PATH=wrapped).wait(timeout=400) == 1, both[0].output
+        run, heard = both[0].start(command, PATH=wrapped), [set[str](), set[str]()]
+        while run.poll() is None:
+            for host, found in zip(both, heard, strict=True):
+                found.update(host.listening())
+            time.sleep(0.02)
+        assert run.wait() == 1, both[0].output
+        inside = {"0100007F", "0" * 24 + "01000000"}  # 127.0.0.1 and ::1
+        for host, found in zip(both, heard, strict=True):
+            assert host.own in found
+            assert found <= {host.own} | inside
         check(both[0].folder, "real", "distinct hosts", local)
         assert not list(both[1].folder.rglob("*.json"))
         command[3] = "doctor"
