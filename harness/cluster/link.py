@@ -50,13 +50,15 @@ class Setting:
     """Request for a link, whose rate is per node and direction; None is unshaped.
 
     Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.  A message
-    takes ``latency_ms`` milliseconds one way beyond its bytes at the rate.
+    takes ``latency_ms`` milliseconds one way beyond its bytes at the rate.  It is calibrated with
+    ``transport``, gloo or nccl.
     """
 
     kind: Kind
     nodes: int
     rate_mbit: float | None
     latency_ms: float = 0.0
+    transport: str = "gloo"
 
 
 @dataclass(frozen=True, slots=True)

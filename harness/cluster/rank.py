@@ -55,10 +55,13 @@ class Rank:
         return self.local == 0
 
 
-def exchange(rank: Rank, message_bytes: int, repetitions: int, device: str = "cpu") -> list[float]:
+def exchange(
+    rank: Rank, message_bytes: int, repetitions: int, device: str = "cpu", *, grouped: bool | None = None
+) -> list[float]:
     """Measure the link's rate by messages around the ring of nodes, between their first ranks.
 
-    Every rank of the default group must call it.
+    Every rank of the default group must call it.  ``grouped`` sends and receives in one call, by default on
+    GPUs, for NCCL: a receive of its own, waited for by all before any of them sends, never ends there.
 
     Returns:
         Mbit/s into this rank, one value per repetition; empty for ranks that only wait.
@@ -67,22 +70,28 @@ def exchange(rank: Rank, message_bytes: int, repetitions: int, device: str = "cp
     import torch.distributed as dist
 
     per_node, world = rank.topology.ranks_per_node, rank.topology.world
+    before, after = (rank.rank - per_node) % world, (rank.rank + per_node) % world
+    grouped = device != "cpu" if grouped is None else grouped
     if rank.speaks:
         outgoing = torch.ones(message_bytes, dtype=torch.uint8, device=device)
         incoming = torch.zeros_like(outgoing)  # written: a first touch would be timed as link
     achieved = []
     for repetition in range(-1, repetitions):  # the first, untimed, opens the connection
-        if rank.speaks:
+        if rank.speaks and not grouped:
             # Before the barrier and the data: gloo tells the sender that it may send over the same
             # connection, and behind data of our own that takes as long as the data: half the rate.
-            receiving = dist.irecv(incoming, (rank.rank - per_node) % world)
+            receiving = dist.irecv(incoming, before)
         dist.barrier()
         if rank.speaks:
             start = time.monotonic()
-            sending = dist.isend(outgoing, (rank.rank + per_node) % world)
+            if grouped:
+                both = [dist.P2POp(dist.irecv, incoming, before), dist.P2POp(dist.isend, outgoing, after)]
+                works = dist.batch_isend_irecv(both)
+            else:
+                works = [dist.isend(outgoing, after), receiving]  # type: ignore[list-item]  # None: outside
             booked = rank.pacer.book(message_bytes) if rank.pacer else start
-            receiving.wait()  # type: ignore[union-attr]  # None only outside the group
-            sending.wait()  # type: ignore[union-attr]
+            for work in works:
+                work.wait()
             if device != "cpu":
                 torch.cuda.synchronize()
             time.sleep(max(0.0, booked - time.monotonic()))

@@ -263,7 +263,8 @@ def _setting(trial: Trial) -> Setting:
     nodes = 1 if trial.strategy == "single" else cluster.nodes
     if nodes == 1 and (cluster.link != "real" or cluster.launcher != "local"):
         return Setting("none", 1, None)
-    return Setting(cluster.link, nodes, cluster.rate, latency)
+    transport = "nccl" if cluster.transport == "nccl" else "gloo"  # which shm has between nodes
+    return Setting(cluster.link, nodes, cluster.rate, latency, transport)
 
 
 @dataclass(slots=True)
@@ -387,8 +388,10 @@ class _Sweep:
     def _calibrate(self, link: Link, trial: Trial) -> None:
         if link.setting.nodes == 1:
             return
-        launch = self._launch(link, Topology(link.setting.nodes, 1), 1, _CALIBRATION_SECONDS, "calibration")
-        found = self._start(trial, EXCHANGE, message_bytes(link.setting), launch, lambda _: None)
+        topology, backend = Topology(link.setting.nodes, 1), _backend(trial)
+        launch = self._launch(link, topology, 1, _CALIBRATION_SECONDS, "calibration", backend)
+        argument = (message_bytes(link.setting), link.setting.transport)
+        found = self._start(trial, EXCHANGE, argument, launch, lambda _: None)
         link.calibrated_mbit = slowest([rates for rates in found if rates])
 
     def _launch(  # noqa: PLR0917  # what differs between a calibration and a trial
@@ -411,8 +414,7 @@ class _Sweep:
         topology = Topology(1, 1) if single else trial.topology()
         here = topology.world if trial.cluster.launcher == "local" else topology.ranks_per_node
         threads = trial.threads or max(1, machine.cores() // here)
-        backend = "cpu:gloo,cuda:nccl" if trial.cluster.transport == "nccl" else "gloo"
-        launch = self._launch(link, topology, threads, trial.timeout_seconds, trial.id, backend)
+        launch = self._launch(link, topology, threads, trial.timeout_seconds, trial.id, _backend(trial))
         assignment = Assignment(
             trial=trial,
             probe_bytes=message_bytes(link.setting) if link.setting.nodes > 1 else None,
@@ -491,6 +493,10 @@ def _check(trial: Trial, link: Link) -> None:
             f"strategy {trial.strategy!r} sends past our wire, and link 'paced' holds only that to "
             f"{link.paced_mbit:g} Mbit/s; it needs network namespaces ({link.why})"
         )
+
+
+def _backend(trial: Trial) -> str:
+    return "cpu:gloo,cuda:nccl" if trial.cluster.transport == "nccl" else "gloo"
 
 
 def _link_record(link: Link) -> LinkRecord:

@@ -18,9 +18,10 @@ EXCHANGE: Final = "exchange"
 _OUTCOME: Final = TypeAdapter(Outcome)
 
 
-def measure_link(rank: Rank, nbytes: int) -> list[float]:
-    """Rates of a calibration: :func:`harness.cluster.rank.exchange`."""
-    return exchange(rank, nbytes, REPETITIONS)
+def measure_link(rank: Rank, argument: tuple[int, str]) -> list[float]:
+    """Rates of a calibration (:func:`harness.cluster.rank.exchange`), by message bytes and transport."""
+    nbytes, transport = argument
+    return exchange(rank, nbytes, REPETITIONS, f"cuda:{rank.local}" if transport == "nccl" else "cpu")
 
 
 def _told(assignment: Assignment) -> dict[str, Any]:
@@ -43,5 +44,5 @@ WORKS: Final = {
     TRIAL: Work(
         run, (_told, _understood), (lambda o: _OUTCOME.dump_python(o, mode="json"), _OUTCOME.validate_python)
     ),
-    EXCHANGE: Work(measure_link, (_same, int), (_same, _same)),
+    EXCHANGE: Work(measure_link, (list, tuple), (_same, _same)),
 }

@@ -68,6 +68,11 @@ def announce_and_hang(rank: Rank, path: str) -> None:
     time.sleep(600)
 
 
+def exchanged_in_groups(rank: Rank, what: tuple[int, int]) -> list[float]:
+    """Exchange messages as on GPUs; achieved rates."""
+    return exchange(rank, *what, grouped=True)
+
+
 def exchanged(rank: Rank, what: tuple[int, int]) -> tuple[list[float], int, int]:
     """Exchange messages; achieved rates, and what the interface sent meanwhile."""
     before = counters(rank.port.interface or "lo")

@@ -246,6 +246,17 @@ def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
         assert all(5 < rate <= 40.1 for rate in rates)
 
 
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 1), (3, 2)])
+def test_messages_in_one_call_are_measured_too(tmp_path: Path, nodes: int, per_node: int) -> None:
+    """As NCCL wants them: sent and received in one group, around any ring."""
+    launch = Launch(
+        Topology(nodes, per_node), (Port("lo", "127.0.0.1"),) * nodes, None, 1, 60, tmp_path / "log"
+    )
+    found = run_ranks(targets.exchanged_in_groups, (100_000, 2), launch)
+    assert [len(rates) for rates in found] == [2 if rank % per_node == 0 else 0 for rank in range(len(found))]
+    assert all(rate > 0 for rates in found for rate in rates)
+
+
 # With the kernel
 
 
