@@ -22,6 +22,7 @@ from rich.console import Console
 from harness.cluster import link
 from harness.cluster.link import LinkError
 from harness.records.record import RecordError, read, read_all
+from harness.records.run_record import RUNS
 from harness.runs import forecast as plan
 from harness.runs.repeats import Batch
 from harness.runs.sweep import LOCK, SCRATCH, Asked, SweepOutcome, alone, finished, run_sweep
@@ -300,7 +301,7 @@ def test_what_a_killed_run_left_is_cleared_away(tmp_path: Path) -> None:
     (tmp_path / SCRATCH / "zeropp-old").mkdir(parents=True)
     outcome, _ = sweep([trial("single")], tmp_path)
     assert outcome.ok == 1
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == [LOCK]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == [LOCK, RUNS]
 
 
 def test_a_link_that_cannot_be_is_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
