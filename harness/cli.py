@@ -29,11 +29,11 @@ from rich.console import Console
 
 from harness import terminal
 from harness.bench import command as bench
-from harness.cluster import supervisor
+from harness.cluster import node_supervisors
 from harness.cluster.control import Place
 from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.print_once import saying
-from harness.cluster.processes import end_if_in_group
+from harness.cluster.rank_processes import end_if_in_group
 from harness.errors import Refusal, one_line
 from harness.laws import command as check
 from harness.measure import provenance
@@ -420,7 +420,7 @@ def _follow_nodes(place: Place) -> int:
     """Be the supervisor of another node than the first; returns the run's exit status."""
     from harness.runs.work import WORKS
 
-    return supervisor.follow(place, WORKS, provenance.identity())
+    return node_supervisors.follow(place, WORKS, provenance.identity())
 
 
 def _host(suite: Suite) -> Host:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.cluster.interrupts import cleaning_up
-from harness.cluster.supervisor import Node
+from harness.cluster.node_supervisors import Node
 from harness.measure import machine
 from harness.runs.forecast import PROCESS_BYTES, gib
 from harness.strategies import deepspeed

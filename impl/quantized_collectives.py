@@ -26,10 +26,11 @@ from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, apart
 from impl.comm.all_gather import as_frames, gather_frames, gathered, placed
 from impl.comm.error_feedback import Errors, encoded_shapes
+from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction, reduced
 from impl.comm.transfer import finish
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.plan.geometry import chunked
 from impl.plan.policy import Feedback, Gather, Policy, Reduce
 

@@ -252,7 +252,7 @@ class _Run:
             BenchError: if there can be no such link, or ranks refuse what was asked.
         """
         from harness.cluster.link import LinkError, Setting, open_link
-        from harness.cluster.processes import Launch, LaunchError, run_ranks
+        from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
         from impl.plan import topology as plan
 
         interrupts.take_over()

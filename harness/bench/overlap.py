@@ -26,8 +26,9 @@ from harness.bench.rounds import interleaved, timed
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample
 from impl.codecs.codec import parse
+from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.plan.policy import preset
 from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import Load, predict

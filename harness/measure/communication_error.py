@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from harness.records.record import Communicated, CommunicationError
 from impl import ops
 from impl.adapters.inside_fsdp2 import InFSDP2
-from impl.comm.observer import Hop
+from impl.comm.reduction_observer import Hop
 from impl.plan.geometry import ROOT, Slot
 from impl.plan.policy import Policy
 from impl.unit.unit import Unit
@@ -72,7 +72,7 @@ Found = dict[Place, Sums]
 
 
 class Observed:
-    """What one rank is told of reductions: an :class:`impl.comm.observer.Observer`.
+    """What one rank is told of reductions: an :class:`impl.comm.reduction_observer.Observer`.
 
     Attributes:
         hops: error sums by unit and hop.
@@ -86,12 +86,12 @@ class Observed:
         self.means: dict[str, tuple[int, Tensor]] = {}
 
     def local(self, unit: str, gradient: Tensor) -> None:
-        """See :class:`~impl.comm.observer.Observer`."""
+        """See :class:`~impl.comm.reduction_observer.Observer`."""
         found = gradient.detach().to(torch.float32, copy=True)
         self.gradients[unit] = found.add_(self.gradients[unit]) if unit in self.gradients else found
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
-        """See :class:`~impl.comm.observer.Observer`."""
+        """See :class:`~impl.comm.reduction_observer.Observer`."""
         exact = values.detach().float()
         decoded = exact
         if frames is not None:
@@ -100,7 +100,7 @@ class Observed:
         self.hops[unit, hop].add(compared(decoded, exact))
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
-        """See :class:`~impl.comm.observer.Observer`."""
+        """See :class:`~impl.comm.reduction_observer.Observer`."""
         found = mean.detach().clone()
         self.means[unit] = (start, found.add_(self.means[unit][1]) if unit in self.means else found)
 

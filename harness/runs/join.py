@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from harness.cluster.control import Place
-from harness.cluster.supervisor import follow
+from harness.cluster.node_supervisors import follow
 from harness.errors import Refusal, one_line
 from harness.measure import provenance
 from harness.runs.work import WORKS

@@ -11,7 +11,7 @@ from functools import partial
 
 from harness.cluster import remote
 from harness.cluster.control import Place, place_in_slurm, place_under_torchrun
-from harness.cluster.supervisor import Nodes, leading
+from harness.cluster.node_supervisors import Nodes, leading
 from harness.errors import Refusal
 from harness.measure import provenance
 from harness.suites.trial import Cluster, Trial

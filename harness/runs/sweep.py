@@ -28,7 +28,9 @@ from harness.cluster.link import (
     open_link,
     slowest,
 )
-from harness.cluster.processes import (
+from harness.cluster.node_supervisors import Nodes
+from harness.cluster.rank import Progress
+from harness.cluster.rank_processes import (
     REFUSALS,
     Kind,
     Launch,
@@ -36,8 +38,6 @@ from harness.cluster.processes import (
     run_ranks,
     start_server,
 )
-from harness.cluster.rank import Progress
-from harness.cluster.supervisor import Nodes
 from harness.errors import Refusal
 from harness.measure import machine, provenance
 from harness.records import run_record

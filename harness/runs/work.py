@@ -7,8 +7,8 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from harness.cluster.link import REPETITIONS
+from harness.cluster.node_supervisors import Work
 from harness.cluster.rank import Rank, exchange
-from harness.cluster.supervisor import Work
 from harness.runs.trial import Assignment, Outcome, run
 from harness.suites.trial import Trial
 

@@ -294,10 +294,10 @@ def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
 def _run(job: Job) -> None:
     """Start the ranks, or be one, and print what rank 0 says."""
     from harness.cluster.link import Setting, open_link
-    from harness.cluster.processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
+    from harness.cluster.rank_processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
     from harness.train.loop import train as train_rank
     from impl.checkpoint.save_load import CheckpointError
-    from impl.engine.optimizer_step import LossScaleError
+    from impl.engine.loss_scale import LossScaleError
     from impl.errors import ZeroError
 
     interrupts.take_over()

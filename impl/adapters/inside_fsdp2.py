@@ -27,9 +27,10 @@ from impl.adapters.joined import HostError, Joined, fsdp2_groups
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.reference import NAMES
 from impl.comm.all_gather import as_frames, gather_frames, gathered, placed
+from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import reduced
 from impl.comm.transfer import Steps, Transfer
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.plan.geometry import ROOT
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology

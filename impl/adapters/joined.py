@@ -14,8 +14,9 @@ from torch import nn
 from impl import ops
 from impl.adapters.traffic import GroupGeometry, Host, check_host, chunks_of, predict_hosted
 from impl.codecs.codec import Codec
+from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import Reduction
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.engine.unit_planning import find_blocks, plan_units
 from impl.plan.geometry import ROOT, ParameterSpec, UnitGeometry
 from impl.plan.policy import Policy

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from impl.codecs.codec import Codec, Raw
 from impl.codecs.reference import DTYPES
+from impl.comm.ledger import Tag
 from impl.comm.transfer import Steps, finish
-from impl.comm.wire import Exchange, Tag, Wire
+from impl.comm.wire import Exchange, Wire
 from impl.plan.topology import Axis
 from impl.transport.zero_copy import Lease
 

@@ -20,9 +20,10 @@ from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import are_elements, as_frames, gather_frames, gathered, placed
 from impl.comm.error_feedback import Errors
-from impl.comm.observer import Hop
+from impl.comm.ledger import Tag
+from impl.comm.reduction_observer import Hop
 from impl.comm.transfer import Steps
-from impl.comm.wire import Exchange, Tag, Wire
+from impl.comm.wire import Exchange, Wire
 from impl.plan.policy import Reduce
 from impl.plan.topology import Axis
 

@@ -16,9 +16,7 @@ before they wait for each other.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final, Literal, Protocol
 
@@ -29,51 +27,18 @@ from torch import Tensor
 from impl.comm import exchanges
 from impl.comm.exchanges import Kind, Pacer
 from impl.comm.fingerprint import unpacked
+from impl.comm.ledger import Ledger, Tag
 from impl.comm.mesh import Mesh
-from impl.comm.observer import Observer
+from impl.comm.reduction_observer import Observer
 from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
-from impl.plan.traffic import LedgerKey, Link, Phase, Purpose, Sent, destinations
+from impl.plan.traffic import LedgerKey, Purpose, destinations
 from impl.transport.shared_memory import Arena, Waiting, patience
 from impl.transport.zero_copy import Lease, SharedRegions
 
 TIMEOUT_SECONDS: Final = 120.0
 _IMPOSSIBLE: Final = 1 << 40  # exchanges that a rank opened: what came was not a count
 Transport = Literal["backend", "shm"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tag:
-    """What a message is for; the ledger adds axis and link."""
-
-    phase: Phase
-    purpose: Purpose
-    unit: str = ""
-
-
-@dataclass(slots=True)
-class Ledger:
-    """Bytes and messages that this rank has sent."""
-
-    _rows: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-
-    def book(self, key: LedgerKey, nbytes: int, messages: int) -> None:
-        """Add messages of ``nbytes`` in total."""
-        row = self._rows[key]
-        row[0] += nbytes
-        row[1] += messages
-
-    def rows(self) -> dict[LedgerKey, Sent]:
-        """A copy of everything booked."""
-        return {key: Sent(*row) for key, row in self._rows.items()}
-
-    def total(self, link: Link) -> int:
-        """Bytes over one kind of link."""
-        return sum(row[0] for key, row in self._rows.items() if key.link == link)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._rows.clear()
 
 
 class Exchange(Protocol):

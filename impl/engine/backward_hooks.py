@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.engine.actions import Actions
-from impl.engine.masters import Masters
+from impl.engine.optimizer_masters import Masters
 from impl.errors import WrittenError, ZeroError
 from impl.pytree import tensors_in
 from impl.unit.context import UnitContext

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.engine import state_dict as state
-from impl.engine.gradient_norm import gradient_norm
+from impl.engine.gradient_clipping import clip_factor, gradient_norm
 from impl.engine.hooks import Hooks
-from impl.engine.masters import Masters
+from impl.engine.loss_scale import LossScaler, Stepped
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.optimizer_hooks import watch_optimizers
-from impl.engine.optimizer_step import LossScaler, Stepped
+from impl.engine.optimizer_masters import Masters
 from impl.errors import ZeroError
 from impl.plan.offload_plan import CopyKey, realised
 from impl.plan.policy import Offload
@@ -226,7 +226,7 @@ class Zero:
         norm = self.grad_norm(norm_type)
         if self.policy.feedback is not None:  # looking waits for the device
             self._forget_overflow(norm)
-        self.scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0).float())
+        self.scale_gradients(clip_factor(norm, max_norm).float())
         return norm
 
     def scale_gradients(self, factor: float | Tensor) -> None:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from impl.codecs.reference import DTYPES
 from impl.engine.actions import Actions
 from impl.engine.backward_hooks import BackwardHooks, each
-from impl.engine.masters import Masters
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.optimizer_hooks import find
+from impl.engine.optimizer_masters import Masters
 from impl.errors import ZeroError
 from impl.plan.schedule import Action
 from impl.pytree import cast_tensors, memory_of, tensors_in

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from impl.comm.all_gather import scattered
-from impl.comm.wire import Tag, Wire
+from impl.comm.ledger import Tag
+from impl.comm.wire import Wire
 from impl.engine.optimizer_hooks import Found, find
 from impl.errors import ZeroError
 from impl.parameters.init import active

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.errors import ZeroError
 from impl.parameters.initial_weights import sums
 from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out

@@ -14,9 +14,10 @@ from torch import Tensor
 from impl.codecs.codec import Codec, FloatCodec, Raw
 from impl.codecs.rounding_noise import Noise, apart
 from impl.comm.error_feedback import Errors
+from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import Reduction, opened, reduced, replicated
 from impl.comm.transfer import Steps
-from impl.comm.wire import Exchange, Tag
+from impl.comm.wire import Exchange
 from impl.plan.geometry import UnitGeometry, chunked
 from impl.plan.topology import Axis
 from impl.unit.context import UnitContext

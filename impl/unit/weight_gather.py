@@ -39,8 +39,9 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.reference import DTYPES
 from impl.comm.all_gather import are_elements, as_frames, gather_frames, gathered, placed, sending
+from impl.comm.ledger import Tag
 from impl.comm.transfer import Steps
-from impl.comm.wire import Exchange, Tag
+from impl.comm.wire import Exchange
 from impl.plan.geometry import UnitGeometry
 from impl.plan.topology import Axis
 from impl.plan.traffic import Phase, Purpose

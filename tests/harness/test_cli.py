@@ -31,7 +31,7 @@ from harness.records.record import (
 )
 from harness.runs.sweep import Asked
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
-from tests.harness.cluster.test_processes import until
+from tests.harness.cluster.test_rank_processes import until
 
 TOP = 'name = "q"\nquestion = "?"\n'
 HEAD = f'{TOP}[defaults]\nmodel.name = "gpt-tiny"\nsequence = 32\ntokens_per_rank = 64\n'

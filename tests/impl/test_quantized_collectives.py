@@ -14,9 +14,10 @@ from impl.codecs.codec import Codec, CodecError, parse
 from impl.codecs.reference import random_bits
 from impl.codecs.rounding_noise import Key, Noise, bits_of
 from impl.comm import reduce_scatter
+from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.plan.policy import Feedback, Policy, PolicyError
 from impl.plan.topology import Topology
 from impl.quantized_collectives import errors_for, quantized_all_gather, quantized_reduce_scatter

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from harness.cluster.processes import start_server
+from harness.cluster.rank_processes import start_server
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 

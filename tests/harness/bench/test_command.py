@@ -19,7 +19,7 @@ from harness.bench import engine as bench_engine
 from harness.bench import overlap
 from harness.bench.collectives import any_inside
 from harness.bench.rounds import interleaved
-from harness.cluster import link, processes
+from harness.cluster import link, rank_processes
 from harness.cluster.rank import Progress, Rank
 from harness.records import bench_record
 from harness.records.bench_record import Bench, Sample, together
@@ -354,18 +354,18 @@ def test_what_fails_is_not_bad_input(
     samples = engine().samples
     off = samples[2].model_copy(update={"losses": [5.5, 6.0]})
 
-    def ends(error: processes.LaunchError) -> Callable[..., list[list[Sample]]]:
+    def ends(error: rank_processes.LaunchError) -> Callable[..., list[list[Sample]]]:
         def run(*_: object) -> list[list[Sample]]:
             raise error
 
         return run
 
     for found, status, said in (
-        (ends(processes.LaunchError("crashed", words, Path("bench.log"))), 1, f"{words}; log bench.log"),
+        (ends(rank_processes.LaunchError("crashed", words, Path("bench.log"))), 1, f"{words}; log bench.log"),
         (lambda *_: [[*samples[:2], off]], 1, "exact over backend has loss 6 in step 1"),
-        (ends(processes.LaunchError("refused", "no corpus here", None)), cli.REFUSED, "no corpus here"),
+        (ends(rank_processes.LaunchError("refused", "no corpus here", None)), cli.REFUSED, "no corpus here"),
     ):
-        monkeypatch.setattr(processes, "run_ranks", found)
+        monkeypatch.setattr(rank_processes, "run_ranks", found)
         assert cli.main(["bench", "engine", "--ranks", "2", "--contender", "exact"]) == status
         _, error = capsys.readouterr()
         assert error.count("\n") == 1

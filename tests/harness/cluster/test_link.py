@@ -30,7 +30,7 @@ from harness.cluster.link import (
     shape,
     slowest,
 )
-from harness.cluster.processes import Launch, run_ranks
+from harness.cluster.rank_processes import Launch, run_ranks
 from harness.records.packet_sizes import HEADER_BYTES
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets

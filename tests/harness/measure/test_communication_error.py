@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from harness.cluster.processes import run_ranks
 from harness.cluster.rank import Rank
+from harness.cluster.rank_processes import run_ranks
 from harness.measure import communication_error
 from harness.measure.communication_error import Place, Sums, errors_of, mean_cosine, measured_steps
 from harness.records.record import CommunicationError, Record
@@ -23,7 +23,7 @@ from impl.plan.topology import Topology
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables import registry
-from tests.harness.cluster.test_processes import local
+from tests.harness.cluster.test_rank_processes import local
 from tests.harness.runs.test_trial import assembled, result, text, trial
 
 __all__ = ["text"]  # a fixture

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from harness.records.record import read_all
-from tests.harness.cluster.test_processes import until
+from tests.harness.cluster.test_rank_processes import until
 
 ROOT = Path(__file__).parents[3]
 SUITE = """

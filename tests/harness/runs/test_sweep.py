@@ -29,7 +29,7 @@ from harness.runs.sweep import LOCK, SCRATCH, Asked, SweepOutcome, alone, finish
 from harness.suites.on_failure import answers
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
-from tests.harness.cluster.test_processes import until
+from tests.harness.cluster.test_rank_processes import until
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY: dict[str, Any] = {

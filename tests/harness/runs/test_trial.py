@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from harness.cluster.link import Setting, open_link
-from harness.cluster.processes import Launch, LaunchError, run_ranks
+from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.measure.cpu_usage import busy
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
@@ -28,7 +28,7 @@ from impl.plan.policy import PRESETS
 from impl.plan.topology import Topology
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from tests.harness.cluster.test_processes import local
+from tests.harness.cluster.test_rank_processes import local
 from tests.harness.strategies.test_strategy import INSTALLED
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.processes import LaunchError, run_ranks
 from harness.cluster.rank import Rank
+from harness.cluster.rank_processes import LaunchError, run_ranks
 from harness.records.record import read
 from harness.runs.forecast import Host, forecast
 from harness.runs.sweep import SweepOutcome
 from harness.strategies import deepspeed
 from harness.suites.trial import Trial
 from impl.plan.topology import Topology
-from tests.harness.cluster.test_processes import local
+from tests.harness.cluster.test_rank_processes import local
 from tests.harness.runs.test_sweep import sweep, trial
 from tests.harness.strategies.test_strategy import INSTALLED, losses
 from tests.harness.strategies.test_strategy import trial as small

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from harness.cluster.processes import ALLOCATOR, LaunchError, run_ranks
+from harness.cluster.rank_processes import ALLOCATOR, LaunchError, run_ranks
 from harness.strategies import deepspeed
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
-from tests.harness.cluster.test_processes import local
+from tests.harness.cluster.test_rank_processes import local
 
 STEPS = 20
 INSTALLED = pytest.mark.skipif(deepspeed.why_missing() is not None, reason="DeepSpeed is not installed")

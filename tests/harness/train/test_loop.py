@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from harness.cli import main
-from harness.cluster import processes
+from harness.cluster import rank_processes
 from harness.suites.model_sizes import GPTShape
 from harness.train import command as train_command
 from harness.train.loop import Job
 from harness.train.memory_table import activation_bytes
 from harness.workloads.models import GPT
 from impl.checkpoint.atomic_files import CheckpointError
-from impl.engine.optimizer_step import LossScaleError
+from impl.engine.loss_scale import LossScaleError
 from impl.errors import ZeroError
 from impl.plan.policy import Policy, preset
 from tests.impl.deepspeed.test_recipe import ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, ZEROPP_TUTORIAL
@@ -248,7 +248,7 @@ def test_what_a_rank_of_torchrun_refuses_is_one_line(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(processes, "run_in_place", fails)
+    monkeypatch.setattr(rank_processes, "run_in_place", fails)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")

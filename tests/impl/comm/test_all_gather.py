@@ -11,9 +11,10 @@ from impl.codecs import reference
 from impl.codecs.codec import FP32, Codec, IntCodec, parse
 from impl.codecs.rounding_noise import Clock, Noise
 from impl.comm.all_gather import are_elements, gather_frames, gathered, placed
+from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.transfer import finish
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from tests.support.ranks import on_threads

@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from impl.comm.desync_report import Answer, DesyncReporter, report
 from impl.comm.fingerprint import CollectiveLog
+from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import WireError
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.plan.topology import Topology
 
 GATHER = "all_gather of 64 B along world"

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.comm.fingerprint import REMEMBERED, CollectiveLog, Fields, Operation, parting, unpacked
+from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import WireError
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.plan.topology import Axis, Topology, ranks_in_words
 from impl.plan.traffic import ORDER_BYTES, LedgerKey
 from tests.support.ranks import on_processes, on_threads

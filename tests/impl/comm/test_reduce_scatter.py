@@ -14,11 +14,12 @@ from impl.codecs.codec import BF16, FP32, Codec, parse
 from impl.codecs.rounding_noise import Clock
 from impl.comm.all_gather import placed
 from impl.comm.error_feedback import Errors
+from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction
 from impl.comm.reduce_scatter import reduced as reduction
 from impl.comm.transfer import finish
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.plan.geometry import chunked
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology

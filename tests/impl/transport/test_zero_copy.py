@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from impl.codecs.codec import BF16, FP32, Raw
 from impl.comm.all_gather import gather_frames
 from impl.comm.exchanges import Distributed, InMemory
+from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.transfer import Steps, Transfer
 from impl.comm.watchdog import WireError
-from impl.comm.wire import Tag, Wire
+from impl.comm.wire import Wire
 from impl.errors import WrittenError
 from impl.parameters.gathered import GatheredParameters
 from impl.plan.policy import Policy, preset

@@ -1,4 +1,4 @@
-"""Global norm of the mean gradient over all ranks, from each rank's shard."""
+"""Global norm of the mean gradient over all ranks, from each rank's shard, and the factor that clips."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from impl.errors import ZeroError
 from impl.unit.unit import Unit
 
 LARGEST_POWER: Final = 8  # of a norm: fp32 gradients to this power stay within fp64
+_LEAST: Final = 1e-6  # beside the norm, which may be 0; as torch's own clipping has it
 
 
 def gradient_norm(units: Sequence[Unit], wire: Wire, norm_type: float = 2.0) -> Tensor:
@@ -48,3 +49,12 @@ def gradient_norm(units: Sequence[Unit], wire: Wire, norm_type: float = 2.0) -> 
     if largest:
         return norm
     return norm.sqrt() if power == 2 else norm.pow(1 / power)
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """() what gradients of global ``norm`` are multiplied by so that it is at most ``max_norm``.
+
+    NaN of a norm that is not finite, so that all gradients say so.
+    """
+    factor = (max_norm / (norm + _LEAST)).clamp(max=1.0)
+    return torch.where(norm.isfinite(), factor, math.nan)

@@ -1,4 +1,4 @@
-"""Takes an optimizer's step: clips the mean gradients by their global norm, and applies fp16's loss scale.
+"""Applies fp16's loss scale, clips by the global norm, and has the optimizers step.
 
 With a loss scale the mean gradients are unscaled where they are smallest, in the fp32 shards, and a step
 whose gradients overflowed is skipped on all ranks.  Whether they did is read off their global norm, which all
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from impl.engine.gradient_clipping import clip_factor
 from impl.errors import ZeroError
 from impl.plan.policy import LARGEST_SCALE, LossScale
 
@@ -117,7 +118,7 @@ class LossScaler:
                 return Stepped(norm, done=False)
         factor = 1.0 / self.scale
         if max_norm is not None:
-            factor *= min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+            factor *= float(clip_factor(torch.tensor(norm, dtype=torch.float64), max_norm))
         if factor != 1.0:
             zero.scale_gradients(factor)
         _step(optimizers)

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, host_identity, port_towards
 from harness.cluster.link import Port
-from harness.cluster.processes import Launch, LaunchError, Meeting, run_ranks
 from harness.cluster.rank import Progress, Rank
+from harness.cluster.rank_processes import Launch, LaunchError, Meeting, run_ranks
 from harness.errors import Refusal
 from impl.plan.topology import Topology
 

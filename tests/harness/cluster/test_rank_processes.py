@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from harness.cluster.link import Port
-from harness.cluster.processes import Launch, LaunchError, run_ranks
 from harness.cluster.rank import Progress
+from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
 
@@ -75,8 +75,8 @@ def test_no_rank_outlives_its_parent(tmp_path: Path, number: signal.Signals) -> 
     code = f"""
 from pathlib import Path
 from tests.harness.cluster import targets
-from tests.harness.cluster.test_processes import local
-from harness.cluster.processes import run_ranks
+from tests.harness.cluster.test_rank_processes import local
+from harness.cluster.rank_processes import run_ranks
 from impl.plan.topology import Topology
 if __name__ == "__main__":
     try:

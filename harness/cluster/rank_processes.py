@@ -50,7 +50,7 @@ PRELOAD: Final = (
     "torch.distributed.fsdp",
     "torch.nn.parallel",
     "torch._dynamo",  # which hooks of an engine need: 1.6 s a rank
-    "harness.cluster.processes",
+    "harness.cluster.rank_processes",
     "harness.runs.trial",
 )
 # Memory that was freed stays with the process, so that a step after the first ones has no page faults;

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from impl import ops
 from impl.comm.mesh import Mesh
-from impl.comm.observer import Hop
+from impl.comm.reduction_observer import Hop
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
