@@ -119,6 +119,11 @@ class Outcome:
     spent: Spent
 
 
+def _errors_are_measured(trial: Trial) -> bool:
+    """Whether errors of what is sent are; further repeats send the same, and would take their time for it."""
+    return trial.measure_quantisation and trial.repeat == 0
+
+
 def run(rank: Rank, assignment: Assignment) -> Outcome:
     """Run a trial on this rank; the default process group is initialised.
 
@@ -376,7 +381,7 @@ class _Run:
         """
         trial, strategy = self.trial, self.strategy
         measured = communication_error.measured_steps(trial.warmup + trial.steps)
-        if strategy.wire is None or not trial.measure_quantisation or index not in measured:
+        if strategy.wire is None or not _errors_are_measured(trial) or index not in measured:
             return
         self.rank.report(Progress("errors", index, trial.warmup + trial.steps))
         before, self.peak_rss = self._count(), max(self.peak_rss, peak_rss())
@@ -410,7 +415,7 @@ class _Run:
     def _quantisation(self) -> dict[tuple[str, str, str], Squares]:
         """Errors of a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
         zero = self.strategy.zero
-        if zero is None or not self.trial.measure_quantisation:
+        if zero is None or not _errors_are_measured(self.trial):
             return {}
         self.rank.report(Progress("quantisation"))
         for micro in self.data.step(self.trial.warmup + self.trial.steps):
