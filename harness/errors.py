@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Final
 
 _LONGEST_WORD: Final = 300  # characters of a message's word that are printed: enough for a path
@@ -24,3 +26,10 @@ def one_line(message: object) -> str:
     line = " ".join(str(message).split())
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
     return re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda word: f"{word[0][: _LONGEST_WORD - 3]}...", shown)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'zeropp'?"`` for a word close to a known one, else nothing."""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""

@@ -62,7 +62,7 @@ _MORE: Final = {
     "sequence": "tokens; of an image, patches: 1, 4, 16, 64, 256 or 1024, and there 64 is the default",
     "validate_every": "steps between validations; 0: one, after the last step; none: no validation",
     "validation_batches": "batches of each rank in a validation",
-    "measure_quantisation": "true: measure errors of what is sent, untimed, in the first repeat, and try codecs",
+    "measure_quantisation": "true: measure errors of what is sent, untimed, in the first repeat; try codecs",
     "memory_limit": "text with MiB or GiB",
     "control": "`none`, or `stale_secondary`: trains worse, to show that the test of losses sees it",
 }

@@ -12,8 +12,8 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-from harness.errors import Refusal
-from harness.suites.trial import Optimizer, suggestion
+from harness.errors import Refusal, suggestion
+from harness.suites.trial import Optimizer
 from impl.plan.traffic import ADAM_BYTES
 
 

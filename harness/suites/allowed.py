@@ -7,7 +7,7 @@ from typing import Final
 
 from pydantic_core import ErrorDetails
 
-from harness.suites.trial import suggestion
+from harness.errors import suggestion
 
 
 def allowed(errors: Sequence[ErrorDetails]) -> str:

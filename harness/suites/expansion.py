@@ -28,13 +28,14 @@ from typing import Annotated, Any, Final, NoReturn, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from harness.errors import suggestion
 from harness.suites.allowed import allowed
 from harness.suites.on_failure import Answer, answers
 from harness.suites.peers import PEERS
 from harness.suites.repeats import BASELINE, Repeats, compared
 from harness.suites.roles import roles
 from harness.suites.suite import Suite
-from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model, suggestion
+from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
 from impl.deepspeed.config_file import DeepSpeedError

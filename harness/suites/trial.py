@@ -7,16 +7,16 @@ a suite file in TOML becomes a list of trials is in ``harness.suites.expansion``
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from harness.errors import suggestion
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import GPTShape, ViTShape
 from harness.suites.peers import DEEPSPEED, PEERS, Compute, configuration, family_of
@@ -105,13 +105,6 @@ def _written(parse_text: Callable[[object], object]) -> BeforeValidator:
         return value if info.context == _CANONICAL else parse_text(value)
 
     return BeforeValidator(read)
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'zeropp'?"`` for a word close to a known one, else nothing."""
-    by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
-    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def _number(value: object) -> list[float]:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from harness.errors import Refusal
+from harness.errors import Refusal, suggestion
 from harness.suites.model_sizes import (
     IMAGE_CLASSES,
     IMAGE_SIDE,
@@ -33,7 +33,7 @@ from harness.suites.model_sizes import (
     Shape,
     ViTShape,
 )
-from harness.suites.trial import Model, suggestion
+from harness.suites.trial import Model
 from harness.workloads.input_digests import see_working_folder
 from harness.workloads.masked_text import NO_TARGET
 
