@@ -87,11 +87,10 @@ def _paragraph(derived: Derived) -> str:
 def _results(found: Mapping[str, Derived]) -> str:
     parts = [_HEAD]
     for suite, derived in found.items():
-        title, question = page.heading(derived)
         facts = "; ".join(f"{name}: {value}" for name, value in page.facts(derived) if name != "suite")
         shown = [table for table in tables.all_tables(derived) if table.name in _TABLES]
         parts.append(
-            f"\n## {suite}: {markdown(question or title)}\n\n"
+            f"\n## {suite}\n\n{' '.join(derived.frames.questions)}\n\n"
             f"`zeropp run suites/{suite}.toml`\n\n"
             + "".join(f"{markdown(sentence)}\n" for sentence in page.headline(derived))
             + "".join(f"\n{table.markdown()}" for table in shown)
