@@ -32,7 +32,7 @@ from harness.records.bench_record import Bench, BenchError, ElementType, Sample,
 from harness.suites.labels import counted
 from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.peers import DEEPSPEED, Compute
-from harness.suites.trial import parse_rate
+from harness.suites.quantities import parse_rate
 
 app = typer.Typer(
     help="Measure codecs beside a copy, collectives beside gloo's own, engines beside peers and compute.",

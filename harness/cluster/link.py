@@ -51,7 +51,7 @@ class Setting:
 
     Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.  A message
     takes ``latency_ms`` milliseconds one way beyond its bytes at the rate.  It is calibrated with
-    ``transport``, gloo or nccl.
+    ``transport``: gloo, nccl or nccl-rules.
     """
 
     kind: Kind

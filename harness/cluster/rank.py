@@ -5,9 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from harness.cluster.link import Pacer, Port
 from impl.plan.topology import Topology
+
+GROUPING: Final = (
+    "nccl",
+    "nccl-rules",
+)  # transports over which messages that wait for each other are one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +62,13 @@ class Rank:
 
 
 def exchange(
-    rank: Rank, message_bytes: int, repetitions: int, device: str = "cpu", *, grouped: bool | None = None
+    rank: Rank, message_bytes: int, repetitions: int, device: str = "cpu", *, grouped: bool
 ) -> list[float]:
     """Measure the link's rate by messages around the ring of nodes, between their first ranks.
 
-    Every rank of the default group must call it.  ``grouped`` sends and receives in one call, by default on
-    GPUs, for NCCL: a receive of its own, waited for by all before any of them sends, never ends there.
+    Every rank of the default group must call it.  ``grouped`` sends and receives in one call, for NCCL
+    (:data:`GROUPING`): a receive of its own, waited for by all before any of them sends, never ends there.
+    All ranks then call a collective first, which makes the communicator; the barrier is gloo's.
 
     Returns:
         Mbit/s into this rank, one value per repetition; empty for ranks that only wait.
@@ -71,10 +78,11 @@ def exchange(
 
     per_node, world = rank.topology.ranks_per_node, rank.topology.world
     before, after = (rank.rank - per_node) % world, (rank.rank + per_node) % world
-    grouped = device != "cpu" if grouped is None else grouped
     if rank.speaks:
         outgoing = torch.ones(message_bytes, dtype=torch.uint8, device=device)
         incoming = torch.zeros_like(outgoing)  # written: a first touch would be timed as link
+    if grouped:
+        dist.all_reduce(torch.zeros(1, device=device))
     achieved = []
     for repetition in range(-1, repetitions):  # the first, untimed, opens the connection
         if rank.speaks and not grouped:

@@ -60,6 +60,10 @@ ALLOCATOR: Final = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "THP_MEM_ALLOC_ENABLE": "0",
 }
+# torch's name of what carries messages between ranks, by that of suites; control messages are CPU tensors.
+BACKENDS: Final = {
+    "shm": "gloo", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "nccl-rules": "nccl_rules"
+}  # fmt: skip
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
 _ASKED_SECONDS: Final = 0.2  # between two questions whether ranks elsewhere have failed
 _GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
@@ -484,6 +488,10 @@ def _run(  # noqa: PLR0917  # as above
         if number == 0:
             pipe.send(progress)
 
+    if launch.backend == BACKENDS["nccl-rules"]:
+        from impl.transport import nccl_rules
+
+        nccl_rules.register()
     with default_group(
         launch.backend,
         store=_meet(launch, scratch),

@@ -31,6 +31,7 @@ from harness.cluster.link import (
 from harness.cluster.node_supervisors import Nodes
 from harness.cluster.rank import Progress
 from harness.cluster.rank_processes import (
+    BACKENDS,
     REFUSALS,
     Kind,
     Launch,
@@ -263,7 +264,7 @@ def _setting(trial: Trial) -> Setting:
     nodes = 1 if trial.strategy == "single" else cluster.nodes
     if nodes == 1 and (cluster.link != "real" or cluster.launcher != "local"):
         return Setting("none", 1, None)
-    transport = "nccl" if cluster.transport == "nccl" else "gloo"  # which shm has between nodes
+    transport = "gloo" if cluster.transport == "shm" else cluster.transport  # which shm has between nodes
     return Setting(cluster.link, nodes, cluster.rate, latency, transport)
 
 
@@ -395,7 +396,13 @@ class _Sweep:
         link.calibrated_mbit = slowest([rates for rates in found if rates])
 
     def _launch(  # noqa: PLR0917  # what differs between a calibration and a trial
-        self, link: Link, topology: Topology, threads: int, seconds: float, log: str, backend: str = "gloo"
+        self,
+        link: Link,
+        topology: Topology,
+        threads: int,
+        seconds: float,
+        log: str,
+        backend: str,
     ) -> Launch:
         return Launch(
             topology=topology,
@@ -496,7 +503,7 @@ def _check(trial: Trial, link: Link) -> None:
 
 
 def _backend(trial: Trial) -> str:
-    return "cpu:gloo,cuda:nccl" if trial.cluster.transport == "nccl" else "gloo"
+    return BACKENDS[trial.cluster.transport]
 
 
 def _link_record(link: Link) -> LinkRecord:

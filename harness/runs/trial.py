@@ -20,7 +20,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor, nn
 
 from harness.cluster.link import PROBES, Counters, counters, slowest
-from harness.cluster.rank import Progress, Rank, exchange
+from harness.cluster.rank import GROUPING, Progress, Rank, exchange
 from harness.errors import Refusal
 from harness.measure import communication_error, compute_alone
 from harness.measure.cpu_usage import ProcessorMeter, Spent
@@ -372,7 +372,8 @@ class _Run:
         if self.assignment.probe_bytes is None:
             return []
         self.rank.report(Progress("probe"))
-        return exchange(self.rank, self.assignment.probe_bytes, PROBES, str(self.device))
+        grouped = self.trial.cluster.transport in GROUPING
+        return exchange(self.rank, self.assignment.probe_bytes, PROBES, str(self.device), grouped=grouped)
 
     def _measure_communication(self, index: int) -> None:
         """Errors of what step ``index`` is about to send, in passes of its own, which are not timed.

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from harness.cluster.link import REPETITIONS
 from harness.cluster.node_supervisors import Work
-from harness.cluster.rank import Rank, exchange
+from harness.cluster.rank import GROUPING, Rank, exchange
 from harness.runs.trial import Assignment, Outcome, run
 from harness.suites.trial import Trial
 
@@ -21,7 +21,8 @@ _OUTCOME: Final = TypeAdapter(Outcome)
 def measure_link(rank: Rank, argument: tuple[int, str]) -> list[float]:
     """Rates of a calibration (:func:`harness.cluster.rank.exchange`), by message bytes and transport."""
     nbytes, transport = argument
-    return exchange(rank, nbytes, REPETITIONS, f"cuda:{rank.local}" if transport == "nccl" else "cpu")
+    device = f"cuda:{rank.local}" if transport == "nccl" else "cpu"
+    return exchange(rank, nbytes, REPETITIONS, device, grouped=transport in GROUPING)
 
 
 def _told(assignment: Assignment) -> dict[str, Any]:

@@ -40,7 +40,9 @@ from impl.plan.policy import Policy
 from impl.plan.traffic import Event, LedgerKey, Sent, memory, predict
 from impl.zero import Zero, shard
 
-TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "gloo": "backend", "nccl": "backend"}
+TRANSPORTS: Final[dict[str, Transport]] = {
+    "shm": "shm", "gloo": "backend", "nccl": "backend", "nccl-rules": "backend"
+}  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from harness.errors import suggestion
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import GPTShape, ViTShape
 from harness.suites.peers import DEEPSPEED, PEERS, Compute, configuration, family_of
+from harness.suites.quantities import CANONICAL, MOST_COUNTED, parse_latency, parse_rate, parse_size, written
 from impl.adapters.traffic import HOSTED, Host, check_host
 from impl.codecs.codec import Codec, parse
 from impl.deepspeed.recipe import Recipe, recipe
@@ -37,74 +37,9 @@ from impl.plan.topology import Topology
 RECIPE: Final = "recipe"  # the strategy whose policy a DeepSpeed configuration says
 STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)
 
-_QUANTITY: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(\S+)\s*$")
-_MBIT: Final = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
-_MILLISECONDS: Final = {"us": 1e-3, "ms": 1.0}
-_BYTES: Final = {"MiB": 2.0**20, "GiB": 2.0**30}
-_RATES: Final = (1e-3, 1e6)  # 1 kbit/s to 1 Tbit/s: nothing outside is a link between nodes
-_LONGEST_LATENCY: Final = 1000.0  # ms
 MOST_MICRO_BATCHES: Final = 1_000_000
 _LARGEST_LR: Final = 1e3
-MOST_COUNTED: Final = 2**63  # of anything
 _LONGEST_SECONDS: Final = 10_000_000  # 116 days; the clock's own limit depends on the system
-_CANONICAL: Final = {"canonical": True}  # validation context: rates are plain Mbit/s
-
-
-def parse_rate(value: object) -> float | None:
-    """``"50 Mbit/s"`` or ``"unshaped"`` to Mbit/s or None.
-
-    Raises:
-        ValueError: for a number without a unit, an unknown unit, no rate at all, or one that no link has.
-    """
-    if value is None or value == "unshaped":
-        return None
-    mbit = _quantity(value, _MBIT)
-    if not mbit:
-        raise ValueError("expected a number above 0 with a unit, kbit/s, Mbit/s or Gbit/s, or 'unshaped'")
-    if not _RATES[0] <= mbit <= _RATES[1]:
-        raise ValueError("expected a rate from 1 kbit/s to 1000 Gbit/s, or 'unshaped'")
-    return mbit
-
-
-def parse_latency(value: object) -> float | None:
-    """``"2 ms"`` or ``"50 us"`` to milliseconds.
-
-    Raises:
-        ValueError: for a number without a unit, an unknown unit, or a latency above a second.
-    """
-    if value is None:
-        return None
-    found = _quantity(value, _MILLISECONDS)
-    if not 0 < found <= _LONGEST_LATENCY:
-        raise ValueError("expected a number above 0 with a unit, us or ms, and at most 1000 ms")
-    return found
-
-
-def _parse_size(value: object) -> int | None:
-    """``"48 MiB"`` to bytes."""
-    if value is None:
-        return None
-    size = _quantity(value, _BYTES)
-    if not size:
-        raise ValueError("expected a number above 0 with a unit, MiB or GiB")
-    if size >= MOST_COUNTED:
-        raise ValueError("expected less than 2^63 bytes")
-    return round(size)
-
-
-def _quantity(value: object, units: Mapping[str, float]) -> float:
-    """A number with one of these units; 0 for anything else."""
-    match = _QUANTITY.match(value) if isinstance(value, str) else None
-    return float(match[1]) * units[match[2]] if match and match[2] in units else 0.0
-
-
-def _written(parse_text: Callable[[object], object]) -> BeforeValidator:
-    """Parses a value as people write it; in a trial's canonical JSON it is the number itself."""
-
-    def read(value: object, info: ValidationInfo) -> object:
-        return value if info.context == _CANONICAL else parse_text(value)
-
-    return BeforeValidator(read)
 
 
 def _number(value: object) -> list[float]:
@@ -136,7 +71,7 @@ class Model(_Frozen):
     @field_validator("name")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
-        if info.context == _CANONICAL:  # a record's, of which a later version may have no such preset
+        if info.context == CANONICAL:  # a record's, of which a later version may have no such preset
             return value
         if value not in MODELS and ":" not in value:  # a function is not imported here
             known = f"{', '.join(MODELS)} or 'module:function'"
@@ -156,7 +91,8 @@ class Cluster(_Frozen):
             its rate is only what predictions reckon with.
         latency: milliseconds that a message between nodes takes one way beyond its bytes at the rate; None
             adds nothing.  On namespaces it needs the kernel's ``netem``; a paced link waits.
-        transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs.
+        transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs;
+            ``nccl-rules`` for CPUs carries bytes by gloo and raises where NCCL would hang or be undefined.
         launcher: ``local`` starts all ranks on this machine; ``torchrun``, ``hosts`` (by ssh) and ``slurm``
             start one supervisor per node, and each of these its ranks.
         hosts: names for ssh, of launcher ``hosts`` alone; the first is this machine.
@@ -166,10 +102,10 @@ class Cluster(_Frozen):
     nodes: int = Field(2, ge=1, le=4096)
     ranks_per_node: int = Field(2, ge=1, le=64)
     link: Literal["auto", "namespaces", "paced", "none", "real"] = "auto"
-    rate: Annotated[float | None, _written(parse_rate)] = None
-    latency: Annotated[float | None, _written(parse_latency)] = None
+    rate: Annotated[float | None, written(parse_rate)] = None
+    latency: Annotated[float | None, written(parse_latency)] = None
     device: Literal["cpu", "cuda"] = "cpu"
-    transport: Literal["shm", "gloo", "nccl"] = "shm"
+    transport: Literal["shm", "gloo", "nccl", "nccl-rules"] = "shm"
     launcher: Literal["local", "torchrun", "hosts", "slurm"] = "local"
     hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = ()
     slurm: dict[Annotated[str, Field(pattern=r"^[a-z_]+$")], int | str | bool] = {}
@@ -347,7 +283,7 @@ class Trial(_Frozen):
     threads: int | None = Field(None, ge=1)
     timeout_seconds: float = Field(600, gt=0, le=_LONGEST_SECONDS)
     measure_quantisation: bool = False
-    memory_limit: Annotated[int | None, _written(_parse_size)] = None
+    memory_limit: Annotated[int | None, written(parse_size)] = None
     control: Literal["stale_secondary"] | None = None
 
     @field_validator("strategy")
@@ -389,7 +325,7 @@ class Trial(_Frozen):
         Raises:
             pydantic.ValidationError: if it is not one.
         """
-        return cls.model_validate(data, context=_CANONICAL)
+        return cls.model_validate(data, context=CANONICAL)
 
     @property
     def id(self) -> str:
@@ -551,6 +487,12 @@ class Trial(_Frozen):
         yield from self._beside_control()
         if cluster.transport == "nccl" and cluster.device != "cuda":
             yield "cluster.transport = 'nccl': expected cluster.device = 'cuda' with it"
+        counted = cluster.link not in ("none", "paced")  # ranks check each other's calls over the link itself
+        if cluster.transport == "nccl-rules" and (counted or cluster.device != "cpu"):
+            yield (
+                f"cluster.transport = 'nccl-rules': expected cluster.device = 'cpu', not {cluster.device!r}, "
+                f"and cluster.link = 'none' or 'paced', not {cluster.link!r}"
+            )
         policy = self.resolved_policy()
         if policy is not None:
             policy.check(self.topology())

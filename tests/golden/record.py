@@ -142,7 +142,7 @@ def trials() -> dict[str, str]:
     }
 
 
-def run(mesh: Mesh, transport: str, policy: Policy, *, ragged: bool) -> dict[str, Any]:
+def run(mesh: Mesh, transport: str, policy: Policy, *, ragged: bool, steps: int = STEPS) -> dict[str, Any]:
     """Train a few steps on one rank; its ledger and losses.
 
     In fp32 a step has two micro-batches and gradients are clipped; else it is one.
@@ -153,7 +153,7 @@ def run(mesh: Mesh, transport: str, policy: Policy, *, ragged: bool) -> dict[str
     optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
     micro_batches = 2 if policy.compute == "fp32" else 1
     losses: list[str] = []
-    for step in range(STEPS):
+    for step in range(steps):
         for micro in range(micro_batches):
             if not policy.reduces_each_micro_batch:
                 zero.accumulate(on=micro < micro_batches - 1)

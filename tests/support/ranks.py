@@ -14,6 +14,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,10 +24,17 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from harness.cluster.rank_processes import start_server
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
+from impl.transport import nccl_rules
 
 
-def on_threads(topology: Topology, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run ``body(mesh, *args)`` on every rank, as threads; returns the results in rank order."""
+def on_threads(
+    topology: Topology, body: Callable[..., Any], *args: Any, backend: str = "threaded", seconds: float = 120
+) -> list[Any]:
+    """Run ``body(mesh, *args)`` on every rank, as threads; returns the results in rank order.
+
+    Backend ``nccl_rules`` is :mod:`impl.transport.nccl_rules`, in which a call waits ``seconds`` for others.
+    """
+    nccl_rules.register()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # groups of one thread are not another's
     excepthook = sys.excepthook  # init_process_group puts the rank before every traceback line
     if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and asks for it
@@ -38,7 +46,9 @@ def on_threads(topology: Topology, body: Callable[..., Any], *args: Any) -> list
 
     def rank_main(rank: int) -> None:
         try:
-            dist.init_process_group("threaded", rank=rank, world_size=topology.world, store=store)
+            dist.init_process_group(
+                backend, rank=rank, world_size=topology.world, store=store, timeout=timedelta(seconds=seconds)
+            )
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = body(Mesh.create(topology), *args)
         except BaseException as error:

@@ -76,7 +76,7 @@ def exchanged_in_groups(rank: Rank, what: tuple[int, int]) -> list[float]:
 def exchanged(rank: Rank, what: tuple[int, int]) -> tuple[list[float], int, int]:
     """Exchange messages; achieved rates, and what the interface sent meanwhile."""
     before = counters(rank.port.interface or "lo")
-    rates = exchange(rank, *what)
+    rates = exchange(rank, *what, grouped=False)
     sent = counters(rank.port.interface or "lo") - before
     return rates, sent.tx_bytes, sent.tx_packets
 

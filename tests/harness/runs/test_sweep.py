@@ -99,6 +99,25 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
 
 
+def test_a_sweep_keeps_nccls_rules(tmp_path: Path) -> None:
+    """Policies behind a paced link that is calibrated and probed, and torch's own engines, all on them."""
+    policies = [
+        trial(strategy, kind="paced", rate="1 Gbit/s") for strategy in ("zero3", "zero3-flat", "zeropp")
+    ]
+    asked = [*policies, *(trial(strategy) for strategy in ("ddp", "fsdp2", "zeropp"))]
+    ruled = [
+        one.model_copy(update={"cluster": one.cluster.model_copy(update={"transport": "nccl-rules"})})
+        for one in asked
+    ]
+    outcome, shown = sweep(ruled, tmp_path)
+    assert outcome == SweepOutcome(ok=6, failed=0, skipped=0), shown
+    for record in read_all(tmp_path):
+        assert record.link is not None
+        assert record.link.probed_mbit
+        if record.link.kind == "paced":
+            assert record.link.calibrated_mbit
+
+
 def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path: Path) -> None:
     """What comes next is asked for when all before have records, which hold their sweep beside the trial."""
     first = [trial("single"), trial("ddp")]

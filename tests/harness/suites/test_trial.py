@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from harness.suites.peers import PEERS
-from harness.suites.trial import Cluster, Generate, Model, PeerSettings, PolicyChanges, Trial, parse_rate
+from harness.suites.quantities import parse_rate
+from harness.suites.trial import Cluster, Generate, Model, PeerSettings, PolicyChanges, Trial
 from impl.codecs.codec import IntCodec, Raw
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 

@@ -1,0 +1,261 @@
+"""The process group with NCCL's rules: each rule, broken, is named; all of the wire keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.cluster.link import Port
+from harness.cluster.rank import Rank, exchange
+from impl.checkpoint.save_load import load, save
+from impl.comm.mesh import Mesh
+from impl.plan.policy import Policy, preset
+from impl.plan.topology import Topology
+from impl.transport.nccl_call import RULES, NcclRuleError
+from tests.golden import record
+from tests.impl.checkpoint.checkpointed import NET, Run, same
+from tests.support.ranks import on_threads
+
+RULE = "nccl_rules"
+PAIR = Topology(2, 1)
+
+
+def _other_collective(mesh: Mesh) -> None:
+    x = torch.ones(4)
+    dist.all_reduce(x) if mesh.rank else dist.broadcast(x, 0)
+
+
+def _other_size(mesh: Mesh) -> None:
+    dist.all_reduce(torch.ones(4 + mesh.rank))
+
+
+def _other_type(mesh: Mesh) -> None:
+    dist.all_reduce(torch.ones(4, dtype=torch.float32 if mesh.rank else torch.int32))
+
+
+def _missing(mesh: Mesh) -> None:
+    dist.all_reduce(torch.ones(4))
+    if mesh.rank == 0:
+        dist.all_reduce(torch.ones(4))
+
+
+def _not_grouped(mesh: Mesh) -> None:
+    dist.all_reduce(torch.ones(1))
+    other = 1 - mesh.rank
+    works = [dist.irecv(torch.empty(4), other), dist.isend(torch.ones(4), other)]
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+
+
+def _two_communicators(mesh: Mesh) -> None:
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    works = [
+        dist.all_reduce(torch.ones(4), group=group, async_op=True)
+        for group in (groups if mesh.rank else groups[::-1])
+    ]
+    for work in works:
+        work.wait()
+
+
+def _part_of_the_ranks_first(mesh: Mesh) -> None:
+    if mesh.rank < 2:
+        other = 1 - mesh.rank
+        both = [dist.P2POp(dist.isend, torch.ones(4), other), dist.P2POp(dist.irecv, torch.empty(4), other)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+
+def _tagged(mesh: Mesh) -> None:
+    dist.isend(torch.ones(1), 1 - mesh.rank, tag=7)
+
+
+def _strided(_: Mesh) -> None:
+    dist.all_reduce(torch.ones(4, 4)[:, ::2])
+
+
+def _elsewhere_in_place(mesh: Mesh) -> None:
+    whole = torch.ones(8)
+    dist.all_gather_into_tensor(whole, whole.view(2, 4)[1 - mesh.rank])
+
+
+def _written_before_the_wait(_: Mesh) -> None:
+    given, whole = torch.ones(4), torch.empty(8)
+    work = dist.all_gather_into_tensor(whole, given, async_op=True)
+    given.zero_()
+    work.wait()
+
+
+def _used_twice(_: Mesh) -> None:
+    x = torch.ones(4)
+    works = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+    for work in works:
+        work.wait()
+
+
+def _from_anybody(_: Mesh) -> None:
+    dist.recv(torch.ones(1))
+
+
+def _complex(_: Mesh) -> None:
+    """Past torch's own functions, which send complex numbers as pairs of real ones."""
+    dist.group.WORLD.allreduce([torch.ones(2, dtype=torch.complex64)])  # type: ignore[union-attr]
+
+
+BROKEN: list[tuple[str, Callable[..., None], Topology]] = [
+    ("order", _other_collective, PAIR),
+    ("order", _other_size, PAIR),
+    ("order", _other_type, PAIR),
+    ("order", _missing, PAIR),
+    ("grouping", _not_grouped, PAIR),
+    ("communicators", _two_communicators, PAIR),
+    ("creation", _part_of_the_ranks_first, Topology(3, 1)),
+    ("datatype", lambda _: dist.all_reduce(torch.ones(2, dtype=torch.int16)), PAIR),
+    ("datatype", lambda _: dist.all_reduce(torch.ones(2, dtype=torch.bool)), PAIR),
+    ("datatype", _complex, PAIR),
+    ("datatype", lambda _: dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.BAND), PAIR),
+    ("tags", _tagged, PAIR),
+    ("contiguous", _strided, PAIR),
+    ("in place", _elsewhere_in_place, PAIR),
+    ("buffer", _written_before_the_wait, PAIR),
+    ("buffer", _used_twice, PAIR),
+    ("backend", _from_anybody, PAIR),
+]
+
+
+@pytest.mark.parametrize(("rule", "body", "topology"), BROKEN)
+def test_a_broken_rule_is_named(rule: str, body: Callable[..., None], topology: Topology) -> None:
+    """Where NCCL would hang, or give anything, this raises, with the rule and where it is written."""
+    with pytest.raises(NcclRuleError, match=rule) as caught:
+        on_threads(topology, body, backend=RULE, seconds=3)
+    assert caught.value.rule == rule
+    assert RULES[rule] in str(caught.value)
+
+
+def test_every_rule_is_broken_above() -> None:
+    """No rule without a call that breaks it."""
+    assert {rule for rule, _, _ in BROKEN} == set(RULES)
+
+
+def _collectives(mesh: Mesh) -> list[Any]:
+    rank, world = mesh.rank, mesh.topology.world
+    own = torch.tensor([rank, 10.0 + rank])
+    found = []
+    for operation in ("SUM", "AVG", "MAX"):
+        x = own.clone()
+        dist.all_reduce(x, getattr(dist.ReduceOp, operation))
+        found.append(x.tolist())
+    whole = torch.empty(2 * world)
+    work = dist.all_gather_into_tensor(whole, own, async_op=True)
+    unseen = whole.tolist()  # before it was waited for
+    work.wait()
+    in_place = torch.zeros(2 * world)
+    in_place.view(world, 2)[rank] = own
+    dist.all_gather_into_tensor(in_place, in_place.view(world, 2)[rank])
+    part = torch.empty(2)
+    dist.reduce_scatter_tensor(part, whole)
+    rows = torch.empty(world)
+    dist.all_to_all_single(rows, torch.arange(world) + 100.0 * rank)
+    uneven = torch.empty(world - 1)
+    go = [int(index == (rank + 1) % world) * (world - 1) for index in range(world)]
+    come = [int(index == (rank - 1) % world) * (world - 1) for index in range(world)]
+    dist.all_to_all_single(uneven, torch.full((world - 1,), float(rank)), come, go)
+    told: list[Any] = [None] * world
+    dist.all_gather_object(told, {"rank": rank})
+    parts = [torch.empty(2) for _ in range(world)]
+    dist.all_gather(parts, own)
+    scattered = torch.empty(2)
+    dist.reduce_scatter(scattered, parts)
+    exchanged = [torch.empty(1) for _ in range(world)]
+    dist.all_to_all(exchanged, [torch.tensor([100.0 * rank + index]) for index in range(world)])
+    assert unseen != whole.tolist()
+    found += [whole.tolist(), in_place.tolist(), part.tolist(), rows.tolist(), uneven.tolist(), told]
+    return [*found, [row.tolist() for row in (*parts, *exchanged)], scattered.tolist()]
+
+
+def test_collectives_bring_what_they_should() -> None:
+    """On three ranks; nothing is seen before it was waited for."""
+    owns = [[rank, 10.0 + rank] for rank in range(3)]
+    for rank, found in enumerate(on_threads(Topology(3, 1), _collectives, backend=RULE)):
+        total, mean, most, whole, in_place, part, rows, uneven, told, lists, scattered = found
+        flat = [value for own in owns for value in own]
+        assert total == [3, 33]
+        assert mean == [1, 11]
+        assert most == [2, 12]
+        assert whole == in_place == flat
+        assert part == scattered == [3 * value for value in owns[rank]]
+        assert rows == [100.0 * source + rank for source in range(3)]
+        assert uneven == [(rank - 1) % 3] * 2
+        assert told == [{"rank": index} for index in range(3)]
+        assert lists == [*owns, *([100.0 * source + rank] for source in range(3))]
+
+
+def test_every_preset_trains_as_in_the_golden_file() -> None:
+    """On 2x2, in fp32 and bf16: ledgers and losses are those of other ranks, to the bit."""
+    topology, golden = record.TOPOLOGIES[0], record.load()
+    ours = record.merged(topology, on_threads(topology, record.all_runs, backend=RULE))
+    theirs = golden["runs"]
+    assert len(ours) == sum(key.startswith(f"{topology} ") for key in theirs)
+    for key, run in ours.items():
+        assert run["ledgers"] == theirs[key]["ledgers"], key
+        if golden["machine"] == record.fingerprint():
+            assert run["losses"] == theirs[key]["losses"], key
+
+
+def _policies(topology: Topology) -> dict[str, Policy]:
+    """Every preset and combination of suites, and every size of hpZ's group."""
+    found = record.policies()
+    sizes = [size for size in range(1, topology.world + 1) if topology.ranks_per_node % size == 0]
+    return found | {
+        f"hpz {size}": replace(preset("hpz", memory=found["hpz"].memory), secondary=size) for size in sizes
+    }
+
+
+def _all_policies(mesh: Mesh) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {
+        name: record.run(mesh, "backend", policy, ragged=False, steps=1)
+        for name, policy in _policies(mesh.topology).items()
+    }
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 4), Topology(2, 3), Topology(4, 1)], ids=str)
+def test_every_policy_trains_as_without_the_rules(topology: Topology) -> None:
+    """Every preset, algorithm and hpZ size: ledgers and losses of each rank are the same to the bit."""
+    ours = on_threads(topology, _all_policies, backend=RULE)
+    assert ours == on_threads(topology, _all_policies)
+
+
+def _resumed(mesh: Mesh, folder: Path) -> bool:
+    policy = preset("zeropp", memory=record.policies()["zeropp"].memory)
+    run = Run(mesh, policy, NET)
+    run.step(0, 1)
+    save(folder, run.zero, run.optimizers, extra={})
+    losses = run.step(1, 1)
+    again = Run(mesh, policy, NET)
+    load(folder, again.zero, again.optimizers)
+    return again.step(1, 1) == losses and same(run.state(), again.state())
+
+
+def test_checkpoints_are_saved_and_loaded(tmp_path: Path) -> None:
+    """A run that was loaded goes on as the one that was saved."""
+    assert all(on_threads(Topology(2, 2), _resumed, tmp_path, backend=RULE))
+
+
+def _probed(mesh: Mesh) -> list[float]:
+    rank = Rank(mesh.rank, mesh.topology, Port(None, "127.0.0.1"), None, lambda _: None, 1)
+    return exchange(rank, 4096, 2, grouped=True)
+
+
+def test_the_links_probe_keeps_the_rules() -> None:
+    """Between nodes of two ranks, as a communicator's first messages: only first ranks send, and all come.
+
+    It once began with messages of some ranks, before any call of all, which makes the communicator.
+    """
+    rates = on_threads(Topology(2, 2), _probed, backend=RULE)
+    assert [len(of_rank) for of_rank in rates] == [2, 0, 2, 0]
