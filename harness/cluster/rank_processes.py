@@ -27,7 +27,7 @@ from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from harness.cluster import namespaces
 from harness.cluster.link import LinkError, Pacer, Port, join
@@ -52,6 +52,7 @@ PRELOAD: Final = (
     "torch._dynamo",  # which hooks of an engine need: 1.6 s a rank
     "harness.cluster.rank_processes",
     "harness.runs.trial",
+    "harness.cli",  # the main module of a run, which each rank imports anew: 0.1 s a rank
 )
 # Memory that was freed stays with the process, so that a step after the first ones has no page faults;
 # torch's huge pages, which lie in ever new places, would bring them back (docs/design/decisions.md).
@@ -455,7 +456,7 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
     faulthandler.enable(file=log, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     try:
-        result = _run(number, launch, scratch, target, argument, pipe)
+        _run(number, launch, scratch, target, argument, pipe)
     except BaseException as error:  # the process boundary: whatever it was goes on the record
         with contextlib.suppress(OSError):  # a full disk is on the record nevertheless
             traceback.print_exc()
@@ -463,12 +464,11 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
         named = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
         pipe.send(_End(kind=_kind_of(error), message=named))
         os._exit(1)  # without waiting for peers that no longer answer
-    pipe.send(_End(result))
 
 
 def _run(  # noqa: PLR0917  # as above
     number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
-) -> Any:
+) -> NoReturn:
     import torch
 
     from impl.comm.mesh import default_group
@@ -499,7 +499,11 @@ def _run(  # noqa: PLR0917  # as above
         world_size=launch.topology.world,
         timeout=timedelta(seconds=launch.timeout_seconds),
     ):
-        return target(Rank(number, launch.topology, port, pacer, report, launch.threads), argument)
+        result = target(Rank(number, launch.topology, port, pacer, report, launch.threads), argument)
+        pipe.send(_End(result))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # what the kernel frees at once takes four ranks on two cores 0.5 s to take apart
 
 
 def _meet(launch: Launch, scratch: Path) -> Any:
