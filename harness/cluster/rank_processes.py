@@ -52,7 +52,11 @@ PRELOAD: Final = (
     "torch._dynamo",  # which hooks of an engine need: 1.6 s a rank
     "harness.cluster.rank_processes",
     "harness.runs.trial",
-    "harness.cli",  # the main module of a run, which each rank imports anew: 0.1 s a rank
+    # What the main module of a run imports, which each rank does anew: 0.1 s a rank.
+    "typer",
+    "harness.bench.command",
+    "harness.train.command",
+    "harness.runs.sweep",
 )
 # Memory that was freed stays with the process, so that a step after the first ones has no page faults;
 # torch's huge pages, which lie in ever new places, would bring them back (docs/design/decisions.md).
@@ -70,7 +74,8 @@ _ASKED_SECONDS: Final = 0.2  # between two questions whether ranks elsewhere hav
 _GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
 _CAUSE_SECONDS: Final = 10.0  # for the rank to end whose loss the others report
 _STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
-_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)  # what a rank does not do to itself
+# What a rank does not do to itself; Slurm announces the end of a job by SIGUSR2, if asked by submitit.
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 _LOG_BYTES: Final = 1_000_000  # kept of each rank's log
 # What a rank says when it lost a peer: an effect, not a cause.
 _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket Timeout")

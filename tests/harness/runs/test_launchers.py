@@ -15,7 +15,8 @@ import pytest
 
 from harness.cluster.control import Place, place_under_torchrun
 from harness.errors import Refusal
-from harness.records.record import Record, read_all
+from harness.records.record import Record, read_all, readable
+from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, hosts, lines_of, sshd, type_lines
 from tests.support.slurm import slurm, why_not
 
@@ -133,9 +134,17 @@ def walk(launcher: str, more: str = "") -> dict[str, str]:
     return {"walk.toml": suite, "faulty.py": (Path(__file__).parent / "faulty.py").read_text()}
 
 
+def command(words: list[str], environment: dict[str, str]) -> str:
+    """What a command of Slurm's says."""
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path, local: Found) -> None:
-    """One job runs all trials on two nodes; a rank that crashes, hangs or is out of memory is a record."""
+    """One job runs all trials on two nodes; a rank that crashes, hangs or is out of memory is a record.
+
+    The job is told in its midst that its time is over, goes back into the queue, and goes on where it was.
+    """
     for name, text in walk("slurm", 'slurm = { partition = "debug", time = 10 }').items():
         (tmp_path / name).write_text(text)
     line = [sys.executable, "-m", "harness.cli"]
@@ -144,12 +153,22 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path, local: 
         submitted = subprocess.run([*line, "run", "walk.toml"], capture_output=True, check=False, **common)
         assert submitted.returncode == 0, submitted.stderr
         assert re.search(r"Slurm job \d+: 8 trials into results/walk", submitted.stderr)
+        job, first = re.findall(r"job (\d+)", submitted.stderr)[0], tmp_path / "results" / "walk"
+        until(lambda: first.exists() and any(one.failure is None for one in readable(first)[0]))
+        finished = {path: path.read_bytes() for path in first.glob("*.json")}
+        command(["scancel", "--signal=USR2", job], environment)
+        until(lambda: command(["squeue", "-h", "-o", "%T", "-j", job], environment) == "PENDING")
+        command(["scontrol", "update", f"JobId={job}", "StartTime=now"], environment)  # not in two minutes
         followed = subprocess.run(
             [*line, "show", "walk.toml", "--follow"],
             capture_output=True, check=False, timeout=300, **common,
         )  # fmt: skip
         assert followed.returncode == 0, followed.stderr
         assert followed.stdout.count(" ok") == 5
+        log = next((first / "jobs").glob("*_0_log.out")).read_text()
+        assert f"Requeued job {job}" in log
+        assert log.count("Starting with JobEnvironment") == 2
+        assert {path: path.read_bytes() for path in finished} == finished
         again = subprocess.run(
             ["srun", "-N2", "--ntasks-per-node=1", *line, "run", "walk.toml"],
             capture_output=True, check=False, timeout=300, **common,
