@@ -102,6 +102,18 @@ def shape(rate_mbit: float) -> namespaces.Shape:
     return namespaces.Shape(rate=rate, burst=burst, limit=int(burst + rate * QUEUE_SECONDS), segment=segment)
 
 
+def nccl_variables(port: Port) -> dict[str, str]:
+    """What NCCL is told, so that it sends through a node's network namespace; nothing of other nodes.
+
+    Between namespaces of one machine it would else use peer access and shared memory, which no queue shapes:
+    it tells hosts apart by their names (NCCL user guide, Environment Variables).
+    """
+    if port.holder is None or port.interface is None:
+        return {}
+    apart = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
+    return apart | {"NCCL_SOCKET_IFNAME": f"={port.interface}"}
+
+
 def message_bytes(setting: Setting) -> int:
     """Size of a calibration message: 0.2 s at the rate, at least 20 bursts, 50 latencies.
 
@@ -227,6 +239,8 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
         "header_bytes": HEADER_BYTES,
         "latency_ms": setting.latency_ms,
     }
+    if setting.transport == "nccl":
+        details["nccl"] = ", ".join(f"{name}={value}" for name, value in nccl_variables(ports[0]).items())
     if form is not None:
         details |= {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
     return Link(setting, "namespaces", why, ports, details, _keeper=process)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from harness.cluster import namespaces
-from harness.cluster.link import LinkError, Pacer, Port, join
+from harness.cluster.link import LinkError, Pacer, Port, join, nccl_variables
 from harness.cluster.rank import Progress, Rank
 from harness.errors import CorpusError, Refusal
 from impl.codecs.codec import CodecError
@@ -484,6 +484,7 @@ def _run(  # noqa: PLR0917  # as above
     _die_with_sweep()
     if port.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # gloo asks the environment, and nothing else
+    os.environ.update(nccl_variables(port))
     torch.set_num_threads(launch.threads)
     pacer = None
     if launch.paced_mbit is not None:

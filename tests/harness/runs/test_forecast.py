@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.runs.forecast import Forecast, Host, forecast, per_node_bytes
+from harness.suites.expansion import load
+from harness.suites.peers import PEERS
 from harness.suites.trial import Cluster, Generate, Model, Optimizer, PolicyChanges, Trial
 from impl.plan import traffic
 from impl.plan.geometry import ParameterSpec, lay_out
@@ -18,7 +21,9 @@ from impl.plan.policy import PRESETS, PolicyError, preset
 from impl.plan.topology import Topology
 
 GIB = 2**30
+SUITES = sorted((Path(__file__).resolve().parents[3] / "suites").glob("*.toml"))
 HERE = Host(memory=24 * GIB, gpus=(), namespaces=lambda: None)
+GPUS = Cluster(device="cuda", transport="nccl")
 SHAPED = Cluster(rate="50 Mbit/s")  # type: ignore[arg-type]
 
 
@@ -158,8 +163,11 @@ def test_hundred_billion() -> None:
             {"cluster": Cluster(launcher="hosts", hosts=("a",))},
             "cluster.hosts has 1 names; expected one for each of 2 nodes",
         ),
-        ({"cluster": Cluster(device="cuda")}, "4 ranks need a GPU each, this machine has 0"),
-        ({"cluster": Cluster(device="cuda"), "strategy": "single"}, "no GPU"),
+        (
+            {"cluster": GPUS},
+            "4 ranks need a GPU each, this machine has 0",
+        ),
+        ({"cluster": GPUS, "strategy": "single"}, "no GPU"),
         ({"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})}, "our own wire only"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -264,7 +272,7 @@ def test_no_namespaces() -> None:
 def test_gpus() -> None:
     """On GPUs a rank must fit its device, and every rank needs one."""
     host = Host(memory=24 * GIB, gpus=(16 * GIB,) * 4, namespaces=lambda: None)
-    cluster = Cluster(device="cuda")
+    cluster = GPUS
     assert one(host, cluster=cluster).problems == ()
     (problem,) = one(host, cluster=cluster, model=Model(name="gpt-18b")).problems
     assert "a GPU here has 16.00 GiB" in problem
@@ -358,3 +366,55 @@ def test_what_is_offloaded_is_foreseen_and_not_the_devices() -> None:
     device = sum(size for part, size in moved.memory.items() if not part.startswith("host_"))
     limited = Trial(strategy="zeropp", policy=shares, memory_limit=f"{device / 2**20 + 1} MiB")  # type: ignore[arg-type]
     assert forecast([limited], HERE)[0].beyond_limit is None
+
+
+GPU_LINE = re.compile(r"^# On a machine of (\d+) GPUs the cluster block has: (.+)\.$", re.MULTILINE)
+
+
+def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
+    """GPUs and trials of a suite whose cluster block says what its header says for GPUs."""
+    text = suite.read_text()
+    found = GPU_LINE.search(text)
+    assert found, "its header does not say what its cluster block has on GPUs"
+    told = dict(one.split(" = ") for one in found[2].split(", "))
+    before, mark, block = text.partition("[defaults.cluster]\n")
+    block, rest, after = block.partition("\n[")
+    kept = [line for line in block.splitlines() if line.partition(" = ")[0] not in told]
+    written = [f"{name} = {value}" for name, value in told.items()]
+    path = folder / suite.name
+    path.write_text(before + mark + "\n".join([*written, *kept]) + rest + after)
+    return int(found[1]), list(load(path).trials)
+
+
+@pytest.mark.parametrize(
+    "suite",
+    [path for path in SUITES if path.stem not in ("paper_scale", "peers")],
+    ids=lambda path: path.stem,
+)
+def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: Path) -> None:
+    """With the cluster block of its header `plan` accepts all of a suite on so many GPUs of 80 GiB, and on
+    one less refuses the trials that need all.
+    """
+    gpus, trials = _on_gpus(suite, tmp_path)
+    for has in (gpus, gpus - 1):
+        host = Host(2**39, (80 * 2**30,) * has, lambda: "no namespaces")
+        for found in forecast(trials, host):
+            needs = 1 if found.trial.strategy == "single" else found.trial.topology().world
+            assert bool(found.problems) == (needs > has), found.problems
+
+
+@pytest.mark.parametrize("suite", ["quickstart", "nodes", "models"])
+def test_suites_across_hosts_want_no_rate(suite: str, tmp_path: Path) -> None:
+    """Two hosts of eight GPUs under torchrun: a real link is as fast as it is, and a rate is refused."""
+    (path,) = (path for path in SUITES if path.stem == suite)
+    _, trials = _on_gpus(path, tmp_path)
+    host = Host(2**39, (80 * 2**30,) * 8, lambda: "no namespaces")
+    for rate in (None, 100.0):
+        real = {"link": "real", "launcher": "torchrun", "rate": rate, "latency": None}
+        asked = [
+            trial.model_copy(update={"cluster": trial.cluster.model_copy(update=real)})
+            for trial in trials
+            if trial.strategy not in PEERS
+        ]
+        for found in forecast(asked, host):
+            assert bool(found.problems) == (rate is not None), found.problems

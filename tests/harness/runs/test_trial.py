@@ -283,7 +283,7 @@ def training(row: LedgerRow) -> int:
         ({"corpus": "/nowhere"}, "/nowhere"),
         ({"policy": {"secondary": 3}}, "hpZ group of 3 ranks does not fit"),
         ({"policy": {}}, "padding"),
-        ({"cluster": {"device": "cuda"}}, "this machine has 0"),
+        ({"cluster": {"device": "cuda", "transport": "nccl"}}, "this machine has 0"),
     ],
 )
 def test_what_cannot_run_is_refused(text: str, tmp_path: Path, changes: dict[str, Any], words: str) -> None:

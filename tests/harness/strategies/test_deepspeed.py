@@ -92,7 +92,8 @@ def test_on_a_gpu_its_quantisers_are_left_to_it() -> None:
     asked = config(zero_quantized_weights=True)
     assert deepspeed.why_not(trial("exact")) is None
     here = trial("deepspeed", deepspeed_config=asked)
-    gpu = here.model_copy(update={"cluster": here.cluster.model_copy(update={"device": "cuda"})})
+    cluster = here.cluster.model_copy(update={"device": "cuda", "transport": "nccl"})
+    gpu = here.model_copy(update={"cluster": cluster})
     assert deepspeed.why_not(here) is not None
     assert deepspeed.why_not(gpu) is None
 
