@@ -1,8 +1,9 @@
 """Record of a trial: its raw measurements as one JSON file, written atomically.
 
-A record holds no means: every step's times, every loss and every byte counter is stored as measured;
-statistics belong to ``report``.  A failure is a record too.  ``results/README.md`` says what every key
-means; here stands what is not plain from its name.  Times are in seconds.  No torch.
+A record holds no means, but of the machine's use, read every 0.1 s: every step's times, every loss and
+every byte counter is stored as measured; statistics belong to ``report``.  A failure is a record too.
+``results/README.md`` says what every key means; here stands what is not plain from its name.  Times are in
+seconds.  No torch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from harness.records.machine_use import NodeUse
 from impl.deepspeed.recipe import Finding
 from impl.plan.geometry import padding_share
 
@@ -321,6 +323,7 @@ class Record(_Part):
         earlier: failed attempts of the same run, in order.
         run: hash of what all trials of its run had in common (:mod:`harness.records.run_record`); None in
             older records.
+        machine_use: of each node, over the timed steps; empty in older records.
         processor_use: of the machine on which all ranks ran; None if they may run on several, if the
             system does not report it, and in older records.
         digest: of all that the file holds beside it (:func:`digest_of`); None in older records.
@@ -355,11 +358,19 @@ class Record(_Part):
     reference_loss: float | None = None
     first_gradients: list[GradientCheck] = []
     decoded_sha256: list[str] = []
-    power: list[dict[str, float]] | None = None
+    machine_use: list[NodeUse] = []
     processor_use: ProcessorUse | None = None
     earlier: list[Failed] = []
     run: str | None = Field(None, pattern=r"^[0-9a-f]{16}$")
     digest: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_power(cls, data: Any) -> Any:
+        """Older records had a field of samples of one GPU, and none was ever written on one."""
+        return (
+            {key: value for key, value in data.items() if key != "power"} if isinstance(data, dict) else data
+        )
 
     @property
     def padding(self) -> float:

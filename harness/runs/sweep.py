@@ -44,11 +44,12 @@ from harness.measure import machine, provenance
 from harness.records import run_record
 from harness.records.record import Failed, Failure, LinkRecord, Record, RecordError, path_of, read, write
 from harness.records.run_record import SuiteText
+from harness.runs.assemble import TrialError, assemble
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.lease import Lease
 from harness.runs.progress import Display
 from harness.runs.repeats import Batch
-from harness.runs.trial import Assignment, Outcome, TrialError, assemble
+from harness.runs.trial import Assignment, Outcome
 from harness.runs.work import EXCHANGE, TRIAL, WORKS
 from harness.strategies import deepspeed
 from harness.suites.labels import counted

@@ -1,15 +1,16 @@
-"""Runs one trial on each rank, and assembles the ranks' outcomes into a record.
+"""Runs one trial on each rank.
 
 Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the
 link, and a grid of codecs tried on a backward pass of its own after everything timed; before three of the
 steps, in passes of their own, errors of what is sent.  A step trains or, in workload ``generate``, decodes.
-Each rank returns raw values; :func:`assemble` merges them.
+Each rank returns raw values, which ``harness.runs.assemble`` merges.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -19,28 +20,25 @@ import torch.distributed as dist
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor, nn
 
-from harness.cluster.link import PROBES, Counters, counters, slowest
+from harness.cluster.link import PROBES, Counters, counters
 from harness.cluster.rank import GROUPING, Progress, Rank, exchange
 from harness.errors import Refusal
-from harness.measure import communication_error, compute_alone
+from harness.measure import communication_error, compute_alone, telemetry
 from harness.measure.cpu_usage import ProcessorMeter, Spent
-from harness.measure.first_gradient import GradientError, checks_of
-from harness.measure.gpu_power import sampling_power
+from harness.measure.first_gradient import GradientError
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
-from harness.measure.quantisation_error import Squares, errors_of, measure
-from harness.measure.reference_loss import TOLERANCE, FirstLoss, as_computed, as_computed_by
+from harness.measure.quantisation_error import Squares, measure
+from harness.measure.reference_loss import FirstLoss, as_computed, as_computed_by
 from harness.measure.step_clock import StepClock
-from harness.records import checks
+from harness.measure.telemetry import Telemetry
+from harness.records.machine_use import NodeUse
 from harness.records.memory_parts import without_training
 from harness.records.record import (
     Alone,
     InterfaceCounters,
     LedgerRow,
     Memory,
-    Predicted,
-    ProcessorUse,
     RankRecord,
-    Record,
     Validation,
 )
 from harness.runs import before_training
@@ -64,10 +62,6 @@ def _as_pairs(key: Any, value: Any) -> tuple[PlainSerializer, PlainValidator]:
             lambda found: found if isinstance(found, dict) else dict(pairs.validate_python(found))
         ),
     )
-
-
-class TrialError(RuntimeError):
-    """A trial ran, but a check of its results failed; the message names the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +108,7 @@ class Outcome:
     ran: dict[str, Any]
     units: list[tuple[str, int, int]]
     parameters: int
-    power: list[dict[str, float]] | None
+    machine_use: NodeUse | None
     decoded: list[str]
     spent: Spent
 
@@ -179,7 +173,7 @@ class _Run:
         counted_before = self._trained()
         alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
         processors = ProcessorMeter(machine=alone and self.rank.rank == 0)
-        with sampling_power(self.device) as power:
+        with self._sampling() as sampled:
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
                 self._one(index)
@@ -235,10 +229,24 @@ class _Run:
             ran=ran,
             units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
             parameters=self.parameters,
-            power=power if self.rank.speaks else None,
+            machine_use=sampled.use,
             decoded=[] if self.generator is None else self.generator.sha256,
             spent=spent,
         )
+
+    @contextlib.contextmanager
+    def _sampling(self) -> Iterator[Telemetry]:
+        """Telemetry of this rank's node, by its first rank."""
+        if not self.rank.speaks:
+            yield Telemetry()
+            return
+        uuids = []
+        if self.device.type == "cuda":
+            first = self.device.index
+            ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
+            uuids = [f"GPU-{torch.cuda.get_device_properties(first + i).uuid}" for i in range(ranks)]
+        with telemetry.sampling(self.rank.node, uuids, self.rank.port.interface) as found:
+            yield found
 
     def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:
         """Time computation by itself, of ``model`` or one like it."""
@@ -475,121 +483,3 @@ def _copied(whole: Mapping[CopyKey, int], before: Mapping[CopyKey, int]) -> dict
         name = f"{key.direction} {key.purpose}"
         rest[name] = rest.get(name, 0) + nbytes - before.get(key, 0)
     return rest
-
-
-def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
-    """Assemble the record of a trial from all ranks' outcomes, in rank order, and one without measurements.
-
-    Raises:
-        TrialError: for a loss that is not finite, one before training that is not a single process's, reduced
-            gradients that are not, a ledger that is not the prediction, interfaces that did not send what the
-            ledger holds, or generations of one rank that differ.
-    """
-    _check_losses(outcomes)
-    _check_gradients(outcomes)
-    _check_steps(outcomes[0])
-    _check_decoded(outcomes)
-    first = outcomes[0]
-    predicted = None
-    if first.predicted is not None:
-        ledgers = [outcome.predicted or [] for outcome in outcomes]
-        equal = [outcome.record.ledger for outcome in outcomes] == ledgers
-        predicted = Predicted(ledgers=ledgers, equal=equal)
-    link, rates = blank.link, [outcome.probed for outcome in outcomes if outcome.probed]
-    found = blank.model_copy(
-        update={
-            "ranks": [outcome.record for outcome in outcomes],
-            "interfaces": [outcome.sent for outcome in outcomes if outcome.sent is not None] or None,
-            "validations": [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)],
-            "quantisation": errors_of([outcome.errors for outcome in outcomes]),
-            "communication_errors": communication_error.errors_of([o.communicated for o in outcomes]),
-            "predicted": predicted,
-            "reference_loss": math.fsum(o.first_loss.reference for o in outcomes) / len(outcomes),
-            "first_gradients": checks_of([outcome.gradient_errors for outcome in outcomes]),
-            "link": link and link.model_copy(update={"probed_mbit": slowest(rates)}),
-            "ran": first.ran,
-            "units": first.units,
-            "parameters": first.parameters,
-            "power": first.power,
-            "decoded_sha256": [outcome.decoded[0] for outcome in outcomes if outcome.decoded],
-            "processor_use": _processor_use([outcome.spent for outcome in outcomes]),
-        }
-    )
-    for wrong in (checks.unpredicted(found), checks.miscounted(found)):
-        if wrong is not None:
-            raise TrialError(wrong)
-    return found
-
-
-def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
-    """CPU usage of the machine as rank 0 read it, with the CPU seconds of all ranks."""
-    first, machine = spent[0], spent[0].machine
-    if machine is None:
-        return None
-    return ProcessorUse(
-        seconds=first.seconds,
-        processors=first.processors,
-        ranks=math.fsum(rank.computed for rank in spent),
-        **machine,
-    )
-
-
-def _mean(shares: Sequence[Validation]) -> Validation:
-    """Combine all ranks' shares of one validation."""
-    known = [share.inter_bytes for share in shares if share.inter_bytes is not None]
-    return Validation(
-        step=shares[0].step,
-        loss=math.fsum(share.loss for share in shares) / len(shares),
-        train_seconds=max(share.train_seconds for share in shares),
-        inter_bytes=sum(known) if len(known) == len(shares) else None,
-    )
-
-
-def _check_losses(outcomes: Sequence[Outcome]) -> None:
-    for outcome in outcomes:
-        found, expected = outcome.first_loss.found, outcome.first_loss.expected
-        allowed = TOLERANCE * max(1.0, abs(expected))
-        if not abs(found - expected) <= allowed:  # also if either is NaN
-            raise TrialError(
-                f"before training the loss of rank {outcome.record.rank} is {found:.6f}, of a single process "
-                f"on the same batches with equal weights {expected:.6f}: they differ by more than {allowed:g}"
-            )
-        for step in outcome.record.steps:
-            if not math.isfinite(step.loss):
-                raise TrialError(
-                    f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
-                )
-
-
-def _check_gradients(outcomes: Sequence[Outcome]) -> None:
-    """Refuse reduced gradients that are farther from a single process's than the codecs promise."""
-    for outcome in outcomes:
-        for error in outcome.gradient_errors:
-            if not error.share <= 1:
-                raise TrialError(
-                    f"before training rank {outcome.record.rank}'s reduced gradient of unit {error.unit!r} "
-                    f"has an element {error.found:.6g}, a single process's {error.expected:.6g}: they differ "
-                    f"by more than the codecs allow, {error.allowed:.3g}"
-                )
-
-
-def _check_steps(outcome: Outcome) -> None:
-    """Refuse a run in which overflows skipped every step."""
-    scaler = outcome.ran.get("loss_scale")
-    if scaler is not None and outcome.record.steps and scaler["skipped"] >= len(outcome.record.steps):
-        raise TrialError(
-            f"all {len(outcome.record.steps)} steps were skipped: gradients overflow, at last at a loss "
-            f"scale of {scaler['scale']:g}; start from a smaller one"
-        )
-
-
-def _check_decoded(outcomes: Sequence[Outcome]) -> None:
-    """Check that all generations of a rank decoded the same tokens: prompt and weights are equal."""
-    for outcome in outcomes:
-        for number, digest in enumerate(outcome.decoded):
-            if digest != outcome.decoded[0]:
-                raise TrialError(
-                    f"generation {number} of rank {outcome.record.rank} decoded other tokens (SHA-256 "
-                    f"{digest[:12]}) than generation 0 ({outcome.decoded[0][:12]}) from the same prompt and "
-                    "weights"
-                )

@@ -20,6 +20,7 @@ import pandas as pd
 from pydantic import ValidationError
 
 from harness.records import checks
+from harness.records.machine_use import joules
 from harness.records.record import Record, RecordError, read_all
 from harness.suites.repeats import CONTENDER
 from harness.suites.trial import Trial
@@ -319,6 +320,27 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "corpus": plain(trial.corpus),
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
         **_taken(record),
+        **_gpus(record, trial),
+    }
+
+
+def _gpus(record: Record, trial: Trial) -> dict[str, float]:
+    """What the GPUs of all ranks used, per token and on the mean of them; no numbers on a CPU."""
+    gpus = [gpu for node in record.machine_use for gpu in node.gpus]
+    tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
+    energy = joules(record.machine_use)
+
+    def mean(values: Iterable[float]) -> float:
+        return math.fsum(values) / len(gpus) if gpus else math.nan
+
+    return {
+        "gpus": len(gpus),
+        "joules_per_token": math.nan if energy is None else energy / tokens,
+        "watts": mean(gpu.watts for gpu in gpus),
+        "utilisation": mean(gpu.utilisation for gpu in gpus),
+        "clock_mhz": mean(gpu.clock_mhz for gpu in gpus),
+        "throttled": max((max(gpu.throttled.values(), default=0.0) for gpu in gpus), default=math.nan),
+        "gpu_others": max((gpu.others for gpu in gpus), default=0),
     }
 
 

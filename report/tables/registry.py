@@ -18,6 +18,7 @@ from report.data.metrics import Derived
 from report.data.text import FEWEST_IN_WORDS, NOTHING, number
 from report.draw import theme
 from report.draw.figure_definition import by_contender, unpublished_note
+from report.tables.energy import energy
 from report.tables.learning import losses
 from report.tables.peers import peers
 from report.tables.settings import setting as settings
@@ -566,8 +567,8 @@ def environment(derived: Derived) -> Table:
 _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
-        summary, peers, time, losses, failures, generation, volume, checks, parity, break_even, memory,
-        sent_error, quantisation, largest_error, links, published_throughput, setting, environment,
+        summary, peers, time, energy, losses, failures, generation, volume, checks, parity, break_even,
+        memory, sent_error, quantisation, largest_error, links, published_throughput, setting, environment,
     )
 }  # fmt: skip
 NAMES_OF_FILES: Final = tuple(_MAKERS)

@@ -1,0 +1,68 @@
+"""The table of energy: joules per token of all GPUs, and which of them were held down or shared."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.records.machine_use import GpuUse, NodeUse
+from harness.records.record import Record
+from harness.suites.trial import Trial
+from report.data.frames import frames_of
+from report.data.metrics import derive
+from report.tables.energy import HELD, energy
+from tests.report.records import record_of
+
+
+def one(joules: float | None, *, repeat: int = 0, throttled: float = 0.0, others: int = 0) -> Record:
+    """A record of two nodes of two GPUs each, a quarter of the energy on each."""
+    trial = Trial.model_validate({"strategy": "zeropp", "repeat": repeat, "cluster": {"rate": "50 Mbit/s"}})
+    gpus = [
+        GpuUse(
+            index=index, name="GPU", samples=9, joules=None if joules is None else joules / 4,
+            sampled_joules=(joules or 8.0) / 4, watts=100.0 * index, utilisation=0.5, memory_bytes=1,
+            clock_mhz=1000, throttled={"power cap": throttled} if throttled else {}, others=others,
+        )
+        for index in range(4)
+    ]  # fmt: skip
+    nodes = [
+        NodeUse(
+            node=node, seconds=1, samples=9, sampling_seconds=0, processors=0.1, memory_bytes=1, gpus=mine
+        )
+        for node, mine in enumerate((gpus[:2], gpus[2:]))
+    ]
+    return record_of(trial).model_copy(update={"machine_use": nodes})
+
+
+def tokens(record: Record) -> int:
+    trial = Trial.from_canonical(record.trial)
+    return trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
+
+
+@given(st.floats(1, 1e6), st.floats(0, 1), st.integers(0, 2))
+def test_energy_is_of_all_gpus_per_token(joules: float, throttled: float, others: int) -> None:
+    """By the counters, else by the samples; a GPU that was held down or shared is marked."""
+    for record, wanted in ((one(joules, throttled=throttled, others=others), joules), (one(None), 8.0)):
+        table = energy(derive(frames_of([record])))
+        (row,) = table.data.to_dict("records")
+        assert row["joules_per_token"] == pytest.approx(wanted / tokens(record))
+        assert row["watts"] == pytest.approx(150)
+        marked = wanted != 8.0 and (throttled > 0.05 or others > 0)
+        assert (HELD in row["trials_told"]) == (row["held_or_shared"] == 1)
+        if joules != 8.0:
+            assert (HELD in row["trials_told"]) == marked
+
+
+def test_repeats_have_an_interval() -> None:
+    """From six trials on, as everywhere."""
+    records = [one(100.0 + repeat, repeat=repeat) for repeat in range(7)]
+    (row,) = energy(derive(frames_of(records))).data.to_dict("records")
+    assert row["joules_per_token_low"] < row["joules_per_token"] < row["joules_per_token_high"]
+    assert row["joules_per_token"] == pytest.approx(103.0 / tokens(records[0]))
+
+
+def test_without_gpus_there_is_no_table() -> None:
+    """CPUs have no energy on record."""
+    record = one(1.0).model_copy(update={"machine_use": []})
+    assert energy(derive(frames_of([record]))).data.empty
