@@ -22,7 +22,8 @@ import psutil
 from harness.records.machine_use import GpuUse, NodeUse
 
 SECONDS: Final = 0.1  # between two samples
-_SELDOM: Final = 10  # samples between two readings of PCIe
+_SELDOM: Final = 10  # samples between two readings of PCIe,
+_HOST: Final = 5  # of processors and memory, whose means come from counters
 # Bits of NVML's clocks event reasons for what holds a clock down: not idleness, not a setting.
 _REASONS: Final = {
     0x4: "power cap",
@@ -199,7 +200,8 @@ def sampling(node: int, gpus: Sequence[str], interface: str | None) -> Iterator[
                 device.read(seldom=number % _SELDOM == 0)
             if stop.wait(SECONDS):
                 break
-            host.read()
+            if number % _HOST == 0:
+                host.read()
         for device in devices:
             device.read(seldom=False)
         host.read()
