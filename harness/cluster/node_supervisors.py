@@ -103,6 +103,7 @@ class Nodes:
             "threads": launch.threads,
             "timeout_seconds": launch.timeout_seconds,
             "backend": launch.backend,
+            "paced": [launch.paced_mbit, launch.paced_latency_ms],
         }
         self.channel.post(_command(number), command)
         others = range(1, count)
@@ -277,7 +278,8 @@ def _done(
         launch = Launch(
             topology=Topology(*command["topology"]),
             ports=tuple(Port(*port) for port in command["ports"]),
-            paced_mbit=None,
+            paced_mbit=command["paced"][0],
+            paced_latency_ms=command["paced"][1],
             threads=command["threads"],
             timeout_seconds=command["timeout_seconds"],
             log=Path(scratch) / "log",

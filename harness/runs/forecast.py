@@ -419,7 +419,7 @@ def _check_link(trial: Trial, host: Host) -> str | None:
         if cluster.rate is not None:
             return (
                 f"cluster.rate = {cluster.rate:g} Mbit/s is for predictions only: a real link is as fast "
-                "as it is; expected 'unshaped' to run"
+                "as it is; expected 'unshaped', or cluster.link = 'paced', which holds our own messages back"
             )
         return None
     if cluster.nodes == 1 or cluster.link == "none":

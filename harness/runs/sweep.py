@@ -381,7 +381,7 @@ class _Sweep:
         told = "distinct hosts" if same is None else f"nodes {same[0]} and {same[1]} are one host"
         if kind == "auto":
             kind = "real" if same is None else "none"
-        elif kind != ("real" if same is None else "none"):
+        elif kind not in ("real" if same is None else "none", "paced"):
             raise LinkError(f"link {kind!r}: {told}; a real link joins distinct hosts, 'none' those of one")
         link = open_link(replace(setting, kind=kind), "")
         link.why, link.ports = told, nodes.ports[: setting.nodes]

@@ -76,6 +76,27 @@ def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path, local:
         assert "3 of 8 trials failed before; --retry-failed runs them again" in first.output
 
 
+def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
+    """Two hosts under torchrun, which no queue of ours joins: messages between them leave at the rate asked
+    for, which calibration and probes reach to 0.95 to 1.0, and the page calls results modelled.
+    """
+    text = walk("torchrun")["walk.toml"].partition("[[override]]")[0].replace("faulty:model", "gpt-tiny")
+    text = text.replace("seed = [0, 1, 2, 3]", "cluster.rate = ['50 Mbit/s', '200 Mbit/s']")
+    text = text.replace('launcher = "torchrun"', 'launcher = "torchrun"\nlink = "paced"')
+    with hosts(2, tmp_path, {"walk.toml": text}) as both:
+        assert type_lines(both, lines_of("torchrun"), "walk.toml") == [0, 0], both[0].output
+        records = read_all(both[0].folder / "results" / "walk")
+        assert len(records) == 4
+        for record in records:
+            asked = record.trial["cluster"]["rate"]
+            assert record.link is not None
+            assert (record.link.kind, record.link.why) == ("paced", "distinct hosts")
+            for achieved in (*record.link.calibrated_mbit, *record.link.probed_mbit):
+                assert 0.95 * asked <= achieved <= 1.0 * asked
+        page = (both[0].folder / "results" / "walk" / "report.html").read_text()
+        assert "modelled" in page
+
+
 Found = dict[tuple[str, int], tuple[object, object]]
 
 
