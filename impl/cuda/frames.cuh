@@ -6,6 +6,7 @@
 #pragma once
 
 #include "codec.cuh"
+#include "packing.cuh"
 
 namespace frames {
 

@@ -1,7 +1,7 @@
 """Hooks on modules that gather and reshard units during forward passes.
 
 They report events of the model's units to the :class:`~impl.plan.schedule.Schedule`, and
-:mod:`impl.engine.actions` carries out what it answers; backward passes are
+:mod:`impl.engine.run_schedule` carries out what it answers; backward passes are
 :mod:`impl.engine.backward_hooks`'.  Nothing here knows ZeRO++'s techniques by name: they are values of the
 policy.
 """
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from impl.codecs.reference import DTYPES
-from impl.engine.actions import Actions
 from impl.engine.backward_hooks import BackwardHooks, each
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.optimizer_hooks import find
 from impl.engine.optimizer_masters import Masters
+from impl.engine.run_schedule import Actions
 from impl.errors import ZeroError
 from impl.plan.schedule import Action
 from impl.pytree import cast_tensors, memory_of, tensors_in
