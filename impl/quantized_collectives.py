@@ -193,7 +193,8 @@ def errors_for(
 
 def _pair(codecs: CodecOrText | Sequence[CodecOrText]) -> tuple[Codec, Codec]:
     """The codecs of both hops."""
-    given = [codecs, codecs] if isinstance(codecs, str | Raw | IntCodec | FloatCodec) else list(codecs)
+    single = not isinstance(codecs, Sequence) or isinstance(codecs, str)
+    given: list[CodecOrText] = [codecs, codecs] if single else list(codecs)  # type: ignore[list-item, arg-type]
     if len(given) != 2:
         raise ValueError(f"codecs: one, or one for each of two hops, got {len(given)}")
     return _codec(given[0]), _codec(given[1])
@@ -206,7 +207,12 @@ def _check_key(key: Key | None, *codecs: Codec) -> None:
 
 
 def _codec(given: CodecOrText) -> Codec:
-    return parse(given) if isinstance(given, str) else given
+    if isinstance(given, str):
+        return parse(given)
+    if not isinstance(given, Raw | IntCodec | FloatCodec):
+        kind = type(given).__name__
+        raise TypeError(f"codec {given!r} is a {kind}: expected its text, or what codec.parse() gives")
+    return given
 
 
 def _check_type(x: Tensor) -> None:

@@ -487,7 +487,7 @@ class Trial(_Frozen):
         yield from self._beside_control()
         if cluster.transport == "nccl" and cluster.device != "cuda":
             yield "cluster.transport = 'nccl': expected cluster.device = 'cuda' with it"
-        if cluster.device == "cuda" and cluster.transport != "nccl":
+        if cluster.device == "cuda" and cluster.transport != "nccl" and self.host is None:
             yield f"cluster.device = 'cuda': expected cluster.transport = 'nccl', not {cluster.transport!r}"
         counted = cluster.link not in ("none", "paced")  # ranks check each other's calls over the link itself
         if cluster.transport == "nccl-rules" and (counted or cluster.device != "cpu"):

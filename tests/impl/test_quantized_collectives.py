@@ -244,6 +244,10 @@ def _misused(mesh: Mesh, how: str) -> None:
             quantized_all_gather(torch.zeros(8), "bf16", mesh, gather="falt")
         case "codecs":
             quantized_reduce_scatter(torch.zeros(8), ["bf16", "bf16", "fp32"], mesh)
+        case "own":
+            quantized_all_gather(torch.zeros(8), object(), mesh)  # type: ignore[arg-type]
+        case "own, reduced":
+            quantized_reduce_scatter(torch.zeros(8), object(), mesh)  # type: ignore[arg-type]
         case "ring":
             errors = errors_for(Feedback(), "bf16", mesh, 8)
             quantized_reduce_scatter(torch.zeros(8), "bf16", mesh, reduce="ring", errors=errors)
@@ -273,6 +277,8 @@ def _misused(mesh: Mesh, how: str) -> None:
         ("reduce", PolicyError, "reduce = 'twohop'"),
         ("gather", PolicyError, "gather = 'falt'"),
         ("codecs", ValueError, "one for each of two hops, got 3"),
+        ("own", TypeError, "is a object: expected its text"),
+        ("own, reduced", TypeError, "is a object: expected its text"),
         ("ring", PolicyError, "the partial sums of a ring are others' too"),
         ("errors", ValueError, r"hop 0 encodes \(2, 4\), its errors are \(2, 8\)"),
         ("reset", ValueError, "feedback classic:reset2 counts steps: it needs a key"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.runs.trial import TrialError
+from harness.runs.assemble import TrialError
 from harness.suites.trial import Trial
 from tests.harness.runs.test_trial import assembled, outcomes, result
 
