@@ -63,7 +63,7 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
         figures=drawn,
         note=footnotes.modelled_in_words(derived),
         marked=derived.disturbed,
-        missing=[(plot.title, needed(plot.suite)) for plot in missing],
+        missing=[(plot.title, needed(plot.suite)) for plot in missing if not plot.on_gpus],
         summary=first,
         tables=[table for table in tables if table not in apart],
         last=[by_name[name] for name in _LAST if name in by_name],
