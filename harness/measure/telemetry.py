@@ -146,7 +146,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _of_others(pids: Sequence[int]) -> int:
-    """How many processes are neither of this session's sweep nor its ranks, which one process started."""
+    """How many are neither this process nor started by the one that started it, as all ranks are."""
     family = os.getppid()
     return sum(pid != os.getpid() and _parent(pid) != family for pid in pids)
 
