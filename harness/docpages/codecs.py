@@ -6,7 +6,7 @@ from typing import Final
 
 from harness.docpages.markdown import table
 from harness.laws.laws import title
-from impl.codecs.codec import HALF_ULP, Codec, FloatCodec, Law, Raw, parse
+from impl.codecs.codec import HALF_ULP, BuiltIn, FloatCodec, Law, Raw, built_in
 
 SHOWN: Final = (
     "fp32", "bf16", "fp16",
@@ -25,13 +25,13 @@ def render() -> str:
     names = [title(law) for law in Law]
     codecs = table(
         ("codec", "bits an element", "grain", "error of fp32 at most", *names),
-        (_row(text, parse(text)) for text in SHOWN),
+        (_row(text, built_in(text)) for text in SHOWN),
     )
     laws = table(("law", "what it says"), ((f"`{title(law)}`", law.value) for law in Law))
     return f"{codecs}\n{laws}"
 
 
-def formula(codec: Codec) -> str:
+def formula(codec: BuiltIn) -> str:
     """Formula of the largest error of a finite block decoded to fp32, to within 2^-14 and one rounding.
 
     The exact one is ``codec.error_bound``.  ``max`` is the block's largest magnitude, ``range`` its
@@ -52,7 +52,7 @@ def formula(codec: Codec) -> str:
     return f"{rotation}{measure} / {steps if codec.stochastic else 2 * steps}"
 
 
-def _row(text: str, codec: Codec) -> list[str]:
+def _row(text: str, codec: BuiltIn) -> list[str]:
     bits = f"{codec.frame_bytes(_SHARD) * 8 / _SHARD:.4f}".rstrip("0").rstrip(".")
     laws = ["yes" if law in codec.laws else "" for law in Law]
     return [f"`{text}`", bits, str(codec.grain), f"`{formula(codec)}`", *laws]

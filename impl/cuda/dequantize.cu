@@ -5,8 +5,8 @@
 // Versions (impl/cuda/kernels.py chooses):
 //   1. decode_general, decode_sum_general: any codec, types and rotation as the launch says.
 //   2. decode, decode_sum: integers of 4 and 8 bits without rotation, compiled for their types.  Codes are
-//      few bytes a thread: decode has two octets, decode_sum four or eight sources under way.
-#include "frames.cuh"
+//      few bytes a thread: decode has two octets, decode_sum four sources under way.
+#include "teams.cuh"
 
 using namespace frames;
 
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256) decode_sum_general(const Arguments a) {
     store_octet<Fp32>(row_start(a, a.values), a.values, a.values.vectors != 0, octet, count, together, sums);
 }
 
-// The octets of a turn: WHOLE where all of the thread block's exist, and all starts are aligned.
+// The octets of a turn.  WHOLE: the main path.
 template <class T, int BITS, int OCTETS, bool WHOLE>
 __device__ __forceinline__ void decode_octets(const Arguments& a, const u8* frame, u8* row, u32 first) {
     const Scheme<BITS> scheme = scheme_of<Scheme<BITS>>(a.coding);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(256) decode(const Arguments a) {
     u8* row = row_start(a, a.values);
     u32 first = blockIdx.x * kTile;
     for (u32 turn = 0; turn < a.loops; ++turn, first += gridDim.x * kTile) {
-        if (a.exact != 0 && first + kTile <= a.numel / kOctet) {
+        if (whole(a, first + kTile)) {
             decode_octets<T, BITS, kOctets, true>(a, frame, row, first + slot());
         } else {
             decode_octets<T, BITS, kOctets, false>(a, frame, row, first + slot());
@@ -86,14 +86,14 @@ __global__ void __launch_bounds__(256) decode(const Arguments a) {
 }
 
 template <int BITS, int AHEAD>
-__global__ void __launch_bounds__(256, 2) decode_sum(const Arguments a) {
+__global__ void __launch_bounds__(256, 2 * kHalf) decode_sum(const Arguments a) {
     const u8* frame = row_start(a, a.frames);
     u8* row = row_start(a, a.values);
     u32 first = blockIdx.x * 256;
     float sums[kOctet];
     for (u32 turn = 0; turn < a.loops; ++turn, first += gridDim.x * 256) {
         const u32 octet = first + slot();
-        if (a.exact != 0 && first + 256 <= a.numel / kOctet) {
+        if (whole(a, first + 256)) {
             sum_octet<Scheme<BITS>, AHEAD, false>(a, frame, true, octet, kOctet, sums);
             store_octet<Fp32>(row, a.values, true, octet, kOctet, true, sums);
         } else if (octet_count(octet, a.numel) > 0) {

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import FRAME_ALIGNMENT, Blocked, Codec, IntCodec, Raw
+from impl.codecs.codec import FRAME_ALIGNMENT, Blocked, BuiltIn, IntCodec, Raw
 from impl.codecs.reference import Beside, Carried, Operations, merged_rows
 from impl.codecs.rounding_noise import OCTET
 from impl.cuda.launch import ARGUMENTS, Launch
@@ -52,11 +52,12 @@ MOST_PARTS: Final = 2**31 - 1  # thread blocks along x
 MOST_ROWS: Final = 65_535  # along y, and along z
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}  # as launches say them
-AHEAD: Final = {4: 8, 8: 4}  # sources under way at a time, by width: 32 bytes of codes a thread
+# Sources under way at a time, by width: more need more registers than 1,024 threads of a multiprocessor have.
+AHEAD: Final = {4: 4, 8: 4}
+AHEAD_FUSED: Final = {4: 4, 8: 2}  # beside what encodes
 DECODED: Final = 2  # octets a thread of the plain decode
 
 _ANY: Final = ("Scheme<0>", "Floats<0>")
-_SUMS: Final = tuple(f"{bits}, {ahead}" for bits, ahead in AHEAD.items())
 _ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
 VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be asked for
     "quantize.cu": (
@@ -66,11 +67,16 @@ VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be aske
     ),
     "dequantize.cu": (
         *(f"decode<{t}, {s}>" for t in TYPES.values() for s in AHEAD),
-        *(f"decode_sum<{s}>" for s in _SUMS),
+        *(f"decode_sum<{s}, {ahead}>" for s, ahead in AHEAD.items()),
         *(f"{kernel}_general<{s}>" for kernel in ("decode", "decode_sum") for s in _ANY),
     ),
     "reduce.cu": (
-        *(f"decode_sum_encode<{f}, {s}, {r}>" for f in _SUMS for s in AHEAD for r in _ROUNDINGS),
+        *(
+            f"decode_sum_encode<{f}, {ahead}, {s}, {r}>"
+            for f, ahead in AHEAD_FUSED.items()
+            for s in AHEAD
+            for r in _ROUNDINGS
+        ),
         *(f"decode_sum_encode_general<{f}, {s}>" for f in _ANY for s in _ANY),
     ),
 }
@@ -186,7 +192,7 @@ class Kernels(Operations):
         self._run = run
         self._spread = spread
 
-    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+    def _encode(self, codec: BuiltIn, x: Tensor, frames: Tensor, beside: Beside) -> None:
         if isinstance(codec, Raw):
             super()._encode(codec, x, frames, beside)
             return
@@ -196,7 +202,7 @@ class Kernels(Operations):
         for launch in _encoding(call, codec, x, plain=_is_plain(codec) and beside.carried is None):
             self._run(launch, x.device)
 
-    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def _decode(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
         if isinstance(codec, Raw):
             super()._decode(codec, frames, out)
             return
@@ -207,14 +213,18 @@ class Kernels(Operations):
         else:
             self._run(call.octets("dequantize.cu", f"decode_general<{_any(codec)}>"), out.device)
 
-    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def _decode_sum(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
         if isinstance(codec, Raw):
             super()._decode_sum(codec, frames, out)
             return
         tensors = {"values": out, "frames": frames[0]}
         call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=frames)
         plain = _is_plain(codec)
-        kernel = f"decode_sum<{_ahead(codec)}>" if plain else f"decode_sum_general<{_any(codec)}>"
+        kernel = (
+            f"decode_sum<{codec.bits}, {AHEAD[codec.bits]}>"
+            if plain
+            else f"decode_sum_general<{_any(codec)}>"
+        )
         self._run(call.octets("dequantize.cu", kernel, loops=plain), out.device)
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
@@ -237,7 +247,8 @@ class Kernels(Operations):
         call = _Call(self._spread, numel, tensors, codings, beside=beside, frames=frames)
         plain = _is_plain(first) and _is_plain(second) and beside.carried is None
         if plain:
-            kernel = f"decode_sum_encode<{_ahead(first)}, {second.bits}, {_ROUNDINGS[second.stochastic]}>"
+            sums = f"{first.bits}, {AHEAD_FUSED[first.bits]}"
+            kernel = f"decode_sum_encode<{sums}, {second.bits}, {_ROUNDINGS[second.stochastic]}>"
         else:
             kernel = f"decode_sum_encode_general<{_any(first)}, {_any(second)}>"
         self._run(call.held("reduce.cu", kernel, second, 1, loops=plain), out.device)
@@ -269,7 +280,8 @@ def _encoding(call: _Call, codec: Blocked, x: Tensor, *, plain: bool) -> Iterato
     whole = math.lcm(block, OCTET)  # whole blocks and whole octets
     if plain and _holds(codec, call.numel, HELD):
         kernel = f"encode_held<{TYPES[x.dtype]}, {codec.bits}, {_ROUNDINGS[codec.stochastic]}>"
-        yield call.held(file, kernel, codec, 2 if x.dtype == torch.float32 else 4)
+        wide = x.dtype == torch.float32 or codec.stochastic  # more octets would not fit the registers
+        yield call.held(file, kernel, codec, 2 if wide else 4)
     elif _holds(codec, call.numel, HELD):
         octets = 1 if block <= HELD_ALONE else 2
         yield call.held(file, f"encode_general<{_any(codec)}, {octets}>", codec, octets)
@@ -289,10 +301,6 @@ def _encoding(call: _Call, codec: Blocked, x: Tensor, *, plain: bool) -> Iterato
 def _is_plain(codec: Blocked) -> bool:
     """Whether kernels were compiled for it."""
     return isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
-
-
-def _ahead(codec: Blocked) -> str:
-    return f"{codec.bits}, {AHEAD[codec.bits]}"
 
 
 def _any(codec: Blocked) -> str:

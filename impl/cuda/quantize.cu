@@ -11,12 +11,11 @@
 //      loads, one shuffle tree.  For multiples of 8 (and whole rows) up to 8,192 elements: 512 threads of one
 //      octet or two; four spilled.
 //   4. encode_held: the same for integers of 4 and 8 bits without rotation and error feedback, compiled
-//      for their types.  Elements wait as they came, 64 bytes a thread, and as many of the next block are under
-//      way meanwhile.
+//      for their types.  Elements wait as they came, 64 bytes a thread.
 // Error feedback reads its elements a second
 // time, from the cache.  Rows are strided, so that the transpose of a two-hop reduction costs no pass of
 // its own.
-#include "frames.cuh"
+#include "teams.cuh"
 
 using namespace frames;
 
@@ -152,14 +151,14 @@ __global__ void __launch_bounds__(256) encode_staged(const Arguments a) {
 
 // Version 3: each team of 2^a.team_shift threads has one block.
 template <class Scheme, int OCTETS>
-__global__ void __launch_bounds__(512, 1) encode_general(const Arguments a) {
+__global__ void __launch_bounds__(512, OCTETS == 1 ? kHalf : 1) encode_general(const Arguments a) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
-    Team team(a, c);
     const u8* row = row_start(a, a.values);
     u8 *frame = row_start(a, a.frames), *error = row_start(a, a.error);
     if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
-    for (u32 turn = 0; turn < a.loops; ++turn, team.advance()) {
+    for (u32 turn = 0; turn < a.loops; ++turn) {
+        const Team team(a, c, turn);
         float values[OCTETS][kOctet];
         Extent extent{0, 0};
 #pragma unroll
@@ -193,19 +192,21 @@ __global__ void __launch_bounds__(512, 1) encode_general(const Arguments a) {
     }
 }
 
-// Version 4: elements are asked for, to be settled.
+// Version 4.
 template <class T>
 struct Elements {
     const Place& place;
     const u8* row;
     template <bool WHOLE>
-    __device__ __forceinline__ Held<T> bring(const Team& team, u32 octet, int count, bool together) const {
-        return fetch_elements<T>(row, place, WHOLE || place.vectors != 0, octet, count, together, team.apart);
+    __device__ __forceinline__ Held<T> bring(const Team& team, u32 octet, int count) const {
+        const bool together = WHOLE || Team::together(count);
+        return load_octet<T>(row, place, WHOLE || place.vectors != 0, octet, count, together, team.apart);
     }
 };
 
 template <class T, int BITS, bool STOCHASTIC>
-__global__ void __launch_bounds__(512, 1) encode_held(const Arguments a) {
+__global__ void __launch_bounds__(512, kHalf) encode_held(const Arguments a) {
     const Elements<T> elements{a.values, row_start(a, a.values)};
-    encode_team<T, BITS, sizeof(typename T::Word) == 4 ? 2 : 4, STOCHASTIC, true>(a, a.coding, a.frames, elements);
+    constexpr int kOctets = STOCHASTIC || sizeof(typename T::Word) == 4 ? 2 : 4;
+    encode_team<T, BITS, kOctets, STOCHASTIC>(a, a.coding, a.frames, elements);
 }

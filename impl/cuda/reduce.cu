@@ -9,15 +9,15 @@
 //      have to be held.
 //   3. decode_sum_encode: the same for integers of 4 and 8 bits without rotation and error feedback.
 // Sums are fp32, sources in ascending order (DeepSpeed adds halves).
-#include "frames.cuh"
+#include "teams.cuh"
 
 using namespace frames;
 
 template <class First, class Second>
-__global__ void __launch_bounds__(512, 1) decode_sum_encode_general(const Arguments a) {
+__global__ void __launch_bounds__(512, kHalf) decode_sum_encode_general(const Arguments a) {
     const Coding& c = a.second;
     const Second scheme = scheme_of<Second>(c);
-    const Team team(a, c);  // one turn
+    const Team team(a, c, 0);  // one turn
     const u32 octet = team.octet(0);
     const int count = team.count(a, c, 0);
     const bool together = team.together(count);
@@ -53,7 +53,7 @@ struct Sums {
     const Arguments& a;
     const u8* from;
     template <bool WHOLE>
-    __device__ __forceinline__ Held<Fp32> bring(const Team&, u32 octet, int count, bool) const {
+    __device__ __forceinline__ Held<Fp32> bring(const Team&, u32 octet, int count) const {
         const bool vectors = WHOLE || a.frames.vectors != 0;
         float sums[kOctet];
         sum_octet<Scheme<BITS>, WHOLE ? AHEAD : 1, false>(a, from, vectors, octet, count, sums);
@@ -66,7 +66,7 @@ struct Sums {
 };
 
 template <int FIRST, int AHEAD, int SECOND, bool STOCHASTIC>
-__global__ void __launch_bounds__(512, 1) decode_sum_encode(const Arguments a) {
+__global__ void __launch_bounds__(512, kHalf) decode_sum_encode(const Arguments a) {
     const Sums<FIRST, AHEAD> sums{a, row_start(a, a.frames)};
-    encode_team<Fp32, SECOND, 1, STOCHASTIC, false>(a, a.second, a.output, sums);
+    encode_team<Fp32, SECOND, 1, STOCHASTIC>(a, a.second, a.output, sums);
 }

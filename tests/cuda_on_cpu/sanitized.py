@@ -29,12 +29,12 @@ VARIANTS = {
         *(f"encode_{how}<Scheme<0>>" for how in ("staged", "extents", "given")),
     ],
     "dequantize.cu": [
-        *("decode<Fp32, 8>", "decode<Bf16, 4>", "decode_sum<4, 8>"),
+        *("decode<Fp32, 8>", "decode<Bf16, 4>", "decode_sum<4, 4>"),
         *("decode_general<Scheme<0>>", "decode_general<Floats<0>>", "decode_sum_general<Scheme<0>>"),
     ],
     "reduce.cu": [
         *(
-            "decode_sum_encode<4, 8, 4, false>",
+            "decode_sum_encode<4, 4, 4, false>",
             "decode_sum_encode_general<Scheme<0>, Floats<0>>",
         )
     ],

@@ -1,0 +1,315 @@
+"""What compiled kernels will ask of a GPU, read from their cubins without one.
+
+NVRTC compiles, and says what ptxas counted: registers, shared and local memory.  ``nvdisasm`` (package
+``nvidia-cuda-nvdisasm``) gives the instructions that load or store global memory, and by line information,
+which changes no instruction, whose source each came from: :data:`PURPOSES` knows the functions that may.
+
+An access of *elements* goes through ``load_octet`` and ``store_octet``.  What they leave to ``load_singly``
+and ``store_singly`` goes one by one: the end of a row, rows that are strided or begin off 16 bytes.
+The *main path* of a plain kernel serves thread blocks whose octets are all whole and aligned: ``whole`` of
+``teams.cuh``.  Compiled once more with nothing else, it shows what it loads and stores.  General kernels have
+none: each octet asks.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from impl.cuda.kernels import VARIANTS
+from impl.cuda.launch import OPTIONS, SOURCES
+
+WARP: Final = 32
+PLAIN: Final = re.compile(r"(encode_held|decode|decode_sum|decode_sum_encode)<.*")  # kernels with a main path
+PURPOSES: Final = {  # functions whose own lines reach global memory
+    **dict.fromkeys(("load_octet", "store_octet"), "elements"),
+    **dict.fromkeys(("load_singly", "store_singly"), "elements, one by one"),
+    **dict.fromkeys(("load_codes", "store_codes"), "codes"),
+    **dict.fromkeys(("load_float", "store_float", "load_scale", "store_scale"), "scales"),
+    "store_padding": "padding",
+    **dict.fromkeys(("encode_extents", "encode_given"), "extents"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessor:
+    """What one multiprocessor holds.
+
+    CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+
+    Attributes:
+        warps: at most.
+        blocks: thread blocks at most.
+        shared: bytes of shared memory, with the largest carve-out.
+        reserved: bytes of it that each thread block has beside its own.
+        granule: bytes that a thread block's shared memory is rounded up to.
+    """
+
+    warps: int
+    blocks: int
+    shared: int
+    reserved: int = 1_024
+    granule: int = 128
+    registers: int = 65_536
+
+
+MULTIPROCESSORS: Final = {  # by architecture
+    75: Multiprocessor(32, 16, 64 << 10, 0, 256),
+    80: Multiprocessor(64, 32, 164 << 10),
+    90: Multiprocessor(64, 32, 228 << 10),
+    100: Multiprocessor(64, 32, 228 << 10),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """An instruction that reaches global memory.
+
+    Attributes:
+        name: of the instruction, as ``LDG.E.128``.
+        width: bytes a thread.
+        purpose: one of :data:`PURPOSES`.
+    """
+
+    name: str
+    width: int
+    purpose: str
+
+    @property
+    def loads(self) -> bool:
+        """Whether it loads; else it stores, or is atomic."""
+        return self.name.startswith("LD")
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """What one kernel asks for on one architecture.
+
+    Attributes:
+        registers: of a thread.
+        shared: bytes of shared memory of a thread block; the kernels have no dynamic ones.
+        local: bytes of local memory of a thread: the stack, with spilled registers.
+        lowered: the kernel's name in the image.
+        image: of all kernels that were compiled together.
+        sources: where its files are.
+    """
+
+    architecture: int
+    registers: int
+    shared: int
+    local: int
+    lowered: str
+    image: bytes
+    sources: Path
+
+    @functools.cached_property
+    def accesses(self) -> tuple[Access, ...]:
+        """The instructions that reach global memory, in order of their addresses.
+
+        Raises:
+            RuntimeError: if one comes from a function that is not listed.
+            FileNotFoundError: without ``nvdisasm``.
+        """
+        return tuple(_accesses(_sections(self.image)[self.lowered], self.sources))
+
+    def limits(self, threads: int) -> dict[str, int]:
+        """Thread blocks of ``threads`` that a multiprocessor holds, by what limits them.
+
+        The formula is that of ``cuda_occupancy.h`` of the CUDA toolkit, for thread blocks of whole warps.
+        """
+        holds, warps = MULTIPROCESSORS[self.architecture], threads // WARP
+        part = (
+            holds.registers // 4 // _up(self.registers * WARP, 256)
+        )  # warps of a quarter, which has its own
+        shared = _up(self.shared + holds.reserved, holds.granule)
+        return {
+            "registers": part * 4 // _up(warps, 4),
+            "shared memory": holds.shared // shared if shared else holds.blocks,
+            "warps": holds.warps // warps,
+            "blocks": holds.blocks,
+        }
+
+    def occupancy(self, threads: int) -> float:
+        """Warps that a multiprocessor holds at a time, of those that it could."""
+        return min(self.limits(threads).values()) * threads / WARP / MULTIPROCESSORS[self.architecture].warps
+
+
+def compiled(
+    file: str, kernels: Sequence[str], architecture: int, sources: Path = SOURCES, *, main: bool = False
+) -> dict[str, Cubin]:
+    """Kernels of one file, compiled together.
+
+    Args:
+        file: in ``sources``.
+        kernels: as C++ writes them, ``decode<Fp32, 8>``.
+        architecture: 90 is ``sm_90``.
+        sources: the folder, also of headers.
+        main: the main path alone.
+
+    Raises:
+        RuntimeError: if a source does not compile.
+    """
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram((sources / file).read_text(encoding="utf-8"), file, (), ())
+    for kernel in kernels:
+        nvrtc.addNameExpression(program, kernel)
+    options = [*OPTIONS[:-1], f"-I{sources}", f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v"]
+    try:
+        nvrtc.compileProgram(program, (*options, "--generate-line-info", *(["-DMAIN_PATH"] if main else [])))
+    except nvrtc.NVRTCError as problem:
+        raise RuntimeError(f"{file} for sm_{architecture}: {nvrtc.getProgramLog(program)}") from problem
+    log = nvrtc.getProgramLog(program)
+    image = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes the last byte off, as of a string
+    found = {}
+    for kernel in kernels:
+        lowered = nvrtc.getLoweredName(program, kernel)
+        counted = (
+            rf"properties for {re.escape(lowered)}\n.*? (\d+) bytes stack.*?Used (\d+) registers([^\n]*)"
+        )
+        facts = re.search(counted, log, re.DOTALL)
+        if facts is None:
+            raise RuntimeError(f"{kernel}: ptxas counted nothing in {log}")
+        shared = re.search(r"(\d+) bytes smem", facts[3])
+        resources = int(facts[2]), int(shared[1]) if shared else 0, int(facts[1])
+        found[kernel] = Cubin(architecture, *resources, lowered, image, sources)
+    nvrtc.destroyProgram(program)
+    return found
+
+
+def missing() -> str | None:
+    """What is not installed that :func:`compiled` and :attr:`Cubin.accesses` need, in words."""
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as problem:
+        return f"no CuPy with NVRTC: {problem}"
+    return None if _disassembler() else "no nvdisasm: pip install nvidia-cuda-nvdisasm"
+
+
+def _up(value: int, granule: int) -> int:
+    return -(-value // granule) * granule
+
+
+def _disassembler() -> str | None:
+    """Where ``nvdisasm`` is: in its package, else on the path."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    return next((str(each.locate()) for each in files if each.name == "nvdisasm"), shutil.which("nvdisasm"))
+
+
+@functools.lru_cache(4)
+def _sections(image: bytes) -> dict[str, str]:
+    """Instructions with their source lines, by the kernel's name in the image."""
+    if (program := _disassembler()) is None:
+        raise FileNotFoundError(missing())
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        command = [program, "-c", "-gi", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parts = re.split(r"^//-+ \.text\.(\S+) -+$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+_LINE: Final = re.compile(r'//## File "([^"]*)", line (\d+)( inlined at)?')
+_HELD: Final = {"set", "word", "quad", "set_quad"}  # of struct Held, on behalf of who calls
+_GLOBAL: Final = re.compile(
+    r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?((?:LDG|STG|LD|ST|RED|REDG|ATOMG|ATOM)\b[\w.]*)"  # LD, ST: generic
+)
+
+
+def _accesses(section: str, sources: Path) -> Iterator[Access]:
+    chain: list[tuple[str, int]] = []  # source lines at hand: the innermost, then where each was inlined
+    inlined = False
+    for text in section.splitlines():
+        if line := _LINE.search(text):
+            chain = [*(chain if inlined else ()), (Path(line[1]).name, int(line[2]))]
+            inlined = line[3] is not None
+        elif instruction := _GLOBAL.search(text):
+            yield _access(instruction[1], chain, sources)
+
+
+def _access(name: str, chain: list[tuple[str, int]], sources: Path) -> Access:
+    functions = (_function(sources / file, line) for file, line in chain)
+    function = next((each for each in functions if each not in _HELD), "no function")
+    if function not in PURPOSES:
+        raise RuntimeError(f"{chain[0]}: {name} in {function}, which is not known to reach global memory")
+    sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1, "16": 2, "8": 1}
+    width = next((sizes[part] for part in name.split(".") if part in sizes), 4)
+    return Access(name, width, PURPOSES[function])
+
+
+@functools.cache
+def _functions(path: Path) -> list[tuple[int, str]]:
+    """Where functions begin: line and name, in order."""
+    heads = (
+        (i, re.search(r"(?:__forceinline__|__global__).*?\b(\w+)\((?!\d)", text))
+        for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    )
+    return [(line, head[1]) for line, head in heads if head]
+
+
+def _function(path: Path, line: int) -> str:
+    functions = _functions(path)
+    return functions[bisect.bisect(functions, line, key=lambda each: each[0]) - 1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A kernel of :data:`impl.cuda.kernels.VARIANTS`.
+
+    Attributes:
+        kernel: as C++ writes it.
+        threads: of its thread blocks, as they are launched.
+        cubin: what is launched.
+        main: its main path compiled alone; None for general kernels.
+    """
+
+    kernel: str
+    threads: tuple[int, ...]
+    cubin: Cubin
+    main: Cubin | None
+
+    @property
+    def occupancy(self) -> float:
+        """The least over the sizes of its thread blocks."""
+        return min(map(self.cubin.occupancy, self.threads))
+
+    @property
+    def limit(self) -> str:
+        """What holds the occupancy down, at the largest of its thread blocks."""
+        limits = self.cubin.limits(self.threads[-1])
+        return min(limits, key=limits.__getitem__)
+
+
+def threads_of(kernel: str) -> tuple[int, ...]:
+    """The sizes of the thread blocks that :mod:`impl.cuda.kernels` launches ``kernel`` with, ascending."""
+    name, _, values = kernel.partition("<")
+    if name == "encode_general" and values.endswith(", 2>"):
+        return (512,)
+    teams = name in {"encode_general", "decode_sum_encode", "decode_sum_encode_general"}
+    wide = kernel.startswith("encode_held<Fp32") or (name == "encode_held" and values.endswith("true>"))
+    return (256, 512) if teams or wide else (256,)
+
+
+@functools.cache
+def predictions(file: str, architecture: int) -> tuple[Prediction, ...]:
+    """Every kernel of a file that can be asked for."""
+    kernels = VARIANTS[file]
+    plain = [kernel for kernel in kernels if PLAIN.fullmatch(kernel)]
+    cubins = compiled(file, kernels, architecture)
+    alone = compiled(file, plain, architecture, main=True)
+    return tuple(Prediction(each, threads_of(each), cubins[each], alone.get(each)) for each in kernels)

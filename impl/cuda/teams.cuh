@@ -1,0 +1,396 @@
+// Octets rotated, decoded, summed and encoded.  A team is a power of two of threads that share one block of the
+// codec.  No arithmetic of codecs: codec.cuh; no element, code or scale is loaded or stored elsewhere than in
+// frames.cuh.
+#pragma once
+
+#include "frames.cuh"
+#include "packing.cuh"
+
+namespace frames {
+
+// Thread blocks of 512 that make half of a multiprocessor's warps: it has 32 before sm_80, 64 from there on.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kHalf = 1;
+#else
+constexpr int kHalf = 2;
+#endif
+
+// The main path: all octets before `end` exist, and all starts are aligned, so that nothing is asked about either.
+// impl/cuda/cubin.py defines MAIN_PATH to compile it alone, and counts what it loads and stores.
+__device__ __forceinline__ bool whole(const Arguments& a, u32 end) {
+#ifdef MAIN_PATH
+    return true;
+#else
+    return a.exact != 0 && end <= a.numel / kOctet;
+#endif
+}
+
+// ---- rotation ----------------------------------------------------------------------------------
+
+// Rotate the groups of c.rotation elements that are whole in a row of `numel`; all lanes of the warp, whose
+// octets are those of their slots, in whole groups.  Absent elements are then to be filled again.
+__device__ __forceinline__ void rotate_octet(const Coding& c, u32 octet, u32 numel, bool back,
+                                             float (&values)[kOctet]) {
+    const int size = int(c.rotation), inside = size < kOctet ? size : kOctet;
+    const u32 end = (octet * kOctet | (c.rotation - 1)) + 1;  // of the group of a whole octet
+    // Elements of this octet below `limit` are in whole groups.
+    const int limit = size <= kOctet ? octet_count(octet, numel) & ~(inside - 1) : end <= numel ? kOctet : 0;
+    const float part = float_of(0x7f000000u - bits_of(float(size)));  // 1 / size
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i)
+        if (i < limit) values[i] = values[i] * part;
+#pragma unroll
+    for (int distance = 1; distance < kOctet; distance *= 2) {
+        if (distance >= inside) break;
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) {
+            if ((i & distance) == 0 && i < limit) {
+                const float first = values[i], second = values[i + distance];
+                values[i] = butterfly(first, second, false);
+                values[i + distance] = butterfly(second, first, true);
+            }
+        }
+    }
+    for (int distance = 1; distance * kOctet < size; distance *= 2) {
+        const bool second = (octet & u32(distance)) != 0;
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) {
+            const float other = __shfl_xor_sync(kWarp, values[i], lanes_apart(distance));
+            if (limit != 0) values[i] = butterfly(values[i], other, second);
+        }
+    }
+    if (back) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i)
+            if (i < limit) values[i] = values[i] * float(size);
+    }
+}
+
+__device__ __forceinline__ void fill_absent(int count, float (&values)[kOctet]) {
+#pragma unroll
+    for (int i = 1; i < kOctet; ++i)
+        if (i >= count) values[i] = values[0];
+}
+
+// ---- decoding ----------------------------------------------------------------------------------
+
+// Codes and scale of an octet while they are under way.
+struct Fetched {
+    u64 codes;
+    Stored stored;
+};
+
+template <class Scheme>
+__device__ __forceinline__ Fetched fetch_octet(Scheme scheme, const u8* frame, bool vectors, const Coding& c,
+                                               u32 octet, int count, Within in) {
+    return {load_codes(frame, vectors, scheme.bits(), octet, count), load_scale(scheme, frame, vectors, c, in.block)};
+}
+
+// Any block, also one that begins inside the octet; saturates at `largest`.
+template <class Scheme>
+__device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, bool vectors, const Coding& c,
+                                             int count, float largest, Within in, Fetched fetched,
+                                             float (&values)[kOctet]) {
+    u32 codes[kOctet];
+    unpack(scheme, fetched.codes, codes);
+    Stored stored = fetched.stored;
+    if (in.left >= count) {
+        values_of(scheme, stored, codes, values);
+        if (!within(scheme, stored, largest)) {
+#pragma unroll
+            for (int i = 0; i < kOctet; ++i) values[i] = saturated(values[i], largest);
+        }
+    } else {
+        u32 block = in.block, left = u32(in.left);
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) {
+            if (left == 0 && i < count) {
+                stored = load_scale(scheme, frame, vectors, c, ++block);
+                left = c.block;
+            }
+            values[i] = saturated(value_of(scheme, stored, codes[i]), largest);
+            --left;
+        }
+    }
+}
+
+// From the values of codes to elements: rotated back, where the codec rotates, and saturated.
+__device__ __forceinline__ void rotate_back(const Coding& c, u32 octet, u32 numel, float largest,
+                                            float (&values)[kOctet]) {
+    rotate_octet(c, octet, numel, true, values);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) values[i] = saturated(values[i], largest);
+}
+
+// The sum over sources in ascending order, in fp32; each term saturates.  Codes and scales of AHEAD
+// sources are under way at a time.  ROTATED: the launch may ask for a rotation; then all lanes come.
+template <class Scheme, int AHEAD, bool ROTATED>
+__device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, bool vectors, u32 octet, int count,
+                                          float (&sums)[kOctet]) {
+    const Coding& c = a.coding;
+    const Scheme scheme = scheme_of<Scheme>(c);
+    const Within in = count > 0 ? within_blocks(c, octet) : Within{0, kOctet};
+    const float largest = Fp32::largest();
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) sums[i] = -0.0f;  // changes no first term, zeros' signs included
+    for (u32 source = 0; source < a.sources; source += AHEAD) {
+        Fetched fetched[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k)
+            if (source + k < a.sources && count > 0)
+                fetched[k] = fetch_octet(scheme, frame + k * a.source_stride, vectors, c, octet, count, in);
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+            if (source + k < a.sources) {
+                float term[kOctet] = {};
+                if (count > 0)
+                    expand_octet(scheme, frame + k * a.source_stride, vectors, c, count, largest, in, fetched[k], term);
+                if constexpr (ROTATED) {
+                    if (c.rotation != 0) rotate_back(c, octet, a.numel, largest, term);
+                }
+#pragma unroll
+                for (int i = 0; i < kOctet; ++i) sums[i] = sums[i] + term[i];
+            }
+        }
+        frame += AHEAD * a.source_stride;
+    }
+}
+
+// ---- encoding ----------------------------------------------------------------------------------
+
+// All threads of the thread block call it, `turn` 0, 1, 2, ...; blockDim is a multiple of the team and of
+// 32, and a team's threads are those of consecutive slots.  `two`: the extent has two ends.
+__device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
+    __shared__ u32 highs[2][32], lows[2][32];  // by turns: who is a turn ahead disturbs nobody who still reads
+#pragma unroll
+    for (u32 offset = 16; offset > 0; offset /= 2) {
+        if (offset >= team) continue;
+        const u32 apart = lanes_apart(int(offset)), high = __shfl_xor_sync(kWarp, mine.high, apart);
+        mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
+    }
+    if (team > 32) {
+        const u32 thread = threadIdx.x;
+        u32(&high)[32] = highs[turn % 2], (&low)[32] = lows[turn % 2];
+        if (thread % 32 == 0) {
+            high[thread / 32] = mine.high;
+            low[thread / 32] = mine.low;
+        }
+        __syncthreads();
+        const u32 first = (thread & ~(team - 1)) / 32;
+        for (u32 warp = first; warp < first + team / 32; ++warp) mine.include({high[warp], low[warp]});
+    }
+    return mine;
+}
+
+// Which octets a thread of a team has: lane, lane + team, ... of its block; `apart` those that are of lanes 16
+// slots apart.  Blocks are multiples of 8, or the whole row.  A team has a.loops blocks, one a turn.
+struct Team {
+    u32 size, lane, block, octets, apart;
+    __device__ __forceinline__ Team(const Arguments& a, const Coding& c, u32 turn) {
+        const u32 mine = slot(), teams = blockDim.x >> a.team_shift;
+        size = 1u << a.team_shift;
+        lane = mine & (size - 1);
+        block = (turn * gridDim.x + blockIdx.x) * teams + (mine >> a.team_shift);
+        octets = (c.block + kOctet - 1) / kOctet;
+        apart = size >= 32 ? 16 : (16u >> a.team_shift) * octets;
+    }
+    __device__ __forceinline__ u32 octet(int j) const { return block * octets + lane + u32(j) * size; }
+    __device__ __forceinline__ int count(const Arguments& a, const Coding& c, int j) const {
+        return lane + u32(j) * size < octets && block < c.blocks ? octet_count(octet(j), a.numel) : 0;
+    }
+    __device__ __forceinline__ static bool together(int count) {
+        return __all_sync(kWarp, count == kOctet) != 0;
+    }
+};
+
+__device__ __forceinline__ Words random_words(const Arguments& a, i64 row, u32 octet) {
+    return philox(a.noise.key, u64(a.noise.start + row + i64(octet)));
+}
+
+// The same where the launch says whether there are any.
+__device__ __forceinline__ Words any_words(const Arguments& a, u32 octet) {
+    if (a.noise.on == 0) return {};
+    return random_words(a, row_offset(a, a.noise.stride), octet);
+}
+
+__device__ __forceinline__ float any_shift(const Arguments& a, const Words& random, int i) {
+    return a.noise.on != 0 ? shift_of(random, i) : 0.0f;
+}
+
+template <class Scheme>
+__device__ __forceinline__ u64 word_of(Scheme scheme, Stored stored, int count, u32 (&codes)[kOctet]) {
+#pragma unroll
+    for (int i = 1; i < kOctet; ++i)
+        if (i >= count) codes[i] = 0;  // spare bits are 0
+    return stored.broken() ? 0 : pack(scheme, codes);
+}
+
+// The largest magnitude among elements as they are stored, which is in the order of their patterns.
+template <class T>
+__device__ __forceinline__ u32 largest_pattern(const Held<T>& held, u32 largest) {
+#pragma unroll
+    for (int i = 0; i < Held<T>::kWords; ++i) {
+        if constexpr (Held<T>::kWords == kOctet) {
+            const u32 word = held.words[i] & kAbs;
+            largest = word > largest ? word : largest;
+        } else {  // in the upper half; what is below it only orders equals
+            const u32 high = held.words[i] & 0x7fffffffu, low = held.words[i] << 16 & 0x7fffffffu;
+            largest = high > largest ? high : largest;
+            largest = low > largest ? low : largest;
+        }
+    }
+    return largest;
+}
+
+// Encode integers, OCTETS octets a thread in registers.  `source.bring<WHOLE>(team, octet, count)` brings an octet of
+// the row as Held<T>.  WHOLE: the main path, where blocks are OCTETS octets a thread.  Nothing of the next turn is under way meanwhile: that would double
+// what a thread holds, and halve the threads.
+template <class T, int BITS, int OCTETS, bool STOCHASTIC, class Source>
+struct Encoder {
+    const Arguments& a;
+    const Coding& c;
+    const Place& place;
+    u8* frame;
+    const Source& source;
+    i64 noise_row;
+
+    template <bool WHOLE>
+    __device__ __forceinline__ void encode(const Team& team, u32 turn) const {
+        const Scheme<BITS> scheme = scheme_of<Scheme<BITS>>(c);
+        const bool vectors = WHOLE || place.vectors != 0;
+        Held<T> held[OCTETS];
+#pragma unroll
+        for (int j = 0; j < OCTETS; ++j)
+            held[j] = source.template bring<WHOLE>(team, team.octet(j), WHOLE ? kOctet : team.count(a, c, j));
+        Extent extent{0, 0};
+        u32 largest = 0;
+#pragma unroll
+        for (int j = 0; j < OCTETS; ++j) {
+            const int count = WHOLE ? kOctet : team.count(a, c, j);
+            if (scheme.asymmetric) {
+                float values[kOctet];
+                widen_octet(held[j], values);
+                if (WHOLE || count > 0) include_octet(scheme, values, extent);
+            } else if (WHOLE || count > 0) {
+                largest = largest_pattern(held[j], largest);
+            }
+        }
+        if (!scheme.asymmetric)
+            extent.high = bits_of(T::widen(typename T::Word(sizeof(typename T::Word) == 4 ? largest : largest >> 16)));
+        const Stored stored = stored_of(scheme, team_extent(extent, team.size, scheme.asymmetric, turn));
+        const Divider divider = divider_of(scheme, stored);
+#pragma unroll
+        for (int j = 0; j < OCTETS; ++j) {
+            const int count = WHOLE ? kOctet : team.count(a, c, j);
+            if (WHOLE || count > 0) {
+                u32 rounded[kOctet];
+                float values[kOctet];
+                widen_octet(held[j], values);
+                Words random{};
+                if constexpr (STOCHASTIC) random = random_words(a, noise_row, team.octet(j));
+                const auto shift = [&](int i) { return shift_of(random, i); };
+                round_octet<STOCHASTIC>(scheme, divider, values, shift, rounded);
+#pragma unroll
+                for (int i = 1; i < kOctet; ++i)
+                    if (i >= count) rounded[i] = bits_of(kRound);  // spare bits are 0
+                const u64 word = stored.broken() ? 0 : pack_rounded(scheme, rounded);
+                store_codes(frame, vectors, BITS, team.octet(j), count, word);
+            }
+        }
+        if (team.lane == 0 && (WHOLE || team.block < c.blocks))
+            store_scale(scheme, frame, vectors, c, team.block, stored);
+    }
+
+    __device__ __forceinline__ void run() const {
+        if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
+        for (u32 turn = 0; turn < a.loops; ++turn) {
+            const Team team(a, c, turn);
+            if (whole(a, (turn * gridDim.x + blockIdx.x + 1) * blockDim.x * u32(OCTETS))) {
+                encode<true>(team, turn);
+            } else {
+                encode<false>(team, turn);
+            }
+        }
+    }
+};
+
+template <class T, int BITS, int OCTETS, bool STOCHASTIC, class Source>
+__device__ __forceinline__ void encode_team(const Arguments& a, const Coding& c, const Place& place,
+                                            const Source& source) {
+    const i64 noise_row = STOCHASTIC ? row_offset(a, a.noise.stride) : 0;
+    Encoder<T, BITS, OCTETS, STOCHASTIC, Source>{a, c, place, row_start(a, place), source, noise_row}.run();
+}
+
+// ---- what general kernels do beside: rotation, error feedback, whatever the launch asks for ------
+
+// An octet with what it carries: x + error, not rotated.  All lanes of the warp.
+__device__ __forceinline__ void load_carried(const Arguments& a, const u8* row, const u8* error, u32 octet, int count,
+                                             bool together, u32 apart, float (&values)[kOctet]) {
+    load_any(row, a.values, octet, count, together, apart, values);
+    if (a.carried != 0) {
+        float errors[kOctet];
+        load_any(error, a.error, octet, count, together, apart, errors);
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) values[i] = values[i] + errors[i];
+    }
+}
+
+// Replace the carried error of an octet by what its codes leave over of `values`, which are x + error.
+// `decoded`: the values of its codes, still rotated.  All lanes of the warp.
+__device__ __forceinline__ void store_carried(const Arguments& a, const Coding& c, u8* error, u32 octet, int count,
+                                              bool together, u32 apart, const float (&values)[kOctet],
+                                              float (&decoded)[kOctet]) {
+    if (c.rotation != 0) rotate_back(c, octet, a.numel, Fp32::largest(), decoded);
+    float errors[kOctet];
+    load_any(error, a.error, octet, count, together, apart, errors);
+    const float largest = largest_of(a.error);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i)
+        errors[i] = saturated(carried_of(a.decay, errors[i], values[i], decoded[i]), largest);
+    store_any(error, a.error, octet, count, together, apart, errors);
+}
+
+// The codes of an octet in one block, and in `values` what they decode to, where it is wanted.
+template <class Scheme>
+__device__ __forceinline__ void encode_octet(const Arguments& a, const Coding& c, Scheme scheme, Stored stored,
+                                             Divider divider, const Words& random, int count, bool decoded,
+                                             float (&values)[kOctet], u32 (&codes)[kOctet]) {
+    const auto shift = [&](int i) { return any_shift(a, random, i); };
+    codes_of<true>(scheme, divider, values, shift, codes);
+    if (decoded) {
+        values_of(scheme, stored, codes, values);
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) values[i] = saturated(values[i], Fp32::largest());
+    }
+}
+
+// The same for an octet that may lie in several blocks: `scale(block, starts)` gives a block's, and hears
+// whether the block starts in this octet.  Gives the word of its codes.
+template <class Scheme, class Scale>
+__device__ __forceinline__ u64 encode_across(const Arguments& a, const Coding& c, Scheme scheme, const Words& random,
+                                             u32 octet, int count, Scale scale, float (&values)[kOctet]) {
+    const Within in = within_blocks(c, octet);
+    u32 block = in.block;
+    int left = in.left;
+    Stored stored = scale(block, octet * kOctet == block * c.block);
+    Divider divider = divider_of(scheme, stored);
+    u32 codes[kOctet];
+    if (left >= count) {
+        encode_octet(a, c, scheme, stored, divider, random, count, a.carried != 0, values, codes);
+        return word_of(scheme, stored, count, codes);
+    }
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+        if (left == 0 && i < count) {
+            left = int(c.block);
+            stored = scale(++block, true);
+            divider = divider_of(scheme, stored);
+        }
+        codes[i] = i < count && !stored.broken() ? divided_code(scheme, divider, values[i], any_shift(a, random, i)) : 0;
+        values[i] = saturated(value_of(scheme, stored, codes[i]), Fp32::largest());
+        --left;
+    }
+    return pack(scheme, codes);
+}
+
+}  // namespace frames

@@ -1,0 +1,161 @@
+"""What cubins for sm_90 predict: widths of access, local memory and occupancy; needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from impl.codecs.codec import parse
+from impl.cuda.cubin import (
+    MULTIPROCESSORS,
+    PLAIN,
+    Cubin,
+    Prediction,
+    compiled,
+    missing,
+    predictions,
+    threads_of,
+)
+from impl.cuda.kernels import VARIANTS, Kernels
+from impl.cuda.launch import SOURCES, Launch
+from tests.impl.codecs.properties import garbage, noise_of
+
+LEAST = 0.5  # occupancy
+# Kernels that miss it, with what they reach: two octets a thread with error feedback need some 100 registers,
+# and with 64 they spill.  Theirs are blocks of 4,097 to 8,192 elements of codecs that are not plain.
+MISSES = {"encode_general<Scheme<0>, 2>": 0.25, "encode_general<Floats<0>, 2>": 0.25}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def predicted(request: pytest.FixtureRequest) -> tuple[Prediction, ...]:
+    """The kernels of a file for sm_90."""
+    if reason := missing():
+        pytest.skip(f"{reason} (tox -e compile)")
+    return predictions(request.param, 90)
+
+
+def test_no_kernel_has_local_memory(predicted: tuple[Prediction, ...]) -> None:
+    """No thread has a stack or spilled registers."""
+    assert not {each.kernel: each.cubin.local for each in predicted if each.cubin.local}
+
+
+def test_half_of_all_warps_are_held(predicted: tuple[Prediction, ...]) -> None:
+    """Half of a multiprocessor's warps are held at a time, but by kernels that are listed."""
+    low = {each.kernel: (each.occupancy, each.limit) for each in predicted if each.occupancy < LEAST}
+    listed = {each.kernel: (MISSES[each.kernel], "registers") for each in predicted if each.kernel in MISSES}
+    assert low == listed
+
+
+def test_elements_are_loaded_and_stored_16_bytes_at_a_time(predicted: tuple[Prediction, ...]) -> None:
+    """All that reaches elements has 16 bytes a thread, but for what goes one by one."""
+    for each in predicted:
+        widths = {access.width for access in each.cubin.accesses if access.purpose == "elements"}
+        assert widths == (set() if each.kernel.startswith("decode_sum_encode<") else {16}), each.kernel
+
+
+def test_nothing_goes_one_by_one_on_the_main_path(predicted: tuple[Prediction, ...]) -> None:
+    """Where all octets are whole and aligned, plain kernels reach elements and codes only as whole octets."""
+    for each in predicted:
+        assert (each.main is not None) == bool(PLAIN.fullmatch(each.kernel))
+        if each.main is not None:
+            assert each.main.local == 0
+            purposes = {access.purpose for access in each.main.accesses}
+            sums = each.kernel.startswith("decode_sum_encode<")
+            assert purposes - {"padding"} == {"codes", "scales"} | (set() if sums else {"elements"}), (
+                each.kernel
+            )
+            assert {access.width for access in each.main.accesses if access.purpose == "codes"} <= {4, 8}
+
+
+def test_narrow_accesses_are_found(tmp_path: Path) -> None:
+    """A kernel whose octets go one by one is caught, and so is one that reaches memory from elsewhere."""
+    if reason := missing():
+        pytest.skip(f"{reason} (tox -e compile)")
+    for path in SOURCES.glob("*.cu*"):
+        shutil.copy(path, tmp_path)
+    text = (SOURCES / "frames.cuh").read_text(encoding="utf-8")
+    narrow, kernel = "if (count != kOctet || !vectors) return", "encode_held<Bf16, 8, false>"
+    assert text.count(narrow) == 1
+    (tmp_path / "frames.cuh").write_text(text.replace(narrow, "return"), encoding="utf-8")
+    found = compiled("quantize.cu", [kernel], 90, tmp_path, main=True)[kernel].accesses
+    assert {access.width for access in found if access.purpose == "elements, one by one"} == {2}
+    elsewhere = text.replace("load_singly(", "load_elsewhere(").replace("load_singly<", "load_elsewhere<")
+    folder = tmp_path / "elsewhere"
+    shutil.copytree(SOURCES, folder)
+    (folder / "frames.cuh").write_text(elsewhere, encoding="utf-8")
+    with pytest.raises(RuntimeError, match=r"frames.cuh.*: LDG.* in load_elsewhere, which is not known"):
+        _ = compiled("quantize.cu", [kernel], 90, folder)[kernel].accesses
+
+
+def test_thread_blocks_are_those_that_are_launched() -> None:
+    """The sizes of thread blocks that are predicted for are all those that blocks of codecs lead to."""
+    seen: dict[str, set[int]] = {}
+
+    def note(launch: Launch, _: torch.device) -> None:
+        seen.setdefault(launch.kernel, set()).add(launch.threads)
+
+    kernels = Kernels(note)
+    for text, block, dtype in itertools.product(
+        ("int8:{}", "int4:{}:stochastic", "int5:{}", "fp8e4m3:{}"),
+        (8, 100, 256, 1024, 2048, 4096, 4104, 8192, 8200),
+        (torch.float32, torch.bfloat16, torch.float16),
+    ):
+        codec, x = parse(text.format(block)), torch.zeros(4 * block, dtype=dtype)
+        frames = garbage(codec, x.shape, x.device)
+        kernels.encode(codec, x, frames, noise=noise_of(codec, ()))
+        kernels.decode(codec, frames, x)
+        if dtype == torch.float32:
+            two = frames.expand(2, *frames.shape).contiguous()
+            kernels.decode_sum(codec, two, x)
+            kernels.decode_sum_encode(codec, codec, two, frames.clone(), x.numel(), noise=noise_of(codec, ()))
+    assert {kernel: threads_of(kernel) for kernel in seen} == {k: tuple(sorted(v)) for k, v in seen.items()}
+
+
+HEADER = """
+#include <cstring>
+#include "cuda_occupancy.h"
+extern "C" int blocks(int major, int minor, int warps, int shared, int reserved, int registers, int bytes,
+                      int threads) {
+    cudaOccDeviceProp device{};
+    device.computeMajor = major, device.computeMinor = minor, device.warpSize = 32, device.numSms = 1;
+    device.maxThreadsPerBlock = 1024, device.maxThreadsPerMultiprocessor = 32 * warps;
+    device.regsPerBlock = device.regsPerMultiprocessor = 65536;
+    device.sharedMemPerBlock = 49152, device.sharedMemPerMultiprocessor = shared;
+    device.sharedMemPerBlockOptin = shared - reserved, device.reservedSharedMemPerBlock = reserved;
+    cudaOccFuncAttributes kernel{};
+    kernel.maxThreadsPerBlock = 1024, kernel.numRegs = registers, kernel.sharedSizeBytes = bytes;
+    cudaOccDeviceState state{};
+    state.carveoutConfig = SHAREDMEM_CARVEOUT_MAX_SHARED;
+    cudaOccResult result{};
+    const auto error = cudaOccMaxActiveBlocksPerMultiprocessor(&result, &device, &kernel, &state, threads, 0);
+    return error == CUDA_OCC_SUCCESS ? result.activeBlocksPerMultiprocessor : -int(error);
+}
+"""
+
+
+def test_occupancy_is_that_of_the_header_of_cuda(tmp_path: Path) -> None:
+    """``cuda_occupancy.h`` of the toolkit counts as many thread blocks, for every architecture."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-runtime") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    header = next((Path(str(each.locate())) for each in files if each.name == "cuda_occupancy.h"), None)
+    if header is None or shutil.which("g++") is None:
+        pytest.skip("no cuda_occupancy.h of nvidia-cuda-runtime, or no g++ (tox -e compile)")
+    library = tmp_path / "occupancy.so"
+    command = ["g++", "-shared", "-fPIC", "-w", f"-I{header.parent}", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=HEADER, text=True, check=True)
+    blocks = ctypes.CDLL(str(library)).blocks
+    for (architecture, holds), registers, shared, threads in itertools.product(
+        MULTIPROCESSORS.items(), (16, 32, 33, 40, 63, 64, 72, 80, 128), (0, 512, 8_193, 40_960), (256, 512)
+    ):
+        device = (*divmod(architecture, 10), holds.warps, holds.shared, holds.reserved)
+        ours = min(Cubin(architecture, registers, shared, 0, "", b"", SOURCES).limits(threads).values())
+        assert ours == blocks(*device, registers, shared, threads), (architecture, registers, shared, threads)
