@@ -37,9 +37,9 @@ _TAIL_LINES: Final = 30  # of a stage's output, printed when it ends
 _FOUND_LETTERS: Final = 90  # of its last line, in the table
 _REPOSITORY: Final = Path(__file__).resolve().parents[1]
 
-_ENGINE: Final = """\
+_SUITE: Final = """\
 name = "{name}"
-question = "What do our hooks cost on one rank, beside plain PyTorch and FSDP2, in time and in memory?"
+question = "{question}"
 
 [defaults]
 model.name = "{model}"
@@ -49,28 +49,63 @@ steps = {steps}
 warmup = 2
 validate_every = 0
 validation_batches = 1
-{compute}
+{more}
 
 [defaults.cluster]
-nodes = 1
-ranks_per_node = 1
+nodes = {nodes}
+ranks_per_node = {nodes}
 device = "{device}"
 transport = "{transport}"
-link = "none"
+link = "{link}"
 
 [matrix]
 strategy = {strategies}
+{axis}
 """
-# Names, strategies, and what is computed in, on a CPU and on a GPU.
-_ENGINES: Final = (
-    ("engine", ("single", "fsdp2", "zero3", "zeropp"), ("", 'peer.compute = "bf16"')),
-    ("offload", ("zero3",), ("policy.offload_optimizer = 1.0",) * 2),
-    ("fp16", ("zero3",), ('policy = { compute = "fp16", loss_scale = "dynamic" }',) * 2),
-)
-_SIZES: Final[dict[str, dict[str, object]]] = {
-    "cpu": {"model": "gpt-tiny", "sequence": 16, "tokens": 32, "steps": 3},
-    "cuda": {"model": "gpt-1.5b", "sequence": 1024, "tokens": 4096, "steps": 12},
-}
+_HOOKS: Final = "What do our hooks cost on one rank, beside plain PyTorch and FSDP2, in time and in memory?"
+_SHARED: Final = "What does each part of ZeRO++ bring to 2x2 ranks that share a GPU, at three rates?"
+_PAIR: Final = "Does ZeRO++ learn on a GPU what ZeRO-3 learns?"
+_HUNDRED: Final = "model.arguments = { layers = 12, width = 768, heads = 12 }"  # million parameters, in bf16
+_PADDED: Final = "policy.max_padding = 0.3"  # a tiny model's
+_PARTS: Final = ("zero3", "qwz", "hpz", "qgz", "zeropp")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A suite that a stage runs.
+
+    Attributes:
+        letter: of its stage.
+        strategies: that it compares.
+        more: what its defaults say besides, on a CPU and on a GPU.
+        sizes: model, sequence, tokens and steps on a GPU.
+        nodes: as many as ranks on each; more than one share the GPU.
+        axis: of its matrix.
+    """
+
+    letter: str
+    name: str
+    question: str
+    strategies: tuple[str, ...]
+    more: tuple[str, str]
+    sizes: tuple[str, int, int, int]
+    nodes: int = 1
+    axis: str = ""
+
+
+_LARGE: Final = ("gpt-1.5b", 1024, 4096, 12)
+_BF16: Final = 'peer.compute = "bf16"\nactivation_checkpointing = true'
+_SUITES: Final = (
+    Asked("c", "engine", _HOOKS, ("single", "fsdp2", "zero3", "zeropp"), ("", _BF16), _LARGE),
+    Asked("c", "offload", _HOOKS, ("zero3",), ("policy.offload_optimizer = 1.0",) * 2, _LARGE),
+    Asked("c", "fp16", _HOOKS, ("zero3",),
+          ('policy = { compute = "fp16", loss_scale = "dynamic" }',) * 2, _LARGE),
+    Asked("d", "shared", _SHARED, _PARTS, (_PADDED, _HUNDRED), ("gpt-medium", 512, 2048, 6), 2,
+          'cluster.rate = ["1 Gbit/s", "4 Gbit/s", "10 Gbit/s"]'),
+    Asked("e", "pair", _PAIR, ("zero3", "zeropp"), (_PADDED, "optimizer.schedule.warmup = 20"),
+          ("gpt-medium", 256, 2048, 300), 2),
+)  # fmt: skip
+_TINY: Final = ("gpt-tiny", 16, 32, 3)  # on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +147,11 @@ def stages(device: str, results: Path) -> Iterator[Stage]:
     yield Stage("a laws", (*cli, "check", "codecs", "--backend", device, *few), 150)
     tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu" if gpu else "not nightly")
     some = (
-        "tests/impl/cuda", "tests/harness/laws/test_laws.py", "tests/impl/unit/test_host_memory.py"
+        "tests/impl/cuda", "tests/harness/laws/test_laws.py", "tests/impl/unit/test_host_memory.py",
+        "tests/impl/transport/test_staging.py",
     )  # fmt: skip
-    asked = some if gpu else ("tests/impl/cuda/test_arithmetic.py", "-k", "bf16")
-    yield Stage("a tests", (*tests, *asked), 180, ("pytest", "hypothesis"))
+    chosen = some if gpu else ("tests/impl/cuda/test_arithmetic.py", "-k", "bf16")
+    yield Stage("a tests", (*tests, *chosen), 180, ("pytest", "hypothesis"))
     for mebibytes in (256, 1, 16, 1024) if gpu else (1,):
         size = ("--megabytes", str(mebibytes), "--results", str(results / f"{mebibytes}-MiB"))
         short = ("--seconds", "0.3") if gpu else ("--seconds", "0.01", "--codec", "int4:32")
@@ -124,12 +160,31 @@ def stages(device: str, results: Path) -> Iterator[Stage]:
     for other in ("torchao", "bitsandbytes") if gpu else ():
         command = (*cli, "bench", "codecs", "--backend", "cuda", "--backend", other)
         yield Stage(f"b {other}", (*command, "--results", str(results / other)), 60, (other,))
-    for name, strategies, compute in _ENGINES:
-        suite = results / f"{name}.toml"
-        sizes = _SIZES[device] | {"name": name, "strategies": list(strategies), "compute": compute[gpu]}
-        sizes |= {"device": device, "transport": "nccl" if gpu else "gloo"}
-        suite.write_text(_ENGINE.format(**sizes).replace("'", '"'), encoding="utf-8")
-        yield Stage(f"c {name}", (*cli, "run", str(suite), "--results", str(results)), 240)
+    for asked in _SUITES:
+        suite = results / f"{asked.name}.toml"
+        suite.write_text(_text(asked, device), encoding="utf-8")
+        yield Stage(f"{asked.letter} {asked.name}", (*cli, "run", str(suite), "--results", str(results)), 240)
+
+
+def _text(asked: Asked, device: str) -> str:
+    """The suite's file."""
+    gpu, shares = device == "cuda", asked.nodes > 1
+    model, sequence, tokens, steps = asked.sizes if gpu else _TINY
+    return _SUITE.format(
+        name=asked.name,
+        question=asked.question,
+        model=model,
+        sequence=sequence,
+        tokens=tokens,
+        steps=steps,
+        more=asked.more[gpu],
+        nodes=asked.nodes,
+        device=device,
+        transport=("staged" if shares else "nccl") if gpu else "gloo",
+        link="paced" if asked.axis else "none",
+        strategies=str(list(asked.strategies)).replace("'", '"'),
+        axis=asked.axis,
+    )
 
 
 def run(stage: Stage, log: Path, seconds: float) -> Ended:
@@ -191,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--results", type=Path, default=Path("results/gpu"), help="folder of records, logs")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all stages together")
-    parser.add_argument("--stages", default="abc", help="letters of those to run")
+    parser.add_argument("--stages", default="abcde", help="letters of those to run")
     parser.add_argument("--missing", action="store_true", help="print packages that are not here")
     asked = parser.parse_args(arguments)
     if asked.missing:

@@ -1,4 +1,4 @@
-"""Errors of the engine."""
+"""Errors of the engine, and how others' are told in one line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Iterable
 from typing import Final
 
 _MOST_NAMED: Final = 4  # parameters of one message
+
+
+def raised(error: BaseException) -> str:
+    """An exception in one line: its type, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class ZeroError(RuntimeError):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from impl import ops
-from impl.codecs.codec import Codec, FloatCodec, IntCodec, Raw, common_grain, parse
+from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, apart
 from impl.comm.all_gather import as_frames, gather_frames, gathered, placed
@@ -209,7 +209,7 @@ def _check_key(key: Key | None, *codecs: Codec) -> None:
 def _codec(given: CodecOrText) -> Codec:
     if isinstance(given, str):
         return parse(given)
-    if not isinstance(given, Raw | IntCodec | FloatCodec):
+    if not isinstance(given, Codec):
         kind = type(given).__name__
         raise TypeError(f"codec {given!r} is a {kind}: expected its text, or what codec.parse() gives")
     return given

@@ -92,7 +92,7 @@ def shard(
     check_plain(model)
     policy.check(mesh.topology)
     for device in {mesh.device, MEMORY} if policy.offload != Offload() else {mesh.device}:
-        ops.prepare(device)
+        ops.prepare(device, policy.codecs)
     wire = wire if wire is not None else Wire(mesh)
     if blocks is None:
         blocks = find_blocks(model, most=policy.memory.largest_unit)
@@ -100,7 +100,7 @@ def shard(
     drafts = drafts_of(model, blocks, group_of, policy)
     geometries = geometries_of(drafts, mesh.topology, policy)
     parameters = dict(model.named_parameters())
-    check_same_start(mesh.rank, mesh.topology.world, parameters, drawn(parameters))
+    check_same_start(mesh, parameters, drawn(parameters))
     meter = Meter()
     pool = Pool(DTYPES[policy.compute], mesh.device, meter, "local_gradients")
     weights = Reserve(DTYPES[policy.compute], mesh.device, meter, "gathered")

@@ -40,7 +40,7 @@ class Joined:
             raise HostError(
                 f"our collectives inside {host} are carried on the CPU, the mesh is on {wire.mesh.device}"
             )
-        ops.prepare(wire.mesh.device)
+        ops.prepare(wire.mesh.device, policy.codecs)
         self._host, self.wire, self.policy = host, wire, policy
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:

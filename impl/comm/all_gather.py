@@ -1,7 +1,7 @@
-"""All-gathers shards hop by hop, encoded with any codec: qwZ and hpZ's gathers (paper sections 3.1 and 3.2).
+"""All-gathers encoded shards hop by hop: qwZ's and hpZ's gathers (paper sections 3.1 and 3.2).
 
-A shard is encoded once; every hop forwards the received frames unchanged, so all ranks decode the same
-bytes.
+A shard is encoded once, in :mod:`impl.unit.master_shard`; every hop forwards the received frames unchanged,
+so all ranks decode the same bytes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The kinds of :class:`impl.comm.wire.Exchange`: of one rank, in the memory of a node, by
-torch.distributed.
+torch.distributed, or by it through host memory.
 """
 # ruff: noqa: D102  # Exchange says what its methods do
 
@@ -21,6 +21,7 @@ from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
+from impl.transport.staging import Staging
 from impl.transport.zero_copy import Lease
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
@@ -211,7 +212,7 @@ class Distributed:
         watchdog: Watchdog,
         step: Step,
         route: Route,
-        buffers: Buffers,
+        buffers: Buffers | Staging,
         *,
         place: Tensor | None,
         lease: Lease | None,
@@ -254,7 +255,7 @@ class Distributed:
 
     def wait(self) -> Tensor:
         if self._under_way:
-            with self._watchdog.waiting(self._step):
+            with self._watchdog.waiting(self._step, across=self._route.inter_bytes > 0):
                 for work in self._works:
                     work.wait(*self._route.limit)
                 if (left := self._carried - time.monotonic()) > 0:
@@ -270,3 +271,43 @@ class Distributed:
         if not self._under_way:  # else a message may yet be written there, or be read
             for buffer in self._taken:
                 self._buffers.give_back(buffer)
+
+
+class Staged:
+    """An exchange of tensors on a device, carried through host memory.
+
+    Args:
+        host: carries the same message of tensors on the host, in buffers of ``staging``.
+        buffers: of the device, where its messages lie.
+        place: where instead those of a gather arrive, or this rank's other message lies.
+    """
+
+    def __init__(
+        self, host: Distributed, route: Route, staging: Staging, buffers: Buffers, *, place: Tensor | None
+    ) -> None:
+        self._host, self._staging, self._buffers = host, staging, buffers
+        self._arrived = False
+        gathers, received = route.kind == "all_gather", route.nbytes * route.rows
+        self._taken = [] if place is not None and gathers else [buffers.take(received)]
+        self._received = place if place is not None and gathers else self._taken[-1]
+        self._taken += [] if place is not None and not gathers else [buffers.take(route.row)]
+        self.send = place if place is not None and not gathers else self._taken[-1]
+
+    def post(self) -> None:
+        self._staging.out(self.send, self._host.send)
+        self._host.post()
+
+    def wait(self) -> Tensor:
+        rows = self._host.wait()
+        if not self._arrived:
+            self._staging.back(rows, self._received)
+            self._arrived = True
+        return self._received.view(rows.shape)
+
+    def whole(self) -> Tensor:
+        return self._host.whole()
+
+    def close(self) -> None:
+        self._host.close()
+        for buffer in self._taken:
+            self._buffers.give_back(buffer)

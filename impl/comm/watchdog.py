@@ -13,6 +13,7 @@ import torch.distributed as dist
 from impl.comm.desync_report import DesyncReporter, report
 from impl.comm.fingerprint import CollectiveLog, Step, told
 from impl.comm.mesh import Mesh
+from impl.comm.timeline import ACROSS, WAITING, WITHIN, Timeline
 from impl.transport.shared_memory import SharedMemoryError
 
 
@@ -28,16 +29,17 @@ class Watchdog:
 
     Attributes:
         exposed_seconds: time spent in :meth:`waiting`, accumulated.
+        timeline: is told of waits, where there is one.
     """
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self.collective_log = CollectiveLog()
         self.exposed_seconds = 0.0
+        self.timeline: Timeline | None = None
         self._mesh = mesh
         # This rank's part in desync reports; None without other ranks, or a store: thread ranks have none.
         self._desync_reporter: DesyncReporter | None = None
-        world = dist.group.WORLD if dist.is_initialized() else None
-        store = None if world is None or world.size() == 1 else world.get_group_store()
+        store = mesh.store()
         if store is not None:
             # A clone, so that a thread that stands in one does not hold up the other.
             own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -50,8 +52,8 @@ class Watchdog:
         return () if self._desync_reporter is None else self._desync_reporter.exited(ranks)
 
     @contextlib.contextmanager
-    def waiting(self, step: Step) -> Iterator[None]:
-        """While this rank waits in an exchange.
+    def waiting(self, step: Step, *, across: bool = False) -> Iterator[None]:
+        """While this rank waits in an exchange, ``across`` nodes or inside one.
 
         Raises:
             WireError: for what gloo, shared memory or the clock raises inside.
@@ -66,6 +68,8 @@ class Watchdog:
             raise self.stuck(step, error) from error
         self.collective_log.waiting = None
         self.exposed_seconds += time.perf_counter() - begin
+        if self.timeline is not None:
+            self.timeline.add(WAITING, ACROSS if across else WITHIN, begin)
 
     @contextlib.contextmanager
     def making(self, what: str) -> Iterator[None]:

@@ -6,7 +6,9 @@ topology, each an :class:`Exchange` in three steps: write to ``send``, :meth:`~E
 
 Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm``
 lets the ranks of a node read each other's memory (:mod:`impl.transport.shared_memory`) and uses the backend
-between nodes.  A group of one rank sends nothing, whatever the transport.
+between nodes; ``staged`` has gloo carry messages of tensors on a GPU through host memory
+(:mod:`impl.transport.staging`), so that ranks may share one.  A group of one rank sends nothing, whatever the
+transport.
 
 No wait is for ever: an exchange that a rank does not join ends in a :class:`WireError`, which says
 where every rank stands (:mod:`impl.comm.watchdog`), and :meth:`Wire.check_order` finds ranks that part
@@ -30,15 +32,17 @@ from impl.comm.fingerprint import unpacked
 from impl.comm.ledger import Ledger, Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduction_observer import Observer
+from impl.comm.timeline import BETWEEN, INSIDE, Noted, Timeline
 from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, destinations
 from impl.transport.shared_memory import Arena, Waiting, patience
+from impl.transport.staging import Staging
 from impl.transport.zero_copy import Lease, SharedRegions
 
 TIMEOUT_SECONDS: Final = 120.0
 _IMPOSSIBLE: Final = 1 << 40  # exchanges that a rank opened: what came was not a count
-Transport = Literal["backend", "shm"]
+Transport = Literal["backend", "shm", "staged"]
 
 
 class Exchange(Protocol):
@@ -91,8 +95,10 @@ class Wire:
         self.ledger = Ledger()
         self.observer: Observer | None = None
         self._pacer, self._timeout = pacer, timeout
+        self._timeline: Timeline | None = None
         self._watchdog = Watchdog(mesh, timeout)
         self._buffers = exchanges.Buffers(mesh.device)
+        self._staging = Staging(mesh.device) if transport == "staged" else None
         self._arenas: dict[Axis, Arena] = {}
         self._used: dict[str, set[str]] = {}
         self._routes: dict[tuple[Kind, Axis, int, Tag, bool], exchanges.Route] = {}  # ring last
@@ -110,6 +116,15 @@ class Wire:
             yield
         finally:
             self.ledger, self.observer = kept, None
+
+    @contextlib.contextmanager
+    def traced(self, timeline: Timeline) -> Iterator[None]:
+        """Inside, messages under way and waits are noted; outside it costs a comparison each."""
+        self._timeline = self._watchdog.timeline = timeline
+        try:
+            yield
+        finally:
+            self._timeline = self._watchdog.timeline = None
 
     def reserve(self, axis: Axis, nbytes: int) -> None:
         """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""
@@ -223,6 +238,8 @@ class Wire:
         self._watchdog.close()
         self._arenas.clear()
         self._buffers.clear()
+        if self._staging is not None:
+            self._staging.clear()
 
     def shares_memory(self, axis: Axis) -> bool:
         """Whether ranks along ``axis`` read each other's messages in place: then they see whole ones."""
@@ -249,6 +266,24 @@ class Wire:
         place: Tensor | None = None,
         lease: Lease | None = None,
     ) -> Exchange:
+        found = self._opened(kind, axis, nbytes, row, tag, ring=ring, place=place, lease=lease)
+        if self._timeline is None or axis.size == 1:
+            return found
+        lane = BETWEEN if self._routes[kind, axis, nbytes, tag, ring].inter_bytes else INSIDE
+        return Noted(found, self._timeline, lane, f"{tag.purpose} {tag.unit or ''}".strip(), row)
+
+    def _opened(
+        self,
+        kind: Kind,
+        axis: Axis,
+        nbytes: int,
+        row: int,
+        tag: Tag,
+        *,
+        ring: bool,
+        place: Tensor | None,
+        lease: Lease | None,
+    ) -> Exchange:
         if axis.size == 1:
             return exchanges.Alone(self._buffers, row)
         key = (kind, axis, nbytes, tag, ring)
@@ -258,6 +293,11 @@ class Wire:
         step = self._watchdog.collective_log.open(route.operation)
         for booked, sent, messages in route.booked:
             self.ledger.book(booked, sent, messages)
+        if self._staging is not None:
+            host = exchanges.Distributed(
+                self._watchdog, step, route, self._staging, place=None, lease=None, pacer=self._pacer
+            )
+            return exchanges.Staged(host, route, self._staging, self._buffers, place=place)
         if not route.shared:
             return exchanges.Distributed(
                 self._watchdog, step, route, self._buffers, place=place, lease=lease, pacer=self._pacer
@@ -276,6 +316,7 @@ class Wire:
         backend, shared = dist.get_backend(group.process_group), not steps and self.shares_memory(axis)
         direct = backend == "gloo" and not ring
         carrier = "shm" if shared else f"{backend} point to point" if direct else backend
+        carrier += " through host memory" if self._staging is not None else ""
         name = f"{axis.name} (control)" if tag.purpose == "control" else axis.name
         self._used.setdefault(name, set()).add(carrier)
         counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring or steps)

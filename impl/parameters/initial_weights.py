@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
 from impl.plan.topology import ranks_in_words
 from impl.unit.placeholder import Placeholder
@@ -24,27 +24,25 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 def check_same_start(
-    rank: int, world: int, parameters: Mapping[str, Tensor], drawn: Mapping[str, int] = MappingProxyType({})
+    mesh: Mesh, parameters: Mapping[str, Tensor], drawn: Mapping[str, int] = MappingProxyType({})
 ) -> None:
     """Refuse values that differ between ranks; all of them must call this.
 
     Args:
-        rank: this one.
-        world: ranks.
+        mesh: the ranks.
         parameters: by name; those that are cut already, or have no values, are left out.
         drawn: of those that are cut, by name, a number of the values that they were cut from here.
 
     Raises:
         ZeroError: on all ranks, naming the first parameter that differs and the ranks.
     """
-    group = dist.group.WORLD if dist.is_initialized() and world > 1 else None
-    store = None if group is None else group.get_group_store()
+    store, rank = mesh.store(), mesh.rank
     if store is None:
         return
     mark = f"zeropp/starts/{store.add(f'zeropp/starts/{rank}', 1)}"
     store.set(f"{mark}/{rank}", json.dumps({**sums(parameters), **drawn}))
     if rank == 0:
-        told = [json.loads(store.get(f"{mark}/{other}")) for other in range(world)]
+        told = [json.loads(store.get(f"{mark}/{other}")) for other in range(mesh.topology.world)]
         store.set(f"{mark}/verdict", differing(told) or "")
     if verdict := store.get(f"{mark}/verdict").decode():
         raise ZeroError(verdict)

@@ -20,7 +20,7 @@ class Group:
 
     Attributes:
         axis: which digit of the rank number varies.
-        ranks: global ranks, ascending.
+        ranks: of the mesh, ascending.
         index: this rank's place among them.
         same_node: whether all of them share this rank's node.
     """

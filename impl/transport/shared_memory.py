@@ -87,7 +87,7 @@ def shared_file(waiting: Waiting, total: int) -> int:
         os.ftruncate(handle, total)
         address = torch.tensor([os.getpid(), handle])
     limit = patience(dist.get_backend(group.process_group), timedelta(seconds=waiting.timeout))
-    handed = dist.broadcast(address, src=group.ranks[0], group=group.process_group, async_op=True)
+    handed = dist.broadcast(address, group_src=0, group=group.process_group, async_op=True)
     handed.wait(*limit)
     if group.index != 0:
         path = f"/proc/{int(address[0])}/fd/{int(address[1])}"

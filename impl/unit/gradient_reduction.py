@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import Codec, FloatCodec, Raw
+from impl.codecs.codec import Codec, FloatCodec, OwnCodec, Raw
 from impl.codecs.rounding_noise import Noise, apart
 from impl.comm.error_feedback import Errors
 from impl.comm.ledger import Tag
@@ -136,7 +136,9 @@ class GradientReduction:
 
 
 def _keeps_zeros(codec: Codec) -> bool:
-    """Whether a zero decodes to zero whatever else is in its block."""
+    """Whether a zero decodes to zero whatever else is in its block; of a user's own nobody knows."""
+    if isinstance(codec, OwnCodec):
+        return False
     if isinstance(codec, Raw | FloatCodec):
         return not codec.hadamard
     return not (codec.asymmetric or codec.hadamard)

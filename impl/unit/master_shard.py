@@ -1,7 +1,8 @@
 """A rank's master shard of a unit: (S,) fp32 weights, with the mean gradient that steps them.
 
-The fp32 masters are the truth.  Frozen weights may be held as codes instead, and an offloaded shard lies in
-host memory with its gradient, from where its encoded frame comes to the device.
+The fp32 masters are the truth; qwZ's encoding of them is ``write_frame``.  Frozen weights may be held as
+codes instead, and an offloaded shard lies in host memory with its gradient, from where its encoded frame
+comes to the device.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ def test_the_same_commands_run_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFix
         assert line.startswith(name)
         assert " ok " in line
     assert len(list(tmp_path.glob("engine/*.json"))) == 4
+    assert len(list(tmp_path.glob("shared/*.json"))) == 15
     assert len(list(tmp_path.glob("*-MiB/bench-codecs/*.json"))) == 1
 
 
@@ -33,7 +34,7 @@ def test_its_suites_fit_one_gpu(tmp_path: Path) -> None:
         stage.name[0] for stage in stages("cuda", tmp_path)
     )
     found = [load(path).trials for path in sorted(tmp_path.glob("*.toml"))]
-    assert sum(map(len, found)) == 6
+    assert sum(map(len, found)) == 23
     host = Host(128 * 2**30, (78 * 2**30,), lambda: "no namespaces")
     for trials in found:
         for one in forecast(trials, host):

@@ -224,7 +224,9 @@ def _all_policies(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("topology", [Topology(1, 4), Topology(2, 3), Topology(4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(4, 1)], ids=str
+)
 def test_every_policy_trains_as_without_the_rules(topology: Topology) -> None:
     """Every preset, algorithm and hpZ size: ledgers and losses of each rank are the same to the bit."""
     ours = on_threads(topology, _all_policies, backend=RULE)
