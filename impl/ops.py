@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import Codec
+from impl.codecs.codec import Codec, OwnCodec
 from impl.codecs.reference import REFERENCE, Carried, Operations
 from impl.codecs.rounding_noise import Noise
 from impl.cpu import build
@@ -23,13 +24,16 @@ from impl.cuda import kernels as cuda
 from impl.cuda.launch import on_device
 
 
-def prepare(device: torch.device) -> None:
+def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
     """Build what tensors on ``device`` need, so that no later call waits for a compiler.
 
     Raises:
-        ValueError: for a device that has no backend.
+        ValueError: for a device that has no backend, or that a user's own codec is not for.
     """
     _choose(device.type)
+    for codec in codecs:
+        if isinstance(codec, OwnCodec) and torch.device(codec.thing.device).type != device.type:
+            raise ValueError(f"{codec} is for {codec.thing.device}, and the tensors are on {device}")
 
 
 def backend_of(device: torch.device) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Before torch is imported, here or in what tests start: workers and thread ranks fill the processors already,
@@ -23,3 +25,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _no_suite_was_read() -> Iterator[None]:
+    """What suites name is found from the working folder, until a test reads a suite of another."""
+    yield
+    from harness.suites import folder
+
+    folder.forget()

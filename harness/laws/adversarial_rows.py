@@ -23,13 +23,13 @@ from harness.laws.laws import (
     attempt,
     block_slices,
     place,
-    raised,
     title,
 )
 from harness.laws.rounding_edges import edge_rows
 from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Block, Dtype, Law, Raw
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import OCTET, Noise
+from impl.errors import raised
 
 LONGEST: Final = 5000  # elements of a row that is drawn
 ELEMENTS: Final = 70_001  # of the longest row, which every claim but UNBIASED meets once: beyond 16 bits

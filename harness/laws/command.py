@@ -19,7 +19,7 @@ from rich.table import Table
 from harness import terminal
 from harness.cluster import interrupts
 from harness.suites.labels import NONE
-from impl.codecs.codec import Codec, Law, parse
+from impl.codecs.codec import BuiltIn, Law
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,11 +149,11 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
 
     interrupts.take_over()  # a codec of one's own may begin what it cleans up
     try:
-        named = [subject.read(text) for text in texts] or [parse(text) for text in subject.REPRESENTATIVE]
+        named = [subject.read(text) for text in texts or subject.REPRESENTATIVE]
     except subject.SubjectError as error:
         raise CheckError(str(error)) from error
     own = [each for each in named if isinstance(each, Subject)]
-    ours: list[Codec] = [each for each in named if not isinstance(each, Subject)]
+    ours: list[BuiltIn] = [each for each in named if not isinstance(each, Subject)]
     if backends and not ours:
         raise CheckError(f"--backend {backends[0]}: {own[0].name} brings its own code; leave the option out")
     for name in backends:

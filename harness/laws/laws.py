@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from impl.codecs import reference
-from impl.codecs.codec import LARGEST, Block, Blocked, Codec, Dtype, Law, Raw
+from impl.codecs.codec import LARGEST, Block, Blocked, BuiltIn, Dtype, Law, Raw
 from impl.codecs.reference import DTYPES, NAMES
 from impl.codecs.rounding_noise import OCTET, Noise
 
@@ -82,7 +82,7 @@ class Subject:
     """
 
     name: str
-    promises: Codec | Promises
+    promises: BuiltIn | Promises
     block: Block
     encode: Callable[[Tensor, Tensor, Noise | None], None]
     decode: Callable[[Tensor, Tensor], None]
@@ -90,7 +90,7 @@ class Subject:
     device: torch.device = torch.device("cpu")  # noqa: RUF009  # immutable
     decode_sum: Callable[[Tensor, Tensor], None] | None = None
     decode_sum_encode: Callable[[Tensor, Tensor, int, Noise | None], None] | None = None
-    codec: Codec | None = None
+    codec: BuiltIn | None = None
     specification: bool = False
 
     @property
@@ -149,12 +149,6 @@ def attempt(subject: Subject, claim: Claim, case: Case) -> None:
 def title(claim: Claim) -> str:
     """A claim's name, as tables and ``laws`` of other people's objects write it."""
     return claim.name.lower()
-
-
-def raised(error: BaseException) -> str:
-    """An exception in one line: its type, and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def place(error: BaseException) -> str:

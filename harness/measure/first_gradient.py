@@ -132,11 +132,16 @@ def relative_bound(codec: Codec) -> float:
 
 def of_units(units: Iterable[UnitGeometry], policy: Policy, topology: Topology) -> list[Layout]:
     """Layouts of the engine's trained units."""
-    return [
+    return _bounded(
         _layout(unit, policy.of_unit(persistent=unit.persistent), topology)
         for unit in units
         if unit.trainable
-    ]
+    )
+
+
+def _bounded(layouts: Iterable[Layout]) -> list[Layout]:
+    """Those whose codecs promise a bound; a user's own may promise none."""
+    return [layout for layout in layouts if layout.factor < math.inf]
 
 
 def of_groups(groups: Iterable[GroupGeometry], policy: Policy | None, topology: Topology) -> list[Layout]:
@@ -149,7 +154,7 @@ def of_groups(groups: Iterable[GroupGeometry], policy: Policy | None, topology: 
             found.append(
                 Layout(trained, 0.0, _WINDOW) if policy is None else _layout(trained, policy, topology)
             )
-    return found
+    return _bounded(found)
 
 
 def of_model(model: nn.Module) -> list[Layout]:

@@ -28,6 +28,7 @@ class StepClock:
         self._waited: dict[str, float] = {}
         self._begun = self._computed = 0.0
         self.steps: list[Step] = []
+        self._note: Callable[[str, float], None] | None = None
 
     def begin(self) -> None:
         """Begin a step."""
@@ -42,9 +43,20 @@ class StepClock:
         waited, start = self._exposed(), self._now()
         yield
         self._seconds[name] += self._now() - start
+        if self._note is not None:
+            self._note(name, start)
         after = self._exposed()
         if waited is not None and after is not None:
             self._waited[name] = self._waited.get(name, 0.0) + after - waited
+
+    @contextlib.contextmanager
+    def noted(self, note: Callable[[str, float], None]) -> Iterator[None]:
+        """Inside, ``note`` is called after each part with its name and its begin on the clock."""
+        self._note = note
+        try:
+            yield
+        finally:
+            self._note = None
 
     def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
         """End the step and return its times; ``index`` counts from the first warm-up step."""

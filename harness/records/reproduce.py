@@ -15,6 +15,7 @@ from harness.records.record import Record
 from harness.records.run_record import Node, Run
 
 _OURS: Final = "zeropp-bench"
+_EVERYWHERE: Final = ("stdlib", "glyphs")  # corpora
 
 
 def script(record: Record, run: Run) -> str:
@@ -69,6 +70,9 @@ def _comments(record: Record, run: Run) -> list[str]:
             said.append("  " + shlex.join(f"{name}={value}" for name, value in node.environment.items()))
         if number and (other := sorted(set(node.software.packages) ^ set(run.nodes[0].software.packages))):
             said.append(f"  packages unlike node 0's: {' '.join(other)}")
+    for name, digest in record.inputs.items():
+        if name != "corpus" or record.trial.get("corpus") not in _EVERYWHERE:
+            said.append(f"Its {name} is not kept; beside suite.toml it needs the file of SHA-256 {digest}.")
     if record.measured and record.ranks:
         said.append(f"Its results: {len(record.ranks)} ranks; `zeropp show {record.id}` prints them.")
     return ["# " + one_line(line) for line in said]

@@ -361,8 +361,10 @@ def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...
     if trial.cluster.device == "cuda":
         each -= (offloaded := sum(on_host(memory).values()))
         found = []
-        if host.gpus and each > min(host.gpus):
-            needs = f"a rank needs {gib(each)} without activations"
+        shared = -(-ranks // max(1, len(host.gpus))) if trial.cluster.transport == "staged" else 1
+        if host.gpus and shared * each > min(host.gpus):
+            whose = "a rank needs" if shared == 1 else f"{shared} ranks that share a GPU need"
+            needs = f"{whose} {gib(shared * each)} without activations"
             found.append(f"{needs}, a GPU here has {gib(min(host.gpus))}")
         if offloaded and (need := ranks * (offloaded + PROCESS_BYTES)) > host.memory:
             found.append(f"{ranks} ranks offload {gib(need)}, this machine has {gib(host.memory)}")
@@ -385,7 +387,7 @@ def _check_ranks(trial: Trial, host: Host) -> str | None:
     """Why the machine cannot hold the ranks, whatever the model; None if it can."""
     ranks = _ranks_here(trial)
     if trial.cluster.device == "cuda":
-        if trial.strategy != "single" and ranks > len(host.gpus):
+        if trial.cluster.transport != "staged" and trial.strategy != "single" and ranks > len(host.gpus):
             return (
                 f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {len(host.gpus)}"
             )

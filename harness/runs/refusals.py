@@ -12,7 +12,7 @@ from harness.records.record import Record, path_of, read, read_all
 from harness.runs.forecast import Forecast
 from harness.suites.labels import at, counted, told
 from harness.suites.trial import Trial
-from harness.workloads.input_digests import digests
+from harness.workloads.input_digests import digests, own_objects
 
 
 def check_folder(folder: Path) -> list[Record]:
@@ -45,9 +45,10 @@ def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
         for name in sorted(then.keys() | now.keys()):
             before, after = then.get(name, "none")[:12], now.get(name, "none")[:12]
             if then.get(name) != now.get(name):
-                source = trial.corpus if name == "corpus" else trial.model.name
+                source = trial.corpus if name == "corpus" else own_objects(trial).get(name, name)
+                what = name.partition(" ")[0]
                 raise Refusal(
-                    f"{path}: was made of another {name} {source!r} (SHA-256 {before}, now {after}), "
+                    f"{path}: was made of another {what} {source!r} (SHA-256 {before}, now {after}), "
                     f"and results of both are not put together; {_aside(folder)}"
                 )
 

@@ -149,9 +149,9 @@ def run_sweep(
         stack.enter_context(sweep)
         try:
             while batch is not None:
-                wanted = [_setting(trial) for trial in batch.trials]
+                wanted = [setting_of(trial) for trial in batch.trials]
                 for position, trial in enumerate(missing):
-                    later = [_setting(one) for one in missing[position:]]
+                    later = [setting_of(one) for one in missing[position:]]
                     sweep.keep_links(later if more is None else wanted)
                     _run_one(sweep, trial, display, counts)
                 batch = more() if more is not None else None
@@ -259,7 +259,8 @@ def alone(results: Path) -> Iterator[Lease]:
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _setting(trial: Trial) -> Setting:
+def setting_of(trial: Trial) -> Setting:
+    """The link that a trial asks for."""
     cluster = trial.cluster
     latency = cluster.latency or 0.0
     nodes = 1 if trial.strategy == "single" else cluster.nodes
@@ -330,7 +331,7 @@ class _Sweep:
         if (why := deepspeed.why_not(trial)) is not None:
             return record(None, Failure(kind="refused", message=why, log=None, by=DEEPSPEED))
         try:
-            link = self._link(_setting(trial), trial, display)
+            link = self._link(setting_of(trial), trial, display)
             _check(trial, link)
             outcomes = self._outcomes(trial, link, display.progress)
             result = assemble(outcomes, record(link, None))

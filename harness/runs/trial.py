@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -42,8 +43,9 @@ from harness.records.record import (
     Validation,
 )
 from harness.runs import before_training
-from harness.strategies.optimizers import built
+from harness.strategies.optimizers import built, set_rates
 from harness.strategies.strategy import Strategy, prepare
+from harness.suites import folder
 from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.data import Data
@@ -71,11 +73,13 @@ class Assignment:
     Attributes:
         probe_bytes: size of a probe's message; None for no probe.
         count: whether the node's interface counts exactly the bytes that leave the node.
+        folder: from which the trial's own inputs are found.
     """
 
     trial: Trial
     probe_bytes: int | None
     count: bool
+    folder: Path = field(default_factory=folder.here)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +129,12 @@ def run(rank: Rank, assignment: Assignment) -> Outcome:
         Refusal, PolicyError, GeometryError, CorpusError, WorkloadError: it cannot be run as asked.
         TrialError: a check of its results failed.
     """
-    return _Run(rank, assignment).run()
+    folder.find_from(assignment.folder)
+    return TrialRun(rank, assignment).run()
 
 
-class _Run:
-    """State of a running trial on one rank."""
+class TrialRun:
+    """A trial on one rank, as far as it has run."""
 
     def __init__(self, rank: Rank, assignment: Assignment) -> None:
         trial = assignment.trial
@@ -138,7 +143,7 @@ class _Run:
         self.data = Data(trial, rank.rank, self.device)
         torch.manual_seed(trial.seed)
         with self.device:
-            model = models.build(trial.model, trial.sequence)
+            model = models.of_trial(trial)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         expected = before_training.single_process(trial, model, self.data, rank.topology)
         self.alone = self._compute_alone(model, "before")
@@ -149,7 +154,7 @@ class _Run:
         checked = before_training.sharded(trial, self.strategy, self.data, expected)
         self.gradient_errors = checked.errors
         self.first_loss = FirstLoss(expected.reference, expected.loss, checked.loss)
-        self.optimizer = self.strategy.make_optimizer(trial.optimizer)
+        self.optimizer, self.schedule = self.strategy.make_optimizer(trial.optimizer), trial.schedule()
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
         self.generator = self._generator() if trial.workload == "generate" else None
         self.events: list[Event] = [*checked.events]
@@ -162,11 +167,12 @@ class _Run:
         self.before_training = self._count()
 
     def run(self) -> Outcome:
+        """All of it."""
         trial, total = self.trial, self.trial.warmup + self.trial.steps
         forget_peak(self.device)
         for index in range(trial.warmup):
             self.rank.report(Progress("warm-up", index, trial.warmup))
-            self._one(index)
+            self.one(index)
         dist.barrier()
         skipped, ledger_before = len(self.events), self.strategy.ledger()
         copied_before = self.strategy.copied()
@@ -176,7 +182,7 @@ class _Run:
         with self._sampling() as sampled:
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
-                self._one(index)
+                self.one(index)
         dist.barrier()
         spent = processors.spent()
         counted = self._trained()
@@ -242,9 +248,10 @@ class _Run:
             return
         uuids = []
         if self.device.type == "cuda":
-            first = self.device.index
+            first, count = self.device.index, torch.cuda.device_count()
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
-            uuids = [f"GPU-{torch.cuda.get_device_properties(first + i).uuid}" for i in range(ranks)]
+            used = dict.fromkeys((first + i) % count for i in range(ranks))  # once each, if ranks share some
+            uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in used]
         with telemetry.sampling(self.rank.node, uuids, self.rank.port.interface) as found:
             yield found
 
@@ -256,7 +263,7 @@ class _Run:
         self.rank.report(Progress("compute alone"))
         if model is None:
             with torch.random.fork_rng(), self.device:
-                model = models.build(trial.model, trial.sequence)
+                model = models.of_trial(trial)
         policy = trial.resolved_policy()
         return compute_alone.measure(
             as_computed_by(trial, model, self.device) if policy is None else as_computed(model, policy),
@@ -267,7 +274,7 @@ class _Run:
             count=compute_alone.samples(trial.steps * trial.accumulation),
         )
 
-    def _one(self, index: int) -> None:
+    def one(self, index: int) -> None:
         """One step of the trial's workload."""
         if self.generator is None:
             self._measure_communication(index)
@@ -310,6 +317,7 @@ class _Run:
                 strategy.finish_backward()
             self.events += ["forward", "backward" if strategy.reduced else "accumulate"]
         with clock.part("optimizer"):
+            set_rates(self.optimizer, self.schedule, index)
             norm, done = strategy.step(self.optimizer, trial.clip)
             self.optimizer.zero_grad()
         self.events += ["norm"] if norm is not None else []
@@ -455,6 +463,8 @@ def device_of(trial: Trial, rank: Rank) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     index = rank.rank if trial.cluster.launcher == "local" else rank.local
+    if count and trial.cluster.transport == "staged":  # ranks share GPUs
+        index %= count
     if index >= count:
         raise Refusal(f"rank {rank.rank} needs GPU {index}, this machine has {count}")
     torch.cuda.set_device(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import TypeAdapter
@@ -30,11 +31,13 @@ def _told(assignment: Assignment) -> dict[str, Any]:
         "trial": assignment.trial.canonical(),
         "probe_bytes": assignment.probe_bytes,
         "count": assignment.count,
+        "folder": str(assignment.folder),
     }
 
 
 def _understood(told: dict[str, Any]) -> Assignment:
-    return Assignment(Trial.from_canonical(told["trial"]), told["probe_bytes"], told["count"])
+    trial = Trial.from_canonical(told["trial"])
+    return Assignment(trial, told["probe_bytes"], told["count"], Path(told["folder"]))
 
 
 def _same(value: Any) -> Any:

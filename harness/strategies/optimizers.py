@@ -1,4 +1,4 @@
-"""Builds optimizers of ``torch.optim`` by name, and measures their state per element.
+"""Builds optimizers by name, sets their learning rates, and measures their state per element.
 
 Separate from ``strategies`` so that ``zeropp plan`` imports neither the engine nor peers.
 """
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from harness.errors import Refusal, suggestion
 from harness.suites.trial import Optimizer
+from impl.codecs.own_object import OwnObjectError, import_object
+from impl.plan.learning_rate import Schedule
 from impl.plan.traffic import ADAM_BYTES
 
 
@@ -34,7 +36,9 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
     try:
         with torch.no_grad():
             stepping.step()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's own may raise SystemExit, which is no end of ours
         raise _refusal(optimizer, error) from error
     return state_bytes(stepping, [few]) // few.numel()
 
@@ -49,7 +53,7 @@ def built(
     Raises:
         Refusal: if torch has none of that name, or its arguments do not fit.
     """
-    kind = getattr(torch.optim, optimizer.name, None)
+    kind = _own(optimizer) if ":" in optimizer.name else getattr(torch.optim, optimizer.name, None)
     if not _is_optimizer(kind):
         known = [name for name, one in vars(torch.optim).items() if _is_optimizer(one)]
         near = suggestion(optimizer.name, known)
@@ -59,9 +63,32 @@ def built(
         kind = type(kind.__name__, (kind,), methods)
     try:
         made: torch.optim.Optimizer = kind(parameters, **cast("dict[str, Any]", optimizer.arguments))
-    except Exception as error:  # each checks its arguments in its own way
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # each checks its arguments in its own way; SystemExit is no end of ours
         raise _refusal(optimizer, error) from error
     return made
+
+
+def set_rates(optimizer: torch.optim.Optimizer, schedule: Schedule | None, step: int) -> None:
+    """Give every group of an optimizer the learning rate of step ``step``, from 0."""
+    if schedule is None:
+        return
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * schedule.factor(step)
+
+
+def _own(optimizer: Optimizer) -> type[torch.optim.Optimizer]:
+    """The class of ``module:class``."""
+    try:
+        kind = import_object(optimizer.name)
+    except OwnObjectError as error:
+        raise Refusal(f"optimizer.name = {error}") from error
+    if not _is_optimizer(kind):
+        raise Refusal(
+            f"optimizer.name = {optimizer.name!r}: expected a class derived from torch.optim.Optimizer"
+        )
+    return kind
 
 
 def _is_optimizer(thing: object) -> TypeGuard[type[torch.optim.Optimizer]]:
@@ -83,6 +110,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return cast("Tensor", tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
-def _refusal(optimizer: Optimizer, error: Exception) -> Refusal:
+def _refusal(optimizer: Optimizer, error: BaseException) -> Refusal:
     words = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return Refusal(f"optimizer.arguments of {optimizer.name}: {words}")

@@ -41,7 +41,7 @@ from impl.plan.traffic import Event, LedgerKey, Sent, memory, predict
 from impl.zero import Zero, shard
 
 TRANSPORTS: Final[dict[str, Transport]] = {
-    "shm": "shm", "gloo": "backend", "nccl": "backend", "nccl-rules": "backend"
+    "shm": "shm", "gloo": "backend", "nccl": "backend", "nccl-rules": "backend", "staged": "staged"
 }  # fmt: skip
 
 
@@ -172,8 +172,8 @@ class Strategy:
         return None
 
     def exposed_seconds(self) -> float | None:
-        """Seconds this rank has waited in the wire so far; None for peers, and on a GPU: its stream waits."""
-        if self.wire is None or self.wire.mesh.device.type == "cuda":
+        """Seconds this rank has waited in the wire so far; None for peers, and where a GPU's stream waits."""
+        if self.wire is None or (self.wire.mesh.device.type == "cuda" and self.wire.transport != "staged"):
             return None
         return self.wire.exposed_seconds
 

@@ -29,7 +29,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from harness.errors import suggestion
+from harness.suites import folder
 from harness.suites.allowed import allowed
+from harness.suites.contradictions import check, check_recipe
 from harness.suites.on_failure import Answer, answers
 from harness.suites.peers import PEERS
 from harness.suites.repeats import BASELINE, Repeats, compared
@@ -37,7 +39,7 @@ from harness.suites.roles import roles
 from harness.suites.suite import Suite
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model
 from impl.adapters.traffic import carries
-from impl.codecs.codec import Codec, Raw, parse
+from impl.codecs.codec import Codec, CodecError, Raw, parse
 from impl.deepspeed.config_file import DeepSpeedError
 from impl.deepspeed.config_file import load as load_configuration
 
@@ -94,6 +96,7 @@ def load(path: Path) -> Suite:
         SuiteError: for the first error in it.
     """
     text = _read(path)
+    folder.find_from(path.parent)
     expansion = _Expansion(path, _tables(path, text))
     return replace(expansion.suite(), text=text, configurations=expansion.configurations)
 
@@ -152,14 +155,14 @@ class _Expansion:
         cells = self._override(self._exclude(cells))
         if not cells:
             self._refuse("[[exclude]] leaves no trial")
-        trials = self._checked(cells, Trial.check_recipe)
+        trials = self._checked(cells, check_recipe)
         left_out: _LeftOut = {}
         for settings, trial in zip(cells, trials, strict=True):
             self._note_peer(settings, trial, left_out)
         asked = [self._told(settings) for settings in cells]
         if len({trial.strategy for trial in trials} - set(PEERS)) > 1:
             cells = [self._fitting(cell, trial, left_out) for cell, trial in zip(cells, trials, strict=True)]
-        trials = _aligned(self._checked(cells, Trial.check))
+        trials = _aligned(self.path, self._checked(cells, check))
         unique = _different(trials)
         self._check_baselines(unique)
         once = {id(trial) for trial in unique}
@@ -544,12 +547,16 @@ def _changes(trial: Trial) -> dict[str, Any]:
     return trial.policy.model_dump(exclude_defaults=True)
 
 
-def _aligned(trials: list[Trial]) -> list[Trial]:
+def _aligned(path: Path, trials: list[Trial]) -> list[Trial]:
     """The trials with one common alignment, that of all policies, so that bytes compare on one geometry.
 
     A peer's are without policy fields, and policies are without peers', so that cells do not differ by them.
     """
-    grain = math.lcm(1, *(policy.grain for trial in trials if (policy := trial.resolved_policy())))
+    policies = [policy for trial in trials if (policy := trial.resolved_policy())]
+    try:
+        grain = math.lcm(1, *(policy.grain for policy in policies))
+    except CodecError as error:  # of a user's own, of which nothing was asked before
+        raise SuiteError(f"{path}: {error}") from None
     return [
         trial.model_copy(
             update={"policy": PolicyChanges()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
@@ -17,12 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from harness.errors import suggestion
 from harness.suites.model_sizes import PRESETS as MODELS
-from harness.suites.model_sizes import GPTShape, ViTShape
-from harness.suites.peers import DEEPSPEED, PEERS, Compute, configuration, family_of
+from harness.suites.model_sizes import ViTShape
+from harness.suites.peers import PEERS, Compute, configuration
 from harness.suites.quantities import CANONICAL, MOST_COUNTED, parse_latency, parse_rate, parse_size, written
-from impl.adapters.traffic import HOSTED, Host, check_host
+from impl.adapters.traffic import HOSTED, Host
 from impl.codecs.codec import Codec, parse
 from impl.deepspeed.recipe import Recipe, recipe
+from impl.plan.learning_rate import Schedule
 from impl.plan.policy import (
     MOST_CHUNKS,
     PRESETS,
@@ -92,6 +93,7 @@ class Cluster(_Frozen):
         latency: milliseconds that a message between nodes takes one way beyond its bytes at the rate; None
             adds nothing.  On namespaces it needs the kernel's ``netem``; a paced link waits.
         transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs;
+            ``staged`` on GPUs that ranks share, by gloo through host memory;
             ``nccl-rules`` for CPUs carries bytes by gloo and raises where NCCL would hang or be undefined.
         launcher: ``local`` starts all ranks on this machine; ``torchrun``, ``hosts`` (by ssh) and ``slurm``
             start one supervisor per node, and each of these its ranks.
@@ -105,20 +107,37 @@ class Cluster(_Frozen):
     rate: Annotated[float | None, written(parse_rate)] = None
     latency: Annotated[float | None, written(parse_latency)] = None
     device: Literal["cpu", "cuda"] = "cpu"
-    transport: Literal["shm", "gloo", "nccl", "nccl-rules"] = "shm"
+    transport: Literal["shm", "gloo", "nccl", "nccl-rules", "staged"] = "shm"
     launcher: Literal["local", "torchrun", "hosts", "slurm"] = "local"
     hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = ()
     slurm: dict[Annotated[str, Field(pattern=r"^[a-z_]+$")], int | str | bool] = {}
 
 
+class LearningRates(_Frozen):
+    """Schedule of an optimizer's rate, over all steps of a trial (:class:`impl.plan.learning_rate.Schedule`).
+
+    Attributes:
+        warmup: steps of a linear warm-up.
+        start: share of the rate that it begins above.
+        decay: what follows it, over the steps that are left.
+        floor: share of the rate at the last step.
+    """
+
+    warmup: int = Field(0, ge=0)
+    start: float = Field(0.0, ge=0, le=1)
+    decay: Literal["none", "linear", "cosine"] = "none"
+    floor: float = Field(0.0, ge=0, le=1)
+
+
 class Optimizer(_Frozen):
-    """Any elementwise ``torch.optim`` optimizer, by its class name.
+    """Any elementwise optimizer: the name of a class of ``torch.optim``, or ``module:class``.
 
     The default rate is one at which a small GPT does not overshoot without a warm-up.
     """
 
     name: str = "AdamW"
     arguments: dict[str, float | bool | list[float]] = {"lr": 3e-4}
+    schedule: LearningRates = LearningRates()
 
     @field_validator("arguments")
     @classmethod
@@ -252,6 +271,10 @@ class Trial(_Frozen):
         deepspeed_config: a DeepSpeed configuration as JSON text; in a suite a file or a table.
         tokens_per_rank: tokens in one micro-batch of one rank; a multiple of ``sequence``.
         accumulation: micro-batches per optimizer step.
+        corpus: text: ``stdlib``, a file or a folder; tokens: a folder with ``train.npy`` and
+            ``validation.npy``, or a ``module:function`` that returns both; images: ``glyphs``.
+        tokenizer: ``module:function`` that makes tokens of a corpus's text; without one, bytes are tokens.
+        activation_checkpointing: keep only the inputs of blocks, and run each again in the backward pass.
         steps: timed ones of the optimizer, after ``warmup`` untimed ones.
         validate_every: optimizer steps between validations; 0 validates only at the end, None never.
         control: positive control, which a test of losses must call inferior: ``stale_secondary`` never renews
@@ -269,6 +292,8 @@ class Trial(_Frozen):
     cluster: Cluster = Cluster()
     model: Model = Model()
     corpus: str = Field("stdlib", min_length=1)
+    tokenizer: str | None = None
+    activation_checkpointing: bool = False
     sequence: int = Field(128, ge=1)
     tokens_per_rank: int = Field(512, ge=1)
     accumulation: int = Field(1, ge=1, le=MOST_MICRO_BATCHES)
@@ -293,10 +318,10 @@ class Trial(_Frozen):
             raise ValueError(f"expected one of {', '.join(STRATEGIES)}{suggestion(value, STRATEGIES)}")
         return value
 
-    @field_validator("control", mode="before")
+    @field_validator("control", "tokenizer", mode="before")
     @classmethod
     def _none(cls, value: object) -> object:
-        """No control, as one value of a suite's axis."""
+        """Nothing, as one value of a suite's axis."""
         return None if value == "none" else value
 
     def canonical(self) -> dict[str, Any]:
@@ -307,9 +332,11 @@ class Trial(_Frozen):
         data = self.model_dump(mode="json")
         if self.workload == "train":
             del data["workload"], data["generate"]
-        for name in ("memory_limit", "deepspeed_config", "control"):
-            if data[name] is None:
+        for name in ("memory_limit", "deepspeed_config", "control", "tokenizer", "activation_checkpointing"):
+            if not data[name]:
                 del data[name]
+        if self.optimizer.schedule == LearningRates():
+            del data["optimizer"]["schedule"]
         if self.peer == PeerSettings():
             del data["peer"]
         if data["cluster"]["latency"] is None:
@@ -358,16 +385,22 @@ class Trial(_Frozen):
         """
         if self.deepspeed_config is None:
             raise ValueError(f"strategy = {RECIPE!r}: expected deepspeed_config, a file or a table, with it")
-        return recipe(self.deepspeed_config, topology=self.topology())
+        return recipe(self.deepspeed_config, topology=self.topology(), steps=self.warmup + self.steps)
 
-    def check_recipe(self) -> None:
-        """Refuse a DeepSpeed configuration that says other than the trial what is trained, or is not used.
+    def schedule(self) -> Schedule | None:
+        """The schedule of the optimizer's rate; None for a constant one.
 
         Raises:
-            ValueError: naming the fields and their values.
+            ValueError: for a warm-up longer than the trial, or an impossible DeepSpeed configuration.
         """
-        if words := next(self._beside_recipe(), None):
-            raise ValueError(words)
+        asked, total = self.optimizer.schedule, self.warmup + self.steps
+        if asked != LearningRates():
+            if asked.warmup > total:
+                raise ValueError(
+                    f"optimizer.schedule.warmup = {asked.warmup}: the trial has {total} steps in all"
+                )
+            return Schedule(steps=total, **asked.model_dump())
+        return self.recipe().schedule if self.strategy == RECIPE else None
 
     def peer_configuration(self) -> dict[str, Any]:
         """The configuration of a peer of DeepSpeed's, without what the trial's own fields say.
@@ -385,68 +418,6 @@ class Trial(_Frozen):
             return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
         raise ValueError(f"deepspeed_config: expected a table, not {type(table).__name__}")
 
-    def _beside_deepspeed(self) -> Iterator[str]:
-        """What a configuration for DeepSpeed itself may not say, since the trial says it."""
-        table, sequences = self.peer_configuration(), self.tokens_per_rank // self.sequence
-        if self.workload == "generate":
-            yield f"workload = 'generate': strategy {self.strategy!r} trains; expected workload = 'train'"
-        for key, field in (
-            ("optimizer", "optimizer.name and optimizer.arguments"),
-            ("scheduler", "optimizer.arguments, without a schedule"),
-        ):
-            if key in table:
-                yield f"deepspeed_config has {key!r}: a trial's is said by {field}; leave it out"
-        for kind in ("fp16", "bf16"):
-            asked = table[kind].get("enabled", "auto") if isinstance(table.get(kind), dict) else "auto"
-            ours = self.peer.compute == kind
-            if asked not in ("auto", None, ours):
-                yield (
-                    f"deepspeed_config says {kind}.enabled = {json.dumps(asked)}, and peer.compute = "
-                    f"{self.peer.compute!r} makes it {json.dumps(ours)}: expected the same"
-                )
-        world = self.topology().world
-        for key, value, says in (
-            ("gradient_clipping", self.clip or 0.0, f"clip = {self.clip}"),
-            ("gradient_accumulation_steps", self.accumulation, f"accumulation = {self.accumulation}"),
-            ("train_micro_batch_size_per_gpu", sequences, f"{sequences} sequences of a rank"),
-            ("train_batch_size", sequences * self.accumulation * world, f"{world} ranks' sequences"),
-        ):
-            if table.get(key, value) not in (value, None, "auto"):
-                yield (
-                    f"deepspeed_config says {key} = {table[key]}, and {says} of the trial makes it {value}: "
-                    "expected the same"
-                )
-
-    def _beside_recipe(self) -> Iterator[str]:
-        if family_of(self.strategy) == DEEPSPEED:
-            yield from self._beside_deepspeed()
-            return
-        if self.strategy != RECIPE:
-            if self.deepspeed_config is not None:
-                yield (
-                    f"deepspeed_config with strategy = {self.strategy!r}: expected strategy = {RECIPE!r} or "
-                    f"{DEEPSPEED!r}"
-                )
-            return
-        found = self.recipe()
-        sequences = self.tokens_per_rank // self.sequence
-        for name, says, theirs in (
-            ("clip", "gradient_clipping of deepspeed_config says", found.clip),
-            ("accumulation", "the batches of deepspeed_config make", found.accumulation),
-        ):
-            if (ours := getattr(self, name)) != theirs:
-                yield f"{name} = {ours}, but {says} {theirs}: expected the same"
-        if found.micro_batch not in (None, sequences):
-            yield (
-                f"tokens_per_rank = {self.tokens_per_rank} of sequence = {self.sequence} are {sequences} "
-                f"sequences, but deepspeed_config says {found.micro_batch} of a rank: expected the same"
-            )
-        if any(finding.key.startswith("optimizer.") for finding in found.findings):
-            yield (
-                "deepspeed_config has an optimizer: a trial's is said by optimizer.name and "
-                "optimizer.arguments; leave it out"
-            )
-
     def resolved_policy(self) -> Policy | None:
         """The strategy's preset with this trial's changes; None for a peer, which has no policy.
 
@@ -458,86 +429,3 @@ class Trial(_Frozen):
         """
         base = self.base_policy()
         return None if base is None else self.policy.applied(base)
-
-    def check(self) -> None:
-        """Refuse fields that are fine alone and impossible together.
-
-        Raises:
-            ValueError: naming the fields and their values.
-        """
-        if words := next(self._contradictions(), None):
-            raise ValueError(words)
-
-    def _contradictions(self) -> Iterator[str]:
-        cluster, tokens = self.cluster, self.tokens_per_rank
-        if tokens % self.sequence:
-            yield f"tokens_per_rank = {tokens}: expected a multiple of sequence = {self.sequence}"
-        yield from self._beside_recipe()
-        if cluster.link == "none" and cluster.rate is not None:
-            yield (
-                f"cluster.rate = {cluster.rate:g} Mbit/s: with cluster.link = 'none' nothing shapes the "
-                "link; expected 'unshaped', or another link"
-            )
-        if cluster.link in ("none", "real") and cluster.latency is not None:
-            yield (
-                f"cluster.latency = {cluster.latency:g} ms: nothing adds it to cluster.link = "
-                f"{cluster.link!r}; expected another link, or no latency"
-            )
-        yield from self._beyond_workload()
-        yield from self._beside_control()
-        if cluster.transport == "nccl" and cluster.device != "cuda":
-            yield "cluster.transport = 'nccl': expected cluster.device = 'cuda' with it"
-        if cluster.device == "cuda" and cluster.transport != "nccl" and self.host is None:
-            yield f"cluster.device = 'cuda': expected cluster.transport = 'nccl', not {cluster.transport!r}"
-        counted = cluster.link not in ("none", "paced")  # ranks check each other's calls over the link itself
-        if cluster.transport == "nccl-rules" and (counted or cluster.device != "cpu"):
-            yield (
-                f"cluster.transport = 'nccl-rules': expected cluster.device = 'cpu', not {cluster.device!r}, "
-                f"and cluster.link = 'none' or 'paced', not {cluster.link!r}"
-            )
-        policy = self.resolved_policy()
-        if policy is not None:
-            policy.check(self.topology())
-            if self.host is not None:
-                check_host(self.host, policy)
-        if self.host is not None and cluster.device != "cpu":
-            yield (
-                f"cluster.device = {cluster.device!r}: strategy {self.strategy!r} carries messages inside "
-                f"{self.host} on the CPU; expected 'cpu'"
-            )
-
-    def _beside_control(self) -> Iterator[str]:
-        """A control spoils the copy of hpZ, in our own engine."""
-        policy = self.resolved_policy()
-        if self.control is None:
-            return
-        if policy is None or self.host is not None or not policy.secondary_ranks(self.topology()):
-            yield (
-                f"control = {self.control!r}: strategy {self.strategy!r} keeps no secondary shard; expected "
-                "one with hpZ"
-            )
-        if self.workload != "train":
-            yield f"control = {self.control!r}: expected workload = 'train'"
-
-    def _beyond_workload(self) -> Iterator[str]:
-        """What only the other workload can do."""
-        generate = self.generate
-        if self.workload == "train":
-            if generate != Generate():
-                yield "generate.prompt, generate.tokens: expected workload = 'generate' with them"
-            return
-        if not isinstance(MODELS.get(self.model.name), GPTShape):
-            able = ", ".join(name for name, shape in MODELS.items() if isinstance(shape, GPTShape))
-            yield f"workload = 'generate': model {self.model.name!r} cannot; expected one of {able}"
-        if generate.prompt + generate.tokens > self.sequence:
-            yield (
-                f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}: together at "
-                f"most sequence = {self.sequence}"
-            )
-        if self.validate_every is not None or self.measure_quantisation or self.clip is not None:
-            yield (
-                "workload = 'generate' trains nothing: expected no validate_every, no clip and no "
-                "measure_quantisation"
-            )
-        if self.accumulation > 1:
-            yield f"accumulation = {self.accumulation}: expected 1 with workload = 'generate'"

@@ -122,11 +122,13 @@ def train(
     sequence = seq_length or _LENGTHS.get(preset or "", 128)
     try:
         table = _configured(configuration, batch=batch_size, precision=precision, stage=zero_stage, lr=lr)
-        found = recipe(table, topology=topology)
+        found = recipe(table, topology=topology, steps=steps)
         found = replace(found, policy=changes.applied(found.policy))
         adam = {"type": "AdamW", "lr": LR if lr is None else lr}
         if found.optimizer is not None:
             adam = asdict(found.optimizer) | {"betas": list(found.optimizer.betas)}
+        elif found.peak is not None:
+            adam["lr"] = found.peak
         trial = Trial(
             strategy="recipe",
             deepspeed_config=json.dumps(table),
@@ -146,6 +148,7 @@ def train(
             accumulation=found.accumulation,
             optimizer=Optimizer(name=adam.pop("type"), arguments=adam),
             clip=found.clip,
+            activation_checkpointing=checkpoint_activations,
             steps=steps,
             warmup=0,
             seed=seed,
@@ -153,7 +156,7 @@ def train(
         )
     except (Refusal, ValueError) as error:
         raise TrainError(f"{deepspeed_config or 'flags'}: {error}") from None
-    job = Job(trial, shape, checkpoint_activations, load=resume, save=save, every=save_every, keep=keep)
+    job = Job(trial, shape, load=resume, save=save, every=save_every, keep=keep)
     speaks = not torchrun or os.environ.get("RANK", "0") == "0"
     problem = _refused(job, found, speaks=speaks)
     if problem and not plan:
@@ -267,7 +270,7 @@ def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
         model = models.GPT(job.shape, trial.sequence)
     held = activation_bytes(
         job.shape, policy, sequences=trial.tokens_per_rank // trial.sequence, length=trial.sequence,
-        recompute=job.recompute,
+        recompute=job.trial.activation_checkpointing,
     )  # fmt: skip
     try:
         recipe = laid_out(recipe, plan_units(model, topology, policy))

@@ -22,7 +22,7 @@ from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
 from harness.records.record import Step
 from harness.runs.trial import device_of
-from harness.strategies.optimizers import built
+from harness.strategies.optimizers import built, set_rates
 from harness.strategies.strategy import Strategy, sharded, wire_of
 from harness.suites.model_sizes import GPTShape, tflops_per_rank
 from harness.suites.trial import Trial
@@ -42,7 +42,6 @@ class Job:
 
     Attributes:
         trial: model, data, optimizer and policy.
-        recompute: whether blocks are run again in the backward pass.
         load: a checkpoint to go on from, or a folder of them, whose newest is taken; None for none.
         save: folder to save checkpoints in; None saves none.
         every: steps between checkpoints; None saves after the last step only.
@@ -51,7 +50,6 @@ class Job:
 
     trial: Trial
     shape: GPTShape
-    recompute: bool
     load: Path | None
     save: Path | None
     every: int | None
@@ -83,11 +81,13 @@ class _Training:
             Init(mesh=wire.mesh, policy=policy, blocks=models.Block, wire=wire, seed=trial.seed),
             self.device,
         ):
-            model = models.GPT(job.shape, trial.sequence, recompute=job.recompute)
+            model = models.GPT(job.shape, trial.sequence)
+        if trial.activation_checkpointing:
+            models.checkpoint_activations(model)
         self.strategy: Strategy = sharded(trial, model, wire, policy)
         assert self.strategy.zero is not None  # noqa: S101  # a recipe is a policy
         self.zero: Zero = self.strategy.zero
-        self.optimizer = built(trial.optimizer, self.strategy.parameters())
+        self.optimizer, self.schedule = built(trial.optimizer, self.strategy.parameters()), trial.schedule()
         self.clock = StepClock(self.strategy.exposed_seconds, self.device)
         self.stepped = True  # the last step, rather than skipped for an overflow
 
@@ -176,6 +176,7 @@ class _Training:
             with clock.part("backward"):
                 strategy.finish_backward()
         with clock.part("optimizer"):
+            set_rates(self.optimizer, self.schedule, index)
             norm, self.stepped = strategy.step(self.optimizer, self.trial.clip)
             self.optimizer.zero_grad()
         mean = math.fsum(float(loss) for loss in losses) / len(losses)
@@ -198,8 +199,8 @@ def line(job: Job, step: Step, loss: float, scale: float | None, peak: int) -> s
     ranks = trial.topology().world
     sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * ranks
     rate = tflops_per_rank(
-        job.shape, sequences=sequences, length=trial.sequence, recompute=job.recompute, seconds=step.total,
-        ranks=ranks,
+        job.shape, sequences=sequences, length=trial.sequence, recompute=trial.activation_checkpointing,
+        seconds=step.total, ranks=ranks,
     )  # fmt: skip
     parts = ", ".join(
         f"{name} {getattr(step, name) * 1e3:.1f}" for name in ("forward", "backward", "optimizer")

@@ -1,10 +1,11 @@
-"""Text corpora: the bytes that language models train on, and the batches drawn from them.
+"""Corpora: the tokens that language models train on, and the batches drawn from them.
 
-A corpus is the interpreter's own standard library sources (``stdlib``), or any file, or all files
-of a folder, joined in alphabetical order.  The first 95 % of its bytes are for training, the rest
-for validation.  Which bytes make a batch follows from (seed, step, micro-batch, rank) alone, so
-every policy and every peer gets the same batches.  Bytes are the tokens; there is no tokenizer.
-No torch.
+A corpus is text: the interpreter's own standard library sources (``stdlib``), or any file, or all files of a
+folder, joined in alphabetical order.  The first 95 % of its bytes are for training, the rest for validation,
+and bytes are the tokens, unless a tokenizer, a ``module:function``, makes a list of ints of each part as
+``str``.  Or it is tokens: a folder with ``train.npy`` and ``validation.npy``, or a ``module:function`` that
+returns both, one-dimensional arrays of whole numbers.  Which tokens make a batch follows from (seed, step,
+micro-batch, rank) alone, so every policy and every peer gets the same batches.  No torch.
 """
 
 from __future__ import annotations
@@ -12,70 +13,88 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import CorpusError
+from harness.suites import folder
 from harness.workloads.masked_text import masked
 from harness.workloads.sampling import Pair, Samples
+from impl.codecs.own_object import OwnObjectError, import_object, is_name
+from impl.errors import raised
 
 STDLIB: Final = "stdlib"
 TRAINING_SHARE: Final = 0.95
 LARGEST_BYTES: Final = 2 << 30  # a corpus is held in memory by every rank
-BYTES: Final = 256  # values of a token
+BYTES: Final = 256  # values of a byte
+_TOKEN_FILES: Final = ("train.npy", "validation.npy")
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text, split into training and validation bytes.
+    """Tokens for training and for validation.
 
     Attributes:
         source: its name in the suite.
-        sha256: of all bytes, training first.
-        train: (bytes,) uint8.
-        validation: (bytes,) uint8.
+        sha256: of all tokens, training first.
+        train: (tokens,), of any type of whole numbers.
+        validation: (tokens,), likewise.
+        largest: largest token.
     """
 
     source: str
     sha256: str
-    train: NDArray[np.uint8]
-    validation: NDArray[np.uint8]
+    train: NDArray[Any]
+    validation: NDArray[Any]
+    largest: int = BYTES - 1
 
 
 class Text(Samples):
-    """Windows of a corpus: (B, T) int64 bytes, and (B, T) int64 the byte after each or, of masked text,
+    """Windows of a corpus: (B, T) int64 tokens, and (B, T) int64 the token after each or, of masked text,
     what :func:`harness.workloads.masked_text.masked` makes of them.
 
+    Args:
+        vocab: tokens that the model knows; None where it does not say.
+
     Raises:
-        CorpusError: if the validation bytes, of which there are fewer, do not hold one window.
+        CorpusError: if one of its parts does not hold one window, or a token is beyond the vocabulary.
     """
 
-    def __init__(self, corpus: Corpus, length: int, *, masks: bool = False) -> None:
-        _check_room(corpus.source, len(corpus.validation), length)
+    def __init__(
+        self, corpus: Corpus, length: int, *, vocab: int | None = BYTES, masks: bool = False
+    ) -> None:
+        for part in (corpus.validation, corpus.train):
+            _check_room(corpus.source, len(part), length)
+        if vocab is not None and corpus.largest >= vocab:
+            raise CorpusError(
+                f"corpus {corpus.source!r}: its largest token is {corpus.largest}, and the vocabulary "
+                f"has {vocab}; expected model.arguments.vocab of at least {corpus.largest + 1}"
+            )
+        self.vocab = vocab or BYTES
         self.sha256, self.train, self.validation = corpus.sha256, corpus.train, corpus.validation
         self.length, self.masks = length, masks
 
-    def count(self, part: NDArray[np.uint8]) -> int:
+    def count(self, part: NDArray[Any]) -> int:
         """Number of offsets at which a window of T + 1 bytes can start."""
         return len(part) - self.length
 
-    def at(self, part: NDArray[np.uint8], numbers: list[int], keys: list[str]) -> Pair:
+    def at(self, part: NDArray[Any], numbers: list[int], keys: list[str]) -> Pair:
         """The windows that start at these offsets; ``keys`` decide what is masked."""
         offsets = np.asarray(numbers)[:, None] + np.arange(self.length + 1)
         windows = part[offsets].astype(np.int64)
-        return masked(windows[:, :-1], keys, BYTES) if self.masks else (windows[:, :-1], windows[:, 1:])
+        return masked(windows[:, :-1], keys, self.vocab) if self.masks else (windows[:, :-1], windows[:, 1:])
 
 
 def _check_room(source: str, size: int, length: int) -> None:
     """Refuse validation bytes that do not hold one window of ``length + 1``."""
     if size <= length:
         raise CorpusError(
-            f"corpus {source!r}: its {size} validation bytes do not hold one sequence of {length} tokens "
-            f"and its last target; a text of at least {int((length + 1) / (1 - TRAINING_SHARE)) + 1} "
-            "bytes does"
+            f"corpus {source!r}: {size} tokens for validation or training do not hold one sequence of "
+            f"{length} and its last target; of text, {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes do"
         )
 
 
@@ -85,16 +104,16 @@ def _files_of(source: str) -> tuple[list[Path], int]:
     Raises:
         CorpusError: if there are none, or more bytes than :data:`LARGEST_BYTES`.
     """
-    folder = Path(sysconfig.get_path("stdlib") if source == STDLIB else source)
-    if folder.is_file():
-        files = [folder]
-    elif folder.is_dir():
-        found = folder.glob("*.py") if source == STDLIB else folder.rglob("*")
+    place = Path(sysconfig.get_path("stdlib")) if source == STDLIB else folder.found(source)
+    if place.is_file():
+        files = [place]
+    elif place.is_dir():
+        found = place.glob("*.py") if source == STDLIB else place.rglob("*")
         files = sorted(path for path in found if path.is_file())
     else:
         raise CorpusError(
-            f"corpus {source!r}: no such file or folder; expected one, or {STDLIB!r} for the "
-            "sources of Python's standard library"
+            f"corpus {source!r}: no such file or folder in {folder.here()}; expected one, {STDLIB!r} for the "
+            "sources of Python's standard library, or module:function"
         )
     if not files:
         raise CorpusError(f"corpus {source!r}: no files in it")
@@ -110,7 +129,7 @@ def _files_of(source: str) -> tuple[list[Path], int]:
 
 
 def check(source: str, length: int) -> None:
-    """Refuse a corpus that is missing, or too small for sequences of ``length`` tokens, without reading it.
+    """Refuse a text that is missing, or too small for sequences of ``length`` bytes, without reading it.
 
     Raises:
         CorpusError: naming it and the numbers.
@@ -119,17 +138,113 @@ def check(source: str, length: int) -> None:
     _check_room(source, size - int(size * TRAINING_SHARE), length)
 
 
-def load(source: str) -> Corpus:
-    """Read a corpus: ``"stdlib"``, a file, or a folder.
+def load(source: str, tokenizer: str | None = None) -> Corpus:
+    """Read a corpus, as this module's text says.
 
     Raises:
-        CorpusError: naming it, if it is missing, unreadable, empty or too big.
+        CorpusError: naming it, if it is missing, unreadable, empty or too big, or if it, or what a function
+            returned, is no array of tokens.
     """
+    if holds_tokens(source):
+        if tokenizer is not None:
+            raise CorpusError(f"corpus {source!r}: has tokens already; expected no tokenizer beside it")
+        return _of_tokens(source, folder.here())
+    text = _read(source)
+    cut = int(len(text) * TRAINING_SHARE)
+    if tokenizer is not None:
+        return _tokenised(source, tokenizer, text[:cut], text[cut:])
+    tokens = np.frombuffer(text, dtype=np.uint8)
+    return Corpus(source, hashlib.sha256(text).hexdigest(), tokens[:cut], tokens[cut:], BYTES - 1)
+
+
+def holds_tokens(source: str) -> bool:
+    """Whether a corpus is tokens, and no text: token files, or a function."""
+    place = folder.found(source)
+    if place.exists():
+        there = [name for name in _TOKEN_FILES if (place / name).exists()]
+        if len(there) == 1 or any(not (place / name).is_file() for name in there):
+            raise CorpusError(
+                f"corpus {source!r}: expected the files {' and '.join(_TOKEN_FILES)}, or neither"
+            )
+        return bool(there)
+    return is_name(source)
+
+
+@lru_cache(1)
+def _of_tokens(source: str, _: Path) -> Corpus:
+    """Of a folder of token files, or of a function."""
+    place = folder.found(source)
+    if place.is_dir():
+        parts: Any = [_token_file(source, place / name) for name in _TOKEN_FILES]
+    else:
+        parts = _called(f"corpus {source!r}", source)
+    if not isinstance(parts, tuple | list) or len(parts) != 2:  # train, validation
+        raise CorpusError(
+            f"corpus {source!r}: returned a {type(parts).__name__}; expected tokens for training and for "
+            "validation"
+        )
+    train, validation = (_checked(f"corpus {source!r}", part) for part in parts)
+    return _corpus(source, train, validation)
+
+
+@lru_cache(1)
+def _tokenised(source: str, tokenizer: str, train: bytes, validation: bytes) -> Corpus:
+    """Of text, by a user's function; a character that the cut halves is replaced."""
+    whose = f"tokenizer {tokenizer!r}"
+    parts = [
+        _checked(whose, _called(whose, tokenizer, part.decode(errors="replace")))
+        for part in (train, validation)
+    ]
+    return _corpus(source, *parts)
+
+
+def _corpus(source: str, train: NDArray[Any], validation: NDArray[Any]) -> Corpus:
+    digest = hashlib.sha256()
+    for part in (train, validation):
+        digest.update(str((part.dtype.str, len(part))).encode())
+        digest.update(np.ascontiguousarray(part).data)
+    largest = max(int(part.max(initial=0)) for part in (train, validation))
+    return Corpus(source, digest.hexdigest(), train, validation, largest)
+
+
+def _called(whose: str, name: str, *arguments: str) -> Any:
+    """What a user's function returns."""
+    try:
+        return import_object(name)(*arguments)
+    except OwnObjectError as error:
+        raise CorpusError(f"{whose}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: it is no end of ours
+        raise CorpusError(f"{whose}: raised {raised(error)}") from error
+
+
+def _token_file(source: str, path: Path) -> NDArray[Any]:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+    except Exception as error:  # of headers that are none it raises whatever reading them raises
+        raise CorpusError(f"corpus {source!r}: {path.name}: {raised(error)}") from error
+
+
+def _checked(whose: str, tokens: Any) -> NDArray[Any]:
+    """Refuse what is no row of token numbers."""
+    try:
+        found = np.asarray(tokens)
+    except Exception as error:  # of an object that is no array
+        raise CorpusError(f"{whose}: no array of tokens: {raised(error)}") from error
+    if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found):
+        raise CorpusError(
+            f"{whose}: an array {found.shape} of {found.dtype}; expected one dimension of whole numbers"
+        )
+    if int(found.min()) < 0:
+        raise CorpusError(f"{whose}: has a token {int(found.min())}; expected 0 and above")
+    return found
+
+
+def _read(source: str) -> bytes:
+    """The text of a corpus."""
     files, _ = _files_of(source)
     try:
-        text = b"\n".join(path.read_bytes() for path in files)
+        return b"\n".join(path.read_bytes() for path in files)
     except OSError as error:
         raise CorpusError(f"corpus {source!r}: cannot read {error.filename}: {error.strerror}") from error
-    tokens = np.frombuffer(text, dtype=np.uint8)
-    cut = int(len(tokens) * TRAINING_SHARE)
-    return Corpus(source, hashlib.sha256(text).hexdigest(), tokens[:cut], tokens[cut:])

@@ -1,6 +1,6 @@
-"""Digests of a trial's input files: the corpus and the source of a user's model.
+"""Digests of a trial's input files: the corpus, and the sources of a user's model, optimizer, codecs.
 
-Both may change while the suite that names them does not, so their digests go on the record, and a record
+They may change while the suite that names them does not, so digests go on the record, and a record
 of other inputs is not reused.  No torch.
 """
 
@@ -8,46 +8,56 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.errors import CorpusError
+from harness.suites import folder
 from harness.workloads import corpus, glyph_images
+from impl.codecs import own_object
+from impl.codecs.codec import OwnCodec, parse
 
 if TYPE_CHECKING:  # suites need pydantic, which a machine that only tries the laws on its GPU may not have
     from harness.suites.trial import Trial
 
 
-def see_working_folder() -> None:
-    """Add the working folder to ``sys.path``, so that its modules can be imported."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-
-
 def digests(trial: Trial) -> dict[str, str]:
-    """SHA-256 by input, ``corpus`` and, for a ``module:function``, ``model``: its module's file.
+    """SHA-256 by input: of the ``corpus``, and of the module's file of each ``module:object`` that is named.
 
     An input that cannot be read is left out; running the trial reports why.
     """
-    module, separator, _ = trial.model.name.partition(":")
-    found = {"corpus": _corpus_digest(trial.corpus), "model": _module_digest(module) if separator else None}
+    found = {"corpus": _corpus_digest(trial.corpus, trial.tokenizer, folder.here())}
+    found |= {name: _module_digest(text.partition(":")[0]) for name, text in own_objects(trial).items()}
     return {name: digest for name, digest in found.items() if digest is not None}
 
 
+def own_objects(trial: Trial) -> dict[str, str]:
+    """``module:object`` by what it is: the trial's model, optimizer, tokenizer, or a codec."""
+    named = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
+    policy = trial.policy
+    gradients = (policy.gradients,) if isinstance(policy.gradients, str) else policy.gradients or ()
+    texts = [
+        text for text in (policy.weights, policy.frozen, *gradients) if text and own_object.is_name(text)
+    ]
+    codecs = {text: text for text in texts if isinstance(parse(text), OwnCodec)}
+    of_trial = {name: text for name, text in named.items() if ":" in text}
+    return of_trial | {f"codec {text}": text for text in codecs}
+
+
 @cache
-def _corpus_digest(source: str) -> str | None:
+def _corpus_digest(source: str, tokenizer: str | None, _: Path) -> str | None:
     try:
-        return glyph_images.load().sha256 if source == glyph_images.GLYPHS else corpus.load(source).sha256
+        if source == glyph_images.GLYPHS:
+            return glyph_images.load().sha256
+        return corpus.load(source, tokenizer).sha256
     except CorpusError:
         return None
 
 
 @cache
 def _module_digest(name: str) -> str | None:
-    see_working_folder()
+    own_object.see(Path.cwd())
     try:
         spec = importlib.util.find_spec(name)
         return hashlib.sha256(Path(spec.origin or "").read_bytes()).hexdigest() if spec else None

@@ -14,6 +14,8 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -33,9 +35,10 @@ from harness.suites.model_sizes import (
     Shape,
     ViTShape,
 )
-from harness.suites.trial import Model
-from harness.workloads.input_digests import see_working_folder
+from harness.suites.trial import Model, Trial
 from harness.workloads.masked_text import NO_TARGET
+from impl.codecs.own_object import see
+from impl.zero import find_blocks
 
 _INIT_STD: Final = 0.02
 _FILLS: Final = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
@@ -108,18 +111,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT: a decoder-only transformer with learned positions.
-
-    Args:
-        sequence: the longest sequence, T.
-        recompute: activation checkpointing: keep only the blocks' inputs, and run each again in backward.
-    """
+    """A GPT: a decoder-only transformer with learned positions; ``sequence`` is the longest it takes."""
 
     causal = True
 
-    def __init__(self, shape: GPTShape | BERTShape, sequence: int, *, recompute: bool = False) -> None:
+    def __init__(self, shape: GPTShape | BERTShape, sequence: int) -> None:
         super().__init__()
-        self.recompute = recompute
         read = shape.vocab if self.causal else shape.vocab + 1  # a mask, which is never answered
         self.embedding = nn.Embedding(read, shape.width)
         self.positions = nn.Embedding(sequence, shape.width)
@@ -144,10 +141,7 @@ class GPT(nn.Module):
         places = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens) + self.positions(places)
         for index, block in enumerate(self.blocks):
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x, None if past is None else past[index])
+            x = block(x, None if past is None else past[index])
         if targets is None:
             return self.head(self.norm(x[:, -1]))  # type: ignore[no-any-return]
         logits = self.head(self.norm(x))  # (B, T, vocab)
@@ -270,11 +264,48 @@ def shape_of(model: Model) -> Shape:
     return shape
 
 
+def of_trial(trial: Trial) -> nn.Module:
+    """The model of a trial, with activation checkpointing where it asks for it; raises as :func:`build`."""
+    model = build(trial.model, trial.sequence)
+    if trial.activation_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Have each block of ``model`` keep its inputs alone, and run again in the backward pass.
+
+    Blocks are those of :func:`impl.zero.find_blocks`, gathered as a whole.  Their class is changed, not
+    an attribute, so that copies of the model run their own blocks.
+
+    Raises:
+        WorkloadError: for a model without blocks.
+    """
+    blocks = find_blocks(model)
+    if not blocks:
+        raise WorkloadError(
+            "activation_checkpointing: the model has no blocks; expected some in a ModuleList or Sequential"
+        )
+    for block in blocks:
+        block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]  # classes have a hash
+
+
+@cache
+def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = partial(kind.forward, self)
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
 def _user_function(model: Model, sequence: int) -> Callable[..., object]:
     """Import the function of ``module:function``, also from the working folder."""
     name = model.name
     module_name, _, function_name = name.partition(":")
-    see_working_folder()
+    see(Path.cwd())
     try:
         module = importlib.import_module(module_name)
         function: Callable[..., object] | None = getattr(module, function_name, None)  # may import, too

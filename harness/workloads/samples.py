@@ -28,8 +28,11 @@ def load(trial: Trial) -> Samples:
     """
     if trial.corpus == GLYPHS:
         return glyph_images.load()
-    masks = isinstance(PRESETS.get(trial.model.name), BERTShape)
-    return corpus.Text(corpus.load(trial.corpus), trial.sequence, masks=masks)
+    shape = PRESETS.get(trial.model.name)
+    vocab = trial.model.arguments.get("vocab", getattr(shape, "vocab", None))
+    found = corpus.load(trial.corpus, trial.tokenizer)
+    masks = isinstance(shape, BERTShape)
+    return corpus.Text(found, trial.sequence, vocab=vocab if isinstance(vocab, int) else None, masks=masks)
 
 
 def check(trial: Trial) -> None:
@@ -42,7 +45,12 @@ def check(trial: Trial) -> None:
     if isinstance(shape, ViTShape) and trial.corpus != GLYPHS:
         raise CorpusError(f"corpus {trial.corpus!r}: model {name!r} reads images; expected {GLYPHS!r}")
     if trial.corpus != GLYPHS:
-        corpus.check(trial.corpus, trial.sequence)
+        if corpus.holds_tokens(trial.corpus) or trial.tokenizer is not None:
+            load(trial)
+        else:
+            corpus.check(trial.corpus, trial.sequence)
+    elif trial.tokenizer is not None:
+        raise CorpusError(f"corpus {GLYPHS!r}: images; expected no tokenizer")
     elif shape is not None and not isinstance(shape, ViTShape):
         raise CorpusError(f"corpus {GLYPHS!r}: images, and model {name!r} reads text; expected a text")
 

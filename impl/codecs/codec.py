@@ -1,9 +1,9 @@
 """Codecs as values: what a tensor looks like on the wire, its size, and its error contract.
 
-Pure: no torch.  A codec is a frozen value with a text form that suites use and that prints back:
+No torch.  A codec is a frozen value with a text form that suites use and that prints back:
 ``fp32``, ``bf16``, ``fp16``; ``int8:2048``, ``int4:256:asym``, ``int4:256:clip``, ``int4:shard``;
-``fp8e4m3:128``, ``mxfp8``, ``mxfp4``; then ``:hadamard32`` and ``:stochastic``.  "No quantisation" is the
-codec :class:`Raw`, so the engine has no branch for it.  The arithmetic is in ``reference.py``.
+``fp8e4m3:128``, ``mxfp8``, ``mxfp4``; then ``:hadamard32`` and ``:stochastic``; a user's ``module:object``.
+"No quantisation" is the codec :class:`Raw`: the engine has no branch for it.
 
 Frame of ``numel`` elements (docs/reference/wire_format.md)::
 
@@ -13,17 +13,20 @@ Frame of ``numel`` elements (docs/reference/wire_format.md)::
             per block
     pad     to 16 bytes
 
-Symmetric scale: ``absmax / largest code``, so that the bound is half a step everywhere and
-quantising twice changes nothing; or, by the option ``clip``, DeepSpeed's ``2 absmax / 2^bits``, whose steps
-are smaller and whose positive top is clipped by one.
+Symmetric scale: ``absmax / largest code``, so that quantising twice changes nothing; or, by the option
+``clip``, DeepSpeed's ``2 absmax / 2^bits``, whose steps are smaller and whose positive top is clipped by one.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+import re
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+from impl.codecs import own_object
+from impl.codecs.own_object import OwnObject, OwnObjectError
 
 FRAME_ALIGNMENT: Final = 16  # bytes; a 16-byte vector load never straddles two frames
 SCALE_BYTES: Final = 4  # fp32
@@ -381,8 +384,118 @@ _HEADS: Final[dict[str, tuple[Element, Scale]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCodec(_Framed):
+    """A user's own codec; frames are those of its object, padded with zeros to 16 bytes.
+
+    ``name`` is ``module:object``, imported when something of it is first asked, so that a record with it
+    can be read where it is not; or the name of an object that was ``given``.
+    """
+
+    name: str
+    given: OwnObject | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def thing(self) -> OwnObject:
+        """What it declares and can do.
+
+        Raises:
+            CodecError: if it cannot be imported, or lacks what a codec has.
+        """
+        try:
+            return self.given or own_object.imported(self.name)
+        except OwnObjectError as error:
+            raise CodecError(str(error)) from error
+
+    @property
+    def claimed(self) -> Raw | Blocked | None:
+        """The codec of ours that it says it is, bit for bit; None for what is new.
+
+        Raises:
+            CodecError: for a text that means none.
+        """
+        text = self.thing.claimed
+        try:
+            return None if text is None else built_in(text)
+        except CodecError as error:
+            raise CodecError(f"{self.name}: {error}") from None
+
+    @property
+    def block(self) -> Block:
+        """Elements that share a scale, or ``shard``."""
+        if (claimed := self.claimed) is None:
+            return self.thing.block  # type: ignore[no-any-return]  # looked at where it was read
+        return 1 if isinstance(claimed, Raw) else claimed.block
+
+    @property
+    def grain(self) -> int:
+        """Elements that a shard must be a multiple of."""
+        if (claimed := self.claimed) is not None:
+            return claimed.grain
+        return 1 if self.block == "shard" else self.block
+
+    @property
+    def laws(self) -> frozenset[Law]:
+        """What it promises."""
+        claimed = self.claimed
+        return frozenset(Law[law.upper()] for law in self.thing.laws) if claimed is None else claimed.laws
+
+    @property
+    def stochastic(self) -> bool:  # type: ignore[override]  # nobody writes to frozen ones
+        """Whether it takes random bits."""
+        return self.thing.stochastic if (claimed := self.claimed) is None else claimed.stochastic
+
+    def own_bytes(self, numel: int) -> int:
+        """Bytes of its object's frame, before padding.
+
+        Raises:
+            CodecError: for a number that is no size.
+        """
+        if (claimed := self.claimed) is not None:
+            return claimed.frame_bytes(numel)
+        count = self.thing.frame_bytes
+        size = -1 if count is None else count(numel)
+        if not 0 <= size < 2**63:
+            raise CodecError(f"{self.name}: frame_bytes({numel}) returned {size}")
+        return size
+
+    def frame_bytes(self, numel: int) -> int:
+        """Bytes of the frame of ``numel`` elements, with padding."""
+        return padded_bytes(self.own_bytes(numel))
+
+    def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
+        """What it promises; infinite where it promises none."""
+        if (claimed := self.claimed) is not None:
+            return claimed.error_bound(low, high, out)
+        bound = self.thing.error_bound
+        promised = bound is not None and self.laws & {Law.BOUND, Law.UNBIASED}
+        return float(bound(low, high, out)) if bound is not None and promised else math.inf
+
+
+def own(thing: Any, name: str | None = None) -> OwnCodec:
+    """The codec of a user's object or class (:mod:`impl.codecs.own_object` lists what it has).
+
+    ``name``, by default the class's, stands in messages; it must be the same on all ranks.
+
+    Raises:
+        CodecError: naming what it lacks.
+    """
+    kind = thing if isinstance(thing, type) else type(thing)
+    name = name or f"{kind.__module__}:{kind.__qualname__}"
+    try:
+        codec = OwnCodec(name, own_object.declared(name, thing))
+    except OwnObjectError as error:
+        raise CodecError(str(error)) from error
+    _ = codec.claimed  # a text that means none raises here, not later
+    return codec
+
+
 Blocked = IntCodec | FloatCodec  # codecs with scales
-Codec = Raw | Blocked
+BuiltIn = Raw | Blocked
+Codec = BuiltIn | OwnCodec  # what a wire can carry
 
 FP32: Final = Raw("fp32")
 BF16: Final = Raw("bf16")
@@ -395,14 +508,18 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
     return max(abs(low), abs(high)) * relative + absolute
 
 
+_OURS: Final = re.compile(r"fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*")  # heads of texts that are not a module's
 _ALLOWED: Final = (
     "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
-    "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048"
+    "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; a codec "
+    "of your own is named as module:object, such as mykernels:Int4"
 )
 
 
 def parse(text: str) -> Codec:
     """Read a codec's text form; ``str(parse(text)) == text`` for canonical text.
+
+    ``module:object`` is a user's own, which is imported when something of it is first asked.
 
     Raises:
         CodecError: naming the text and what is allowed.
@@ -415,8 +532,22 @@ def parse(text: str) -> Codec:
         raise CodecError(f"codec {text!r}: {error}") from None
 
 
+def built_in(text: str) -> BuiltIn:
+    """Read the text form of a codec that is no user's own.
+
+    Raises:
+        CodecError: as :func:`parse`, and for a user's own.
+    """
+    codec = parse(text)
+    if isinstance(codec, OwnCodec):
+        raise CodecError(f"codec {text!r} is a user's own: expected one that is built in")
+    return codec
+
+
 def _parsed(text: str) -> Codec:
     head, *rest = text.strip().split(":")
+    if not _OURS.fullmatch(head) and own_object.is_name(text.strip()):
+        return OwnCodec(text.strip())
     if head in ITEM_BYTES:
         if rest:
             raise CodecError(f"{head} takes no options; {_ALLOWED}")

@@ -17,14 +17,18 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from impl.codecs import own_rows
 from impl.codecs.codec import (
     ITEM_BYTES,
     LARGEST,
     SCALE_BYTES,
     SMALLEST_NORMAL,
     Blocked,
+    BuiltIn,
     Codec,
     FloatCodec,
+    IntCodec,
+    OwnCodec,
     Raw,
 )
 from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, Noise
@@ -98,7 +102,11 @@ class Operations:
         _check_state(codec, x.shape, noise, carried)
         _check_devices(codec, x, frames, carried)
         if x.numel() > 0:
-            self._encode(codec, x, frames, Beside(noise if codec.stochastic else None, carried))
+            beside = Beside(noise if codec.stochastic else None, carried)
+            if isinstance(codec, OwnCodec):
+                _encode_own(codec, x, frames, beside)
+            else:
+                self._encode(codec, x, frames, beside)
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16.
@@ -111,7 +119,10 @@ class Operations:
         _check(codec, out.shape, out.dtype, frames)
         _check_devices(codec, out, frames)
         if out.numel() > 0:
-            self._decode(codec, frames, out)
+            if isinstance(codec, OwnCodec):
+                own_rows.decode(codec, frames, out)
+            else:
+                self._decode(codec, frames, out)
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the sum of ``frames`` (sources, ..., F) uint8, in ascending order, to ``out`` (..., S) fp32.
@@ -126,7 +137,10 @@ class Operations:
         _check(codec, out.shape, out.dtype, _first(codec, frames))
         _check_devices(codec, out, frames)
         if out.numel() > 0:
-            self._decode_sum(codec, frames, out)
+            if isinstance(codec, OwnCodec):
+                own_rows.decode_sum(codec, frames, out)
+            else:
+                self._decode_sum(codec, frames, out)
 
     def decode_sum_encode(
         self,
@@ -156,11 +170,9 @@ class Operations:
         if noise is None and carried is None and self._repeats(numel, (first, second), frames, out):
             return
         shape = torch.Size((*out.shape[:-1], numel))
-        if (
-            isinstance(first, Raw)
-            or isinstance(second, Raw)
-            or not self._fuses(first, second, numel, carried)
-        ):
+        hops = (first, second)
+        ours = isinstance(first, IntCodec | FloatCodec) and isinstance(second, IntCodec | FloatCodec)
+        if not (ours and self._fuses(first, second, numel, carried)):  # type: ignore[arg-type]  # looked at
             held = torch.empty(shape, dtype=torch.float32, device=out.device)
             self.decode_sum(first, frames, held)
             self.encode(second, held, out, noise=noise, carried=carried)
@@ -171,7 +183,7 @@ class Operations:
         _check_devices(second, out, frames, carried)
         if out.numel() > 0:
             beside = Beside(noise if second.stochastic else None, carried)
-            self._decode_sum_encode((first, second), frames, out, numel, beside)
+            self._decode_sum_encode(hops, frames, out, numel, beside)  # type: ignore[arg-type]
 
     def _repeats(self, what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> bool:
         """Do again, unchecked, what was done to tensors like these; False if nothing was."""
@@ -181,27 +193,24 @@ class Operations:
         """Whether ``_decode_sum_encode`` can, instead of its two steps."""
         return False
 
-    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+    def _encode(self, codec: BuiltIn, x: Tensor, frames: Tensor, beside: Beside) -> None:
         noise, carried = beside
         if carried is not None:
             with_error = x.float() + carried.error.float()
             self._encode(codec, with_error, frames, Beside(noise))
             decoded = torch.empty_like(with_error)
             self._decode(codec, frames, decoded)
-            left = with_error.sub_(decoded).mul_(1.0 - carried.decay)
-            error = carried.error.float().mul_(carried.decay).add_(left)
-            largest = LARGEST[NAMES[carried.error.dtype]]
-            carried.error.copy_(torch.where(error.isfinite(), error, 0.0).clamp_(-largest, largest))
+            _carry_on(carried, with_error, decoded)
         elif isinstance(codec, Raw):
             _write_raw(codec, x, frames)
             _zero_padding(frames, codec.code_bytes(x.shape[-1]), frames.shape[-1])
         else:
             _encode_blocks(codec, x, frames, noise)
 
-    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def _decode(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
         out.copy_(_decoded(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
 
-    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def _decode_sum(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
         self._decode(codec, frames[0], out)
         for source in frames[1:]:
             out.add_(_decoded(codec, source, out.shape[-1], LARGEST["fp32"]))
@@ -210,6 +219,26 @@ class Operations:
         self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
     ) -> None:
         raise NotImplementedError
+
+
+def _encode_own(codec: OwnCodec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+    """A user's own codec, which runs alike on every backend."""
+    if beside.carried is None:
+        own_rows.encode(codec, x, frames, beside.noise)
+        return
+    with_error = x.float() + beside.carried.error.float()
+    own_rows.encode(codec, with_error, frames, beside.noise)
+    decoded = torch.empty_like(with_error)
+    own_rows.decode(codec, frames, decoded)
+    _carry_on(beside.carried, with_error, decoded)
+
+
+def _carry_on(carried: Carried, with_error: Tensor, decoded: Tensor) -> None:
+    """Keep what an encoding left over, by the formula of :class:`Carried`; ``with_error`` is used up."""
+    left = with_error.sub_(decoded).mul_(1.0 - carried.decay)
+    error = carried.error.float().mul_(carried.decay).add_(left)
+    largest = LARGEST[NAMES[carried.error.dtype]]
+    carried.error.copy_(torch.where(error.isfinite(), error, 0.0).clamp_(-largest, largest))
 
 
 REFERENCE: Final = Operations()
@@ -343,7 +372,7 @@ def _write_raw(codec: Raw, x: Tensor, frames: Tensor) -> None:
         codes.copy_(x.to(DTYPES[codec.dtype]).contiguous().view(torch.uint8))
 
 
-def _decoded(codec: Codec, frames: Tensor, numel: int, largest: float) -> Tensor:
+def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tensor:
     """(..., S) elements of frames: fp32, saturated at +-``largest``, but raw ones as they are."""
     if not isinstance(codec, Raw):
         return _decode_blocks(codec, frames, numel, largest)

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import Blocked, Codec, FloatCodec, Raw
+from impl.codecs.codec import Blocked, BuiltIn, Codec, FloatCodec, Raw
 from impl.codecs.reference import DTYPES, Beside, Carried, Operations, merged_rows
 
 MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of job.hpp
@@ -122,7 +122,7 @@ class Kernels(Operations):
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         return True
 
-    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+    def _encode(self, codec: BuiltIn, x: Tensor, frames: Tensor, beside: Beside) -> None:
         call, numel = ("encode", (codec,), x, frames), x.shape[-1]
         if not isinstance(codec, Raw):
             values = x if _has_whole_rows(x) else x.contiguous()
@@ -138,7 +138,7 @@ class Kernels(Operations):
         else:
             super()._encode(codec, x, frames, beside)
 
-    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def _decode(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
         call = ("decode", (codec,), frames, out)
         if not isinstance(codec, Raw):
             coding = _coding(codec, out.shape[-1])
@@ -150,7 +150,7 @@ class Kernels(Operations):
         else:
             super()._decode(codec, frames, out)
 
-    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def _decode_sum(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
         call, sources = ("decode_sum", (codec,), frames, out), _sources(frames)
         if isinstance(codec, Raw):
             self._run_into(out, "sum_raw", frames[0], call, kind=KINDS[DTYPES[codec.dtype]], **sources)

@@ -23,6 +23,7 @@ from impl.codecs.codec import BF16, FP16, FP32, Codec, Dtype, IntCodec
 from impl.deepspeed.config_file import AUTO, DeepSpeedError, as_json, leaves, load, shown
 from impl.deepspeed.keys import KEYS, LOCO, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SWITCHED, ZERO, Key
 from impl.plan.geometry import UnitGeometry
+from impl.plan.learning_rate import Decay, Schedule
 from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError, Stage
 from impl.plan.topology import Topology
 
@@ -34,6 +35,8 @@ MOST_SCALE_POWER: Final = 126
 LARGEST: Final = 1e30  # of any number; what is beyond is a slip of the pen, infinity and NaN included
 _WIRE_TYPES: Final[dict[str, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "bfp16": BF16}
 _ADAM: Final = ("Adam", "AdamW")
+_DECAYS: Final[dict[str, Decay]] = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_DECAY_LR: Final = 0.001  # WarmupDecayLR's default of warmup_max_lr
 _OF_SHARDS: Final = tuple(  # keys, or tables of them, that change nothing for parameters that persist
     f"{ZERO}.{name}."
     for name in (
@@ -88,6 +91,9 @@ class Recipe:
         accumulation: micro-batches in a step.
         micro_batch: sequences of one rank in a micro-batch; None where the configuration leaves it open.
         optimizer: None where the configuration leaves it to the caller.
+        schedule: of its learning rate; None without one.
+        peak: learning rate at the end of the schedule's warm-up, which replaces the optimizer's; None where
+            that counts.
         findings: one of every key that it names, in its order.
     """
 
@@ -96,20 +102,23 @@ class Recipe:
     accumulation: int
     micro_batch: int | None
     optimizer: AdamOptions | None
+    schedule: Schedule | None
+    peak: float | None
     findings: tuple[Finding, ...]
 
 
-def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology) -> Recipe:
+def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps: int | None = None) -> Recipe:
     """Read a configuration for ranks that stand as ``topology`` says.
 
     Args:
         config: a table, JSON text (it begins with ``{``), or the path of a file in JSON.
         topology: the sizes of hpZ's groups and batches depend on it.
+        steps: of the run, in which a schedule decays that does not say ``total_num_steps``.
 
     Raises:
         DeepSpeedError: for what is not JSON, is unknown, contradictory or not possible here; one line.
     """
-    return _Reading(load(config), topology).recipe()
+    return _Reading(load(config), topology, steps).recipe()
 
 
 def laid_out(found: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
@@ -132,8 +141,8 @@ def laid_out(found: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
 class _Reading:
     """One configuration while it is read: values by the path that means them, and what to say of each key."""
 
-    def __init__(self, table: Mapping[str, Any], topology: Topology) -> None:
-        self.topology = topology
+    def __init__(self, table: Mapping[str, Any], topology: Topology, steps: int | None) -> None:
+        self.topology, self.steps = topology, steps
         self.given: dict[str, Any] = dict(leaves(table))
         self.values: dict[str, Any] = {}  # typed, under the current spelling
         self.spelt: dict[str, str] = {}  # path -> as the configuration spells it
@@ -152,12 +161,15 @@ class _Reading:
             raise DeepSpeedError(str(error)) from None
         micro_batch, accumulation = self._batches()
         clip = float(self.get("gradient_clipping"))
+        schedule, peak = self._schedule()
         return Recipe(
             policy=policy,
             clip=clip or None,
             accumulation=accumulation,
             micro_batch=micro_batch,
-            optimizer=self._optimizer(),
+            optimizer=self._optimizer(peak),
+            schedule=schedule,
+            peak=peak,
             findings=tuple(self._findings()),
         )
 
@@ -393,7 +405,56 @@ class _Reading:
             self.refuse(names[0], f"expected a multiple of {world} ranks{others}")
         return micro or whole // known, steps or (whole // known if micro else 1)
 
-    def _optimizer(self) -> AdamOptions | None:
+    def _schedule(self) -> tuple[Schedule | None, float | None]:
+        """The schedule of the learning rate, and the rate at the end of its warm-up where it says that."""
+        say = "scheduler.params.{}".format
+        if not any(path.startswith("scheduler.") for path in self.values):
+            return None, None
+        kind, known = self.get("scheduler.type"), ", ".join(_DECAYS)
+        if kind is None:
+            raise DeepSpeedError(f"scheduler without scheduler.type: expected one of {known}")
+        if kind not in _DECAYS:
+            self.refuse("scheduler.type", f"expected one of {known}; make any other in code")
+        cosine, warmup, shape = (
+            kind == "WarmupCosineLR",
+            self.get(say("warmup_num_steps")),
+            self.get(say("warmup_type")),
+        )
+        if warmup < 1:
+            self.refuse(say("warmup_num_steps"), "expected at least 1")
+        if shape not in ("log", "linear"):
+            self.refuse(say("warmup_type"), "expected log or linear")
+        total = self.get(say("total_num_steps")) or self.steps
+        if total is None and kind != "WarmupLR":
+            raise DeepSpeedError(f"scheduler.type = {kind}: expected {say('total_num_steps')} with it")
+        others = ("warmup_min_lr", "warmup_max_lr") if cosine else ("warmup_min_ratio", "cos_min_ratio")
+        for name in others:
+            self.note(say(name), "without effect", f"{kind} has no such parameter")
+        peak = self.get(say("warmup_max_lr"))
+        if peak is None and kind == "WarmupDecayLR":
+            peak = _DECAY_LR
+        ends = self.get("optimizer.params.lr") if peak is None else peak
+        least = self.get(say("warmup_min_lr"))
+        if not cosine and not 0 <= least <= ends:
+            self.refuse(
+                say("warmup_min_lr"), f"expected 0 to the learning rate that the warm-up ends at, {ends:g}"
+            )
+        begins = self.get(say("warmup_min_ratio")) if cosine else least / ends if ends else 0.0
+        try:
+            schedule = Schedule(
+                steps=max(total or 0, warmup),
+                warmup=max(2, warmup),
+                start=begins,
+                shape=shape,
+                decay=_DECAYS[kind],
+                floor=self.get(say("cos_min_ratio")) if cosine else begins,
+                as_deepspeed=True,
+            )
+        except ValueError as error:
+            raise DeepSpeedError(f"scheduler.params: {error}") from None
+        return schedule, None if cosine else peak
+
+    def _optimizer(self, peak: float | None) -> AdamOptions | None:
         if not any(path.startswith("optimizer.") for path in self.values):
             return None
         kind = self.get("optimizer.type")
@@ -417,9 +478,15 @@ class _Reading:
         betas = self.get("optimizer.params.betas")
         if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
             self.refuse("optimizer.params.betas", "expected two numbers in [0, 1)")
+        rate = self.get("optimizer.params.lr")
+        if peak is not None and peak != rate:
+            rate = peak
+            self.note(
+                "optimizer.params.lr", "changed", f"the schedule's scheduler.params.warmup_max_lr: {peak:g}"
+            )
         return AdamOptions(
             type=cast("Literal['Adam', 'AdamW']", name),
-            lr=float(self.get("optimizer.params.lr")),
+            lr=float(rate),
             betas=(float(betas[0]), float(betas[1])),
             eps=float(self.get("optimizer.params.eps")),
             weight_decay=float(decay),

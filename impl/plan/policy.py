@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Final, Literal, get_args
 
-from impl.codecs.codec import BF16, FP32, ITEM_BYTES, Codec, Dtype, IntCodec, Raw, common_grain
+from impl.codecs.codec import BF16, FP32, ITEM_BYTES, Codec, Dtype, IntCodec, Law, OwnCodec, Raw, common_grain
 from impl.plan.topology import Axis, Topology
 
 Stage = Literal[0, 1, 2, 3]
@@ -283,8 +283,8 @@ class Policy:
     align: int = 1
 
     def __post_init__(self) -> None:
-        for codec in self._codecs:
-            if not isinstance(codec, get_args(Codec)):
+        for codec in self.codecs:
+            if not isinstance(codec, Codec):
                 raise PolicyError(
                     f"codec {codec!r} is a {type(codec).__name__}: expected what codec.parse() gives"
                 )
@@ -333,13 +333,8 @@ class Policy:
             raise PolicyError(
                 f"chunks = {self.chunks} overlap two hops, and reduce={self.reduce!r} has one; use two_hop"
             )
-        if self.chunks > 1 and any(
-            not isinstance(codec, Raw) and codec.block == "shard" for codec in self.gradients
-        ):
-            raise PolicyError(
-                f"chunks = {self.chunks} cut a shard that {' and '.join(map(str, self.gradients))} give "
-                "one scale as a whole; use a block of elements"
-            )
+        if not any(isinstance(codec, OwnCodec) for codec in self.gradients):
+            self._check_chunks()
         if self.feedback is not None and self.reduce == "ring":
             raise PolicyError(
                 "feedback needs the error of the same values at every step; the partial sums of a ring are "
@@ -356,11 +351,17 @@ class Policy:
     @property
     def grain(self) -> int:
         """Elements on which parameters and shards start."""
-        return math.lcm(self.align, common_grain(*self._codecs))
+        return math.lcm(self.align, common_grain(*self.codecs))
 
     @property
-    def _codecs(self) -> tuple[Codec, ...]:
+    def codecs(self) -> tuple[Codec, ...]:
+        """Of weights, of gradients in both hops, and of frozen weights."""
         return (self.weights, *self.gradients, *(() if self.frozen is None else (self.frozen,)))
+
+    @property
+    def own_codecs(self) -> tuple[OwnCodec, ...]:
+        """Those that are users' own."""
+        return tuple(codec for codec in self.codecs if isinstance(codec, OwnCodec))
 
     @property
     def kept(self) -> Codec:
@@ -412,8 +413,29 @@ class Policy:
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
+            self._check_own()
         except ValueError as error:
             raise PolicyError(str(error)) from None
+
+    def _check_chunks(self) -> None:
+        if self.chunks > 1 and any(
+            not isinstance(codec, Raw) and codec.block == "shard" for codec in self.gradients
+        ):
+            raise PolicyError(
+                f"chunks = {self.chunks} cut a shard that {' and '.join(map(str, self.gradients))} give "
+                "one scale as a whole; use a block of elements"
+            )
+
+    def _check_own(self) -> None:
+        """What only users' own objects say, which a policy that is merely read does not import."""
+        if any(codec in self.gradients for codec in self.own_codecs):
+            self._check_chunks()
+        for codec in self.own_codecs:
+            if self.loss_scale is not None and Law.NONFINITE not in codec.laws:
+                raise PolicyError(
+                    f"loss_scale = {self.loss_scale} finds overflows in what was sent, and {codec} does not "
+                    "promise 'nonfinite'"
+                )
 
     def group_ranks(self, topology: Topology) -> int:
         """Ranks that share one copy of all that is sharded on ``topology``."""

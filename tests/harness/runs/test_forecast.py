@@ -269,6 +269,16 @@ def test_no_namespaces() -> None:
     assert one(host, strategy="ddp").problems == ()
 
 
+def test_ranks_may_share_a_gpu() -> None:
+    """Staged ranks need one GPU, whose memory they share; without one they cannot run."""
+    cluster = {"device": "cuda", "transport": "staged"}
+    for gpus, words in (((), "no GPU"), ((16 * GIB,), ""), ((2**20,), "4 ranks that share a GPU need")):
+        host = Host(memory=24 * GIB, gpus=gpus, namespaces=lambda: None)
+        (found,) = forecast([Trial(strategy="zeropp", cluster=cluster)], host)  # type: ignore[arg-type]
+        assert words in "; ".join(found.problems)
+        assert bool(found.problems) == bool(words)
+
+
 def test_gpus() -> None:
     """On GPUs a rank must fit its device, and every rank needs one."""
     host = Host(memory=24 * GIB, gpus=(16 * GIB,) * 4, namespaces=lambda: None)
@@ -388,7 +398,7 @@ def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
 
 @pytest.mark.parametrize(
     "suite",
-    [path for path in SUITES if path.stem not in ("paper_scale", "peers")],
+    [path for path in SUITES if path.stem not in ("paper_scale", "peers", "tutorial_zeropp")],
     ids=lambda path: path.stem,
 )
 def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: Path) -> None:
@@ -401,6 +411,16 @@ def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: 
         for found in forecast(trials, host):
             needs = 1 if found.trial.strategy == "single" else found.trial.topology().world
             assert bool(found.problems) == (needs > has), found.problems
+
+
+@pytest.mark.parametrize(("suite", "gpus", "gib"), [("gpu_node", 8, 80), ("tutorial_zeropp", 16, 32)])
+def test_suites_for_clusters_run_on_nodes_as_their_headers_say(suite: str, gpus: int, gib: int) -> None:
+    """All of them on nodes with so many GPUs of that size, none on nodes with one less."""
+    (path,) = (path for path in SUITES if path.stem == suite)
+    for has in (gpus, gpus - 1):
+        host = Host(2**40, (gib * 2**30,) * has, lambda: "no namespaces")
+        for found in forecast(load(path).trials, host):
+            assert bool(found.problems) == (gpus > has), found.problems
 
 
 @pytest.mark.parametrize("suite", ["quickstart", "nodes", "models"])

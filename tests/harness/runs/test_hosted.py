@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from harness.runs.forecast import Host, forecast
+from harness.suites.contradictions import check
 from harness.suites.expansion import SuiteError, load
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
@@ -113,7 +114,7 @@ def test_every_host_is_planned(name: str) -> None:
     one = Trial.model_validate(
         {"strategy": name, "policy": {"max_padding": 1.0}, "cluster": {"rate": "50 Mbit/s"}}
     )
-    one.check()
+    check(one)
     (found,) = forecast([one], HERE)
     assert found.problems == ()
     assert found.inter is not None

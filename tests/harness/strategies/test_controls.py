@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness.strategies.controls import never_renew_secondary
+from harness.suites.contradictions import check
 from harness.suites.trial import Trial
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
@@ -65,4 +66,4 @@ def test_a_control_is_part_of_a_trial_and_of_its_name() -> None:
 def test_without_a_secondary_there_is_no_such_control(strategy: str) -> None:
     """It is refused by name: nothing would be spoilt."""
     with pytest.raises(ValueError, match=f"stale_secondary.*{re.escape(repr(strategy))} keeps no"):
-        Trial.model_validate({"strategy": strategy, "control": "stale_secondary"}).check()
+        check(Trial.model_validate({"strategy": strategy, "control": "stale_secondary"}))

@@ -10,9 +10,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from harness.suites.contradictions import check
 from harness.suites.peers import PEERS
 from harness.suites.quantities import parse_rate
-from harness.suites.trial import Cluster, Generate, Model, PeerSettings, PolicyChanges, Trial
+from harness.suites.trial import (
+    Cluster,
+    Generate,
+    LearningRates,
+    Model,
+    Optimizer,
+    PeerSettings,
+    PolicyChanges,
+    Trial,
+)
 from impl.codecs.codec import IntCodec, Raw
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 
@@ -176,6 +186,9 @@ def test_what_came_later_changes_no_id() -> None:
     """A trial that trains without a limit has the id that it had before there were others."""
     assert Trial().id == "0dc9ea488555"
     assert not {"workload", "generate", "memory_limit"} & set(Trial().canonical())
+    assert Trial(activation_checkpointing=True).id != Trial().id
+    assert Trial(optimizer=Optimizer(schedule=LearningRates(decay="cosine"))).id != Trial().id
+    assert Trial(tokenizer="mine:words").id != Trial().id
     assert {"workload", "generate"} <= set(Trial(workload="generate").canonical())
     assert Trial(policy=PolicyChanges(stage=2)).canonical()["policy"]["stage"] == 2
 
@@ -201,6 +214,8 @@ def test_topology() -> None:
 
 
 GENERATES: dict[str, Any] = {"workload": "generate"}
+STAGED: dict[str, Any] = {"cluster": Cluster(device="cuda", transport="staged")}
+WARMING = Optimizer(schedule=LearningRates(warmup=99))
 
 
 @pytest.mark.parametrize(
@@ -212,6 +227,11 @@ GENERATES: dict[str, Any] = {"workload": "generate"}
         ),
         ({"cluster": Cluster(link="none", rate="50 Mbit/s")}, "cluster.rate = 50 Mbit/s"),  # type: ignore[arg-type]
         ({"cluster": Cluster(transport="nccl")}, "cluster.device = 'cuda'"),
+        ({"cluster": Cluster(transport="staged")}, "'staged': expected cluster.device = 'cuda'"),
+        ({"cluster": Cluster(device="cuda")}, "expected cluster.transport = 'nccl' or 'staged', not 'shm'"),
+        (STAGED | {"strategy": "fsdp2"}, "strategy 'fsdp2' sends past our wire; expected 'nccl'"),
+        (STAGED | {"measure_quantisation": True}, "errors of what is sent are not measured there"),
+        ({"optimizer": WARMING}, "optimizer.schedule.warmup = 99: the trial has 10 steps in all"),
         ({"generate": Generate(tokens=5)}, "expected workload = 'generate'"),
         (
             GENERATES | {"model": Model(name="bert-small")},
@@ -227,7 +247,7 @@ GENERATES: dict[str, Any] = {"workload": "generate"}
 def test_impossible_together(fields: dict[str, Any], words: str) -> None:
     """Fields that are fine alone and impossible together are refused, naming both."""
     with pytest.raises(ValueError, match=words):
-        Trial(**fields).check()
+        check(Trial(**fields))
 
 
 @pytest.mark.parametrize("text", ["int9:256", "int1:256", "int8:0", "int8", "bf17", "int8:2048:sym"])

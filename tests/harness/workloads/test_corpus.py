@@ -110,12 +110,14 @@ def test_check_agrees(tmp_path_factory: pytest.TempPathFactory, size: int, lengt
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing, empty or huge corpus is refused in one line that names it."""
-    with pytest.raises(CorpusError, match=r"'/nowhere/at/all': no such file or folder"):
+    with pytest.raises(CorpusError, match=r"'/nowhere/at/all': no such file or folder in /"):
         load("/nowhere/at/all")
     with pytest.raises(CorpusError, match="no files"):
         load(str(tmp_path))
     (tmp_path / "text").write_bytes(b"x" * 100)
-    with pytest.raises(CorpusError, match="5 validation bytes do not hold one sequence of 8 tokens"):
+    with pytest.raises(
+        CorpusError, match="5 tokens for validation or training do not hold one sequence of 8 "
+    ):
         check(str(tmp_path), 8)
     monkeypatch.setattr(corpus, "LARGEST_BYTES", 99)
     with pytest.raises(CorpusError, match="100 bytes, at most 99"):

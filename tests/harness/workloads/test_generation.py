@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from harness.runs.assemble import TrialError
+from harness.suites.contradictions import check
 from harness.suites.trial import Trial
 from tests.harness.runs.test_trial import assembled, outcomes, result
 
@@ -30,7 +31,7 @@ def trial(strategy: str, **changes: Any) -> Trial:
             **changes,
         }
     )
-    one.check()
+    check(one)
     return one
 
 

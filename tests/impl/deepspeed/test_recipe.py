@@ -258,7 +258,11 @@ def test_known_keys_make_a_recipe_or_one_line(flat: dict[str, Any], topology: To
         assert sorted(finding.key for finding in found.findings) == sorted(flat)
 
 
-ASKING: Final = (f"{ZERO}.zeropp_loco_param", "optimizer")  # tables that ask for something by being there
+ASKING: Final = (
+    f"{ZERO}.zeropp_loco_param",
+    "optimizer",
+    "scheduler",
+)  # tables that ask for something by being there
 
 
 @pytest.mark.parametrize(
@@ -547,9 +551,19 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
         ),
         ({"train_batch_size": 6}, "train_batch_size = 6: expected a multiple of 4 ranks"),
         ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb": expected one of Adam, AdamW'),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.*not possible"),
+        ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler.*expected one of WarmupLR, "),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "WarmupDecayLR: expected scheduler.params.total"),
+        ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "scheduler without scheduler.type"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.5, "warmup_max_lr": 0.1}}},
+            "warmup_min_lr = 0.5: expected 0 to the learning rate that the warm-up ends at, 0.1",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}},
+            'warmup_type = "cubic": expected log or linear',
+        ),
         ({"zero_optimization": True}, "zero_optimization = true: expected a table"),
-        ({"scheduler": {"type": "WarmupLR", "enabled": False}}, "scheduler.*not possible"),
+        ({"scheduler": {"type": "WarmupLR", "enabled": False}}, "unknown key 'scheduler.enabled'"),
         ({"elasticity": {"enabled": True}}, "elasticity.*not possible"),
         (zero(stage3_max_live_parameters=0), "stage3_max_live_parameters = 0: expected 1 or more"),
         (zero(zeropp_loco_param={}), "zeropp_loco_param.*zero_quantized_gradients"),

@@ -1,0 +1,44 @@
+"""Tries the laws of a suite's own codecs before its first trial runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from harness.errors import Refusal
+from harness.suites.trial import Trial
+
+EXAMPLES: Final = 50  # of each claim; `zeropp check codecs` tries more
+
+
+def check_laws(trials: Sequence[Trial]) -> list[str]:
+    """The names of the own codecs that trials send, each of which keeps its declared laws.
+
+    Raises:
+        Refusal: for the first claim that one breaks, with the row; or if one cannot be had.
+    """
+    codecs = {
+        codec
+        for trial in trials
+        if (policy := trial.resolved_policy()) is not None
+        for codec in policy.own_codecs
+    }
+    if not codecs:
+        return []
+    from harness.laws.adversarial_rows import outcome
+    from harness.laws.command import told
+    from harness.laws.subject import SubjectError, of_own
+
+    for codec in sorted(codecs, key=str):
+        try:
+            subject = of_own(codec)
+        except SubjectError as error:
+            raise Refusal(str(error)) from None
+        for claim in subject.claims:
+            found = outcome(subject, claim, examples=EXAMPLES, seed=0, elements=5000)
+            if found.violation is not None:
+                lines = told(subject, claim, found.violation)
+                raise Refusal(
+                    f"{lines[0]}; `zeropp check codecs --codec {codec}` shows the row: {lines[1].strip()}"
+                )
+    return sorted(map(str, codecs))

@@ -1,0 +1,201 @@
+"""What fields of a trial may not say together, each fine alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from harness.suites.model_sizes import PRESETS as MODELS
+from harness.suites.model_sizes import GPTShape
+from harness.suites.peers import DEEPSPEED, PEERS, family_of
+from harness.suites.trial import RECIPE, Generate, LearningRates, Trial
+from impl.adapters.traffic import check_host
+
+
+def check_recipe(trial: Trial) -> None:
+    """Refuse a DeepSpeed configuration that says other than the trial what is trained, or is not used.
+
+    Raises:
+        ValueError: naming the fields and their values.
+    """
+    if words := next(_beside_recipe(trial), None):
+        raise ValueError(words)
+
+
+def check(trial: Trial) -> None:
+    """Refuse fields that are fine alone and impossible together.
+
+    Raises:
+        ValueError: naming the fields and their values.
+    """
+    if words := next(_contradictions(trial), None):
+        raise ValueError(words)
+
+
+def _contradictions(trial: Trial) -> Iterator[str]:
+    cluster, tokens = trial.cluster, trial.tokens_per_rank
+    try:
+        trial.schedule()
+    except ValueError as error:
+        yield str(error)
+    if tokens % trial.sequence:
+        yield f"tokens_per_rank = {tokens}: expected a multiple of sequence = {trial.sequence}"
+    yield from _beside_recipe(trial)
+    if cluster.link == "none" and cluster.rate is not None:
+        yield (
+            f"cluster.rate = {cluster.rate:g} Mbit/s: with cluster.link = 'none' nothing shapes the "
+            "link; expected 'unshaped', or another link"
+        )
+    if cluster.link in ("none", "real") and cluster.latency is not None:
+        yield (
+            f"cluster.latency = {cluster.latency:g} ms: nothing adds it to cluster.link = "
+            f"{cluster.link!r}; expected another link, or no latency"
+        )
+    yield from _beyond_workload(trial)
+    yield from _beside_control(trial)
+    on_gpus = ("nccl", "staged")
+    if cluster.transport in on_gpus and cluster.device != "cuda":
+        yield f"cluster.transport = {cluster.transport!r}: expected cluster.device = 'cuda' with it"
+    if cluster.device == "cuda" and cluster.transport not in on_gpus and trial.host is None:
+        yield (
+            "cluster.device = 'cuda': expected cluster.transport = 'nccl' or 'staged', not "
+            f"{cluster.transport!r}"
+        )
+    if cluster.transport == "staged":
+        yield from _beside_staged(trial)
+    counted = cluster.link not in ("none", "paced")  # ranks check each other's calls over the link itself
+    if cluster.transport == "nccl-rules" and (counted or cluster.device != "cpu"):
+        yield (
+            f"cluster.transport = 'nccl-rules': expected cluster.device = 'cpu', not {cluster.device!r}, "
+            f"and cluster.link = 'none' or 'paced', not {cluster.link!r}"
+        )
+    policy = trial.resolved_policy()
+    if policy is not None:
+        policy.check(trial.topology())
+        if trial.host is not None:
+            check_host(trial.host, policy)
+    if trial.host is not None and cluster.device != "cpu":
+        yield (
+            f"cluster.device = {cluster.device!r}: strategy {trial.strategy!r} carries messages inside "
+            f"{trial.host} on the CPU; expected 'cpu'"
+        )
+
+
+def _beside_staged(trial: Trial) -> Iterator[str]:
+    """Only our wire stages what it sends."""
+    if trial.strategy in PEERS and trial.strategy != "single":
+        yield (
+            f"cluster.transport = 'staged': strategy {trial.strategy!r} sends past our wire; expected 'nccl'"
+        )
+    if trial.measure_quantisation:
+        yield "cluster.transport = 'staged': errors of what is sent are not measured there"
+
+
+def _beside_control(trial: Trial) -> Iterator[str]:
+    """A control spoils the copy of hpZ, in our own engine."""
+    policy = trial.resolved_policy()
+    if trial.control is None:
+        return
+    if policy is None or trial.host is not None or not policy.secondary_ranks(trial.topology()):
+        yield (
+            f"control = {trial.control!r}: strategy {trial.strategy!r} keeps no secondary shard; expected "
+            "one with hpZ"
+        )
+    if trial.workload != "train":
+        yield f"control = {trial.control!r}: expected workload = 'train'"
+
+
+def _beyond_workload(trial: Trial) -> Iterator[str]:
+    """What only the other workload can do."""
+    generate = trial.generate
+    if trial.workload == "train":
+        if generate != Generate():
+            yield "generate.prompt, generate.tokens: expected workload = 'generate' with them"
+        return
+    if not isinstance(MODELS.get(trial.model.name), GPTShape):
+        able = ", ".join(name for name, shape in MODELS.items() if isinstance(shape, GPTShape))
+        yield f"workload = 'generate': model {trial.model.name!r} cannot; expected one of {able}"
+    if generate.prompt + generate.tokens > trial.sequence:
+        yield (
+            f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}: together at "
+            f"most sequence = {trial.sequence}"
+        )
+    if trial.validate_every is not None or trial.measure_quantisation or trial.clip is not None:
+        yield (
+            "workload = 'generate' trains nothing: expected no validate_every, no clip and no "
+            "measure_quantisation"
+        )
+    if trial.accumulation > 1:
+        yield f"accumulation = {trial.accumulation}: expected 1 with workload = 'generate'"
+
+
+def _beside_recipe(trial: Trial) -> Iterator[str]:
+    if family_of(trial.strategy) == DEEPSPEED:
+        yield from _beside_deepspeed(trial)
+        return
+    if trial.strategy != RECIPE:
+        if trial.deepspeed_config is not None:
+            yield (
+                f"deepspeed_config with strategy = {trial.strategy!r}: expected strategy = {RECIPE!r} or "
+                f"{DEEPSPEED!r}"
+            )
+        return
+    found = trial.recipe()
+    sequences = trial.tokens_per_rank // trial.sequence
+    for name, says, theirs in (
+        ("clip", "gradient_clipping of deepspeed_config says", found.clip),
+        ("accumulation", "the batches of deepspeed_config make", found.accumulation),
+    ):
+        if (ours := getattr(trial, name)) != theirs:
+            yield f"{name} = {ours}, but {says} {theirs}: expected the same"
+    if found.micro_batch not in (None, sequences):
+        yield (
+            f"tokens_per_rank = {trial.tokens_per_rank} of sequence = {trial.sequence} are {sequences} "
+            f"sequences, but deepspeed_config says {found.micro_batch} of a rank: expected the same"
+        )
+    rate = trial.optimizer.arguments.get("lr")
+    if found.peak is not None and rate is not None and found.peak != rate:
+        yield (
+            f"optimizer.arguments.lr = {rate}, but warmup_max_lr of deepspeed_config says "
+            f"{found.peak:g}: expected the same"
+        )
+    if found.schedule is not None and trial.optimizer.schedule != LearningRates():
+        yield "optimizer.schedule beside a scheduler of deepspeed_config: expected one of them"
+    if any(finding.key.startswith("optimizer.") for finding in found.findings):
+        yield (
+            "deepspeed_config has an optimizer: a trial's is said by optimizer.name and "
+            "optimizer.arguments; leave it out"
+        )
+
+
+def _beside_deepspeed(trial: Trial) -> Iterator[str]:
+    """What a configuration for DeepSpeed itself may not say, since the trial says it."""
+    table, sequences = trial.peer_configuration(), trial.tokens_per_rank // trial.sequence
+    if trial.workload == "generate":
+        yield f"workload = 'generate': strategy {trial.strategy!r} trains; expected workload = 'train'"
+    for key, field in (
+        ("optimizer", "optimizer.name and optimizer.arguments"),
+        ("scheduler", "optimizer.schedule"),
+    ):
+        if key in table:
+            yield f"deepspeed_config has {key!r}: a trial's is said by {field}; leave it out"
+    for kind in ("fp16", "bf16"):
+        asked = table[kind].get("enabled", "auto") if isinstance(table.get(kind), dict) else "auto"
+        ours = trial.peer.compute == kind
+        if asked not in ("auto", None, ours):
+            yield (
+                f"deepspeed_config says {kind}.enabled = {json.dumps(asked)}, and peer.compute = "
+                f"{trial.peer.compute!r} makes it {json.dumps(ours)}: expected the same"
+            )
+    world = trial.topology().world
+    for key, value, says in (
+        ("gradient_clipping", trial.clip or 0.0, f"clip = {trial.clip}"),
+        ("gradient_accumulation_steps", trial.accumulation, f"accumulation = {trial.accumulation}"),
+        ("train_micro_batch_size_per_gpu", sequences, f"{sequences} sequences of a rank"),
+        ("train_batch_size", sequences * trial.accumulation * world, f"{world} ranks' sequences"),
+    ):
+        if table.get(key, value) not in (value, None, "auto"):
+            yield (
+                f"deepspeed_config says {key} = {table[key]}, and {says} of the trial makes it {value}: "
+                "expected the same"
+            )

@@ -1,0 +1,36 @@
+"""The folder from which a suite's own inputs are found: that of its file.
+
+Corpora, DeepSpeed configurations and modules (``module:object``) are looked for there; modules also in the
+working folder.  A process has one suite: where none was read, paths are of the working folder.  No torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from impl.codecs import own_object
+
+_folder: Path | None = None
+
+
+def find_from(folder: Path) -> None:
+    """Find what suites name from ``folder`` on."""
+    global _folder  # noqa: PLW0603  # of the process, as its working folder is
+    _folder = folder.resolve()
+    own_object.see(_folder)
+
+
+def forget() -> None:
+    """Find what suites name from the working folder again."""
+    global _folder  # noqa: PLW0603
+    _folder = None
+
+
+def here() -> Path:
+    """The folder from which inputs are found, absolute."""
+    return Path.cwd() if _folder is None else _folder
+
+
+def found(path: str) -> Path:
+    """A path that a suite names; relative ones are of its folder."""
+    return here() / Path(path).expanduser()

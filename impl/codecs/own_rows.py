@@ -1,0 +1,94 @@
+"""Runs a user's own codec on rows of any shape and type; its object knows one row, of types that it lists.
+
+Frames are padded with zeros to 16 bytes; elements of another type than the object's go through fp32, which
+holds every value of the others.  What an object reads is a copy: it may not spoil a master shard, or another
+rank's message, whatever it writes there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from impl.codecs.codec import LARGEST, CodecError, OwnCodec
+from impl.codecs.rounding_noise import Noise
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Callable[..., None]:
+    """Lift a function of one row, which may take its random bits, to rows (..., S)."""
+
+    def all_rows(source: Tensor, target: Tensor, noise: Noise | None = None) -> None:
+        for row in itertools.product(*map(range, source.shape[:-1])):
+            random: tuple[Noise, ...] = ()
+            if noise is not None and stochastic:
+                start = noise.start + sum(i * stride for i, stride in zip(row, noise.strides, strict=True))
+                random = (Noise(noise.words, start),)
+            function(source[row], target[row], *random)
+
+    return all_rows
+
+
+def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
+    """Write the frames (..., F) uint8 of ``x`` (..., S)."""
+    frame = _own_frames(codec, frames, x.shape[-1])
+    frames[..., frame.shape[-1] :] = 0
+    source = _known(codec, x).clone(memory_format=torch.contiguous_format)
+    by_rows(codec.thing.encode, stochastic=codec.stochastic)(source, frame, noise)
+
+
+def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
+    """Write the elements (..., S) of ``frames`` (..., F) uint8, saturated where ``out`` is narrower."""
+    _in_known(codec, codec.thing.decode, _own_frames(codec, frames, out.shape[-1]), out)
+
+
+def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
+    """Write the fp32 sum (..., S) of ``frames`` (sources, ..., F), in ascending order."""
+    own, function = _own_frames(codec, frames, out.shape[-1]), codec.thing.decode_sum
+    if function is not None:
+        held = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        rows = own.clone().movedim(0, -2).reshape(-1, own.shape[0], own.shape[-1])  # (rows, sources, F)
+        for row, one in zip(rows, held.view(-1, held.shape[-1]), strict=True):
+            function(row, one)
+        if held is not out:
+            out.copy_(held)
+        return
+    decode(codec, frames[0], out)
+    one = torch.empty_like(out)
+    for source in frames[1:]:
+        decode(codec, source, one)
+        out.add_(one)
+
+
+def _own_frames(codec: OwnCodec, frames: Tensor, numel: int) -> Tensor:
+    """(..., F) uint8 without our padding."""
+    return frames[..., : codec.own_bytes(numel)]
+
+
+def _known(codec: OwnCodec, x: Tensor) -> Tensor:
+    """``x`` in a type that the object takes."""
+    kinds = codec.thing.kinds
+    if any(_DTYPES[kind] == x.dtype for kind in kinds):
+        return x
+    if "fp32" not in kinds:
+        raise CodecError(f"{codec}: its kinds are {', '.join(kinds)}, and it was given {x.dtype}; add fp32")
+    return x.float()
+
+
+def _in_known(
+    codec: OwnCodec, function: Callable[[Tensor, Tensor], None], frames: Tensor, out: Tensor
+) -> None:
+    kind = _known(codec, out[..., :0]).dtype
+    held = out
+    if kind != out.dtype or not out.is_contiguous():
+        held = torch.empty(out.shape, dtype=kind, device=out.device)
+    by_rows(function)(frames.clone(), held)
+    if held is not out:
+        name = next(name for name, dtype in _DTYPES.items() if dtype == out.dtype)
+        largest = LARGEST[name]
+        infinite = held.isinf()
+        out.copy_(torch.where(infinite, held, held.clamp(-largest, largest)))

@@ -1,0 +1,70 @@
+"""Learning-rate schedules as a factor of the optimizer's rate by step: a warm-up, then a decay.  No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Shape = Literal["linear", "log"]
+Decay = Literal["none", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What an optimizer's rate is multiplied by in each of ``steps`` steps.
+
+    Step s (from 0) of a warm-up of w steps has ``start + (1 - start) (s + 1) / w``; the decay that follows,
+    of the share ``p = (s + 1 - w) / (steps - w)`` of it, ``floor + (1 - floor) (1 - p)``, or
+    ``floor + (1 - floor) (1 + cos(pi p)) / 2``: the last step has ``floor``, and so have later ones.
+
+    Attributes:
+        warmup: steps of the warm-up.
+        start: factor that the warm-up begins above.
+        floor: factor at the end of the decay.
+        as_deepspeed: count steps as DeepSpeed's schedules do: the first step is before their zeroth, and
+            has ``start``, or 0 with a cosine; ``log`` warm-ups are theirs.
+    """
+
+    steps: int
+    warmup: int = 0
+    start: float = 0.0
+    shape: Shape = "linear"
+    decay: Decay = "none"
+    floor: float = 0.0
+    as_deepspeed: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.warmup >= 0 or (self.decay != "none" and self.warmup > self.steps):
+            raise ValueError(f"a warm-up of {self.warmup} steps: expected 0 to {self.steps}")
+        if not (0 <= self.start <= 1 and 0 <= self.floor <= 1):
+            raise ValueError(
+                f"start = {self.start:g} and floor = {self.floor:g}: expected shares from 0 to 1"
+            )
+        if self.shape == "log" and not self.as_deepspeed:
+            raise ValueError("a logarithmic warm-up is DeepSpeed's")
+
+    def factor(self, step: int) -> float:
+        """Of step ``step``, from 0: what ``torch.optim.lr_scheduler.LambdaLR`` multiplies the rate by."""
+        if self.as_deepspeed:
+            return self._as_deepspeed(step - 1)
+        if step < self.warmup:
+            return self.start + (1 - self.start) * (step + 1) / self.warmup
+        return self._decayed(step + 1 - self.warmup)
+
+    def _as_deepspeed(self, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0 if self.decay == "cosine" else self.start
+        if iteration < self.warmup:
+            share = iteration / self.warmup
+            if self.shape == "log":
+                share = math.log(iteration + 1) / math.log(self.warmup)
+            return self.start + (1 - self.start) * share
+        return self._decayed(iteration - self.warmup + (self.decay == "cosine"))
+
+    def _decayed(self, done: int) -> float:
+        share = min(1.0, done / max(1, self.steps - self.warmup))
+        if self.decay == "none":
+            return 1.0
+        left = 1 - share if self.decay == "linear" else (1 + math.cos(math.pi * share)) / 2
+        return self.floor + (1 - self.floor) * left

@@ -1,0 +1,215 @@
+"""Suites with a user's own codecs, data, tokenizer, optimizer and schedule run from any working folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness import cli
+from harness.measure import machine
+from harness.records.record import Record, read_all
+from harness.workloads.input_digests import digests
+
+MINE = """
+import numpy as np, torch
+
+class Eighths:
+    laws = ["zero", "sign"]
+    block = 1
+    def frame_bytes(self, numel): return numel
+    def encode(self, x, frame): frame.view(torch.int8).copy_((x * 512).round().clamp(-127, 127))
+    def decode(self, frame, out): out.copy_(frame.view(torch.int8) / 512)
+
+class Broken(Eighths):
+    def encode(self, x, frame): super().encode(x + 1, frame)
+
+def tokens():
+    draw = np.random.default_rng(0)
+    return draw.integers(0, 300, 20000).astype(np.uint16), draw.integers(0, 300, 3000)
+
+def signed(): return np.arange(-5, 900), np.arange(900)
+def one(): return np.arange(900)
+def raising(): raise RuntimeError("no data today")
+def leaving(): raise SystemExit(0)
+def lengths(text): return [len(word) for word in text.split()]
+
+class Plain(torch.optim.SGD):
+    pass
+"""
+HEAD = 'name = "q"\nquestion = "Does one\'s own run?"\n'
+BODY = """
+[defaults]
+model.name = "gpt-tiny"
+model.arguments.vocab = 512
+corpus = "mine:tokens"
+sequence = 16
+tokens_per_rank = 32
+steps = 3
+warmup = 1
+validate_every = 0
+optimizer.name = "mine:Plain"
+optimizer.arguments.lr = 0.5
+cluster.link = "none"
+cluster.ranks_per_node = 1
+policy.max_padding = 0.9
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the module and the suite in it; the working folder is another."""
+    there, here = tmp_path / "suites", tmp_path / "work"
+    there.mkdir()
+    here.mkdir()
+    (there / "mine.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.chdir(here)
+    return there
+
+
+def write(folder: Path, body: str) -> str:
+    """The suite's path."""
+    (folder / "q.toml").write_text(HEAD + body, encoding="utf-8")
+    return str(folder / "q.toml")
+
+
+def zeropp(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, for modules stay imported."""
+    code = "import sys; from harness.cli import main; sys.exit(main())"
+    environment = {**os.environ, "PYTHONPATH": str(machine.ROOT)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+
+def losses(record: Record) -> list[float]:
+    """Of the first rank."""
+    return [step.loss for step in record.ranks[0].steps]
+
+
+def of(records: list[Record], strategy: str, **fields: Any) -> Record:
+    """The one record of a strategy whose trial has these fields."""
+    (found,) = (
+        one
+        for one in records
+        if one.trial["strategy"] == strategy
+        and all(one.trial.get(name, False) == value for name, value in fields.items())
+    )
+    return found
+
+
+def test_all_that_is_ones_own_runs_together(folder: Path) -> None:
+    """Found in the suite's folder; checkpointing of activations changes no loss; sources are on the record;
+    the report and the table need none of the user's code.
+    """
+    body = BODY + (
+        'optimizer.schedule = { warmup = 2, decay = "cosine", floor = 0.1 }\n'
+        '[matrix]\nstrategy = ["single", "ddp", "qwz", "zeropp"]\npolicy.weights = ["mine:Eighths"]\n'
+        "activation_checkpointing = [false, true]\n"
+    )
+    done = zeropp("run", write(folder, body))
+    assert done.returncode == cli.OK, done.stderr
+    assert "The declared laws of mine:Eighths hold." in done.stderr
+    records = read_all(Path("results/q"))
+    assert len(records) == 8
+    for strategy in ("single", "ddp", "qwz", "zeropp"):
+        plain, again = (of(records, strategy, activation_checkpointing=on) for on in (False, True))
+        assert losses(plain) == losses(again)
+    assert of(records, "qwz", activation_checkpointing=True).inputs.keys() == {
+        "corpus", "optimizer", "codec mine:Eighths",
+    }  # fmt: skip
+    shutil.rmtree(folder)
+    for command in (["report", "q"], ["show", "q"], ["show", records[0].id]):
+        done = zeropp(*command)
+        assert done.returncode == cli.OK, done.stderr
+
+
+def test_rates_follow_the_schedule(folder: Path) -> None:
+    """A single step at the end of a decay has no rate: weights stay what they were; in peers likewise."""
+    body = BODY.replace("lr = 0.5", "lr = 50.0") + (
+        "[matrix]\nstrategy = ['single', 'ddp', 'exact']\n"
+        "[[zip]]\noptimizer.schedule.decay = ['none', 'linear']\n"
+        "optimizer.schedule.warmup = [0, 0]\n"
+    )
+    body = body.replace("steps = 3\nwarmup = 1", "steps = 1\nwarmup = 0")
+    done = zeropp("run", write(folder, body))
+    assert done.returncode == cli.OK, done.stderr
+    records = read_all(Path("results/q"))
+    for strategy in ("single", "ddp", "exact"):
+        mine = [one for one in records if one.trial["strategy"] == strategy]
+        (still,) = (one for one in mine if "schedule" in one.trial["optimizer"])
+        (moved,) = (one for one in mine if "schedule" not in one.trial["optimizer"])
+        assert still.validations[-1].loss == pytest.approx(6.24, abs=0.1)  # log(512), untrained
+        assert moved.validations[-1].loss > still.validations[-1].loss + 1
+
+
+def test_a_tokenizer_makes_the_tokens(folder: Path) -> None:
+    """Of a text beside the suite, and token files are as good; what changed is found by its digest."""
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text(
+        " ".join("x" * (i * i % 37 + 1) for i in range(9000)), encoding="utf-8"
+    )
+    (folder / "ids").mkdir()
+    for name in ("train", "validation"):
+        np.save(folder / "ids" / f"{name}.npy", np.arange(4000, dtype=np.uint16) % 91)
+    body = BODY.replace('corpus = "mine:tokens"\n', "") + (
+        "[[zip]]\ncorpus = ['text', 'ids']\ntokenizer = ['mine:lengths', 'none']\n"
+    )
+    done = zeropp("run", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
+    assert done.returncode == cli.OK, done.stderr
+    records = read_all(Path("results/q"))
+    assert {"tokenizer" in one.inputs for one in records} == {True, False}
+    (folder / "mine.py").write_text(MINE.replace("len(word)", "1 + len(word)"), encoding="utf-8")
+    done = zeropp("run", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
+    assert done.returncode == cli.REFUSED
+    assert "was made of another" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Broken']\n"), "mine:Broken breaks zero"),
+        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:No']\n"), "mine:No: mine has no 'No'"),
+        (("vocab = 512", "vocab = 256"), "its largest token is 299, and the vocabulary has 256"),
+        (("mine:tokens", "mine:signed"), "has a token -5; expected 0 and above"),
+        (("mine:tokens", "mine:one"), "returned a ndarray; expected tokens for training"),
+        (("mine:tokens", "mine:raising"), "raised RuntimeError: no data today"),
+        (("mine:tokens", "mine:leaving"), "raised SystemExit: 0"),
+        (("mine:tokens", "half"), "expected the files train.npy and validation.npy, or neither"),
+        (("mine:tokens", "hollow"), "train.npy: EOFError"),
+        (("mine:tokens", "nowhere"), "'nowhere': no such file or folder in"),
+        (("mine:Plain", "mine:Eighths"), "expected a class derived from torch.optim.Optimizer"),
+        (("mine:Plain", "mine:Absent"), "mine has no 'Absent'"),
+        (("mine:Plain", "json:Plain"), "json is that of "),
+        (("lr = 0.5", "lr = 0.5\noptimizer.schedule.warmup = 5"), "the trial has 4 steps in all"),
+        (("lr = 0.5", "lr = 0.5\ntokenizer = 'mine:lengths'"), "has tokens already; expected no tokenizer"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_trial(
+    folder: Path, change: tuple[str, str], words: str
+) -> None:
+    """In one line, with status 2; nothing is written."""
+    (folder / "json.py").write_text(MINE, encoding="utf-8")  # which the standard library's hides
+    for place, names in (("half", ["train.npy"]), ("hollow", ["train.npy", "validation.npy"])):
+        (folder / place).mkdir()
+        for name in names:
+            (folder / place / name).touch()
+    before, after = change
+    body = BODY.replace(before, after) if before else BODY + after
+    done = zeropp("run", write(folder, body))
+    assert done.returncode == cli.REFUSED, done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not Path("results").exists()
+
+
+def test_a_trial_without_own_inputs_has_its_corpus_alone() -> None:
+    """As before there were others."""
+    from harness.suites.trial import Trial
+
+    assert digests(Trial()).keys() == {"corpus"}

@@ -1,0 +1,153 @@
+"""A user's own codec travels as ours do, in the collectives and in training; what it lacks is one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impl.codecs.codec import CodecError, Law, OwnCodec, own, parse
+from impl.codecs.own_object import LAWS
+from impl.codecs.reference import DTYPES, REFERENCE, Carried
+from impl.comm.mesh import Mesh
+from impl.ops import operations_of
+from impl.plan.policy import LossScale, MemoryLimits, PolicyError, preset
+from impl.plan.topology import Topology
+from impl.quantized_collectives import quantized_all_gather
+from impl.zero import shard
+from tests.support.own_codecs import Claims, Claims4, OnGpu, Sixteenths
+from tests.support.ranks import on_threads
+from tests.support.training import model, train
+
+HERE = "tests.support.own_codecs"
+ROOMY = MemoryLimits(max_padding=1.0)
+BACKENDS = [operations_of(name) for name in ("reference", "cpu")]
+
+
+def test_laws_are_those_of_ours() -> None:
+    """The names that an object may promise are those of the laws."""
+    assert tuple(law.name.lower() for law in Law) == LAWS
+
+
+@given(
+    shape=st.lists(st.integers(0, 3), max_size=2),
+    numel=st.integers(0, 70),
+    kind=st.sampled_from(sorted(DTYPES)),
+    backend=st.sampled_from(BACKENDS),
+    data=st.data(),
+)
+def test_what_claims_to_be_ours_is(shape: list[int], numel: int, kind: Any, backend: Any, data: Any) -> None:
+    """Frames, elements, sums and carried errors of any shape and type equal those of the claimed codec."""
+    mine, ours = own(Claims4), parse("int4:32")
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    x = torch.randn(3, *shape, numel).to(DTYPES[kind])
+    error = torch.randn(x.shape) if data.draw(st.booleans()) else None
+    found = []
+    for codec in (mine, ours):
+        frames = torch.full((*x.shape[:-1], codec.frame_bytes(numel)), 7, dtype=torch.uint8)
+        carried = None if error is None else Carried(error.clone(), 0.5)
+        backend.encode(codec, x, frames, carried=carried)
+        out, total = torch.empty_like(x), torch.empty(x.shape[1:])
+        backend.decode(codec, frames, out)
+        backend.decode_sum(codec, frames, total)
+        again = torch.empty((*shape, codec.frame_bytes(numel)), dtype=torch.uint8)
+        backend.decode_sum_encode(codec, codec, frames, again, numel)
+        found.append([frames, out.float(), total, again, *([] if carried is None else [carried.error])])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_frames_of_any_length_are_padded_with_zeros() -> None:
+    """To 16 bytes, whatever was there."""
+    codec, frame = own(Sixteenths()), torch.full((16,), 9, dtype=torch.uint8)
+    assert codec.frame_bytes(5) == 16
+    REFERENCE.encode(codec, torch.ones(5, dtype=torch.bfloat16), frame)
+    assert frame.tolist() == [16] * 5 + [0] * 11
+    out = torch.empty(5, dtype=torch.float16)
+    REFERENCE.decode(codec, frame, out)
+    assert out.tolist() == [1.0] * 5
+
+
+class Greedy(Sixteenths):
+    """Scales what it is given in place."""
+
+    def encode(self, x: torch.Tensor, frame: torch.Tensor) -> None:
+        x.data.mul_(2)
+        super().encode(x, frame)
+
+    def decode(self, frame: torch.Tensor, out: torch.Tensor) -> None:
+        frame.numpy()[...] += 1
+        super().decode(frame, out)
+
+
+def test_what_is_given_to_read_is_not_written() -> None:
+    """It may be a master shard, or what another rank sent: an object reads copies."""
+    codec, frames, x = own(Greedy), torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 16)
+    REFERENCE.encode(codec, x, frames)
+    assert torch.equal(x, torch.ones(2, 16))
+    sent, out = frames.clone(), torch.empty(2, 16)
+    REFERENCE.decode(codec, frames, out)
+    REFERENCE.decode_sum(codec, frames, out[0])
+    assert torch.equal(frames, sent)
+
+
+def _gathered(mesh: Mesh, codec: Any) -> torch.Tensor:
+    torch.manual_seed(mesh.rank)
+    return quantized_all_gather(torch.randn(64), codec, mesh=mesh)
+
+
+@pytest.mark.parametrize("codec", [f"{HERE}:Claims", own(Claims())], ids=["named", "given"])
+def test_collectives_carry_it(codec: Any) -> None:
+    """By name or as an object, with the result of the codec that it claims to be."""
+    topology = Topology(2, 2)
+    mine, ours = on_threads(topology, _gathered, codec), on_threads(topology, _gathered, "int8:64")
+    assert all(torch.equal(one, other) for one, other in zip(mine, ours, strict=True))
+
+
+def test_training_is_that_of_the_claimed_codecs() -> None:
+    """Losses and weights equal to the bit, with weights and both hops of gradients in own codecs and hpZ."""
+    changes = {"weights": parse("int8:64"), "gradients": (parse("int4:32"),) * 2}
+    mine = {"weights": parse(f"{HERE}:Claims"), "gradients": (parse(f"{HERE}:Claims4"),) * 2}
+    topology = Topology(2, 2)
+    wanted = on_threads(topology, train, model(), preset("zeropp", memory=ROOMY, **changes), 3)
+    found = on_threads(topology, train, model(), preset("zeropp", memory=ROOMY, **mine), 3)
+    assert found[0][0] == wanted[0][0]
+    for name, value in wanted[0][1].items():
+        assert torch.equal(found[0][1][name], value)
+
+
+def test_a_new_codec_trains() -> None:
+    """One without blocks, scales or a bound carries weights; losses are near those without it."""
+    topology = Topology(2, 2)
+    wanted = on_threads(topology, train, model(), preset("zero3"), 3)
+    found = on_threads(topology, train, model(), preset("zero3", weights=own(Sixteenths)), 3)
+    assert found[0][0] != wanted[0][0]
+    assert found[0][0] == pytest.approx(wanted[0][0], abs=0.02)
+
+
+def _sharded(mesh: Mesh, policy: Any) -> None:
+    shard(model(), mesh=mesh, policy=policy)
+
+
+def test_what_cannot_carry_is_refused() -> None:
+    """Another device's object, one that hides overflows from a loss scale, and what is no codec."""
+    with pytest.raises(ValueError, match="OnGpu is for cuda, and the tensors are on cpu"):
+        on_threads(Topology(1, 2), _sharded, preset("zero3", weights=own(OnGpu)))
+    scaled = preset("zero3", compute="fp16", loss_scale=LossScale(initial=8.0), weights=own(Sixteenths))
+    with pytest.raises(PolicyError, match="Sixteenths does not promise 'nonfinite'"):
+        scaled.check(Topology(1, 2))
+    for text, words in (
+        ("no_such_module:Codec", "cannot import 'no_such_module'"),
+        (f"{HERE}:Missing", "has no 'Missing'"),
+        (f"{HERE}:torch", "has no method 'encode'"),
+    ):
+        codec = parse(text)
+        assert isinstance(codec, OwnCodec)
+        assert str(codec) == text
+        with pytest.raises(CodecError, match=words):
+            _ = codec.grain
+    with pytest.raises(CodecError, match="has no method 'encode'"):
+        own(object())

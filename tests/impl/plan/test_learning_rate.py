@@ -1,0 +1,75 @@
+"""Learning-rate schedules begin, peak and end where they say; DeepSpeed's are DeepSpeed's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impl.deepspeed.recipe import recipe
+from impl.plan.learning_rate import Schedule
+from impl.plan.topology import Topology
+
+
+@given(
+    warmup=st.integers(0, 20),
+    more=st.integers(1, 30),
+    start=st.floats(0, 1),
+    floor=st.floats(0, 1),
+    decay=st.sampled_from(["none", "linear", "cosine"]),
+)
+def test_it_rises_to_one_and_falls_to_its_floor(
+    warmup: int, more: int, start: float, floor: float, decay: Any
+) -> None:
+    """In ``warmup`` steps, and by the last; it stays there."""
+    steps = warmup + more
+    one = Schedule(steps=steps, warmup=warmup, start=start, decay=decay, floor=floor)
+    factors = [one.factor(step) for step in range(steps + 3)]
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(factors[:warmup]))
+    if warmup:
+        assert factors[0] == pytest.approx(start + (1 - start) / warmup)
+        assert factors[warmup - 1] == pytest.approx(1)
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(factors[warmup:]))
+    assert factors[steps - 1 :] == pytest.approx([1.0 if decay == "none" else floor] * 4)
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+@pytest.mark.parametrize("shape", ["log", "linear"])
+@pytest.mark.parametrize("warmup", [1, 5])
+def test_deepspeeds_are_theirs(kind: str, shape: str, warmup: int) -> None:
+    """Step by step, beside DeepSpeed's own class on an optimizer."""
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules", reason="DeepSpeed is not installed")
+    parameters: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": shape}
+    if kind == "WarmupCosineLR":
+        parameters |= {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}
+    else:
+        parameters |= {"warmup_min_lr": 0.02, "warmup_max_lr": 0.4}
+    if kind != "WarmupLR":
+        parameters["total_num_steps"] = 12
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    theirs = getattr(schedules, kind)(optimizer, **parameters)
+    table = {
+        "scheduler": {"type": kind, "params": parameters},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.4}},
+    }
+    found = recipe(table, topology=Topology(1, 1))
+    assert found.schedule is not None
+    assert found.optimizer is not None
+    for step in range(15):
+        rate = optimizer.param_groups[0]["lr"]
+        assert found.optimizer.lr * found.schedule.factor(step) == pytest.approx(rate, abs=1e-12)
+        theirs.step()
+
+
+def test_a_schedule_that_leaves_its_length_open_has_the_runs() -> None:
+    """``total_num_steps`` as a number, ``auto`` or not at all."""
+    for given_steps in ({}, {"total_num_steps": "auto"}, {"total_num_steps": 30}):
+        table = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, **given_steps}}}
+        found = recipe(table, topology=Topology(1, 1), steps=30)
+        assert found.schedule is not None
+        assert found.schedule.steps == 30
+        assert found.peak == 0.001
