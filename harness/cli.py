@@ -1,4 +1,4 @@
-"""``zeropp``: plan, run, show, report, archive, compare, train, bench, check, doctor, checkpoints, export.
+"""``zeropp``: plan, run, trace, show, report, archive, compare, train, bench, check, doctor, export, ...
 
 A suite file says what happens; there is no option that it could state.  What cannot be done is
 one line on standard error and exit status 2, and nothing is touched.  torch is imported only by
@@ -10,6 +10,7 @@ from __future__ import annotations
 from harness.cluster import interrupts
 
 # isort: split
+import enum
 import inspect
 import os
 import re
@@ -27,7 +28,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from harness import terminal
+from harness import plan_rows, terminal
 from harness.bench import command as bench
 from harness.cluster import node_supervisors
 from harness.cluster.control import Place
@@ -36,6 +37,7 @@ from harness.cluster.print_once import saying
 from harness.cluster.rank_processes import end_if_in_group
 from harness.errors import Refusal, one_line
 from harness.laws import command as check
+from harness.laws.own_codecs import check_laws
 from harness.measure import provenance
 from harness.records import archive, bench_record, reproduce, run_record
 from harness.records.record import RecordError, path_of, read, readable
@@ -56,6 +58,7 @@ OK: Final = 0
 SOME_FAILED: Final = 1
 REFUSED: Final = 2
 _FOLLOW_SECONDS: Final = 1.0
+_MOST_NAMED: Final = 12  # trials in a message
 
 app = typer.Typer(
     name="zeropp",
@@ -100,6 +103,14 @@ ClusterFile = Annotated[
 RESULTS: Final = Path("results")
 
 
+class Form(enum.StrEnum):
+    """How a plan is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+    CSV = "csv"
+
+
 @app.callback(invoke_without_command=True)
 def _entry(
     context: typer.Context,
@@ -114,10 +125,17 @@ def _entry(
 
 
 @app.command()
-def plan(file: SuiteFile) -> None:
+def plan(
+    file: SuiteFile,
+    *,
+    form: Annotated[Form, typer.Option("--format", help="A table, or all trials for programs.")] = Form.TEXT,
+) -> None:
     """Predict every trial's bytes and memory; status 1, after the reasons, if some cannot run here."""
     suite = load(file)
     found = forecast(suite.trials, _host(suite))
+    if form is not Form.TEXT:
+        print(plan_rows.as_json(suite, found) if form is Form.JSON else plan_rows.as_csv(found), end="")
+        raise typer.Exit(SOME_FAILED if any(one.problems for one in found) else OK)
     out = terminal.console()
     terminal.forecasts(suite, found, out)
     if impossible := sum(bool(one.problems) for one in found):
@@ -159,6 +177,7 @@ def run(
     there = check_folder(folder)
     check_inputs(folder, asked)
     check_feasible(file, forecast(suite.trials if only is None else asked, this_host()))
+    own = check_laws(asked)
 
     from harness.runs.repeats import batches, seconds_in
     from harness.runs.sweep import Asked, run_sweep
@@ -172,6 +191,8 @@ def run(
     progress.print(f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}.", markup=False)
     if only is not None:
         progress.print(f"Of them {only} alone.", markup=False)
+    if own:
+        progress.print(f"The declared laws of {', '.join(own)} hold.", markup=False)
     known = suite.ids(max(sweeps, *(1 + record.sweep for record in there))) if there else set()
     if others := len({record.id for record in there} - known):
         progress.print(
@@ -208,6 +229,32 @@ def run(
         if nodes is not None:
             nodes.end(status)
     raise typer.Exit(status)
+
+
+@app.command()
+def trace(
+    file: SuiteFile,
+    identity: Annotated[str, typer.Argument(help="Of the trial, or its beginning.", metavar="ID")],
+    into: Annotated[Path, typer.Option("--into", help="Folder of the trace.")] = Path("traces"),
+) -> None:
+    """Run one step of a trial and write what every rank did in it as a Chrome trace."""
+    suite = load(file)
+    found = {trial.id: trial for trial in suite.trials if trial.id.startswith(identity)}
+    if len(found) != 1:
+        known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in suite.trials[:_MOST_NAMED])
+        raise Refusal(
+            f"{file}: {len(found) or 'no'} trials begin with {identity!r}; it has {known}"
+            f"{', ...' if len(suite.trials) > _MOST_NAMED else ''}"
+        )
+    trial = next(iter(found.values()))
+    check_feasible(file, forecast([trial], this_host()))
+
+    from harness.bench.trace import told, write_trace
+
+    interrupts.take_over()
+    path, ranks = write_trace(trial, into)
+    print(f"{trial.strategy}, {trial.topology()}: {told(ranks)}")
+    print(path)
 
 
 @app.command()
@@ -280,6 +327,21 @@ def archive_records(
     if folder is None:
         raise Refusal(f"unknown suite {what!r}: {results} holds {_there(results)}")
     print(archive.pack(folder, into))
+
+
+@app.command()
+def bundle(
+    what: Answer,
+    into: Annotated[Path, typer.Argument(help="Folder in which it is written.", metavar="FOLDER")],
+    results: ResultsFolder = RESULTS,
+) -> None:
+    """Write records, suite, packages, commands and claims into one file, for an artifact's evaluation."""
+    folder = _folder(what, results)
+    if folder is None:
+        raise Refusal(f"unknown suite {what!r}: {results} holds {_there(results)}")
+    from report.bundle import bundle as bundled
+
+    print(bundled(folder, into))
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """What README.md and docs/ say of the committed records, written and checked here.
 
 ``python -m report.committed`` writes it anew and prints the files that changed; ``zeropp report --check``
-compares.  It is: docs/results.md, README's paragraph between its marks, and README's figure.
+compares.  It is: docs/results.md, docs/claims.md, README's paragraph between its marks, and README's figure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.records import archive
-from report import page
+from report import claims, page
 from report.data.frames import load
 from report.data.metrics import Derived, derive
 from report.draw import figure_files
@@ -26,6 +26,7 @@ from report.tables.table import markdown
 ROOT: Final = Path(__file__).resolve().parents[1]
 REFERENCE: Final = Path("results/reference")
 _README, _RESULTS, _FIGURE = Path("README.md"), Path("docs/results.md"), Path("docs/quickstart.svg")
+_CLAIMS: Final = Path("docs/claims.md")
 _SUITE: Final = "quickstart"  # whose numbers README has
 _DRAWN: Final = "step_split"  # which of its figures
 _MARKED: Final = re.compile(r"(?<=<!-- of the records -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -36,6 +37,14 @@ _HEAD: Final = """\
 What the committed records say; `zeropp report results/reference` draws the page of each suite from them, with
 all figures and tables.
 This file is written from them too (`python -m report.committed`), and CI compares.
+"""
+_CLAIMS_HEAD: Final = """\
+# Claims
+
+What the committed records claim, with the command that tries it again and the interval in which it is
+expected on a machine like theirs (docs/results.md says which); bytes are the same anywhere.
+An interval of one sweep does not hold what differs between days; `zeropp run SUITE --sweeps 3` puts that in.
+This file is written from the records (`python -m report.committed`), and CI compares.
 """
 
 
@@ -72,6 +81,7 @@ def wanted(root: Path = ROOT) -> dict[Path, bytes]:
     files = {
         _README: _MARKED.sub(lambda _: text, readme).encode(),
         _RESULTS: _results(found).encode(),
+        _CLAIMS: _claims(found).encode(),
     }
     return files | ({} if figure is None else {_FIGURE: figure.svg})
 
@@ -97,6 +107,12 @@ def _results(found: Mapping[str, Derived]) -> str:
             + f"\n{markdown(facts)}\n"
         )
     return "".join(parts)
+
+
+def _claims(found: Mapping[str, Derived]) -> str:
+    return _CLAIMS_HEAD + "".join(
+        f"\n## {suite}\n\n{claims.table(derived, suite)}" for suite, derived in found.items()
+    )
 
 
 def _first_difference(there: bytes, wanted_content: bytes) -> str:

@@ -26,7 +26,7 @@ from harness.bench.rounds import COLLECTING
 from harness.cluster.rank import Progress, Rank
 from harness.records.bench_record import ElementType, Sample
 from impl import ops
-from impl.codecs.codec import Codec, Raw, parse
+from impl.codecs.codec import BuiltIn, Raw, built_in
 from impl.codecs.reference import DTYPES, NAMES, Carried
 from impl.codecs.rounding_noise import Key
 
@@ -209,7 +209,7 @@ def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Itera
     """All operations to time on elements, on their device."""
     x = on.x
     here = [name for name in backends if name in (x.device.type, "reference")]
-    for codec, name in product(map(parse, codecs), here):
+    for codec, name in product(map(built_in, codecs), here):
         if not isinstance(codec, Raw) or name == here[0]:  # torch's casts are timed once
             part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
             yield from _of_codec(codec, on.first(part) if name == "reference" else on, name)
@@ -220,7 +220,7 @@ def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Itera
                 yield Work(names, on, x.nbytes + nbytes, run)
 
 
-def _of_codec(codec: Codec, on: Buffers, backend: str) -> Iterator[Work]:
+def _of_codec(codec: BuiltIn, on: Buffers, backend: str) -> Iterator[Work]:
     """The operations of one codec on one backend, which share its frames."""
     x, out = on.x, on.out
     ours, sums = ops.operations_of(backend), x.dtype == torch.float32

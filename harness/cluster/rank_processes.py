@@ -67,7 +67,8 @@ ALLOCATOR: Final = {
 }
 # torch's name of what carries messages between ranks, by that of suites; control messages are CPU tensors.
 BACKENDS: Final = {
-    "shm": "gloo", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "nccl-rules": "nccl_rules"
+    "shm": "gloo", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "nccl-rules": "nccl_rules",
+    "staged": "gloo",
 }  # fmt: skip
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
 _ASKED_SECONDS: Final = 0.2  # between two questions whether ranks elsewhere have failed

@@ -69,13 +69,14 @@ def spared(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
         ``sent``        what is left, of the model's elements
         ``padding``     what is left, of padding
 
-    One row per trial and part; trials of peers, inside FSDP2 or DDP, and on one node are left out.
+    One row per trial and part; trials of peers, inside FSDP2 or DDP, on one node, and with a user's own
+    codec, whose code a report does not run, are left out.
     """
     rows: list[dict[str, object]] = []
     for trial in table[table["nodes"] > 1].itertuples():
         ran = frames.ran[str(trial.id)]
         policy = ran.resolved_policy()
-        if policy is None or ran.host is not None:
+        if policy is None or ran.host is not None or policy.own_codecs:
             continue
         topology = ran.topology()
         units = _units(frames, str(trial.id), policy, topology)
@@ -113,7 +114,7 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
     """Bytes of a trial's hpZ copy on one rank kept as frames, and in 16 bits, by formula; NaN without one."""
     trial = frames.ran[identity]
     policy, topology = trial.resolved_policy(), trial.topology()
-    if policy is None or trial.host is not None:
+    if policy is None or trial.host is not None or policy.own_codecs:
         return math.nan, math.nan
     found = traffic.secondary_either_way(policy, topology, _units(frames, identity, policy, topology))
     return found or (math.nan, math.nan)

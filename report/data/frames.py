@@ -236,6 +236,7 @@ def _cells(trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
             f"{trial.topology()} ranks",
             rate_text(trial.cluster.rate),
             f"{trial.tokens_per_rank} tokens/rank",  # others without their table: ``steps``, ``model``
+            *(["ranks share GPUs (staged)"] if trial.cluster.transport == "staged" else []),
             *(f"{k.removesuffix('.name').rpartition('.')[2]} {plain(cells[name].get(k))}" for k in varying),
         ]
         found[name] = {"cell": hashlib.sha256(text.encode()).hexdigest()[:12], "where": ", ".join(told)}

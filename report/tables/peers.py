@@ -57,7 +57,7 @@ def peers(derived: Derived) -> Table:
 def carried_by(trial: Trial) -> str:
     """What carries a trial's messages, in a word or two; a peer's never go through shared memory."""
     transport = trial.cluster.transport
-    if transport == "nccl":
+    if transport in ("nccl", "staged"):
         return transport
     if transport == "gloo" or trial.strategy in PEERS:
         return "gloo alone"

@@ -24,7 +24,7 @@ def test_what_is_committed_follows_from_the_records(capsys: pytest.CaptureFixtur
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """The files that follow from records, and the records, in a folder of their own."""
-    for name in ("README.md", "docs/results.md", "docs/quickstart.svg", str(REFERENCE)):
+    for name in ("README.md", "docs/results.md", "docs/claims.md", "docs/quickstart.svg", str(REFERENCE)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         whole = ROOT / name
         (shutil.copytree if whole.is_dir() else shutil.copy)(whole, tmp_path / name)
@@ -36,7 +36,7 @@ def other(digit: str) -> str:
     return str((int(digit) + 1) % 10)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/claims.md"])
 def test_any_other_digit_is_found(copied: Path, name: str) -> None:
     """One digit of one number changed, and the check names the file and the line."""
     path = copied / name

@@ -1,0 +1,260 @@
+"""``zeropp trace``: one step of a trial as a Chrome trace, with a lane for each thing that a rank does.
+
+The ranks run the trial's untimed steps, one more, and one whose spans are noted: computing, encoding and
+decoding, messages inside the node and between nodes (from the post until they were waited for), and waiting.
+``chrome://tracing`` and ui.perfetto.dev open the file.  How much longer the noted step took than the one
+before is told: that is what noting costs.  On a CPU, whose ranks share a clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from harness.cluster.link import open_link
+from harness.cluster.rank import Rank
+from harness.cluster.rank_processes import BACKENDS, Launch, run_ranks, start_server
+from harness.errors import Refusal
+from harness.measure import machine
+from harness.runs.sweep import setting_of
+from harness.runs.trial import Assignment, TrialRun
+from harness.suites.trial import Trial
+from impl import ops
+from impl.comm.timeline import ACROSS, BETWEEN, INSIDE, WAITING, Span, Timeline
+
+COMPUTE: Final = "computing"
+CODING: Final = "encoding, decoding"
+LANES: Final = (COMPUTE, CODING, INSIDE, BETWEEN, WAITING)
+_OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode")
+_PART: Final = "part of the step"  # computing, with what happens in it
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """One rank's step.
+
+    Attributes:
+        seconds: of the step; ``before``, of the one before it, which nothing noted.
+    """
+
+    spans: list[Span]
+    seconds: float
+    before: float
+
+
+def refused(trial: Trial) -> str | None:
+    """Why a trial has no trace; None if it has one."""
+    if trial.resolved_policy() is None or trial.host is not None:
+        return f"strategy {trial.strategy!r} sends past our engine; torch.profiler traces it"
+    if trial.cluster.device != "cpu" or trial.cluster.launcher != "local":
+        return "ranks on GPUs or other hosts share no clock with the host; torch.profiler traces GPUs"
+    if trial.workload != "train":
+        return f"workload {trial.workload!r}: expected 'train'"
+    return None
+
+
+def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
+    """Run the trial's ranks for a step, and write ``<folder>/trace-<id>.json``.
+
+    Raises:
+        Refusal: if it has no trace.
+        LinkError, LaunchError: if the link or a rank fails.
+    """
+    if (why := refused(trial)) is not None:
+        raise Refusal(f"trial {trial.id}: {why}")
+    start_server()
+    topology = trial.topology()
+    link = open_link(setting_of(trial), secrets.token_hex(3))
+    try:
+        launch = Launch(
+            topology=topology,
+            ports=link.ports,
+            paced_mbit=link.paced_mbit,
+            paced_latency_ms=link.setting.latency_ms,
+            threads=trial.threads or max(1, machine.cores() // topology.world),
+            timeout_seconds=trial.timeout_seconds,
+            log=folder / f"trace-{trial.id}.log",
+            backend=BACKENDS[trial.cluster.transport],
+        )
+        plain = trial.model_copy(update={"measure_quantisation": False, "validate_every": None})
+        found = run_ranks(traced_step, Assignment(plain, None, count=False), launch)
+    finally:
+        link.close()
+    path = folder / f"trace-{trial.id}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(chrome(trial, found)), encoding="utf-8")
+    aside.replace(path)
+    return path, found
+
+
+def traced_step(rank: Rank, assignment: Assignment) -> Traced:
+    """Target of every rank: the untimed steps, at least one, one more, and then the one that is noted."""
+    run, timeline = TrialRun(rank, assignment), Timeline()
+    wire = run.strategy.wire
+    assert wire is not None  # noqa: S101  # refused() let nothing else come
+    warmup = max(1, assignment.trial.warmup)
+    for index in range(warmup):
+        run.one(index)
+    dist.barrier()
+    before = _timed(partial(run.one, warmup))
+    dist.barrier()
+    with wire.traced(timeline), _operations_noted(timeline), run.clock.noted(partial(timeline.add, _PART)):
+        seconds = _timed(partial(run.one, warmup + 1))
+    dist.barrier()
+    run.strategy.close()
+    return Traced(
+        [*computing(timeline.spans), *(s for s in timeline.spans if s.lane != _PART)], seconds, before
+    )
+
+
+def _timed(work: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def _operations_noted(timeline: Timeline) -> Iterator[None]:
+    """Inside, calls of the codecs' operations are noted; they are called by the names of :mod:`impl.ops`."""
+    plain = {name: getattr(ops, name) for name in _OPERATIONS}
+
+    def noted(name: str) -> Callable[..., None]:
+        def call(*arguments: Any, **named: Any) -> None:
+            begin = time.perf_counter()
+            plain[name](*arguments, **named)
+            codec = arguments[1] if name == "decode_sum_encode" else arguments[0]
+            timeline.add(CODING, f"{name.replace('_', ', ')} {codec}", begin)
+
+        return call
+
+    try:
+        for name in _OPERATIONS:
+            setattr(ops, name, noted(name))
+        yield
+    finally:
+        for name, function in plain.items():
+            setattr(ops, name, function)
+
+
+def computing(spans: Sequence[Span]) -> list[Span]:
+    """What is left of the parts of a step where this rank neither waited, encoded nor decoded."""
+    busy = sorted((span.begin, span.end) for span in spans if span.lane in (WAITING, CODING))
+    found = []
+    for part in (span for span in spans if span.lane == _PART):
+        at = part.begin
+        for begin, end in busy:
+            if end <= at or begin >= part.end:
+                continue
+            if begin > at:
+                found.append(Span(COMPUTE, part.name, at, begin))
+            at = max(at, end)
+        if at < part.end:
+            found.append(Span(COMPUTE, part.name, at, part.end))
+    return found
+
+
+def hidden(spans: Sequence[Span]) -> tuple[float, float]:
+    """Seconds in which messages between nodes were under way on a rank, and those without waiting for one."""
+    under_way = _union([(span.begin, span.end) for span in spans if span.lane == BETWEEN])
+    waited = _union([(span.begin, span.end) for span in spans if (span.lane, span.name) == (WAITING, ACROSS)])
+    total = sum(end - begin for begin, end in under_way)
+    exposed = sum(
+        max(0.0, min(end, until) - max(begin, since)) for begin, end in under_way for since, until in waited
+    )
+    return total, total - exposed
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Intervals that do not overlap, and cover the same."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def told(ranks: Sequence[Traced]) -> str:
+    """What a trace shows, in a line."""
+    seconds = max(rank.seconds for rank in ranks)
+    before = max(rank.before for rank in ranks)
+    shares = [hidden(rank.spans) for rank in ranks]
+    said = (
+        f"a step of {seconds:.3f} s ({seconds / before - 1:+.0%} against the one before, which nothing noted)"
+    )
+    total = statistics.fmean(total for total, _ in shares)
+    if not total:
+        return f"{said}; nothing was sent between nodes"
+    behind = statistics.fmean(behind for _, behind in shares)
+    return (
+        f"{said}; messages between nodes were under way for {total:.3f} s, {behind / total:.0%} of it behind "
+        "other work"
+    )
+
+
+def chrome(trial: Trial, ranks: Sequence[Traced]) -> dict[str, Any]:
+    """The trace event format's JSON object: a process for each rank, a thread for each lane.
+
+    Messages of a lane may overlap, and events of a thread may not: further ones get threads of their own.
+    """
+    topology = trial.topology()
+    start = min(span.begin for rank in ranks for span in rank.spans)
+    events: list[dict[str, Any]] = []
+    for number, rank in enumerate(ranks):
+        name = f"rank {number}, node {topology.node_of(number)}"
+        events.append(_named("process_name", number, 0, name))
+        threads = 0
+        for lane in LANES:
+            for row in _rows([span for span in rank.spans if span.lane == lane]):
+                threads += 1
+                events.append(_named("thread_name", number, threads, lane))
+                events.append(
+                    {"ph": "M", "name": "thread_sort_index", "pid": number, "tid": threads,
+                     "args": {"sort_index": threads}}
+                )  # fmt: skip
+                events += [
+                    {
+                        "ph": "X",
+                        "name": span.name,
+                        "cat": lane,
+                        "ts": (span.begin - start) * 1e6,
+                        "dur": (span.end - span.begin) * 1e6,
+                        "pid": number,
+                        "tid": threads,
+                        "args": {"bytes": span.nbytes} if span.nbytes else {},
+                    }
+                    for span in row
+                ]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"trial": trial.id, "strategy": trial.strategy, "shows": told(ranks)},
+    }
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _rows(spans: list[Span]) -> list[list[Span]]:
+    """Spans in as few rows as there may be, in each one after the other."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        free = next((row for row in rows if row[-1].end <= span.begin), None)
+        if free is None:
+            rows.append([span])
+        else:
+            free.append(span)
+    return rows

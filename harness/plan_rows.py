@@ -1,0 +1,109 @@
+"""What a plan says, as rows for other programs: JSON and CSV.  No torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from harness.records.memory_parts import on_device, on_host
+from harness.runs.forecast import Forecast
+from harness.suites.expansion import look_up
+from harness.suites.labels import told
+from harness.suites.peers import DEEPSPEED, PEERS, quantised, zero_stage
+from harness.suites.suite import Suite
+from impl.codecs.codec import ITEM_BYTES
+
+WHOLLY_SHARDED: Final = 3  # stage of ZeRO
+
+
+def rows(found: Sequence[Forecast]) -> list[dict[str, Any]]:
+    """One for each trial: who and where, what varies in the suite, and what is predicted.
+
+    Bytes are those of an optimizer step or of one generation.  Keys:
+        inter_bytes, intra_bytes: that all ranks send between and inside nodes by our wire; null for peers.
+        egress_bytes: that one node sends to the others.
+        ring_egress_bytes: of a peer, the same at most, if its collectives are rings over all ranks.
+        wire_seconds: that egress_bytes take at the link's rate; no step is shorter.
+        least_seconds: of the trial's steps, untimed ones too, at that; what computing takes is not in it.
+        memory_bytes, host_bytes: of the fullest rank, without activations, on its device and on the host.
+        runs_here: whether it can run on this machine; ``why`` says why not.
+    """
+    varying = [path for path in told([one.trial.canonical() for one in found]) if path != "repeat"]
+    return [_row(one, varying) for one in found]
+
+
+def _row(one: Forecast, varying: Sequence[str]) -> dict[str, Any]:
+    trial = one.trial
+    canonical, memory = trial.canonical(), one.memory
+    seconds = one.wire_seconds
+    return {
+        "id": trial.id,
+        "strategy": trial.strategy,
+        "model": trial.model.name,
+        "nodes": trial.cluster.nodes,
+        "ranks_per_node": trial.cluster.ranks_per_node,
+        "tokens_per_rank": trial.tokens_per_rank,
+        "rate_mbit": trial.cluster.rate,
+        "repeat": trial.repeat,
+        **{path: look_up(canonical, path) for path in varying},
+        "parameters": one.parameters,
+        "padding": one.padding,
+        "inter_bytes": one.inter,
+        "intra_bytes": one.intra,
+        "egress_bytes": one.egress,
+        "ring_egress_bytes": ring_egress(one),
+        "wire_seconds": seconds,
+        "least_seconds": None if seconds is None else seconds * (trial.warmup + trial.steps),
+        "memory_bytes": None if memory is None else sum(on_device(memory).values()),
+        "host_bytes": None if memory is None else sum(on_host(memory).values()),
+        "runs_here": not one.problems,
+        "why": "; ".join(one.problems) or one.beyond_limit or one.refusal or "",
+    }
+
+
+def ring_egress(one: Forecast) -> int | None:
+    """Bytes that one node sends at most in a step of a peer, as rings over all P ranks.
+
+    A ring leaves a node once: ``2 (P - 1) / P`` of the gradients for an all-reduce, ``(P - 1) / P`` of what
+    an all-gather or a reduce-scatter makes or takes.  FSDP2 and DeepSpeed's ZeRO-3 gather each weight in
+    forward and in backward (there not between nodes with hpZ, nor where all are kept) for every
+    micro-batch, and reduce each gradient; what else stays gathered is not reckoned.  None for what is no
+    peer, for DeepSpeed's other stages, and where it quantises.
+    """
+    trial = one.trial
+    peer, topology = PEERS.get(trial.strategy), trial.topology()
+    if peer is None or trial.strategy == "single" or one.parameters is None or trial.workload != "train":
+        return None
+    if peer.family == DEEPSPEED:
+        table = trial.peer_configuration()
+        if zero_stage(table) != WHOLLY_SHARDED or quantised(table):
+            return None
+    if topology.nodes == 1:
+        return 0
+    elements = one.parameters * ITEM_BYTES[peer.wire(trial.peer.compute)]
+    share = (topology.world - 1) / topology.world
+    if peer.family == "ddp":
+        return round(2 * share * elements)
+    gathers = 1 if peer.kept or peer.hpz else 2
+    return round((gathers + 1) * share * elements * trial.accumulation)
+
+
+def as_json(suite: Suite, found: Sequence[Forecast]) -> str:
+    """An object with the suite's name, question and trials, each with its row and its whole form."""
+    trials = [row | {"trial": one.trial.canonical()} for row, one in zip(rows(found), found, strict=True)]
+    head = {"suite": suite.name, "question": suite.question, "stated_time": suite.time}
+    return json.dumps(head | {"trials": trials}, indent=1)
+
+
+def as_csv(found: Sequence[Forecast]) -> str:
+    """A header and a line for each trial; what is not known is empty, tables are JSON."""
+    table = rows(found)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    for row in table:
+        writer.writerow({name: json.dumps(v) if isinstance(v, dict | list) else v for name, v in row.items()})
+    return text.getvalue()

@@ -1,0 +1,56 @@
+"""Loads records as one pandas table, for figures and sums of one's own."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+
+from harness.records import archive
+from report.data import frames, metrics
+from report.data.frames import ReportError
+
+
+def load(where: str | Path) -> pd.DataFrame:
+    """Every trial that trained, one row each, with its metrics.
+
+    Columns are those of :func:`report.data.metrics.trials`: ``id``, ``suite``, ``strategy``, ``contender``
+    (as the report names it), ``nodes``, ``ranks_per_node``, ``tokens_per_rank``, ``rate_mbit``, ``seed``,
+    ``repeat``, ``sweep``, then what was measured: ``step_seconds``, ``exposed_seconds``,
+    ``tokens_per_second``, ``sent_bytes``, ``validation_loss``, ...; times in s, sizes in B, per optimizer
+    step.  Any other field of a trial stands in the column ``trial``, its canonical form as a dictionary.
+
+    Args:
+        where: a suite's results folder; an archive of one (``.tar.xz``); or a folder of either.
+
+    Raises:
+        ReportError: if nothing is there, or a folder mixes pools.
+        RecordError: for a file that is not a record of this schema.
+    """
+    path = Path(where)
+    if path.is_file():
+        return _of_archive(path)
+    if not path.is_dir():
+        raise ReportError(f"{path}: no such folder or archive")
+    if any(path.glob("*.json")):
+        return _of_folder(path)
+    parts = [_of_archive(one) for one in sorted(path.glob(f"*{archive.SUFFIX}"))]
+    known = {one.name.removesuffix(archive.SUFFIX) for one in path.glob(f"*{archive.SUFFIX}")}
+    parts += [
+        _of_folder(one) for one in sorted(path.iterdir()) if one.name not in known and any(one.glob("*.json"))
+    ]
+    if not parts:
+        raise ReportError(f"{path}: no records and no archives; `zeropp run SUITE` writes them")
+    return pd.concat(parts, ignore_index=True)
+
+
+def _of_archive(path: Path) -> pd.DataFrame:
+    with tempfile.TemporaryDirectory() as folder:
+        return _of_folder(archive.unpack(path, Path(folder)))
+
+
+def _of_folder(path: Path) -> pd.DataFrame:
+    found = frames.load(path)
+    table = metrics.trials(found)
+    return table.assign(trial=table["id"].map(lambda identity: found.ran[identity].canonical()))

@@ -1,0 +1,122 @@
+"""An archive for the evaluation of an artifact: a suite's records, its file, packages, commands and claims.
+
+In it, as text beside the records' archive: ``README.md`` (what to do), ``CLAIMS.md`` (claim, interval,
+command), ``<suite>.toml`` and ``packages.txt`` as the run's provenance has them, and ``run.sh``.
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from harness.records import archive, run_record
+from harness.records.record import Record, RecordError, read_all
+from harness.records.run_record import Run
+from report import claims, page
+from report.data.frames import frames_of
+from report.data.metrics import derive
+
+_README: Final = """\
+# {suite}
+
+{question}
+
+`{suite}{suffix}` holds the records: `zeropp report .` in this folder draws their page, with every figure and
+table.
+`sh run.sh CLONE` runs the suite again in a clone of the sources, at the commit that ran it, and compares;
+`CLAIMS.md` says what should come out, and within which interval.
+
+{headline}
+
+{facts}
+"""
+_SCRIPT: Final = """\
+# sh run.sh CLONE: runs the suite again from a clone of the sources, and compares; {changed}.
+set -e
+here=$(cd "$(dirname "$0")" && pwd)
+cd "${{1:?expected the folder of a clone of the sources}}"
+git checkout -q {commit}
+{python} -m venv .venv
+.venv/bin/pip install --no-deps -r "$here"/packages.txt
+.venv/bin/pip install --no-deps -e .
+tar -xf "$here"/{packed} -C "$here"
+.venv/bin/zeropp run "$here"/{file} --results "$here"/again
+.venv/bin/zeropp compare "$here"/{suite} "$here"/again/{suite}
+"""
+
+
+def bundle(folder: Path, into: Path) -> Path:
+    """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return its path.
+
+    Raises:
+        RecordError: if there are no records, or nothing says which suite ran.
+    """
+    records = read_all(folder)
+    if not records:
+        raise RecordError(f"{folder}: no records in it")
+    suite, run = records[0].suite, _run(folder, records)
+    if run.suite is None:
+        raise RecordError(f"{folder}: its runs do not say which suite they ran; records of before they did")
+    derived = derive(frames_of(records))
+    node = run.nodes[0]
+    packages = [one.partition("+")[0] for one in node.software.packages if not one.startswith("zeropp")]
+    facts = "".join(f"- {name}: {value}\n" for name, value in page.facts(derived))
+    commit = str(node.code.get("commit") or "HEAD")
+    python = ".".join(str(node.machine.get("python")).split(".")[:2])
+    texts = {
+        "README.md": _README.format(
+            suite=suite,
+            suffix=archive.SUFFIX,
+            question=" ".join(derived.frames.questions),
+            headline="\n".join(page.headline(derived)),
+            facts=facts,
+        ),
+        "CLAIMS.md": f"# Claims of {suite}\n\n{claims.table(derived, suite)}",
+        f"{suite}.toml": run.suite.text,
+        "packages.txt": "".join(f"{one}\n" for one in packages),
+        "run.sh": _SCRIPT.format(
+            suite=shlex.quote(suite),
+            file=shlex.quote(f"{suite}.toml"),
+            packed=shlex.quote(f"{suite}{archive.SUFFIX}"),
+            commit=shlex.quote(commit),
+            python=shlex.quote(f"python{python}"),
+            changed="the checkout that ran it had changes" if run.changes else "what ran was that commit",
+        ),
+        **run.suite.configurations,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        packed = archive.pack(folder, Path(name)).read_bytes()
+    files = {name: text.encode() for name, text in texts.items()} | {f"{suite}{archive.SUFFIX}": packed}
+    return _written(into, f"{suite}-artifact", files)
+
+
+def _run(folder: Path, records: list[Record]) -> Run:
+    """What the latest run had."""
+    for record in reversed(records):
+        if record.run is not None:
+            return run_record.read(folder, record.run)
+    raise RecordError(f"{folder}: no record names its run; records of before they did")
+
+
+def _written(into: Path, name: str, files: dict[str, bytes]) -> Path:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as packed:
+        for path, content in sorted(files.items()):
+            if Path(path).is_absolute() or ".." in Path(path).parts:
+                raise RecordError(f"{path}: a file outside of the suite's folder; it cannot be packed")
+            entry = tarfile.TarInfo(f"{name}/{path}")
+            entry.size = len(content)
+            packed.addfile(entry, io.BytesIO(content))
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        target = into / f"{name}{archive.SUFFIX}"
+        aside = target.with_suffix(".tmp")
+        aside.write_bytes(buffer.getvalue())
+        aside.replace(target)
+    except OSError as error:
+        raise RecordError(f"{into}: cannot write there: {error.strerror or error}") from error
+    return target

@@ -1,0 +1,165 @@
+"""A trace is a file that Chrome and Perfetto read, and what it says of hiding follows from its spans."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import cli
+from harness.bench.trace import CODING, COMPUTE, LANES, computing, hidden, refused
+from harness.suites.expansion import load
+from harness.suites.trial import Cluster, Trial
+from impl.comm.mesh import Mesh
+from impl.comm.timeline import ACROSS, BETWEEN, INSIDE, WAITING, WITHIN, Span, Timeline
+from impl.comm.wire import Wire
+from impl.plan.topology import Topology
+from tests.golden import record
+from tests.support.ranks import on_threads
+
+SUITE = """name = "q"
+question = "What happens in a step?"
+[defaults]
+model.name = "gpt-tiny"
+sequence = 16
+tokens_per_rank = 32
+steps = 2
+warmup = 1
+policy.max_padding = 0.9
+[defaults.cluster]
+link = "paced"
+rate = "100 Mbit/s"
+[matrix]
+strategy = ["zeropp", "zero3", "ddp"]
+"""
+
+
+def test_a_step_of_every_rank_is_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process for each rank, a thread for each lane, whose events follow each other; nothing else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.toml").write_text(SUITE)
+    trials = {trial.strategy: trial for trial in load(tmp_path / "q.toml").trials}
+    assert cli.main(["trace", "q.toml", trials["zeropp"].id[:8]]) == cli.OK
+    out = capsys.readouterr().out
+    assert "messages between nodes were under way" in out
+    path = tmp_path / "traces" / f"trace-{trials['zeropp'].id}.json"
+    assert out.endswith(f"traces/{path.name}\n")
+    assert [one.name for one in (tmp_path / "traces").iterdir()] == [path.name]
+    held = json.loads(path.read_text())
+    events = held["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == set(range(4))
+    assert {event["cat"] for event in spans} == set(LANES)
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for key, mine in itertools.groupby(
+        sorted(spans, key=lambda e: (e["pid"], e["tid"], e["ts"])), key=lambda e: (e["pid"], e["tid"])
+    ):
+        row = list(mine)
+        assert {event["cat"] for event in row} == {names[key]}
+        for one, other in itertools.pairwise(row):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3
+    sent = [event["args"]["bytes"] for event in spans if event["cat"] == BETWEEN]
+    assert sent
+    assert min(sent) > 0
+    assert any("int4" in event["name"] for event in spans if event["cat"] == CODING)
+    assert {event["name"] for event in spans if event["cat"] == COMPUTE} == {
+        "forward",
+        "backward",
+        "optimizer",
+    }
+
+
+@pytest.mark.parametrize(
+    ("identity", "words"), [("zz", "no trials begin with 'zz'; it has"), ("", "3 trials begin with ''")]
+)
+def test_an_unknown_trial_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], identity: str, words: str
+) -> None:
+    """In a line that names those that there are."""
+    (tmp_path / "q.toml").write_text(SUITE)
+    assert cli.main(["trace", str(tmp_path / "q.toml"), identity]) == cli.REFUSED
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"strategy": "ddp"}, "'ddp' sends past our engine"),
+        ({"strategy": "fsdp2+qgz"}, "sends past our engine"),
+        ({"cluster": Cluster(device="cuda", transport="nccl")}, "share no clock"),
+        ({"workload": "generate"}, "expected 'train'"),
+    ],
+)
+def test_what_has_no_trace_is_refused(fields: dict[str, Any], words: str) -> None:
+    """Peers, GPUs and generations, saying why."""
+    assert words in (refused(Trial(**fields)) or "")
+    assert refused(Trial()) is None
+
+
+_TIMES = st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@given(waits=st.lists(_TIMES), coding=st.lists(_TIMES), parts=st.lists(_TIMES, max_size=3))
+def test_computing_is_what_is_left(
+    waits: list[tuple[int, int]], coding: list[tuple[int, int]], parts: list[tuple[int, int]]
+) -> None:
+    """Second by second: inside a part, and neither waiting nor coding."""
+    spans = [
+        Span(lane, "x", begin, end)
+        for lane, times in ((WAITING, waits), (CODING, coding), ("part of the step", parts))
+        for begin, end in times
+    ]
+    found = [set(range(int(span.begin), int(span.end))) for span in computing(spans)]
+    busy = {second for begin, end in (*waits, *coding) for second in range(begin, end)}
+    wanted = {second for begin, end in parts for second in range(begin, end)} - busy
+    assert set().union(*found) == wanted
+
+
+@given(waits=st.lists(_TIMES), messages=st.lists(_TIMES))
+def test_hidden_is_what_was_under_way_without_waiting(
+    waits: list[tuple[int, int]], messages: list[tuple[int, int]]
+) -> None:
+    """Second by second; messages inside nodes, and waits for them, count for nothing."""
+    spans = [Span(WAITING, ACROSS, *one) for one in waits] + [Span(BETWEEN, "", *one) for one in messages]
+    under_way = {second for begin, end in messages for second in range(begin, end)}
+    waited = {second for begin, end in waits for second in range(begin, end)}
+    found = hidden([*spans, Span(INSIDE, "", 0, 100), Span(WAITING, WITHIN, 0, 100)])
+    assert found == (len(under_way), len(under_way - waited))
+
+
+def _run(mesh: Mesh, name: str) -> Any:
+    return record.run(mesh, "backend", record.policies()[name], ragged=False, steps=1)
+
+
+@pytest.mark.parametrize("name", ["zeropp", "ring", "two_hop in 4 chunks"])
+def test_noting_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and ledgers are those without, to the bit; noted messages between nodes are the ledger's."""
+    topology = Topology(2, 2)
+    wanted = on_threads(topology, _run, name)
+    timelines: dict[int, Timeline] = {}
+
+    class Noting(Wire):
+        def __init__(self, mesh: Mesh, **named: Any) -> None:
+            super().__init__(mesh, **named)
+            timelines[mesh.rank] = Timeline()
+            self._noting = self.traced(timelines[mesh.rank])
+            self._noting.__enter__()
+
+    monkeypatch.setattr(record, "Wire", Noting)
+    assert on_threads(topology, _run, name) == wanted
+    for rank, run in enumerate(wanted):
+        spans = timelines[rank].spans
+        assert {span.lane for span in spans} <= {BETWEEN, INSIDE, WAITING}
+        assert all(span.begin <= span.end for span in spans)
+        between = sum(messages for *key, _, messages in run["ledger"] if key[-1] == "inter")
+        assert bool(between) == any(span.lane == BETWEEN for span in spans)
+        assert sum(span.lane == BETWEEN for span in spans) <= between

@@ -1,0 +1,59 @@
+"""Records as one table: of a folder, an archive, or a folder of them; the page's example draws."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import report
+from harness.records import archive
+from harness.records.record import RecordError
+from report.data.frames import ReportError
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "results" / "reference"
+
+
+def test_folders_and_archives_give_the_same_trials(tmp_path: Path) -> None:
+    """One row for each trial, with what was asked and what was measured."""
+    packed = report.load(REFERENCE / "quickstart.tar.xz")
+    folder = archive.unpack(REFERENCE / "quickstart.tar.xz", tmp_path)
+    pd.testing.assert_frame_equal(packed, report.load(str(folder)))
+    pd.testing.assert_frame_equal(packed, report.load(tmp_path))
+    assert packed["id"].is_unique
+    assert (packed["step_seconds"] > 0).all()
+    assert all(one["cluster"]["rate"] == 50.0 for one in packed["trial"])
+    whole = report.load(REFERENCE)
+    assert set(whole["suite"]) == {path.name.removesuffix(".tar.xz") for path in REFERENCE.glob("*.tar.xz")}
+    assert len(whole[whole["suite"] == "quickstart"]) == len(packed)
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    """No folder, an empty one, and a file that is no archive."""
+    (tmp_path / "some.tar.xz").write_bytes(b"none")
+    (tmp_path / "empty").mkdir()
+    for path, error, words in (
+        (tmp_path / "nowhere", ReportError, "no such folder or archive"),
+        (tmp_path / "empty", ReportError, "no records and no archives"),
+        (tmp_path / "some.tar.xz", RecordError, "some.tar.xz"),
+    ):
+        with pytest.raises(error, match=words):
+            report.load(path)
+
+
+def test_the_pages_example_draws_a_figure(tmp_path: Path) -> None:
+    """As it stands, from the root of the repository."""
+    page = (ROOT / "docs" / "guide" / "compare.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = code.replace('"steps.svg"', repr(str(tmp_path / "steps.svg")))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ZeRO++" in done.stdout
+    assert (tmp_path / "steps.svg").stat().st_size > 1000

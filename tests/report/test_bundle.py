@@ -1,0 +1,71 @@
+"""What is handed on holds all that its README names; claims follow from records."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from harness import cli
+from harness.records import archive
+from harness.records.record import RecordError, read_all
+from report.bundle import bundle
+from report.claims import claims, table
+from report.data.frames import load
+from report.data.metrics import derive
+
+REFERENCE = Path(__file__).parents[2] / "results" / "reference"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The committed records of quickstart, as a results folder."""
+    return archive.unpack(REFERENCE / "quickstart.tar.xz", tmp_path_factory.mktemp("results"))
+
+
+def test_all_is_in_one_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records, the suite's text, packages, claims, and a script that a shell can read; the same each time."""
+    asked = ["bundle", "quickstart", str(tmp_path / "out"), "--results", str(folder.parent)]
+    assert cli.main(asked) == cli.OK
+    path = tmp_path / "out" / "quickstart-artifact.tar.xz"
+    assert capsys.readouterr().out == f"{path}\n"
+    first = path.read_bytes()
+    assert bundle(folder, tmp_path / "out").read_bytes() == first
+    with tarfile.open(path) as packed:
+        packed.extractall(tmp_path, filter="data")
+    there = tmp_path / "quickstart-artifact"
+    assert {one.name for one in there.iterdir()} == {
+        "README.md", "CLAIMS.md", "packages.txt", "quickstart.tar.xz", "quickstart.toml", "run.sh",
+    }  # fmt: skip
+    readme = (there / "README.md").read_text()
+    assert all(name in readme for name in ("quickstart.tar.xz", "run.sh", "CLAIMS.md"))
+    again = archive.unpack(there / "quickstart.tar.xz", tmp_path / "again")
+    assert [one.id for one in read_all(again)] == [one.id for one in read_all(folder)]
+    subprocess.run(["sh", "-n", str(there / "run.sh")], check=True)
+    refused = subprocess.run(["sh", str(there / "run.sh")], capture_output=True, text=True, check=False)
+    assert "expected the folder of a clone" in refused.stderr
+    assert 'name = "quickstart"' in (there / "quickstart.toml").read_text()
+    assert "torch==" in (there / "packages.txt").read_text()
+
+
+def test_claims_are_of_every_contender(folder: Path) -> None:
+    """Speeds with an interval, and shares of bytes without one, as the summary has them."""
+    found = claims(derive(load(folder)))
+    said = {row[0].partition(" beside ")[0] for row in found}
+    assert said == {"flat ZeRO-3", "qwZ", "hpZ", "qgZ", "ZeRO++"}
+    speed = {row[0].partition(" beside ")[0]: row for row in found if row[0].endswith("speed-up")}
+    assert len(speed) == len(said)
+    for _, estimate, expected, _ in speed.values():
+        low, high = (float(end) for end in expected.split(" to "))
+        assert low < float(estimate.partition(",")[0]) < high
+    assert table(derive(load(folder)), "quickstart").count("\n|") == len(found) + 2
+
+
+def test_what_cannot_be_bundled_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown suite, and a folder without records."""
+    assert cli.main(["bundle", "nothing", str(tmp_path), "--results", str(tmp_path)]) == cli.REFUSED
+    assert "unknown suite" in capsys.readouterr().err
+    with pytest.raises(RecordError, match="no records in it"):
+        bundle(tmp_path, tmp_path)
