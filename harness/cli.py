@@ -45,7 +45,7 @@ from harness.records.run_record import SuiteText
 from harness.runs import launchers, slurm
 from harness.runs.forecast import Host, PlanError, any_host, forecast, this_host
 from harness.runs.refusals import check_feasible, check_folder, check_inputs
-from harness.suites.expansion import MOST_TRIALS, SuiteError, load
+from harness.suites.expansion import MOST_TRIALS, SuiteError, load, name_of
 from harness.suites.labels import counted
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster
@@ -522,7 +522,7 @@ def _script(path: Path) -> str:
 def _folder(what: str, results: Path) -> Path | None:
     """The results folder of a suite's name or file, or the folder itself; None if it is neither."""
     if what.endswith(".toml"):
-        folder = results / load(Path(what)).name
+        folder = results / name_of(Path(what))
         if not folder.is_dir():
             raise Refusal(f"{folder}: no such results folder; `zeropp run` makes it")
         return folder

@@ -71,7 +71,8 @@ _MORE: Final = {
     "validation_batches": "batches of each rank in a validation",
     "measure_quantisation": "true: measure errors of what is sent, untimed, in the first repeat; try codecs",
     "memory_limit": "text with MiB or GiB",
-    "control": "`none`, or `stale_secondary`: trains worse, to show that the test of losses sees it",
+    "control": "`none`, or what trains worse, to show that the test of losses sees it: `stale_secondary`, "
+    "hpZ's copy is never renewed; `unordered`, gradients are not reordered before the two hops",
 }
 
 

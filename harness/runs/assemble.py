@@ -24,12 +24,14 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     """Assemble the record of a trial from all ranks' outcomes, in rank order, and one without measurements.
 
     Raises:
-        TrialError: for a loss that is not finite, one before training that is not a single process's, reduced
-            gradients that are not, a ledger that is not the prediction, interfaces that did not send what the
-            ledger holds, or generations of one rank that differ.
+        TrialError: for ranks that had other inputs, a loss that is not finite, one before training that is
+            not a single process's, reduced gradients that are not, a ledger that is not the prediction,
+            interfaces that did not send what the ledger holds, or generations of one rank that differ.
     """
+    _check_inputs(outcomes, blank)
     _check_losses(outcomes)
-    _check_gradients(outcomes)
+    if blank.trial.get("control") != "unordered":  # whose reduced gradients are wrong on purpose
+        _check_gradients(outcomes)
     _check_steps(outcomes[0])
     _check_decoded(outcomes)
     first = outcomes[0]
@@ -86,6 +88,25 @@ def _mean(shares: Sequence[Validation]) -> Validation:
         train_seconds=max(share.train_seconds for share in shares),
         inter_bytes=sum(known) if len(known) == len(shares) else None,
     )
+
+
+def _check_inputs(outcomes: Sequence[Outcome], blank: Record) -> None:
+    """Refuse ranks whose own codecs decode differently, or whose tokens are not those on the record."""
+    first = outcomes[0]
+    for outcome in outcomes:
+        rank, named = outcome.record.rank, outcome.ran.get("own_codecs", {})
+        for codec, digest in named.items():
+            if digest != (expected := first.ran["own_codecs"][codec]):
+                raise TrialError(
+                    f"codec {codec} decodes the same elements on rank {rank} to others (SHA-256 "
+                    f"{digest[:12]}) than on rank {first.record.rank} ({expected[:12]})"
+                )
+        found, known = outcome.ran["corpus_sha256"], blank.inputs.get("corpus")
+        if known is not None and found not in ("", known):
+            raise TrialError(
+                f"rank {rank} has other tokens (SHA-256 {found[:12]}) of the corpus than the process that "
+                f"started it ({known[:12]}): expected what gives the same each time, on every machine"
+            )
 
 
 def _check_losses(outcomes: Sequence[Outcome]) -> None:

@@ -24,6 +24,7 @@ from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import RECIPE, Model, Trial
 from harness.workloads import samples
 from impl.adapters.traffic import GroupGeometry, predict_hosted
+from impl.codecs.codec import CodecError
 from impl.deepspeed.recipe import Finding, laid_out
 from impl.plan import traffic
 from impl.plan.geometry import GeometryError, PaddingError, UnitGeometry, padding_share
@@ -140,7 +141,7 @@ def findings(trial: Trial, models: dict[str, nn.Module | PlanError] | None = Non
         return found.findings
     try:
         return laid_out(found, plan_units(model, trial.topology(), policy)).findings
-    except (GeometryError, PolicyError, ZeroError):
+    except (CodecError, GeometryError, PolicyError, ZeroError):
         return found.findings
 
 
@@ -153,8 +154,10 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         _check_launcher(trial),
         optimizer if isinstance(optimizer, str) else None,
     ]
-    problems = tuple(complaint for complaint in complaints if complaint)
     model = _model(trial.model, trial.sequence, models)
+    if trial.activation_checkpointing and not isinstance(model, PlanError):
+        complaints.append(_check_blocks(model))
+    problems = tuple(complaint for complaint in complaints if complaint)
     if isinstance(model, PlanError):
         return Forecast(trial, problems=(*problems, str(model)))
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -179,7 +182,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
                     memory = with_state(memory, optimizer)
                 copied = _copied(policy, topology, own, trial)
                 secondary = traffic.secondary_either_way(policy, topology, own)
-        except (GeometryError, PolicyError, ZeroError) as error:
+        except (CodecError, GeometryError, PolicyError, ZeroError) as error:
             return replace(found, problems=(*problems, _unfit(trial, error)))
         rate = trial.cluster.rate
         found = replace(
@@ -446,16 +449,29 @@ def _check_launcher(trial: Trial) -> str | None:
     return None
 
 
+def _check_blocks(model: nn.Module) -> str | None:
+    from harness.workloads import models as workload
+
+    try:
+        workload.check_blocks(model)
+    except workload.WorkloadError as error:
+        return str(error)
+    return None
+
+
 def _check_optimizer(trial: Trial) -> str | int:
     """State bytes per element of the trial's optimizer, or why it does not work on 1-D shards."""
     from harness.errors import Refusal
-    from harness.strategies.optimizers import state_bytes_per_element
+    from harness.strategies.optimizers import check_elementwise, state_bytes_per_element
     from impl.engine.optimizer_hooks import NOT_ELEMENTWISE
 
     name = trial.optimizer.name
-    if name in NOT_ELEMENTWISE and trial.resolved_policy() is not None and trial.host is None:
+    sharded = trial.resolved_policy() is not None and trial.host is None
+    if name in NOT_ELEMENTWISE and sharded:
         return f"optimizer.name = {name!r} is not elementwise and would be another algorithm on shards"
     try:
+        if ":" in name and sharded:
+            check_elementwise(trial.optimizer)
         return state_bytes_per_element(trial.optimizer)
     except Refusal as error:
         return str(error)

@@ -51,6 +51,7 @@ from harness.workloads import models
 from harness.workloads.data import Data
 from harness.workloads.generation import Counted, Generator
 from impl import ops
+from impl.codecs.own_rows import decoded_sha256
 from impl.plan.offload_plan import CopyKey
 from impl.plan.traffic import Event, LedgerKey, Sent
 
@@ -442,6 +443,9 @@ class TrialRun:
         return measure(zero)
 
     def _ran(self) -> dict[str, Any]:
+        policy = self.trial.resolved_policy()
+        codecs = () if policy is None else policy.own_codecs
+        own_codecs = {str(codec): decoded_sha256(codec) for codec in codecs}
         return {
             **self.strategy.describe(),
             "backend": dist.get_backend(),
@@ -450,6 +454,7 @@ class TrialRun:
             "torch": torch.__version__,
             "optimizer": type(self.optimizer).__name__,
             "corpus_sha256": self.data.sha256,
+            **({"own_codecs": own_codecs} if own_codecs else {}),
         }
 
 

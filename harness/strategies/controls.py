@@ -5,8 +5,14 @@ A test that finds no difference says something only if it finds one where there 
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 from torch import Tensor
 
+from impl.comm.reduce_scatter import Reduction
+from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.master_shard import Version
 from impl.unit.secondary_shard import SecondaryShard
 from impl.zero import Zero
@@ -19,6 +25,27 @@ def never_renew_secondary(zero: Zero) -> None:
     """
     for unit in zero.units:
         _freeze(unit.weight_gather.secondary)
+
+
+def keep_rank_order(zero: Zero) -> None:
+    """Have every unit's gradients go through the two hops in the order of ranks, not of hops.
+
+    Each message then holds neighbours in memory: rank l of node n, of N nodes with L ranks, ends with slice
+    ``l * N + n`` in place of ``n * L + l`` (paper section 3.3, where the reordering avoids it).
+    """
+    for unit in zero.units:
+        _keep_order(unit.reduction)
+
+
+def _keep_order(reduction: GradientReduction) -> None:
+    how = reduction.how
+
+    def unordered(*args: Any, **named: Any) -> Reduction:
+        right = how(*args, **named)
+        sizes = [axis.size for axis, _ in right.hops]
+        return replace(right, strides=[math.prod(sizes[hop + 1 :]) for hop in range(len(sizes))])
+
+    reduction.how = unordered  # type: ignore[method-assign]
 
 
 def _freeze(secondary: SecondaryShard) -> None:

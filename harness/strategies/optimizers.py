@@ -31,16 +31,49 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
         Refusal: for an optimizer that cannot be built or cannot step.
     """
     few = nn.Parameter(torch.zeros(64))
-    few.grad = torch.zeros_like(few)
-    stepping = built(optimizer, [few], unwrapped=True)
+    stepping = _stepped(optimizer, few, [torch.zeros_like(few)])
     try:
-        with torch.no_grad():
-            stepping.step()
+        return state_bytes(stepping, [few]) // few.numel()
+    except (RuntimeError, NotImplementedError) as error:  # of tensors without bytes, such as sparse ones
+        raise _refusal(optimizer, error) from error
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse a user's own optimizer whose step on a shard is not its step on the whole.
+
+    Raises:
+        Refusal: if three steps on halves of a tensor end elsewhere than on the whole of it.
+    """
+    draw = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, 64, generator=draw)
+    whole = nn.Parameter(start.clone())
+    _stepped(optimizer, whole, gradients)
+    for half in (slice(0, 32), slice(32, 64)):
+        part = nn.Parameter(start[half].clone())
+        _stepped(optimizer, part, [gradient[half].clone() for gradient in gradients])
+        if not torch.allclose(part, whole[half], rtol=1e-5, atol=1e-6, equal_nan=True):
+            off = float((part - whole[half]).abs().max().detach())
+            raise Refusal(
+                f"optimizer.name = {optimizer.name!r} is not elementwise and would be another algorithm on "
+                f"shards: after 3 steps on half of 64 elements one is {off:.3g} off its step on all of them"
+            )
+
+
+def _stepped(
+    optimizer: Optimizer, parameter: nn.Parameter, gradients: Iterable[Tensor]
+) -> torch.optim.Optimizer:
+    """The optimizer after a step with each gradient."""
+    stepping = built(optimizer, [parameter], unwrapped=True)
+    try:
+        for gradient in gradients:
+            parameter.grad = gradient
+            with torch.no_grad():
+                stepping.step()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's own may raise SystemExit, which is no end of ours
         raise _refusal(optimizer, error) from error
-    return state_bytes(stepping, [few]) // few.numel()
+    return stepping
 
 
 def built(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 
 from harness.suites.model_sizes import PRESETS as MODELS
@@ -92,11 +93,22 @@ def _beside_staged(trial: Trial) -> Iterator[str]:
 
 
 def _beside_control(trial: Trial) -> Iterator[str]:
-    """A control spoils the copy of hpZ, in our own engine."""
-    policy = trial.resolved_policy()
+    """A control spoils the copy of hpZ, or the order of two hops, in our own engine."""
+    policy, topology = trial.resolved_policy(), trial.topology()
     if trial.control is None:
         return
-    if policy is None or trial.host is not None or not policy.secondary_ranks(trial.topology()):
+    if trial.control == "unordered":
+        axes = () if policy is None or policy.reduce == "ring" else policy.reduce_axes(topology)
+        if (
+            trial.host is not None
+            or len(axes) < 2
+            or math.prod(axis.size for axis, _ in axes) < topology.world
+        ):
+            yield (
+                f"control = 'unordered': strategy {trial.strategy!r} on {topology} reduces gradients in "
+                f"{len(axes)} hops; expected two, over all ranks"
+            )
+    elif policy is None or trial.host is not None or not policy.secondary_ranks(topology):
         yield (
             f"control = {trial.control!r}: strategy {trial.strategy!r} keeps no secondary shard; expected "
             "one with hpZ"
@@ -124,6 +136,11 @@ def _beyond_workload(trial: Trial) -> Iterator[str]:
         yield (
             "workload = 'generate' trains nothing: expected no validate_every, no clip and no "
             "measure_quantisation"
+        )
+    if trial.activation_checkpointing or trial.optimizer.schedule != LearningRates():
+        yield (
+            "workload = 'generate' trains nothing: expected neither activation_checkpointing nor "
+            "optimizer.schedule"
         )
     if trial.accumulation > 1:
         yield f"accumulation = {trial.accumulation}: expected 1 with workload = 'generate'"

@@ -44,6 +44,8 @@ from impl.deepspeed.config_file import DeepSpeedError
 from impl.deepspeed.config_file import load as load_configuration
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
+_NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_LONGEST_NAME: Final = 100
 _CONFIGURATION: Final = "deepspeed_config"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 
@@ -62,7 +64,7 @@ class _File(BaseModel):
     """The top-level keys of a suite file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)
+    name: str = Field(pattern=f"^{_NAME}$", max_length=_LONGEST_NAME)
     question: str = Field(min_length=1)
     time: str = "not stated"
     repeats: Annotated[Repeats, BeforeValidator(Repeats.of)] = Repeats()
@@ -99,6 +101,21 @@ def load(path: Path) -> Suite:
     folder.find_from(path.parent)
     expansion = _Expansion(path, _tables(path, text))
     return replace(expansion.suite(), text=text, configurations=expansion.configurations)
+
+
+def name_of(path: Path) -> str:
+    """The name in a suite file, which is not expanded: nothing that it names is imported.
+
+    Raises:
+        SuiteError: if it cannot be read, or has no name that a folder can have.
+    """
+    name = _tables(path, _read(path)).get("name")
+    if not isinstance(name, str) or len(name) > _LONGEST_NAME or re.fullmatch(_NAME, name) is None:
+        raise SuiteError(
+            f"{path}: name = {_text(name)}: expected at most {_LONGEST_NAME} letters, digits, '_', '-' and "
+            "'.', which is not the first"
+        )
+    return name
 
 
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:

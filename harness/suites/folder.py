@@ -24,6 +24,7 @@ def forget() -> None:
     """Find what suites name from the working folder again."""
     global _folder  # noqa: PLW0603
     _folder = None
+    own_object.forget()
 
 
 def here() -> Path:
@@ -33,4 +34,7 @@ def here() -> Path:
 
 def found(path: str) -> Path:
     """A path that a suite names; relative ones are of its folder."""
-    return here() / Path(path).expanduser()
+    try:
+        return here() / Path(path).expanduser()
+    except RuntimeError:  # of "~somebody" whom the machine does not know
+        return here() / path

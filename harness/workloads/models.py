@@ -281,13 +281,21 @@ def checkpoint_activations(model: nn.Module) -> None:
     Raises:
         WorkloadError: for a model without blocks.
     """
-    blocks = find_blocks(model)
-    if not blocks:
+    check_blocks(model)
+    for block in find_blocks(model):
+        block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]  # classes have a hash
+
+
+def check_blocks(model: nn.Module) -> None:
+    """Refuse a model whose activations cannot be checkpointed.
+
+    Raises:
+        WorkloadError: if it has no blocks.
+    """
+    if not find_blocks(model):
         raise WorkloadError(
             "activation_checkpointing: the model has no blocks; expected some in a ModuleList or Sequential"
         )
-    for block in blocks:
-        block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]  # classes have a hash
 
 
 @cache

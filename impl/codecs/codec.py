@@ -457,10 +457,11 @@ class OwnCodec(_Framed):
         if (claimed := self.claimed) is not None:
             return claimed.frame_bytes(numel)
         count = self.thing.frame_bytes
-        size = -1 if count is None else count(numel)
-        if not 0 <= size < 2**63:
-            raise CodecError(f"{self.name}: frame_bytes({numel}) returned {size}")
-        return size
+        assert count is not None  # noqa: S101  # looked at where it was read
+        try:
+            return count(numel)
+        except OwnObjectError as error:
+            raise CodecError(str(error)) from error
 
     def frame_bytes(self, numel: int) -> int:
         """Bytes of the frame of ``numel`` elements, with padding."""

@@ -39,8 +39,10 @@ from impl.errors import raised
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KINDS: Final = ("fp32", "bf16", "fp16")
-_DEVICES: Final = ("cpu", "cuda")
+_DEVICE: Final = re.compile(r"cpu|cuda(:\d{1,3})?")
 _seen: Final[list[Path]] = []  # folders whose modules count
+_added: Final[list[str]] = []  # of them, those that were not in sys.path
+_names: Final[list[str]] = []  # of modules that were imported
 LAWS: Final = ("bound", "zero", "idempotent", "sign", "power_of_two", "nonfinite", "unbiased")
 
 
@@ -86,6 +88,17 @@ def see(folder: Path) -> None:
         _seen.append(here)
     if str(here) not in sys.path:
         sys.path.append(str(here))
+        _added.append(str(here))
+
+
+def forget() -> None:
+    """Drop the folders, and what was imported by name, as in a process that begins."""
+    for name in _names:
+        sys.modules.pop(name, None)
+    sys.path[:] = [one for one in sys.path if one not in _added]
+    for known in (_names, _added, _seen):
+        known.clear()
+    imported.cache_clear()
 
 
 def import_object(text: str) -> Any:
@@ -98,6 +111,8 @@ def import_object(text: str) -> Any:
     see(Path.cwd())
     failed = f"cannot import {module!r}"
     try:
+        if module not in sys.modules:
+            _names.append(module)
         thing: Any = importlib.import_module(module)
         _check_origin(text, module, getattr(thing, "__file__", None))
         failed = f"{module} has no {path!r}"
@@ -153,8 +168,8 @@ def _declared(name: str, thing: Any) -> OwnObject:
     if not isinstance(kinds, list | tuple) or not kinds or any(kind not in _KINDS for kind in kinds):
         raise OwnObjectError(f"{name}: kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}")
     device = str(getattr(thing, "device", "cpu"))
-    if device.partition(":")[0] not in _DEVICES:
-        raise OwnObjectError(f"{name}: device {device!r}: expected cpu or cuda")
+    if _DEVICE.fullmatch(device) is None:
+        raise OwnObjectError(f"{name}: device {device!r}: expected cpu, cuda, or cuda with a number")
     claimed = getattr(thing, "codec", None)
     laws = getattr(thing, "laws", None)
     words: tuple[str, ...] = ()
@@ -188,7 +203,7 @@ def _declared(name: str, thing: Any) -> OwnObject:
         stochastic=stochastic,
         kinds=tuple(kinds),
         device=device,
-        frame_bytes=_counting(size) if callable(size) else None,
+        frame_bytes=_counting(name, size) if callable(size) else None,
         error_bound=bound,
         decode_sum=_offered(name, thing, "decode_sum", kinds),
         decode_sum_encode=_offered(name, thing, "decode_sum_encode", kinds),
@@ -207,17 +222,22 @@ def _offered(name: str, thing: Any, method: str, kinds: Sequence[str]) -> Callab
     return found  # type: ignore[no-any-return]  # just looked at
 
 
-def _counting(frame_bytes: Callable[[int], Any]) -> Callable[[int], int]:
+def _counting(name: str, frame_bytes: Callable[[int], Any]) -> Callable[[int], int]:
     """A user's ``frame_bytes``, which must return a number of bytes."""
 
     def checked(numel: int) -> int:
         try:
             size = frame_bytes(numel)
-        except SystemExit as error:  # no end of ours
-            raise RuntimeError(f"frame_bytes({numel}) raised {raised(error)}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too: it is no end of ours
+            raise OwnObjectError(f"{name}: frame_bytes({numel}) raised {raised(error)}") from error
         try:
-            return operator.index(size)
+            found = operator.index(size)
         except TypeError:
-            raise TypeError(f"frame_bytes({numel}) returned {size!r}, expected an int") from None
+            raise OwnObjectError(f"{name}: frame_bytes({numel}) returned {size!r}, expected an int") from None
+        if not 0 <= found < 2**63:
+            raise OwnObjectError(f"{name}: frame_bytes({numel}) returned {found}")
+        return found
 
     return checked

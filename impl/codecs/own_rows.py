@@ -7,6 +7,7 @@ rank's message, whatever it writes there.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable
 
@@ -28,7 +29,14 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
             if noise is not None and stochastic:
                 start = noise.start + sum(i * stride for i, stride in zip(row, noise.strides, strict=True))
                 random = (Noise(noise.words, start),)
-            function(source[row], target[row], *random)
+            read, written = source[row], target[row]
+            sizes = read.shape, written.shape
+            function(read, written, *random)
+            if (read.shape, written.shape) != sizes:
+                raise CodecError(
+                    f"a codec's method was given tensors {tuple(sizes[0])} and {tuple(sizes[1])}, and made "
+                    f"them {tuple(read.shape)} and {tuple(written.shape)}"
+                )
 
     return all_rows
 
@@ -62,6 +70,16 @@ def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     for source in frames[1:]:
         decode(codec, source, one)
         out.add_(one)
+
+
+def decoded_sha256(codec: OwnCodec) -> str:
+    """SHA-256 of what one row of numbers is after ``codec``; the same on all ranks, as weights must be."""
+    numel = codec.grain * -(-256 // codec.grain)
+    x = torch.linspace(-3, 3, numel, device=codec.thing.device)  # (S,)
+    frame = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8, device=x.device)
+    encode(codec, x, frame, Noise((0, 0, 0, 0)) if codec.stochastic else None)
+    decode(codec, frame, x)
+    return hashlib.sha256(x.cpu().numpy().tobytes()).hexdigest()
 
 
 def _own_frames(codec: OwnCodec, frames: Tensor, numel: int) -> Tensor:

@@ -70,8 +70,11 @@ class Mesh:
             group: those that train one replica of the data together, beside tensor or pipeline parallelism.
 
         Raises:
-            MeshError: if its size is not ``topology.world``, or this rank is not in it.
+            MeshError: for what is no topology, if the group's size is not ``topology.world``, or if this
+                rank is not in it.
         """
+        if not isinstance(topology, Topology):
+            raise MeshError(f"topology {topology!r} is a {type(topology).__name__}: expected a Topology")
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         if rank < 0:
             raise MeshError(f"rank {dist.get_rank()} is not in the group that a mesh was to be made of")
@@ -89,10 +92,14 @@ class Mesh:
         """Wrap a process group whose ranks torchrun started: ``LOCAL_WORLD_SIZE`` says which share a node.
 
         Raises:
-            MeshError: if its nodes have unequal numbers of its ranks, or as :meth:`create`.
+            MeshError: for a size that is no number from 1, if its nodes have unequal numbers of its ranks,
+                or as :meth:`create`.
         """
         ranks = dist.get_process_group_ranks(group)
-        each = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        said = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
+        if not said.isdecimal() or int(said) < 1:
+            raise MeshError(f"LOCAL_WORLD_SIZE={said!r}: expected a node's number of ranks, from 1")
+        each = int(said)
         counts = Counter(rank // each for rank in ranks)
         if len(set(counts.values())) != 1 or sorted(ranks, key=lambda rank: rank // each) != ranks:
             raise MeshError(

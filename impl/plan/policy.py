@@ -283,6 +283,11 @@ class Policy:
     align: int = 1
 
     def __post_init__(self) -> None:
+        hops: object = self.gradients
+        if not isinstance(hops, tuple) or len(hops) != 2:
+            raise PolicyError(
+                f"gradients = {self.gradients!r}: expected a tuple of two codecs, of hop 1 and of hop 2"
+            )
         for codec in self.codecs:
             if not isinstance(codec, Codec):
                 raise PolicyError(
@@ -431,6 +436,11 @@ class Policy:
         if any(codec in self.gradients for codec in self.own_codecs):
             self._check_chunks()
         for codec in self.own_codecs:
+            if "fp32" not in codec.thing.kinds:
+                raise PolicyError(
+                    f"{codec}: its kinds are {', '.join(codec.thing.kinds)}; expected fp32 too, the type of "
+                    "master shards and of sums"
+                )
             if self.loss_scale is not None and Law.NONFINITE not in codec.laws:
                 raise PolicyError(
                     f"loss_scale = {self.loss_scale} finds overflows in what was sent, and {codec} does not "

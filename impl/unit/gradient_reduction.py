@@ -55,7 +55,7 @@ class GradientReduction:
         """The message in which gradients of ``dtype`` may be collected; None if they must be encoded."""
         if self._policy.reduce == "ring":
             return None
-        return opened(self._reduction(), self._geometry.piece, dtype)
+        return opened(self.how(), self._geometry.piece, dtype)
 
     def reducing(self, gradient: Tensor, message: Exchange | None) -> Steps[None]:
         """Average ``gradient`` (padded,), and let this rank's shard take the mean.
@@ -67,7 +67,7 @@ class GradientReduction:
         axes, codec = self._replicas
         master_shard = self._master_shard
         in_place = master_shard.fresh and not axes and not master_shard.placement.shard
-        how = self._reduction(message, master_shard.place() if in_place else None, goes_on=bool(axes))
+        how = self.how(message, master_shard.place() if in_place else None, goes_on=bool(axes))
         mean = yield from reduced(how, self._policy.reduce, gradient)
         if axes:
             noise, strides = self._replica_noise(how, codec), self._strides_of(axes)
@@ -83,7 +83,7 @@ class GradientReduction:
             self._wire.observer.averaged(self._geometry.name, first, mean[first - low : end - low])
         master_shard.take(mean)
 
-    def _reduction(
+    def how(
         self, message: Exchange | None = None, out: Tensor | None = None, *, goes_on: bool = False
     ) -> Reduction:
         """How the gradient is reduced now."""

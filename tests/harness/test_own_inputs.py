@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -40,8 +41,44 @@ def raising(): raise RuntimeError("no data today")
 def leaving(): raise SystemExit(0)
 def lengths(text): return [len(word) for word in text.split()]
 
+def other(): return np.random.default_rng().integers(0, 300, 20000), np.arange(300)
+
 class Plain(torch.optim.SGD):
     pass
+
+class Normed(torch.optim.SGD):
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+class Sparse(torch.optim.SGD):
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["s"] = torch.eye(4).to_sparse()
+
+class Uncounted(Eighths):
+    def frame_bytes(self, numel): return {}[numel]
+
+class Halves(Eighths):
+    kinds = ["bf16"]
+
+class Shrinking(Eighths):
+    def decode(self, frame, out): out.resize_(out.numel() // 2)
+
+class Elsewhere(Eighths):
+    device = "cuda:banana"
+
+class Apart(Eighths):
+    def decode(self, frame, out):
+        super().decode(frame, out)
+        out += frame.any() * (torch.distributed.is_initialized() and torch.distributed.get_rank()) / 4096
+
+def flat(sequence, vocab):
+    class Flat(torch.nn.Embedding):
+        def forward(self, tokens, targets):
+            return super().forward(tokens).square().mean()
+    return Flat(vocab, 4)
 """
 HEAD = 'name = "q"\nquestion = "Does one\'s own run?"\n'
 BODY = """
@@ -71,6 +108,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (there / "mine.py").write_text(MINE, encoding="utf-8")
     monkeypatch.chdir(here)
     return there
+
+
+@pytest.fixture
+def forgetful(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> pytest.CaptureFixture[str]:
+    """This process may import the test's module, for it forgets it."""
+    monkeypatch.setitem(sys.modules, "mine", sys)  # whatever there is: the end of the test takes it away
+    monkeypatch.delitem(sys.modules, "mine")
+    importlib.invalidate_caches()
+    return capsys
 
 
 def write(folder: Path, body: str) -> str:
@@ -123,6 +171,9 @@ def test_all_that_is_ones_own_runs_together(folder: Path) -> None:
     assert of(records, "qwz", activation_checkpointing=True).inputs.keys() == {
         "corpus", "optimizer", "codec mine:Eighths",
     }  # fmt: skip
+    (folder / "mine.py").write_text("raise SystemExit(0)", encoding="utf-8")
+    done = zeropp("report", str(folder / "q.toml"))
+    assert done.returncode == cli.OK, done.stderr
     shutil.rmtree(folder)
     for command in (["report", "q"], ["show", "q"], ["show", records[0].id]):
         done = zeropp(*command)
@@ -186,12 +237,23 @@ def test_a_tokenizer_makes_the_tokens(folder: Path) -> None:
         (("mine:Plain", "mine:Eighths"), "expected a class derived from torch.optim.Optimizer"),
         (("mine:Plain", "mine:Absent"), "mine has no 'Absent'"),
         (("mine:Plain", "json:Plain"), "json is that of "),
+        (
+            ("mine:Plain", "mine:Normed"),
+            "is not elementwise and would be another algorithm on shards",
+        ),
+        (("mine:Plain", "mine:Sparse"), "optimizer.arguments of mine:Sparse: "),
+        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Uncounted']\n"), "raised KeyError"),
+        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Halves']\n"), "expected fp32 too"),
+        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Shrinking']\n"), "and made them"),
+        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Elsewhere']\n"), "expected cpu, cuda"),
+        (("mine:tokens", "~nosuchuser/x"), "'~nosuchuser/x': no such file or folder in"),
+        (('"gpt-tiny"', '"mine:flat"\nactivation_checkpointing = true'), "the model has no blocks"),
         (("lr = 0.5", "lr = 0.5\noptimizer.schedule.warmup = 5"), "the trial has 4 steps in all"),
         (("lr = 0.5", "lr = 0.5\ntokenizer = 'mine:lengths'"), "has tokens already; expected no tokenizer"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_trial(
-    folder: Path, change: tuple[str, str], words: str
+    folder: Path, change: tuple[str, str], words: str, forgetful: pytest.CaptureFixture[str]
 ) -> None:
     """In one line, with status 2; nothing is written."""
     (folder / "json.py").write_text(MINE, encoding="utf-8")  # which the standard library's hides
@@ -201,11 +263,31 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
             (folder / place / name).touch()
     before, after = change
     body = BODY.replace(before, after) if before else BODY + after
-    done = zeropp("run", write(folder, body))
-    assert done.returncode == cli.REFUSED, done.stderr
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    if "[matrix]" not in body:
+        body += "[matrix]\nstrategy = ['zero3']\n"
+    status, said = cli.main(["run", write(folder, body)]), forgetful.readouterr().err
+    assert status == cli.REFUSED, said
+    assert words in said
+    assert said.count("\n") == 1
     assert not Path("results").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("mine:tokens", "mine:other"), "of the corpus than the process that started it"),
+        (("'zero3'", "'qwz'"), "codec mine:Apart decodes the same elements on rank 1 to others"),
+    ],
+)
+def test_ranks_that_have_other_inputs_fail(folder: Path, change: tuple[str, str], words: str) -> None:
+    """Data that differ each time, and a codec that decodes differently on another rank, make no record."""
+    body = BODY + "[matrix]\nstrategy = ['zero3']\n"
+    body = body.replace(*change) + ("policy.weights = ['mine:Apart']\n" if "qwz" in change[1] else "")
+    done = zeropp("run", write(folder, body))
+    assert done.returncode == cli.SOME_FAILED, done.stderr
+    (record,) = read_all(Path("results/q"))
+    assert record.failure is not None
+    assert words in record.failure.message
 
 
 def test_a_trial_without_own_inputs_has_its_corpus_alone() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from harness.strategies.controls import never_renew_secondary
+from harness.strategies.controls import keep_rank_order, never_renew_secondary
 from harness.suites.contradictions import check
 from harness.suites.trial import Trial
 from impl.comm.mesh import Mesh
@@ -51,6 +52,46 @@ def test_a_stale_secondary_changes_gradients_from_the_second_step_on() -> None:
         assert right[:2] == wrong[:2]
         assert right[2] != wrong[2]
         assert sent == other
+
+
+def _reduced(mesh: Mesh, spoilt: bool) -> tuple[list[torch.Tensor], dict[LedgerKey, Sent]]:
+    """This rank's shard of every unit's mean gradient."""
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY))
+    if spoilt:
+        keep_rank_order(zero)
+    net(batch(0, mesh.rank)).square().mean().backward()
+    zero.finish_backward()
+    shards = [
+        gradient for group in zero.param_groups() for p in group["params"] if (gradient := p.grad) is not None
+    ]
+    return [one.clone() for one in shards], dict(zero.wire.ledger.rows())
+
+
+def test_without_the_reordering_two_hops_end_on_other_ranks() -> None:
+    """Of 2 nodes with 2 ranks the middle ones have each other's slices; no byte sent differs."""
+    right, wrong = (on_threads(Topology(2, 2), _reduced, spoilt) for spoilt in (False, True))
+    assert [sent for _, sent in wrong] == [sent for _, sent in right]
+    for rank, owner in enumerate([0, 2, 1, 3]):
+        for found, wanted in zip(wrong[rank][0], right[owner][0], strict=True):
+            torch.testing.assert_close(found, wanted)
+        assert (owner == rank) == all(
+            torch.equal(a, b) for a, b in zip(wrong[rank][0], right[rank][0], strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"strategy": "zero3", "policy": {"reduce": "ring"}},
+        {"strategy": "fsdp2"},
+        {"strategy": "qgz", "cluster": {"nodes": 1, "ranks_per_node": 4}},
+    ],
+)
+def test_an_order_of_hops_needs_two(fields: dict[str, Any]) -> None:
+    """A ring has none, nor has a peer, or a single node."""
+    with pytest.raises(ValueError, match=r"control = 'unordered': strategy .* in \d hops; expected two"):
+        check(Trial.model_validate(fields | {"control": "unordered"}))
 
 
 def test_a_control_is_part_of_a_trial_and_of_its_name() -> None:

@@ -240,6 +240,8 @@ WARMING = Optimizer(schedule=LearningRates(warmup=99))
         (GENERATES | {"model": Model(name="a:b")}, "model 'a:b' cannot"),
         (GENERATES | {"sequence": 32}, "generate.prompt = 32 and generate.tokens = 32: together at most"),
         (GENERATES | {"clip": 1.0}, "trains nothing"),
+        (GENERATES | {"activation_checkpointing": True}, "expected neither activation_checkpointing nor"),
+        (GENERATES | {"optimizer": WARMING}, "expected neither activation_checkpointing nor"),
         (GENERATES | {"accumulation": 2}, "accumulation = 2: expected 1"),
         ({"policy": PolicyChanges(secondary=3)}, "hpZ group of 3 ranks does not fit 2 nodes x 2 ranks"),
     ],

@@ -149,6 +149,7 @@ def _refusals(mesh: Mesh) -> list[str]:
         lambda: Mesh.of_group(other),
         lambda: Init(policy=preset("exact")),
         lambda: Init(policy=preset("exact"), mesh=mesh, data_parallel_group=other),
+        lambda: Mesh.create("2x2"),  # type: ignore[arg-type]  # the claim
     ):
         try:
             make()
@@ -158,12 +159,31 @@ def _refusals(mesh: Mesh) -> list[str]:
     return said
 
 
+def _of_nodes(mesh: Mesh, said: str) -> str:
+    del mesh
+    os.environ["LOCAL_WORLD_SIZE"] = said
+    assert dist.group.WORLD is not None
+    try:
+        Mesh.of_group(dist.group.WORLD)
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("said", ["0", "-1", "two"])
+def test_a_size_of_nodes_that_is_none_is_refused(said: str) -> None:
+    """Naming the variable."""
+    for found in on_processes(Topology(1, 2), _of_nodes, said):
+        assert found == f"LOCAL_WORLD_SIZE='{said}': expected a node's number of ranks, from 1"
+
+
 def test_groups_that_do_not_fit_are_refused() -> None:
     """Of another size, unevenly on nodes, without this rank, and beside a mesh."""
     first, *_, last = on_processes(Topology(2, 2), _with_two_a_node)
     assert "needs 2 ranks, the process group has 3" in first[0]
     assert "[0, 1, 2] stand as {0: 2, 1: 1} on nodes of 2" in first[1]
-    assert all("one of them" in words for words in first[2:])
+    assert all("one of them" in words for words in first[2:4])
+    assert first[4] == "topology '2x2' is a str: expected a Topology"
     assert "rank 3 is not in the group" in last[0]
 
 

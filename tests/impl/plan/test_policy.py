@@ -63,6 +63,8 @@ def test_the_papers_baseline_is_zero3_on_flat_rings(nodes: int, ranks: int) -> N
     [
         ({"secondary_format": "bf16"}, "says how hpZ's copy is kept, and secondary = 0 keeps none"),
         ({"secondary": 2, "secondary_format": "int8:64"}, "expected one of frames, fp32, bf16, fp16"),
+        ({"gradients": BF16}, "expected a tuple of two codecs, of hop 1 and of hop 2"),
+        ({"gradients": (BF16,)}, "expected a tuple of two codecs"),
         ({"gather": "flat", "secondary": 2}, "a flat gather has no such hop"),
         ({"reduce": "one_hop", "gradients": (BF16, FP32)}, "has one hop"),
         ({"reduce": "ring", "feedback": Feedback()}, "the partial sums of a ring are others' too"),
