@@ -77,6 +77,30 @@ def test_memory_reduces_to_the_papers_formula() -> None:
     assert memory(preset("zeropp"), topology, [unit])["secondary"] == pytest.approx(secondary / 2, rel=0.002)
 
 
+def test_memory_is_zeros_table_and_the_difference_is_named() -> None:
+    """Table 1 of ZeRO's paper, 45 numbers: 4, 2 and 0 bytes a parameter, and 12, 14 and 16 over the ranks.
+
+    At stage 3 ours are equal: fp32 masters, mean gradients and Adam's states, where the paper counts 16-bit
+    weights and gradients beside fp32 masters.  Below, the mean gradient is fp32 too, and with several
+    micro-batches stage 1 adds up in fp32.
+    """
+    beside = {1: (2, 4), 2: (0, 2), 3: (0, 0)}  # bytes a parameter more, and over the ranks
+    with (PUBLISHED / "zero_memory.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 45
+    for row in rows:
+        stage, ranks = int(row["stage"]), int(row["data_parallel_ranks"])
+        topology, numel = Topology(ranks // 4, 4), round(float(row["parameters_billion"]) * 1e9)
+        unit = lay_out("u", [ParameterSpec("w", (numel,))], grain=1, world=ranks, max_padding=0.001)
+        policy = preset("zero3" if stage == 3 else f"zero{stage}", compute="bf16")
+        parts = memory(policy, topology, [unit], micro_batches=1 if stage == 3 else 2)
+        names = ["masters", "gradients", "optimizer"]
+        names += {1: ["gathered", "local_gradients"], 2: ["gathered"], 3: []}[stage]
+        whole, shared = beside[stage]
+        ours = (sum(parts[name] for name in names) - whole * numel - shared * numel / ranks) / 1e9
+        assert ours == pytest.approx(float(row["gb_per_gpu"]), rel=0.005, abs=0.005), row
+
+
 def test_hpzs_copy_in_16_bits_is_the_papers() -> None:
     """Figure 4's example, 100 B parameters on 64 nodes of 16: 12.5 GB in 16 bits, half as frames (facts A4).
 
