@@ -94,10 +94,12 @@ class Look:
 
 
 def looks_of(contenders: Sequence[tuple[str, str]]) -> dict[str, Look]:
-    """Styles by contender, from (strategy, contender): variants of one strategy differ in dashes."""
+    """Styles by contender, from (strategy, contender): those of one strategy differ in all three."""
     dashes: dict[str, Iterator[str]] = defaultdict(lambda: cycle(("-", "--", ":", "-.")))
     return {
-        contender: Look(theme.colour(strategy), theme.marker(strategy), next(dashes[strategy]))
+        contender: Look(
+            theme.colour(strategy, contender), theme.marker(strategy, contender), next(dashes[strategy])
+        )
         for strategy, contender in contenders
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Final
 import pandas as pd
 
 from report.data import footnotes
+from report.data.contender import NAMES
 from report.data.metrics import Derived
 from report.draw import theme
 from report.draw.figure_definition import Drawing, Plot, records_behind
@@ -46,13 +48,21 @@ class Drawn:
 def draw(plot: Plot, derived: Derived, folder: Path) -> Drawn | None:
     """Draw a figure into ``folder``; None if the records hold nothing to draw."""
     data = plot.data(derived)
-    return None if data.empty else write(plot, data, folder)
+    ran = derived.finished.sort_values("place", kind="stable")
+    presets = [
+        name != NAMES.get(strategy) for strategy, name in zip(ran["strategy"], ran["contender"], strict=True)
+    ]
+    ran = ran.assign(changed=presets).sort_values("changed", kind="stable")
+    variants = theme.numbered(zip(ran["strategy"], ran["contender"], strict=True))
+    return None if data.empty else write(plot, data, folder, variants)
 
 
-def write(plot: Drawing, data: pd.DataFrame, folder: Path) -> Drawn:
+def write(
+    plot: Drawing, data: pd.DataFrame, folder: Path, variants: Mapping[str, int] | None = None
+) -> Drawn:
     """Draw a table with rows, and write it as SVG, PDF, PNG and CSV of its raw values."""
     rendered = {}
-    with theme.style():
+    with theme.style(variants):
         figure = plot.draw(data)
         figure.draw_without_rendering()  # lays it out: once, for all forms
         figure.set_layout_engine("none")

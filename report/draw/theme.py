@@ -1,17 +1,22 @@
-"""Style of figures: fonts, and a fixed colour and marker per policy, safe for colour-blind readers.
+"""Style of figures: fonts, and a fixed colour and marker per contender, safe for colour-blind readers.
 
 Colours are Okabe and Ito's for the techniques and Tol's for peers; pairs lie between their two
-techniques.  Every line also has its marker and its name beside it, so no figure needs colour.
+techniques.  Further contenders of one policy, with other codecs, have its shades and their own markers.
+Every line also has its name beside it, so no figure needs colour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Final
 
 import matplotlib as mpl
 import seaborn as sns
+from matplotlib.colors import to_hex, to_rgb
 
 WIDTH: Final = 7.2  # inches; a text column of the page, and of a journal's two columns
 INK: Final = "#222222"
@@ -107,22 +112,49 @@ MEMORY: Final = {
 HATCH: Final = "////"  # a part without a formula
 OTHER: Final = "#bbbbbb"
 BATCHES: Final = ("#d55e00", "#8a3c00", "#f2a679", "#5b2800")  # shades of ZeRO++, by tokens per rank
+# How the second and further contenders of a strategy differ from its first: colour to mix in, and its share.
+_SHADES: Final = (("black", 0.0), ("black", 0.45), ("white", 0.5), ("black", 0.7), ("white", 0.3))
+_FILLED: Final = ("D", "o", "s", "^", "v", "P", "X", "p", "h", "<", ">", "*", "d", "H", "8")
+_variants: Final[ContextVar[Mapping[str, int]]] = ContextVar("variants", default=MappingProxyType({}))
 MEASURED: Final = {"calibrated": "#0072b2", "probed": "#222222"}
 
 
-def colour(strategy: str) -> str:
-    """The colour of a strategy, the same in every figure."""
-    return COLOURS.get(strategy, OTHER)
+def colour(strategy: str, contender: str = "") -> str:
+    """The colour of a strategy or, of several contenders with it, one's shade, the same in every figure."""
+    base = COLOURS.get(strategy, OTHER)
+    ground, share = _SHADES[_variants.get().get(contender, 0) % len(_SHADES)]
+    if not share:
+        return base
+    red, green, blue = (
+        (1 - share) * one + share * other for one, other in zip(to_rgb(base), to_rgb(ground), strict=True)
+    )
+    return to_hex((red, green, blue))
 
 
-def marker(strategy: str) -> str:
-    """The marker of a strategy, the same in every figure."""
-    return MARKERS.get(strategy, "o")
+def marker(strategy: str, contender: str = "") -> str:
+    """The marker of a strategy or, of several contenders with it, one's own, the same in every figure."""
+    own, number = MARKERS.get(strategy, "o"), _variants.get().get(contender, 0)
+    return own if not number else [one for one in _FILLED if one != own][(number - 1) % (len(_FILLED) - 1)]
+
+
+def numbered(contenders: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """Contenders numbered among those of their strategy, of (strategy, contender) in list order."""
+    counts: Counter[str] = Counter()
+    found: dict[str, int] = {}
+    for strategy, contender in contenders:
+        if contender not in found:
+            found[contender] = counts[strategy]
+            counts[strategy] += 1
+    return found
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Context in which figures are drawn and saved: fonts, lines, deterministic output."""
+def style(variants: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Context in which figures are drawn and saved: fonts, lines, deterministic output.
+
+    Args:
+        variants: the page's contenders, :func:`numbered`.
+    """
     base = sns.axes_style("ticks") | sns.plotting_context("paper")
     own = {
         "axes.axisbelow": True,
@@ -161,5 +193,9 @@ def style() -> Iterator[None]:
         "xtick.major.width": 0.8,
         "ytick.major.width": 0.8,
     }
-    with mpl.rc_context(base | own):
-        yield
+    token = _variants.set(variants or {})
+    try:
+        with mpl.rc_context(base | own):
+            yield
+    finally:
+        _variants.reset(token)

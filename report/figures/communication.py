@@ -31,7 +31,8 @@ def _draw(data: pd.DataFrame) -> Figure:
     figure, ((ax,),) = chart_parts.panels(1, height=chart_parts.bars_height(len(rows), room=1.2))
     chart_parts.row_names(ax, [name for name, _, _ in rows])
     for place, (_, strategy, mine) in enumerate(rows):
-        colour, ends = theme.colour(strategy), communication.end_to_end(mine)
+        contender = str(mine["contender"].iloc[0])
+        colour, ends = theme.colour(strategy, contender), communication.end_to_end(mine)
         hops = communication.of_hops(_last(mine)).groupby(["hop", "axis", "codec"])["vnmse"].median()
         last = communication.median(communication.end_to_end(_last(mine)))
         first_row = place == 0
@@ -44,7 +45,7 @@ def _draw(data: pd.DataFrame) -> Figure:
             label="end to end, at each measured step" if first_row else None,
         )  # fmt: skip
         ax.plot(
-            last, place + 0.14, theme.marker(strategy), color=colour, mec="white", ms=7,
+            last, place + 0.14, theme.marker(strategy, contender), color=colour, mec="white", ms=7,
             label="end to end, at the last" if first_row else None,
         )  # fmt: skip
         largest = max([last, *hops, *ends["vnmse"]])

@@ -33,8 +33,8 @@ def _draw(data: pd.DataFrame) -> Figure:
     figure, grid = chart_parts.panels(2, len(cells), height=height, sharey="row")
     for row, (title, mine) in zip(grid, cells, strict=True):
         chart_parts.row_names(row[0], [contender for _, contender in contenders(mine)])
-        for place, (strategy, _, group) in enumerate(by_contender(mine)):
-            colour = theme.colour(strategy)
+        for place, (strategy, contender, group) in enumerate(by_contender(mine)):
+            colour = theme.colour(strategy, contender)
             for ax, name, told in (
                 (row[0], "joules_per_token", number(3)),
                 (row[1], "utilisation", number(2)),

@@ -36,8 +36,8 @@ def _draw(data: pd.DataFrame) -> Figure:
         # Without ZeRO-3 beside them there is no ratio of ours, and the published ones stand alone.
         top = float(np.nanmax([mine["speedup"].max(), published.generation()["speedup"].max()]))
         chart_parts.row_names(row[0], [contender for _, contender in contenders(mine)])
-        for place, (strategy, _, group) in enumerate(by_contender(mine)):
-            colour, speeds = theme.colour(strategy), group["tokens_per_second"]
+        for place, (strategy, contender, group) in enumerate(by_contender(mine)):
+            colour, speeds = theme.colour(strategy, contender), group["tokens_per_second"]
             found = decoding.speed(group)
             chart_parts.interval_bar(
                 row[0], place, found, speeds, colour=colour, text=number(3)(found.estimate)

@@ -127,10 +127,11 @@ def _draw_final(data: pd.DataFrame) -> Figure:
     figure, ((ax,),) = chart_parts.panels(1, height=chart_parts.bars_height(len(rows)))
     chart_parts.row_names(ax, [name for name, _, _ in rows])
     for place, (_, strategy, group) in enumerate(rows):
-        colour, losses = theme.colour(strategy), _once(group)
+        contender = str(group["contender"].iloc[0])
+        colour, losses = theme.colour(strategy, contender), _once(group)
         ax.plot([losses.min(), losses.max()], [place, place], color=colour, lw=1.2, alpha=0.6)
         ax.plot(losses, [place] * len(losses), ".", color=colour, ms=5, alpha=0.6)
-        ax.plot(losses.mean(), place, theme.marker(strategy), color=colour, mec="white", ms=7)
+        ax.plot(losses.mean(), place, theme.marker(strategy, contender), color=colour, mec="white", ms=7)
         chart_parts.beside(ax, float(losses.max()), place, f"{losses.mean():.4f}", points=8)
     low, high = data["validation_loss"].min(), data["validation_loss"].max()
     room = max(0.15 * (high - low), 0.002 * high)

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 from typing import Final
 
+from report.figures import (
+    break_even,
+    codecs,
+    communication,
+    energy,
+    generation,
+    loss,
+    memory,
+    scaling,
+    speed,
+    step,
+)
 from report.figures import bytes as bytes_figures
-from report.figures import codecs, communication, energy, generation, loss, memory, scaling, speed, step
 
 _MODULES: Final = (
-    speed, step, scaling, generation, bytes_figures, energy, loss, memory, communication, codecs
+    speed, break_even, step, scaling, generation, bytes_figures, energy, loss, memory, communication, codecs
 )  # fmt: skip
 _BY_NAME: Final = {plot.name: plot for module in _MODULES for plot in module.PLOTS}
 _ORDER: Final = (
-    "speedup", "ablation", "throughput", "beside_published", "parity", "generation", "scaling", "step_split",
-    "volume", "energy", "loss", "final_loss", "memory", "largest_model", "sent_error", "error", "block_sweep",
-    "bits_sweep", "link",
+    "speedup", "ablation", "throughput", "beside_published", "parity", "break_even_map", "generation",
+    "scaling", "step_split", "volume", "energy", "loss", "final_loss", "memory", "largest_model",
+    "sent_error", "error", "block_sweep", "bits_sweep", "link",
 )  # fmt: skip
 PLOTS: Final = tuple(_BY_NAME[name] for name in _ORDER)

@@ -91,9 +91,9 @@ def _draw_largest(data: pd.DataFrame) -> Figure:
     shown = by_contender(data)
     figure, ((ax,),) = chart_parts.panels(1, height=chart_parts.bars_height(len(shown), row=0.36))
     chart_parts.row_names(ax, [contender for _, contender, _ in shown])
-    for place, (strategy, _, group) in enumerate(shown):
+    for place, (strategy, contender, group) in enumerate(shown):
         largest, smallest = _bounds(group)
-        ax.barh(place, largest, 0.62, color=theme.colour(strategy))
+        ax.barh(place, largest, 0.62, color=theme.colour(strategy, contender))
         ax.plot(smallest, place, "x", color=theme.INK, ms=6, label="" if place else "next size: not run")
         words = f"{number(3)(largest)} M" + (f", not {number(3)(smallest)} M" if smallest > 0 else "")
         chart_parts.beside(ax, np.fmax(largest, smallest), place, words, points=8)

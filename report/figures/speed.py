@@ -184,9 +184,9 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
 
 def _of_schedule(ax: Axes, data: pd.DataFrame) -> None:
     """Draw the schedule's share under the markers of the attainable share."""
-    for strategy, _, mine in by_contender(data):
+    for strategy, contender, mine in by_contender(data):
         middle = mine.groupby("cell")[["achieved_mbit", "schedule_share"]].median()
-        colour = theme.colour(strategy)
+        colour = theme.colour(strategy, contender)
         ax.plot(middle["achieved_mbit"], middle["schedule_share"], "_", color=colour, ms=9, mew=1.3, zorder=2)
 
 
@@ -196,11 +196,12 @@ def _speedup_dots(data: pd.DataFrame) -> Figure:
     figure, ((left, right),) = chart_parts.panels(2, height=height, sharey=True)
     chart_parts.row_names(left, [name + footnotes.rates(group) for name, _, group in rows])
     for place, (_, strategy, group) in enumerate(rows):
-        colour = theme.colour(strategy)
+        contender = str(group["contender"].iloc[0])
+        colour, marker = theme.colour(strategy, contender), theme.marker(strategy, contender)
         found = metrics.speedup(group)
         chart_parts.error_bar(left, place, found, colour)
         chart_parts.value_dots(left, group["speedup"], place, colour)
-        left.plot(found.estimate, place, theme.marker(strategy), color=colour, mec="white", mew=0.6, zorder=4)
+        left.plot(found.estimate, place, marker, color=colour, mec="white", mew=0.6, zorder=4)
         left.annotate(
             f"{found.estimate:.2f}", (found.estimate, place), (0, 7), textcoords="offset points", ha="center",
             fontsize=7.5, color=colour,

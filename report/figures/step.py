@@ -44,8 +44,8 @@ def _draw_ablation(data: pd.DataFrame) -> Figure:
     )
     for (left, right), (title, mine) in zip(grid, cells, strict=True):
         chart_parts.row_names(left, [contender for _, contender in contenders(mine)])
-        for place, (strategy, _, group) in enumerate(by_contender(mine)):
-            found, colour = metrics.speedup(group), theme.colour(strategy)
+        for place, (strategy, contender, group) in enumerate(by_contender(mine)):
+            found, colour = metrics.speedup(group), theme.colour(strategy, contender)
             told = f"{found.estimate:.2f}"
             chart_parts.interval_bar(left, place, found, group["speedup"], colour=colour, text=told)
             ratio = group["bytes_ratio"].median()
