@@ -38,3 +38,14 @@ def test_settings_of_the_user_change_no_figure(name: str, value: object) -> None
     with mpl.rc_context({name: value}):
         changed = drawn()
     assert changed == drawn()
+
+
+def test_contenders_of_one_strategy_look_different_and_the_first_like_the_strategy() -> None:
+    """Ten codecs of one policy are ten pairs of colour and marker; the same on every figure of a page."""
+    named = [("zeropp", f"ZeRO++ ({number})") for number in range(10)] + [("qwz", "qwZ")]
+    with theme.style(theme.numbered(named)):
+        looks = {(theme.colour(*one), theme.marker(*one)) for one in named}
+        assert len(looks) == len(named)
+        assert theme.colour(*named[0]) == theme.colour("zeropp") == theme.COLOURS["zeropp"]
+        assert theme.colour(*named[-1]) == theme.COLOURS["qwz"]
+    assert theme.marker(*named[3]) == theme.MARKERS["zeropp"]  # outside of a page there is one of each

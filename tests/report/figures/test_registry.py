@@ -28,7 +28,7 @@ EXPECTED = {
     "block_size": {"sent_error", "error", "block_sweep"},
     "bits": {"speedup", "sent_error", "error", "bits_sweep"},
     "hpz_group": {"speedup", "memory"},
-    "bandwidth": {"speedup", "throughput", "beside_published", "parity", "memory"},
+    "bandwidth": {"speedup", "throughput", "beside_published", "parity", "break_even_map", "memory"},
     "convergence": {"speedup", "loss", "final_loss", "memory"},
     "nodes": {"speedup", "memory", "scaling"},
     "stages": {"speedup", "memory", "largest_model"},
