@@ -18,6 +18,7 @@ from report.draw.figure_definition import Plot, common_to
 from report.figures.speed import KEPT
 
 _MAP: Final = "RdBu"  # faster than the baseline is blue
+_PALE: Final = 2.0  # so that numbers are legible on the farthest colours
 _ROOM: Final = 1.6  # factor between the outermost rates and the frame
 
 
@@ -59,7 +60,7 @@ def _cells(ax: Axes, mine: pd.DataFrame, farthest: float) -> None:
         found = metrics.speedup(group).estimate
         rate, place = group["achieved_mbit"].median(), batches.index(group["tokens_per_rank"].iloc[0])
         ax.scatter(
-            rate, place, 420, [np.log(found)], marker="s", cmap=_MAP, norm=CenteredNorm(0, farthest),
+            rate, place, 420, [np.log(found)], marker="s", cmap=_MAP, norm=CenteredNorm(0, _PALE * farthest),
             edgecolors=theme.FAINT, linewidths=0.6, zorder=2,
         )  # fmt: skip
         ax.annotate(f"{found:.2f}", (rate, place), ha="center", va="center", fontsize=7.5, zorder=3)
@@ -74,13 +75,13 @@ def _contour(ax: Axes, mine: pd.DataFrame) -> None:
     for row in metrics.break_even(mine).to_dict("records"):
         if np.isnan(row["break_even_mbit"]):
             continue
-        place = batches.index(row["tokens_per_rank"]) + 0.42
-        at.append((row["break_even_mbit"], place))
+        place = batches.index(row["tokens_per_rank"])
+        at += [(row["break_even_mbit"], place - 0.3), (row["break_even_mbit"], place + 0.3)]
         ends = row["break_even_low_mbit"], row["break_even_high_mbit"]
         if not np.isnan(ends).any():
             ax.plot(np.clip(ends, low, high), [place, place], color=theme.RULE, lw=1.2, zorder=4)
     if at:
-        ax.plot(*zip(*at, strict=True), "|-", color=theme.RULE, lw=0.9, ms=9, zorder=4)
+        ax.plot(*zip(*at, strict=True), "-", color=theme.RULE, lw=1.2, zorder=4)
 
 
 def _caption(data: pd.DataFrame) -> str:
