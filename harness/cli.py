@@ -28,7 +28,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from harness import plan_rows, terminal
+from harness import plan_rows, report_command, terminal
 from harness.bench import command as bench
 from harness.cluster import node_supervisors
 from harness.cluster.control import Place
@@ -39,13 +39,14 @@ from harness.errors import Refusal, one_line
 from harness.laws import command as check
 from harness.laws.own_codecs import check_laws
 from harness.measure import provenance
-from harness.records import archive, bench_record, reproduce, run_record
+from harness.records import bench_record, reproduce, run_record
 from harness.records.record import RecordError, path_of, read, readable
 from harness.records.run_record import SuiteText
+from harness.report_command import RESULTS, ResultsFolder
 from harness.runs import launchers, slurm
 from harness.runs.forecast import Host, PlanError, any_host, forecast, this_host
 from harness.runs.refusals import check_feasible, check_folder, check_inputs
-from harness.suites.expansion import MOST_TRIALS, SuiteError, load, name_of
+from harness.suites.expansion import MOST_TRIALS, SuiteError, load
 from harness.suites.labels import counted
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster
@@ -71,13 +72,15 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(check.app, name="check")
 app.command(name="train")(train_command.train)
+app.command()(report_command.report)
+app.command("archive")(report_command.archive_records)
+app.command()(report_command.bundle)
+app.command()(report_command.compare)
 
 SuiteFile = Annotated[Path, typer.Argument(help="Suite file in TOML.", metavar="SUITE.toml")]
-ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
 Question = Annotated[
     str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
 ]
-Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
 Sweeps = Annotated[
     int,
     typer.Option("--sweeps", min=1, help="How often the whole sweep shall have run, one after the other."),
@@ -100,7 +103,6 @@ RetryFailed = Annotated[
 ClusterFile = Annotated[
     Path | None, typer.Argument(help="Suite file whose cluster's nodes to compare.", metavar="SUITE.toml")
 ]
-RESULTS: Final = Path("results")
 
 
 class Form(enum.StrEnum):
@@ -224,7 +226,7 @@ def run(
         )
         status = INTERRUPTED
         if not outcome.interrupted:
-            _build_report(folder)
+            report_command.build_report(folder)
             status = SOME_FAILED if outcome.failed else OK
         if nodes is not None:
             nodes.end(status)
@@ -269,7 +271,7 @@ def show(
     if follow:
         _follow(load(Path(what)), results, out)
         return
-    folder = _folder(what, results)
+    folder = report_command.folder_of(what, results)
     if folder is not None and bench_record.holds(folder):
         bench.show(bench_record.read_all(folder), out)
     elif folder is not None:
@@ -283,94 +285,6 @@ def show(
     else:
         path = _record(what, results)
         terminal.record(read(path), out, path.parent)
-
-
-@app.command()
-def report(
-    what: Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")] = "",
-    results: ResultsFolder = RESULTS,
-    *,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Only say what in README and docs differs from the committed records."),
-    ] = False,
-) -> None:
-    """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
-    if check:
-        from report.committed import wrong
-
-        if differing := wrong():
-            print("\n".join(differing))
-            raise typer.Exit(SOME_FAILED)
-        return
-    folder = _folder(what, results)
-    if folder is not None and (archives := sorted(folder.glob(f"*{archive.SUFFIX}"))):
-        for one in archives:
-            _build_report(archive.unpack(one))
-        return
-    if folder is None:
-        raise Refusal(
-            f"unknown suite {what!r}: {results} holds {_there(results)}; a report is of a suite, "
-            "`zeropp show` also prints single trials"
-        )
-    _build_report(folder)
-
-
-@app.command("archive")
-def archive_records(
-    what: Answer,
-    into: Annotated[Path, typer.Argument(help="Folder in which the archive is written.", metavar="FOLDER")],
-    results: ResultsFolder = RESULTS,
-) -> None:
-    """Write a suite's records into one compressed file, SUITE.tar.xz, and print its path."""
-    folder = _folder(what, results)
-    if folder is None:
-        raise Refusal(f"unknown suite {what!r}: {results} holds {_there(results)}")
-    print(archive.pack(folder, into))
-
-
-@app.command()
-def bundle(
-    what: Answer,
-    into: Annotated[Path, typer.Argument(help="Folder in which it is written.", metavar="FOLDER")],
-    results: ResultsFolder = RESULTS,
-) -> None:
-    """Write records, suite, packages, commands and claims into one file, for an artifact's evaluation."""
-    folder = _folder(what, results)
-    if folder is None:
-        raise Refusal(f"unknown suite {what!r}: {results} holds {_there(results)}")
-    from report.bundle import bundle as bundled
-
-    print(bundled(folder, into))
-
-
-@app.command()
-def compare(
-    first: Annotated[Path, typer.Argument(help="Results folder from before a change.", metavar="BEFORE")],
-    second: Annotated[
-        Path, typer.Argument(help="Results folder of the same suite, after it.", metavar="AFTER")
-    ],
-    *,
-    margin: Annotated[
-        str, typer.Option("--margin", help="Within which two step times are the same, as 2%.")
-    ] = "2%",
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Also write the comparison as a page.", metavar="FILE")
-    ] = None,
-) -> None:
-    """Compare two runs of a suite, before and after a change; status 1 if anything got slower."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", margin)
-    if found is None or not 0 < float(found[1]) < 100:
-        raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, as 2%")
-    from report.compare import compare as compared
-    from report.compare import page
-
-    result = compared(first, second, float(found[1]) / 100)
-    terminal.comparison(result, terminal.console())
-    if html is not None:
-        html.write_text(page(result), encoding="utf-8")
-    if result.worse:
-        raise typer.Exit(SOME_FAILED)
 
 
 @app.command()
@@ -501,16 +415,6 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, more: S
     print(f"zeropp show {file} --results {results} --follow", file=sys.stderr)
 
 
-def _build_report(folder: Path) -> None:
-    if bench_record.holds(folder):
-        from report.bench.page import build
-    else:
-        from report.build import build
-
-    interrupts.take_over()
-    print(build(folder))
-
-
 def _script(path: Path) -> str:
     """What runs the trial of a record again."""
     record = read(path)
@@ -519,35 +423,18 @@ def _script(path: Path) -> str:
     return reproduce.script(record, run_record.read(path.parent, record.run))
 
 
-def _folder(what: str, results: Path) -> Path | None:
-    """The results folder of a suite's name or file, or the folder itself; None if it is neither."""
-    if what.endswith(".toml"):
-        folder = results / name_of(Path(what))
-        if not folder.is_dir():
-            raise Refusal(f"{folder}: no such results folder; `zeropp run` makes it")
-        return folder
-    places = (Path(what), results / what) if what else ()
-    return next((place for place in places if place.is_dir()), None)
-
-
 def _record(trial_id: str, results: Path) -> Path:
     """Where the record lies whose id starts with ``trial_id``."""
     is_id = re.fullmatch(r"[0-9a-f]{4,12}", trial_id)
     found = sorted(results.glob(f"*/{trial_id}*.json")) if is_id else []
     if not found:
         raise Refusal(
-            f"unknown suite or id {trial_id!r}: {results} holds {_there(results)}; "
+            f"unknown suite or id {trial_id!r}: {results} holds {report_command.suites_in(results)}; "
             "an id is at least 4 of its 12 hex digits"
         )
     if len({path.stem for path in found}) > 1:
         raise Refusal(f"id {trial_id!r} is not unique: {', '.join(path.stem for path in found)}")
     return found[0]
-
-
-def _there(results: Path) -> str:
-    """Names of the suites that have results."""
-    there = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
-    return ", ".join(there) or "no suites"
 
 
 def _say_whole(group: typer.Typer) -> None:

@@ -9,31 +9,72 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from harness.errors import Refusal
 from report import page
 from report.data.frames import ReportError, load
-from report.data.metrics import Derived, derive
+from report.data.metrics import Derived, derive, records_of
 from report.draw import figure_files
 from report.figures import registry
+from report.tables import latex
 from report.tables import registry as tables
+from report.tables.table import Column, Table
 
 PAGE: Final = "report.html"
 Folders = Mapping[str, tuple[Sequence[str], Sequence[str]]]
+_NUMBERS: Final = "numbers"  # of all tables, as macros for LaTeX
 _FOLDERS: Final[Folders] = {  # what a build may leave in each: names and forms
     "figures": (tuple(plot.name for plot in registry.PLOTS), ("svg", "pdf", "png", "csv")),
-    "tables": (tables.NAMES_OF_FILES, ("csv", "md", "tex")),
+    "tables": ((*tables.NAMES_OF_FILES, _NUMBERS), ("csv", "md", "tex")),
 }
 
 
-def build(results: Path, *, across_pools: bool = False) -> Path:
+def build(
+    results: Path, *, across_pools: bool = False, columns: Mapping[str, Sequence[str]] | None = None
+) -> Path:
     """Build the report of a results folder, inside it; equal records give equal bytes.
 
     Arguments and errors are those of :func:`report.data.frames.load`, the result that of :func:`publish`.
+
+    Args:
+        results: the folder.
+        across_pools: whether records of several machines or codes may stand together.
+        columns: of tables by their names: those to print beside the contender, by title or name in the CSV.
+
+    Raises:
+        Refusal: for a table or a column that is not there.
     """
     derived = derive(load(results, across_pools=across_pools))
-    return publish(results, _FOLDERS, lambda folder: _write(folder, derived))
+    shown = with_columns(tables.all_tables(derived), columns or {})
+    return publish(results, _FOLDERS, lambda folder: _write(folder, derived, shown))
+
+
+def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
+    """Tables with the columns that are asked for alone, in that order, after places and contender.
+
+    Raises:
+        Refusal: for a table or a column that is not there.
+    """
+    if unknown := [name for name in columns if name not in {table.name for table in shown}]:
+        raise Refusal(
+            f"--columns {unknown[0]}: no such table; expected one of {', '.join(one.name for one in shown)}"
+        )
+    return [
+        replace(table, columns=_asked(table, columns[table.name])) if table.name in columns else table
+        for table in shown
+    ]
+
+
+def _asked(table: Table, asked: Sequence[str]) -> tuple[Column, ...]:
+    there = {name: one for one in table.columns for name in one.names}
+    if unknown := [name for name in asked if name not in there]:
+        titles = "; ".join(one.title for one in table.columns if one.title)
+        raise Refusal(f"--columns {table.name}: no column {unknown[0]!r}; expected some of {titles}")
+    kept = [one for one in table.columns if one.place or one.key == "contender"]
+    return tuple(dict.fromkeys([*kept, *(there[name] for name in asked)]))
 
 
 def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> Path:
@@ -65,12 +106,13 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
     return results / PAGE
 
 
-def _write(folder: Path, derived: Derived) -> None:
+def _write(folder: Path, derived: Derived, shown: Sequence[Table]) -> None:
     """Write the page, figures and tables."""
     found = [(plot, figure_files.draw(plot, derived, folder / "figures")) for plot in registry.PLOTS]
-    shown = tables.all_tables(derived)
     for table in shown:
         table.write(folder / "tables")
+    macros = latex.numbers(shown, lambda row: records_of(derived, row))
+    (folder / "tables" / f"{_NUMBERS}.tex").write_text(macros, encoding="utf-8", newline="\n")
     drawn = [figure for _, figure in found if figure is not None]
     text = page.render(derived, drawn, [plot for plot, figure in found if figure is None], shown)
     (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")

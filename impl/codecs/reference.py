@@ -1,10 +1,9 @@
 """The kernels in plain PyTorch: the specification that every other backend must equal bit for bit.
 
-Shapes: a frame is ``(F,)`` uint8 with ``F = codec.frame_bytes(S)``; leading dimensions are
-batches of frames, and may be strided, so that a transpose costs no copy.  ``S`` is the number of
-elements of a shard.  Arithmetic: fp32, division by the scale (never multiplication by its
-reciprocal), nearest-even or with the random bits of :mod:`impl.codecs.rounding_noise`, sums in ascending
-source order.
+Shapes: a frame is ``(F,)`` uint8, ``F = codec.frame_bytes(S)``, of a shard's S elements; leading dimensions
+are batches of frames, and may be strided, so that a transpose costs no copy.  Arithmetic: fp32, division by
+the scale (never multiplication by its reciprocal), nearest-even or with the random bits of
+:mod:`impl.codecs.rounding_noise`, sums in ascending source order.
 """
 
 from __future__ import annotations
@@ -52,6 +51,13 @@ class Carried:
 
     error: Tensor
     decay: float = 0.0
+
+    def keep(self, with_error: Tensor, decoded: Tensor) -> None:
+        """Keep what an encoding left over; ``with_error`` (..., S) fp32 is used up."""
+        left = with_error.sub_(decoded).mul_(1.0 - self.decay)
+        error = self.error.float().mul_(self.decay).add_(left)
+        largest = LARGEST[NAMES[self.error.dtype]]
+        self.error.copy_(torch.where(error.isfinite(), error, 0.0).clamp_(-largest, largest))
 
 
 class Beside(NamedTuple):
@@ -170,7 +176,6 @@ class Operations:
         if noise is None and carried is None and self._repeats(numel, (first, second), frames, out):
             return
         shape = torch.Size((*out.shape[:-1], numel))
-        hops = (first, second)
         ours = isinstance(first, IntCodec | FloatCodec) and isinstance(second, IntCodec | FloatCodec)
         if not (ours and self._fuses(first, second, numel, carried)):  # type: ignore[arg-type]  # looked at
             held = torch.empty(shape, dtype=torch.float32, device=out.device)
@@ -183,7 +188,7 @@ class Operations:
         _check_devices(second, out, frames, carried)
         if out.numel() > 0:
             beside = Beside(noise if second.stochastic else None, carried)
-            self._decode_sum_encode(hops, frames, out, numel, beside)  # type: ignore[arg-type]
+            self._decode_sum_encode((first, second), frames, out, numel, beside)  # type: ignore[arg-type]
 
     def _repeats(self, what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> bool:
         """Do again, unchecked, what was done to tensors like these; False if nothing was."""
@@ -200,7 +205,7 @@ class Operations:
             self._encode(codec, with_error, frames, Beside(noise))
             decoded = torch.empty_like(with_error)
             self._decode(codec, frames, decoded)
-            _carry_on(carried, with_error, decoded)
+            carried.keep(with_error, decoded)
         elif isinstance(codec, Raw):
             _write_raw(codec, x, frames)
             _zero_padding(frames, codec.code_bytes(x.shape[-1]), frames.shape[-1])
@@ -230,15 +235,7 @@ def _encode_own(codec: OwnCodec, x: Tensor, frames: Tensor, beside: Beside) -> N
     own_rows.encode(codec, with_error, frames, beside.noise)
     decoded = torch.empty_like(with_error)
     own_rows.decode(codec, frames, decoded)
-    _carry_on(beside.carried, with_error, decoded)
-
-
-def _carry_on(carried: Carried, with_error: Tensor, decoded: Tensor) -> None:
-    """Keep what an encoding left over, by the formula of :class:`Carried`; ``with_error`` is used up."""
-    left = with_error.sub_(decoded).mul_(1.0 - carried.decay)
-    error = carried.error.float().mul_(carried.decay).add_(left)
-    largest = LARGEST[NAMES[carried.error.dtype]]
-    carried.error.copy_(torch.where(error.isfinite(), error, 0.0).clamp_(-largest, largest))
+    beside.carried.keep(with_error, decoded)
 
 
 REFERENCE: Final = Operations()

@@ -278,6 +278,17 @@ def beside_published(pairs: pd.DataFrame) -> pd.DataFrame:
     return found[found["contender"] == NAMES[PROPOSED]]
 
 
+def records_of(derived: Derived, row: pd.Series) -> list[str]:
+    """Ids of the trials behind a table's row: those of its contender where it ran; none of published ones."""
+    if isinstance(told := row.get("records"), str):
+        return told.split()
+    ran = derived.finished
+    if not {"contender", "where"} <= set(row.index):
+        return []
+    behind = (ran["contender"] == row["contender"]) & (ran["where"] == row["where"])
+    return sorted({str(one) for one in ran[behind]["id"]})
+
+
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """The rate at which a contender and the baseline are equally fast, per size of cluster and batch.
 

@@ -572,3 +572,8 @@ _MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     )
 }  # fmt: skip
 NAMES_OF_FILES: Final = tuple(_MAKERS)
+
+
+def maker_of(name: str) -> Callable[[Derived], Table]:
+    """The function that makes the table of that name."""
+    return _MAKERS[name]

@@ -1,7 +1,7 @@
 """A table and its output formats: CSV (raw values), Markdown, LaTeX, and rows for the page.
 
-Text in records may hold anything; Markdown and LaTeX are escaped here, HTML by the page's
-template.  LaTeX needs ``booktabs``.
+Text in records may hold anything; Markdown is escaped here, LaTeX in :mod:`report.tables.latex`, HTML by
+the page's template.
 """
 
 from __future__ import annotations
@@ -16,14 +16,8 @@ from typing import Any, Final
 import pandas as pd
 
 from report.data.text import text
+from report.tables import latex
 
-LATEX: Final = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
-    "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
-    ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}",
-    "†": r"\dag{}", "‡": r"\ddag{}", "§": r"\S{}", "¶": r"\P{}",
-    "–": "--", "…": r"\ldots{}", "-": "{-}", "[": "{[}", "]": "{]}",  # noqa: RUF001 - as above
-}  # fmt: skip
 _MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$:@/])")
 
 
@@ -35,6 +29,11 @@ class Column:
     title: str
     format: Callable[[Any], str] = text  # of a value; numbers are right-aligned
     place: bool = False  # whether it says where the row ran, which following rows may share
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which it can be asked for."""
+        return self.title, self.key, self.key.removesuffix("_told")
 
     @property
     def numeric(self) -> bool:
@@ -91,27 +90,13 @@ class Table:
         return f"**{markdown(self.title)}.** {markdown(self.caption)}\n\n" + "\n".join(lines) + "\n"
 
     def latex(self) -> str:
-        """A ``table`` float with a ``tabular`` in booktabs' rules."""
-        head = [latex(column.title) for column in self.columns]
-        cells = pd.DataFrame([[latex(cell) for cell in row] for row in self.rows()], columns=head)
-        return cells.to_latex(
-            index=False,
-            escape=False,
-            column_format="".join("r" if column.numeric else "l" for column in self.columns),
-            caption=f"{latex(self.title)}. {latex(self.caption)}",
-            label=f"tab:{self.name}",
-            position="htbp",  # with which pandas centres it
-        )
+        """A bare ``tabular`` in booktabs' rules."""
+        return latex.tabular(self)
 
     def write(self, folder: Path) -> None:
         """Write all formats."""
         for suffix, written in {"csv": self.csv(), "md": self.markdown(), "tex": self.latex()}.items():
             (folder / f"{self.name}.{suffix}").write_text(written, encoding="utf-8", newline="\n")
-
-
-def latex(value: str) -> str:
-    """Escape text for LaTeX."""
-    return "".join(LATEX.get(character, character) for character in text(value))
 
 
 def markdown(value: str) -> str:

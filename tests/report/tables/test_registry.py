@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +15,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from harness.errors import Refusal
 from harness.records.record import ProcessorUse, Record
 from harness.suites.labels import PADDED
 from harness.suites.trial import Cluster, PolicyChanges, Trial
-from report.data import communication, footnotes
+from report.build import with_columns
+from report.data import communication, footnotes, metrics
 from report.data import text as wording
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.data.text import number
 from report.draw import theme
 from report.page import warnings
-from report.tables import registry, table
+from report.tables import latex, registry
 from report.tables.table import Column, Table
 from tests.report.records import changed_steps, record_of, records_of, taken_by_others
 
@@ -63,8 +66,8 @@ def test_markdown_prints_any_text_as_it_is(cell: str) -> None:
 @example('[x] --- "q"')
 def test_latex_has_no_special_left_bare(cell: str) -> None:
     """Taking away our escapes leaves no character that LaTeX would act on."""
-    left = table.latex(cell)
-    for escape in sorted(set(table.LATEX.values()), key=len, reverse=True):
+    left = latex.escaped(cell)
+    for escape in sorted(set(latex.SPECIAL.values()), key=len, reverse=True):
         left = left.replace(escape, "")
     assert not LATEX_SPECIALS & set(left)
     assert "\n" not in left
@@ -484,3 +487,58 @@ def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
     assert math.isnan(rows.loc["ZeRO-3", "copy_frames_mib"])
     without = [r for r in records_of("quickstart", repeats=1) if r.trial["strategy"] in ("zero3", "qwz")]
     assert "in 16 bits" not in [c.title for c in registry.memory(derive(frames_of(without))).columns]
+
+
+def test_latex_is_a_bare_tabular_with_stacked_heads() -> None:
+    """No float and no caption, which are the paper's; heads are no wider than cells or their longest word."""
+    table = registry.summary(derive(frames_of(records_of("ablation"))))
+    told = table.latex()
+    assert told.startswith("% Summary: about ")
+    assert "\\begin{table}" not in told
+    assert table.caption[:40] not in told
+    assert r"\shortstack[r]{Speed{-}up\\over\\ZeRO{-}3}" in told or r"\shortstack[r]{Speed{-}up" in told
+    assert told.count(r" \\") == 1 + len(table.data)
+
+
+def test_every_number_is_a_macro_with_its_records() -> None:
+    """By table, row and column; each row's comment has the ids of its trials."""
+    records = records_of("quickstart", repeats=2)
+    derived = derive(frames_of(records))
+    shown = [registry.summary(derived), registry.checks(derived)]
+    told = latex.numbers(shown, lambda row: metrics.records_of(derived, row))
+    ids = sorted(record.id for record in records if record.trial["strategy"] == "zeropp")
+    assert f"% summary, row {len(shown[0].data)}: {' '.join(ids)}" in told
+    place = shown[0].data["where"].iloc[0]
+    line = rf"\zpset{{summary/ZeRO++, {place}/step_seconds}}"
+    steps = [one for one in told.splitlines() if one.startswith(line)]
+    assert len(steps) == 1
+    names = re.findall(r"^\\zpset\{([^}]*)\}", told, re.MULTILINE)
+    assert len(names) == len(set(names)) > 20
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"sumary": ["n"]}, "--columns sumary: no such table; expected one of summary"),
+        (
+            {"summary": ["bytes"]},
+            "--columns summary: no column 'bytes'; expected some of Contender; n; Step, s",
+        ),
+    ],
+)
+def test_columns_that_are_not_there_are_refused(columns: dict[str, list[str]], words: str) -> None:
+    """Naming those there are."""
+    shown = [registry.summary(derive(frames_of(records_of("quickstart", repeats=2))))]
+    with pytest.raises(Refusal, match=re.escape(words)):
+        with_columns(shown, columns)
+
+
+def test_only_the_columns_that_are_asked_for_are_printed() -> None:
+    """In the order asked, by title or by name, after places and contender; the CSV keeps all."""
+    shown = [registry.summary(derive(frames_of(records_of("bandwidth", repeats=2))))]
+    (found,) = with_columns(shown, {"summary": ["speedup", "Step, s"]})
+    assert [column.title for column in found.columns if not column.place] == [
+        "Contender", "Speed-up over ZeRO-3", "Step, s",
+    ]  # fmt: skip
+    assert [column.place for column in found.columns][:1] == [True]
+    assert found.csv() == shown[0].csv()

@@ -1,0 +1,175 @@
+"""``zeropp report``, ``archive``, ``bundle`` and ``compare``: what is made of records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from harness import terminal
+from harness.cluster import interrupts
+from harness.errors import Refusal
+from harness.records import archive, bench_record
+from harness.suites.expansion import name_of
+
+SOME_FAILED: Final = 1
+RESULTS: Final = Path("results")
+ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
+Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
+
+
+def report(
+    what: Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")] = "",
+    results: ResultsFolder = RESULTS,
+    *,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Only say what in README and docs differs from the committed records."),
+    ] = False,
+    explain: Annotated[
+        tuple[str, str, str] | None,
+        typer.Option(
+            "--explain",
+            help="Only say what is behind one number.",
+            metavar="TABLE ROW COLUMN",
+            show_default=False,
+        ),
+    ] = None,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--columns",
+            help="Print only these columns of a table; repeatable.",
+            metavar="TABLE=COLUMN;COLUMN",
+        ),
+    ] = None,
+) -> None:
+    """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
+    if check:
+        from report.committed import wrong
+
+        if differing := wrong():
+            print("\n".join(differing))
+            raise typer.Exit(SOME_FAILED)
+        return
+    folder = folder_of(what, results)
+    asked = _columns(columns or [])
+    if folder is not None and (archives := sorted(folder.glob(f"*{archive.SUFFIX}"))):
+        if asked or explain:
+            raise Refusal(
+                f"{folder} holds {len(archives)} archives: --columns and --explain are of one suite"
+            )
+        for one in archives:
+            build_report(archive.unpack(one))
+        return
+    if folder is None:
+        raise Refusal(
+            f"unknown suite {what!r}: {results} holds {suites_in(results)}; a report is of a suite, "
+            "`zeropp show` also prints single trials"
+        )
+    if explain is not None:
+        from report.explain import explained
+
+        print(explained(folder, *explain))
+        return
+    build_report(folder, asked)
+
+
+def archive_records(
+    what: Answer,
+    into: Annotated[Path, typer.Argument(help="Folder in which the archive is written.", metavar="FOLDER")],
+    results: ResultsFolder = RESULTS,
+) -> None:
+    """Write a suite's records into one compressed file, SUITE.tar.xz, and print its path."""
+    folder = folder_of(what, results)
+    if folder is None:
+        raise Refusal(f"unknown suite {what!r}: {results} holds {suites_in(results)}")
+    print(archive.pack(folder, into))
+
+
+def bundle(
+    what: Answer,
+    into: Annotated[Path, typer.Argument(help="Folder in which it is written.", metavar="FOLDER")],
+    results: ResultsFolder = RESULTS,
+) -> None:
+    """Write records, suite, packages, commands and claims into one file, for an artifact's evaluation."""
+    folder = folder_of(what, results)
+    if folder is None:
+        raise Refusal(f"unknown suite {what!r}: {results} holds {suites_in(results)}")
+    from report.bundle import bundle as bundled
+
+    print(bundled(folder, into))
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(help="Results folder from before a change.", metavar="BEFORE")],
+    second: Annotated[
+        Path, typer.Argument(help="Results folder of the same suite, after it.", metavar="AFTER")
+    ],
+    *,
+    margin: Annotated[
+        str, typer.Option("--margin", help="Within which two step times are the same, as 2%.")
+    ] = "2%",
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write the comparison as a page.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Compare two runs of a suite, before and after a change; status 1 if anything got slower."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", margin)
+    if found is None or not 0 < float(found[1]) < 100:
+        raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, as 2%")
+    from report.compare import compare as compared
+    from report.compare import page
+
+    result = compared(first, second, float(found[1]) / 100)
+    terminal.comparison(result, terminal.console())
+    if html is not None:
+        html.write_text(page(result), encoding="utf-8")
+    if result.worse:
+        raise typer.Exit(SOME_FAILED)
+
+
+def build_report(folder: Path, columns: Mapping[str, Sequence[str]] | None = None) -> None:
+    """Build a folder's page, and print its path."""
+    interrupts.take_over()
+    if not bench_record.holds(folder):
+        from report.build import build
+
+        print(build(folder, columns=columns))
+        return
+    from report.bench.page import build as build_bench
+
+    if columns:
+        raise Refusal(f"--columns: {folder} holds a benchmark's records, whose tables have no such choice")
+    print(build_bench(folder))
+
+
+def _columns(asked: Sequence[str]) -> dict[str, list[str]]:
+    """Columns by table, of ``TABLE=COLUMN;COLUMN``."""
+    found = {}
+    for text in asked:
+        table, equals, names = text.partition("=")
+        if not (equals and table.strip() and names.strip()):
+            raise Refusal(f"--columns {text}: expected TABLE=COLUMN;COLUMN, as 'summary=Step, s;Tokens/s'")
+        found[table.strip()] = [name.strip() for name in names.split(";")]
+    return found
+
+
+def folder_of(what: str, results: Path) -> Path | None:
+    """The results folder of a suite's name or file, or the folder itself; None if it is neither."""
+    if what.endswith(".toml"):
+        folder = results / name_of(Path(what))
+        if not folder.is_dir():
+            raise Refusal(f"{folder}: no such results folder; `zeropp run` makes it")
+        return folder
+    places = (Path(what), results / what) if what else ()
+    return next((place for place in places if place.is_dir()), None)
+
+
+def suites_in(results: Path) -> str:
+    """Names of the suites that have results."""
+    there = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
+    return ", ".join(there) or "no suites"

@@ -1,0 +1,99 @@
+"""Says what is behind one number of a report: the records, how it is computed, and by which code."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+
+from harness.errors import Refusal, suggestion
+from report.data.frames import load
+from report.data.metrics import derive, records_of
+from report.tables import registry
+from report.tables.table import Table
+
+ROOT: Final = Path(__file__).parents[1]
+_MOST_NAMED: Final = 12  # rows in a message
+
+
+def explained(folder: Path, table: str, row: str, column: str) -> str:
+    """Lines on one cell.
+
+    Args:
+        folder: of the records.
+        table: its name, as that of its files.
+        row: words that stand in one row's cells alone, with commas between them.
+        column: the title of a printed column, or the name of one of the CSV's.
+
+    Raises:
+        Refusal: if there is no such cell, naming those there are.
+    """
+    derived = derive(load(folder))
+    shown = _one("table", table, {one.name: one for one in registry.all_tables(derived)})
+    number = _row(shown, [part.strip() for part in row.split(",")])
+    raw, cells = shown.data.iloc[number], shown.rows()[number]
+    name, told = _column(shown, column, raw, cells)
+    ids = records_of(derived, raw)
+    pairs = derived.pairs[derived.pairs["id"].isin(ids)]
+    beside = sorted({str(one) for one in pairs["baseline"]} - set(ids))
+    maker = registry.maker_of(shown.name)
+    where = " | ".join(cells[: sum(one.place for one in shown.columns) + 1])
+    lines = [f"{shown.title}, {where}, {name}: {told}"]
+    lines += [f"  {key} = {value}" for key, value in raw.items() if _belongs(str(key), name, shown)]
+    files = " ".join(f"{one}.json" for one in ids) or "none of one contender alone"
+    lines.append(f"records ({len(ids)}): {files}")
+    if beside:
+        lines.append(f"compared with ({len(beside)}): " + " ".join(f"{one}.json" for one in beside))
+    lines.append(f"how: {shown.caption}")
+    lines.append(f"code: {_place(maker)}; quantities of a trial: {_place(derive)}; docs/reference/metrics.md")
+    return "\n".join(lines)
+
+
+def _one(kind: str, name: str, there: dict[str, Any]) -> Any:
+    if name not in there:
+        raise Refusal(f"no {kind} {name!r}: expected one of {', '.join(there)}{suggestion(name, there)}")
+    return there[name]
+
+
+def _row(table: Table, parts: Sequence[str]) -> int:
+    """Number of the one row with all parts: as cells of their own or, if there is none, inside of cells."""
+    rows = table.rows()
+    whole = [number for number, cells in enumerate(rows) if set(parts) <= set(cells)]
+    inside = [n for n, cells in enumerate(rows) if all(any(part in cell for cell in cells) for part in parts)]
+    found = whole or inside
+    if len(found) == 1:
+        return found[0]
+    named = sum(column.place for column in table.columns) + 1
+    names = list(dict.fromkeys(", ".join(cells[:named]) for cells in rows))
+    more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    raise Refusal(
+        f"{len(found)} rows of {table.name} hold {', '.join(parts)!r}: expected words of one of "
+        f"{'; '.join(names[:_MOST_NAMED])}{more}"
+    )
+
+
+def _column(table: Table, asked: str, raw: pd.Series, cells: Sequence[str]) -> tuple[str, str]:
+    """(name, printed value) of a column."""
+    for column, cell in zip(table.columns, cells, strict=True):
+        if asked in column.names:
+            return column.title, cell
+    if asked in raw.index:
+        return asked, str(raw[asked])
+    there = [column.title for column in table.columns if column.title]
+    raise Refusal(f"no column {asked!r} in {table.name}: expected one of {'; '.join(there)}, or of its CSV")
+
+
+def _belongs(key: str, name: str, table: Table) -> bool:
+    """Whether a raw value belongs to a printed column: its own, or an end of its interval."""
+    stems = [column.key.removesuffix("_told") for column in table.columns if column.title == name] or [name]
+    return key.startswith(stems[0]) and not key.endswith("_told")
+
+
+def _place(function: Any) -> str:
+    """``report/tables/summary.py:42 summary``."""
+    file = Path(inspect.getsourcefile(function) or "")
+    _, line = inspect.getsourcelines(function)
+    return f"{file.relative_to(ROOT).as_posix()}:{line} {function.__name__}"

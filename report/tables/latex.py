@@ -1,0 +1,112 @@
+"""Tables and their numbers for LaTeX: a bare ``tabular`` in booktabs' rules, and a macro for each number.
+
+A table's title and caption are left to the paper; the page has them.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import pandas as pd
+
+from report.data.text import text
+
+if TYPE_CHECKING:  # tables have themselves written here
+    from report.tables.table import Column, Table
+
+SPECIAL: Final = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
+    "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}",
+    "†": r"\dag{}", "‡": r"\ddag{}", "§": r"\S{}", "¶": r"\P{}",
+    "–": "--", "…": r"\ldots{}", "-": "{-}", "[": "{[}", "]": "{]}",  # noqa: RUF001 - as above
+}  # fmt: skip
+_LETTER_MM: Final = 1.55  # of Computer Modern in 8 pt, on average
+_GAP_MM: Final = 4.2  # between two columns: twice 6 pt
+_COMMANDS: Final = r"""% \zp{TABLE/ROW/COLUMN} is that number, as the page prints it.
+\providecommand{\zp}[1]{\ifcsname zp:#1\endcsname\csname zp:#1\endcsname\else
+  \errmessage{no number #1 in this report}\fi}
+\providecommand{\zpset}[2]{\expandafter\def\csname zp:#1\endcsname{#2}}
+"""
+
+
+def escaped(value: str) -> str:
+    """Escape text for LaTeX."""
+    return "".join(SPECIAL.get(character, character) for character in text(value))
+
+
+def tabular(table: Table) -> str:
+    """A bare ``tabular``; rows that ran at one place stand under its name."""
+    columns, groups = table.by_place()
+    cells = [row for _, rows in groups for row in rows]
+    widths = [max((len(row[number]) for row in cells), default=0) for number in range(len(columns))]
+    heads = [_head(column, width) for column, width in zip(columns, widths, strict=True)]
+    letters = [max(width, *map(len, head)) for head, width in zip(heads, widths, strict=True)]
+    wide = sum(letters) * _LETTER_MM + (len(columns) - 1) * _GAP_MM
+    lines = [
+        f"% {escaped(table.title)}: about {wide:.0f} mm wide in \\footnotesize (8 pt). Needs booktabs.",
+        r"\begin{tabular}{@{}" + "".join("r" if column.numeric else "l" for column in columns) + "@{}}",
+        r"\toprule",
+        " & ".join(_stacked(column, head) for column, head in zip(columns, heads, strict=True)) + r" \\",
+        r"\midrule",
+    ]
+    for number, (place, rows) in enumerate(groups):
+        if place:
+            lines += [r"\addlinespace"] * (number > 0)
+            lines.append(rf"\multicolumn{{{len(columns)}}}{{@{{}}l}}{{\emph{{{escaped(place)}}}}} \\")
+        lines += [" & ".join(map(escaped, row)) + r" \\" for row in rows]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _head(column: Column, width: int) -> list[str]:
+    """Lines of a column's title, no wider than its cells or its longest word."""
+    return textwrap.wrap(column.title, max(width, *map(len, [*column.title.split(), ""]), 1)) or [""]
+
+
+def _stacked(column: Column, lines: Sequence[str]) -> str:
+    told = [escaped(line) for line in lines]
+    if len(told) == 1:
+        return told[0]
+    stack = r"\\".join(told)
+    return rf"\shortstack[{'r' if column.numeric else 'l'}]{{{stack}}}"
+
+
+def numbers(tables: Sequence[Table], records_of: Callable[[pd.Series], Sequence[str]]) -> str:
+    r"""A macro for every number in tables: ``\zp{summary/ZeRO++/speedup}``, with its records in a comment.
+
+    Args:
+        tables: of one report.
+        records_of: ids of the trials behind a row of raw values.
+    """
+    lines, taken = [_COMMANDS.rstrip()], Counter[str]()
+    for table in tables:
+        for number, (cells, (_, raw)) in enumerate(zip(table.rows(), table.data.iterrows(), strict=True)):
+            ids = records_of(raw)
+            if not ids:
+                continue
+            lines.append(f"% {table.name}, row {number + 1}: {' '.join(ids)}")
+            told = [cell for column, cell in zip(table.columns, cells, strict=True) if _names(column)]
+            row = _key(", ".join([*told, *(str(raw[key]) for key in ("where",) if raw.get(key))]))
+            taken[f"{table.name}/{row}"] += 1
+            if (count := taken[f"{table.name}/{row}"]) > 1:
+                row = f"{row}, {count}"
+            lines += [
+                rf"\zpset{{{table.name}/{row}/{_key(column.key)}}}{{{escaped(cell)}}}"
+                for column, cell in zip(table.columns, cells, strict=True)
+                if column.numeric
+            ]
+    return "\n".join([*lines, ""])
+
+
+def _names(column: Column) -> bool:
+    """Whether a column's cells are words that tell rows apart."""
+    return not column.numeric and not column.place
+
+
+def _key(words: str) -> str:
+    """What may stand in a control sequence's name."""
+    return re.sub(r"[^A-Za-z0-9 .,:+/()_-]", "", words.removesuffix("_told"))
