@@ -18,7 +18,8 @@ class StepClock:
     """Times each step by part, with the CPU seconds of the process, all its threads included.
 
     Args:
-        exposed: returns seconds waited for communication so far, or None if not known.
+        exposed: returns seconds waited for communication so far, or None if not known; read when the device
+            is synchronised.
         device: synchronised at the edges of every part, if it is a GPU.
     """
 
@@ -40,7 +41,8 @@ class StepClock:
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
         """Time the body as a part of the step; a part may occur several times and adds up."""
-        waited, start = self._exposed(), self._now()
+        start = self._now()
+        waited = self._exposed()
         yield
         self._seconds[name] += self._now() - start
         if self._note is not None:

@@ -172,10 +172,8 @@ class Strategy:
         return None
 
     def exposed_seconds(self) -> float | None:
-        """Seconds this rank has waited in the wire so far; None for peers, and where a GPU's stream waits."""
-        if self.wire is None or (self.wire.mesh.device.type == "cuda" and self.wire.transport != "staged"):
-            return None
-        return self.wire.exposed_seconds
+        """Seconds that this rank, or its GPU's stream, has waited in the wire so far; None for peers."""
+        return None if self.wire is None else self.wire.exposed_seconds
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """Bytes that stay on this rank at most, by part."""

@@ -6,8 +6,10 @@ import contextlib
 import re
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 
 from impl.comm.desync_report import DesyncReporter, report
@@ -21,20 +23,55 @@ class WireError(RuntimeError):
     """A message cannot be sent as asked, or did not come; the message names the numbers and who is where."""
 
 
+class Stalls:
+    """How long a device's current stream waited for messages: between two events around each wait.
+
+    The first is reached when all work before the wait is done, the second when the message is there too.
+    Events are read when the device has passed them, and used again.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[torch.cuda.Event] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside, the stream is made to wait; a wait that fails is not counted."""
+        begin = self._recorded()
+        yield
+        self._pending.append((begin, self._recorded()))
+
+    def seconds(self) -> float:
+        """Of the waits that the device has behind it."""
+        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
+            begin, end = self._pending.popleft()
+            self._seconds += begin.elapsed_time(end) / 1e3
+            self._free += [begin, end]
+        return self._seconds
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
 class Watchdog:
     """Knows which exchange this rank is in, times its waits, and asks the other ranks when one fails.
 
     Args:
         timeout: seconds after which a missing rank is an error.
 
+        streams: whether not the host waits for messages but the device's current stream, as with NCCL.
+
     Attributes:
-        exposed_seconds: time spent in :meth:`waiting`, accumulated.
         timeline: is told of waits, where there is one.
     """
 
-    def __init__(self, mesh: Mesh, timeout: float) -> None:
+    def __init__(self, mesh: Mesh, timeout: float, *, streams: bool = False) -> None:
         self.collective_log = CollectiveLog()
-        self.exposed_seconds = 0.0
+        self._waited = 0.0  # by the host
+        self._stalls = Stalls() if streams else None
         self.timeline: Timeline | None = None
         self._mesh = mesh
         # This rank's part in desync reports; None without other ranks, or a store: thread ranks have none.
@@ -46,6 +83,11 @@ class Watchdog:
             listed = DesyncReporter(own, mesh.rank, mesh.topology.world, self.collective_log, timeout)
             weakref.finalize(self, listed.end, join=False).atexit = False
             self._desync_reporter = listed
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time spent in :meth:`waiting`: by the host or, as far as the device has come, by its stream."""
+        return self._waited if self._stalls is None else self._stalls.seconds()
 
     def exited(self, ranks: Sequence[int]) -> Sequence[int]:
         """Those of ``ranks`` that no longer run, as far as is known."""
@@ -61,13 +103,14 @@ class Watchdog:
         self.collective_log.waiting = step
         begin = time.perf_counter()
         try:
-            yield
+            with contextlib.nullcontext() if self._stalls is None else self._stalls.noted():
+                yield
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             if isinstance(error, SharedMemoryError | WireError):  # says all that there is to say
                 raise
             raise self.stuck(step, error) from error
         self.collective_log.waiting = None
-        self.exposed_seconds += time.perf_counter() - begin
+        self._waited += time.perf_counter() - begin
         if self.timeline is not None:
             self.timeline.add(WAITING, ACROSS if across else WITHIN, begin)
 

@@ -96,7 +96,8 @@ class Wire:
         self.observer: Observer | None = None
         self._pacer, self._timeout = pacer, timeout
         self._timeline: Timeline | None = None
-        self._watchdog = Watchdog(mesh, timeout)
+        streams = mesh.device.type == "cuda" and transport != "staged"
+        self._watchdog = Watchdog(mesh, timeout, streams=streams)
         self._buffers = exchanges.Buffers(mesh.device)
         self._staging = Staging(mesh.device) if transport == "staged" else None
         self._arenas: dict[Axis, Arena] = {}
@@ -105,7 +106,10 @@ class Wire:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time spent waiting for messages; near 0 on a CUDA device, where the stream waits."""
+        """Time spent waiting for messages: by this rank or, on a GPU that does not stage them, its stream.
+
+        A stream's is whole once the device was synchronised.
+        """
         return self._watchdog.exposed_seconds
 
     @contextlib.contextmanager

@@ -1,0 +1,105 @@
+"""On a GPU the stream's waits are timed by events, read when the device has passed them."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from impl.comm.watchdog import Stalls, Watchdog, WireError
+from impl.comm.wire import Wire
+from impl.plan.topology import Topology
+
+STEP: Any = (0, "all_gather of weights", 0)
+
+
+class Stream:
+    """A device's stream: work and waits queue up, and run when the test lets it."""
+
+    def __init__(self) -> None:
+        self.queued: list[Any] = []
+        self.now = 0.0
+
+    def run(self) -> None:
+        """All that is queued."""
+        for item in self.queued:
+            if isinstance(item, Event):
+                item.at = self.now
+            else:
+                self.now += item
+        self.queued.clear()
+
+
+class Event:
+    """As ``torch.cuda.Event``."""
+
+    made = 0
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.at = stream, -1.0
+        Event.made += 1
+
+    def record(self) -> None:
+        self.at = -1.0
+        self.stream.queued.append(self)
+
+    def query(self) -> bool:
+        return self.at >= 0
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The device's."""
+    one = Stream()
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: Event(one) if enable_timing else None)
+    return one
+
+
+def test_only_what_the_stream_waited_for_counts(stream: Stream) -> None:
+    """Not the work before; nothing before the device has come there; events are used again."""
+    stalls, Event.made = Stalls(), 0
+    for _ in range(3):
+        stream.queued.append(5.0)  # computing
+        with stalls.noted():
+            stream.queued.append(0.25)  # the message is not there yet
+        before = stalls.seconds()
+        stream.run()
+        assert stalls.seconds() == pytest.approx(before + 0.25)
+    assert Event.made == 2
+
+
+def test_a_wait_that_fails_is_not_counted(stream: Stream) -> None:
+    """It has no end; the next ones count."""
+    watchdog = Watchdog(_mesh("cuda"), 1.0, streams=True)
+    with pytest.raises(WireError, match="could not finish"), watchdog.waiting(STEP):
+        raise RuntimeError("lost")
+    stream.run()
+    assert watchdog.exposed_seconds == 0
+    with watchdog.waiting(STEP):
+        stream.queued.append(2.0)
+    assert watchdog.exposed_seconds == 0
+    stream.run()
+    assert watchdog.exposed_seconds == 2.0
+
+
+@pytest.mark.parametrize(("device", "transport"), [("cpu", "backend"), ("cuda", "staged")])
+def test_elsewhere_the_host_counts_its_own(
+    device: str, transport: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, and where messages are staged, no event is made, and waits count at once."""
+    monkeypatch.setattr(torch.cuda, "Event", None)
+    wire = Wire(_mesh(device), transport=transport)
+    assert wire.exposed_seconds == 0
+    with wire._watchdog.waiting(STEP):
+        time.sleep(0.01)
+    assert wire.exposed_seconds >= 0.01
+
+
+def _mesh(device: str) -> Any:
+    return SimpleNamespace(device=torch.device(device), rank=0, topology=Topology(1, 1), store=lambda: None)
