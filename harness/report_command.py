@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -12,6 +14,7 @@ import typer
 from harness import terminal
 from harness.cluster import interrupts
 from harness.errors import Refusal
+from harness.measure import machine
 from harness.records import archive, bench_record
 from harness.suites.expansion import name_of
 
@@ -62,8 +65,10 @@ def report(
             raise Refusal(
                 f"{folder} holds {len(archives)} archives: --columns and --explain are of one suite"
             )
-        for one in archives:
-            build_report(archive.unpack(one))
+        processes = min(len(archives), machine.cores())
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            for page in pool.map(_built, archives):
+                print(page)
         return
     if folder is None:
         raise Refusal(
@@ -130,6 +135,13 @@ def compare(
         html.write_text(page(result), encoding="utf-8")
     if result.worse:
         raise typer.Exit(SOME_FAILED)
+
+
+def _built(packed: Path) -> Path:
+    """The page of an archive, in a process of its own."""
+    from report.build import build
+
+    return build(archive.unpack(packed))
 
 
 def build_report(folder: Path, columns: Mapping[str, Sequence[str]] | None = None) -> None:

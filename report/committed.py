@@ -30,7 +30,13 @@ _CLAIMS: Final = Path("docs/claims.md")
 _SUITE: Final = "quickstart"  # whose numbers README has
 _DRAWN: Final = "step_split"  # which of its figures
 _MARKED: Final = re.compile(r"(?<=<!-- of the records -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_TABLES: Final = ("summary", "losses", "sent_error", "break_even")  # of each suite, those that it has
+_TABLES: Final = (
+    "summary",
+    "losses",
+    "sent_error",
+    "parity",
+    "break_even",
+)  # of each suite, those that it has
 _HEAD: Final = """\
 # Results
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from report.data import footnotes
 from report.data.contender import NAMES
@@ -25,6 +27,7 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
     "png": {"Software": None},
 }
 _MARGIN: Final = 0.05  # inches around what is drawn
+_LAYOUTS: Final = 4  # at most: labels beside the axes keep their widths, so the second or third fits
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,22 @@ def draw(plot: Plot, derived: Derived, folder: Path) -> Drawn | None:
     return None if data.empty else write(plot, data, folder, variants)
 
 
+def _laid_out(figure: Figure) -> Bbox:
+    """Lay a figure out, once for all forms, so that what is drawn is as wide as the page's column."""
+    inner = theme.WIDTH - 2 * _MARGIN
+    for _ in range(_LAYOUTS):
+        figure.draw_without_rendering()
+        drawn = figure.get_tightbbox()
+        if abs(drawn.width - inner) < _MARGIN / 2:
+            break
+        figure.set_figwidth(figure.get_figwidth() + inner - drawn.width)
+    figure.set_layout_engine("none")
+    middle = (drawn.x0 + drawn.x1) / 2
+    return Bbox.from_extents(
+        middle - theme.WIDTH / 2, drawn.y0 - _MARGIN, middle + theme.WIDTH / 2, drawn.y1 + _MARGIN
+    )
+
+
 def write(
     plot: Drawing, data: pd.DataFrame, folder: Path, variants: Mapping[str, int] | None = None
 ) -> Drawn:
@@ -64,9 +83,7 @@ def write(
     rendered = {}
     with theme.style(variants):
         figure = plot.draw(data)
-        figure.draw_without_rendering()  # lays it out: once, for all forms
-        figure.set_layout_engine("none")
-        box = figure.get_tightbbox().padded(_MARGIN)
+        box = _laid_out(figure)
         for form, metadata in _METADATA.items():
             buffer = io.BytesIO()
             figure.savefig(buffer, format=form, metadata=metadata, bbox_inches=box)

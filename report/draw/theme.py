@@ -18,7 +18,7 @@ import matplotlib as mpl
 import seaborn as sns
 from matplotlib.colors import to_hex, to_rgb
 
-WIDTH: Final = 7.2  # inches; a text column of the page, and of a journal's two columns
+WIDTH: Final = 178 / 25.4  # inches; a journal's two columns, and a text column of the page
 INK: Final = "#222222"
 FAINT: Final = "#8a8a8a"
 GRID: Final = "#e4e4e4"

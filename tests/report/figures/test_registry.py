@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -49,6 +50,10 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
         files = {path.suffix: path for path in tmp_path.glob(f"{found.plot.name}.*")}
         assert set(files) == {".svg", ".pdf", ".png", ".csv"}
         assert all(path.stat().st_size > 0 for path in files.values())
+        pdf = files[".pdf"].read_bytes()
+        (wide,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", pdf)
+        assert float(wide) / 72 * 25.4 == pytest.approx(178, abs=0.01)  # two columns of a journal
+        assert pdf.count(b"/FontFile2") > 0 == pdf.count(b"/Type3")  # it carries its fonts
         assert records_behind(found.data)
         assert set(records_behind(found.data)) <= ids
         assert found.plot.caption(found.data)
