@@ -239,7 +239,7 @@ def trace(
     identity: Annotated[str, typer.Argument(help="Of the trial, or its beginning.", metavar="ID")],
     into: Annotated[Path, typer.Option("--into", help="Folder of the trace.")] = Path("traces"),
 ) -> None:
-    """Run one step of a trial and write what every rank did in it as a Chrome trace."""
+    """Run one step of a trial and write what every rank did in it, as a Chrome trace and as a picture."""
     suite = load(file)
     found = {trial.id: trial for trial in suite.trials if trial.id.startswith(identity)}
     if len(found) != 1:
@@ -252,11 +252,15 @@ def trace(
     check_feasible(file, forecast([trial], this_host()))
 
     from harness.bench.trace import told, write_trace
+    from harness.bench.trace_picture import write as write_picture
 
     interrupts.take_over()
     path, ranks = write_trace(trial, into)
     print(f"{trial.strategy}, {trial.topology()}: {told(ranks)}")
     print(path)
+    picture = path.with_suffix(".svg")
+    write_picture(picture, f"{trial.strategy}, {trial.topology()}", ranks)
+    print(picture)
 
 
 @app.command()

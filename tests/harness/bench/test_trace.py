@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cli
-from harness.bench.trace import CODING, COMPUTE, LANES, computing, hidden, refused
+from harness.bench.trace import CODING, COMPUTE, LANES, Traced, computing, hidden, refused
+from harness.bench.trace_picture import draw
 from harness.suites.expansion import load
 from harness.suites.trial import Cluster, Trial
 from impl.comm.mesh import Mesh
@@ -50,8 +51,10 @@ def test_a_step_of_every_rank_is_in_the_file(
     out = capsys.readouterr().out
     assert "messages between nodes were under way" in out
     path = tmp_path / "traces" / f"trace-{trials['zeropp'].id}.json"
-    assert out.endswith(f"traces/{path.name}\n")
-    assert [one.name for one in (tmp_path / "traces").iterdir()] == [path.name]
+    picture = path.with_suffix(".svg")
+    assert out.endswith(f"traces/{path.name}\ntraces/{picture.name}\n")
+    assert sorted((tmp_path / "traces").iterdir()) == [path, picture]
+    assert "<svg" in picture.read_text()
     held = json.loads(path.read_text())
     events = held["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
@@ -103,6 +106,20 @@ def test_what_has_no_trace_is_refused(fields: dict[str, Any], words: str) -> Non
     """Peers, GPUs and generations, saying why."""
     assert words in (refused(Trial(**fields)) or "")
     assert refused(Trial()) is None
+
+
+def test_the_picture_has_each_ranks_lanes() -> None:
+    """A panel for each rank, in it a bar for each span, in milliseconds from the first."""
+    ranks = [
+        Traced([Span(COMPUTE, "forward", 1.0, 1.5), Span(WAITING, WITHIN, 1.5 + rank, 2.0 + rank)], 1.0, 1.0)
+        for rank in range(3)
+    ]
+    figure = draw("two spans", ranks)
+    assert [ax.get_ylabel() for ax in figure.axes] == ["rank 0", "rank 1", "rank 2"]
+    for rank, ax in enumerate(figure.axes):
+        bars = [path.get_extents() for one in ax.collections for path in one.get_paths()]
+        ends = [(round(bar.x0), round(bar.x1)) for bar in bars]
+        assert ends == [(0, 500), (500 + 1000 * rank, 1000 + 1000 * rank)]
 
 
 _TIMES = st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))
