@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
 from harness.records.record import Step
 
+_DIGITS: Final = 9  # after the point: clocks tick in nanoseconds, and what a difference has beyond is noise
 Part = Literal["forward", "backward", "optimizer"]
 
 
@@ -63,17 +64,18 @@ class StepClock:
     def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
         """End the step and return its times; ``index`` counts from the first warm-up step."""
         computed = time.process_time() - self._computed
+        waited = {name: round(seconds, _DIGITS) for name, seconds in self._waited.items()}
         self.steps.append(
             Step(
                 index=index,
                 warmup=warmup,
-                total=self._now() - self._begun,
-                exposed_forward=self._waited.get("forward"),
-                exposed_backward=self._waited.get("backward"),
+                total=round(self._now() - self._begun, _DIGITS),
+                exposed_forward=waited.get("forward"),
+                exposed_backward=waited.get("backward"),
                 loss=loss,
                 gradient_norm=norm,
-                cpu_seconds=computed,
-                **self._seconds,
+                cpu_seconds=round(computed, _DIGITS),
+                **{name: round(seconds, _DIGITS) for name, seconds in self._seconds.items()},
             )
         )
 

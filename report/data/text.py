@@ -79,3 +79,9 @@ def byte_unit(largest: float) -> tuple[float, str]:
 def listed(words: Sequence[str]) -> str:
     """Join words as ``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
+
+
+def with_interval(found: Interval, told: Callable[[float], str]) -> str:
+    """The estimate, with its interval in parentheses if it is known."""
+    text = told(found.estimate)
+    return f"{text} ({told(found.low)} to {told(found.high)})" if found.known else text

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import FEWEST, Interval
 from report.data import bytes_and_memory, communication, decoding, footnotes, metrics, published
 from report.data.contender import NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import FEWEST_IN_WORDS, NOTHING, number
+from report.data.text import NOTHING, number, with_interval
 from report.draw import theme
 from report.draw.figure_definition import by_contender, unpublished_note
 from report.tables.energy import energy
 from report.tables.learning import losses
 from report.tables.peers import peers
+from report.tables.rates import break_even, parity
 from report.tables.settings import setting as settings
 from report.tables.summary import summary, time
 from report.tables.table import Column, Table, placed
@@ -80,7 +80,7 @@ def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
         "tokens_per_second": speed.estimate,
         "tokens_per_second_low": speed.low,
         "tokens_per_second_high": speed.high,
-        "speed_told": _with_interval(speed, number(3)),
+        "speed_told": with_interval(speed, number(3)),
         "speedup_told": NOTHING,
         "first_mb": mine["first_bytes"].median() / 1e6,
         "later_mb": mine["later_bytes"].median() / 1e6,
@@ -89,13 +89,8 @@ def _generation_row(mine: pd.DataFrame) -> dict[str, Any]:
     if len(paired):
         ratio = decoding.speedup(paired)
         row |= {"speedup": ratio.estimate, "speedup_low": ratio.low, "speedup_high": ratio.high}
-        row["speedup_told"] = _with_interval(ratio, "{:.2f}".format)
+        row["speedup_told"] = with_interval(ratio, "{:.2f}".format)
     return row
-
-
-def _with_interval(found: Interval, told: Callable[[float], str]) -> str:
-    text = told(found.estimate)
-    return f"{text} ({told(found.low)} to {told(found.high)})" if found.known else text
 
 
 def volume(derived: Derived) -> Table:
@@ -174,116 +169,6 @@ def checks(derived: Derived) -> Table:
         "codecs allow together."
     )
     return placed("checks", "Checks", caption, rows, *columns)
-
-
-def parity(derived: Derived) -> Table:
-    """Table of parity: ZeRO++ at rate B/4 over ZeRO-3 at B, ours and published."""
-    ours = metrics.parity(derived.frames, derived.trials)
-    if ours.empty:
-        return Table("parity", "Parity", "", pd.DataFrame(), ())
-    keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
-    rows = [
-        {
-            "setting": f"{key[0]}x{key[1]} ranks, {key[2]} tokens/rank",
-            "low": f"{key[3]:g} Mbit/s",
-            "high": f"{key[4]:g} Mbit/s",
-            "zeropp": group["tokens_per_second"].median(),
-            "zero3": group["tokens_per_second_baseline"].median(),
-            "unit": "tokens/s",
-            "parity": (found := metrics.parity_interval(group)).estimate,
-            "parity_low": found.low,
-            "parity_high": found.high,
-            "pairs": len(group),
-            **_behind(derived, {*group["id"], *group["baseline"]}, "parity_told", found),
-        }
-        for key, group in groups(ours, keys)
-    ]
-    rows += [
-        {
-            "setting": f"published, {row['model']} on {row['gpus']} {row['gpu']}",
-            "low": f"{row['low_gbps']:g} Gbit/s",
-            "high": f"{row['high_gbps']:g} Gbit/s",
-            "zeropp": float(row["zeropp"]),
-            "zero3": float(row["zero3"]),
-            "unit": "TFLOPs/GPU",
-            "parity": row["parity"],
-            "parity_told": number(3)(row["parity"]),
-            "pairs": 1,
-            "trials_told": NOTHING,
-        }
-        for row in published.parity().to_dict("records")
-    ]
-    columns = (
-        Column("setting", "Setting"),
-        Column("trials_told", "n", str),
-        Column("low", "ZeRO++ at"),
-        Column("high", "ZeRO-3 at"),
-        Column("zeropp", "ZeRO++", number(3)),
-        Column("zero3", "ZeRO-3", number(3)),
-        Column("unit", "Unit"),
-        Column("parity_told", "Parity", str),
-    )
-    caption = (
-        "Throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate: geometric mean of the "
-        f"pairs ({FEWEST_IN_WORDS}). n: trials of both."
-        f"{_marks_in_words(rows, 'parity_told')}"
-    )
-    return Table("parity", "Parity", caption, pd.DataFrame(rows), columns)
-
-
-def break_even(derived: Derived) -> Table:
-    """Table of break-even rates, above which a contender is no longer faster than ZeRO-3."""
-    columns = (
-        Column("contender", "Contender"),
-        Column("trials_told", "n", str),
-        Column("break_even_told", "Break-even, Mbit/s", str),
-        Column("low_mbit", "Lowest rate, Mbit/s", number(3)),
-        Column("high_mbit", "Highest", number(3)),
-        Column("low_speedup", "Speed-up at the lowest", number(3)),
-        Column("high_speedup", "at the highest", number(3)),
-    )
-    rows: list[dict[str, Any]] = []
-    for row in metrics.break_even(derived.pairs).to_dict("records"):
-        where = f"{row['nodes']}x{row['ranks_per_node']} ranks, {row['tokens_per_rank']} tokens/rank"
-        ids = str(row["records"]).split()
-        ends = (row["break_even_mbit"], row["break_even_low_mbit"], row["break_even_high_mbit"])
-        marked = _behind(derived, ids, "break_even_told", Interval(*ends, row["fewest_pairs"]))
-        rows.append({str(key): value for key, value in row.items()} | {"where": where} | marked)
-    caption = (
-        f"Highest achieved rate at which the contender and {derived.compared.baseline} are equally fast, on "
-        "the straight line between neighbouring measured rates (speed-up and rate logarithmic), of which "
-        "the lowest and the highest stand beside it, with Fieller's 95 % interval from "
-        f"{FEWEST} pairs on at both; "
-        "'below' and 'above': it goes on beyond the neighbours, where nothing was measured. "
-        f"{NOTHING}: not crossed between these. n: trials at all rates, the baseline's among them."
-        f"{_marks_in_words(rows, 'break_even_told')}"
-    )
-    return placed("break_even", "Break-even", caption, rows, *columns)
-
-
-def _behind(derived: Derived, records: Iterable[object], marked: str, value: Interval) -> dict[str, Any]:
-    """Columns of a row of the trials with these ids: their number, the CPU time that others took, and, in
-    column ``marked``, a value with its marks.
-    """
-    behind = derived.trials[derived.trials["id"].isin(list(records))]
-    return {
-        marked: _with_interval(value, _end) + footnotes.rates(behind),
-        "trials": len(behind),
-        "trials_told": footnotes.trials(behind),
-        "taken_share": behind["taken_share"].max(),
-    }
-
-
-def _end(value: float) -> str:
-    """A number, or that it lies beyond what was measured."""
-    return (
-        number(3)(value) if math.isfinite(value) or math.isnan(value) else "above" if value > 0 else "below"
-    )
-
-
-def _marks_in_words(rows: list[dict[str, Any]], marked: str) -> str:
-    """Caption text for the marks in this column and beside the numbers of trials."""
-    return footnotes.in_words(str(row[key]) for row in rows for key in ("trials_told", marked))
 
 
 def memory(derived: Derived) -> Table:
