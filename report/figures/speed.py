@@ -37,7 +37,7 @@ def _by_size(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     place = ["nodes", "ranks_per_node"]
     several = len(data[place].drop_duplicates()) > 1
     return [
-        (f"{tokens} tokens per rank" + (f", {nodes}x{ranks} ranks" if several else ""), mine)
+        (f"{tokens} tokens per rank" + (f",\n{nodes}x{ranks} ranks" if several else ""), mine)
         for (nodes, ranks, tokens), mine in data.groupby([*place, "tokens_per_rank"])
     ]
 
@@ -83,9 +83,7 @@ def _throughput_data(derived: Derived) -> pd.DataFrame:
 
 def _draw_throughput(data: pd.DataFrame) -> Figure:
     sizes = _by_size(data)
-    columns = 3 if len(sizes) == 3 else min(len(sizes), 2)
-    width = max(theme.WIDTH, 3.2 * columns)
-    figure, places = chart_parts.panels_of(len(sizes), columns, height=_PANEL_INCHES, width=width)
+    figure, places = chart_parts.panels_of(len(sizes), min(len(sizes), 2), height=_PANEL_INCHES)
     for ax, (title, mine) in zip(places, sizes, strict=True):
         _rate_axis(ax, mine)
         endings = _lines(ax, mine, "tokens_per_second")
@@ -154,7 +152,6 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
         len(sizes),
         rows,
         height=0.4 + (panel + 0.5) * rows,
-        width=max(theme.WIDTH, 3.2 * len(sizes)),
         sharex="col",
         sharey="row",
     )
@@ -174,7 +171,7 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
                 ax.set_ylim(0, max(1.1, data["share"].max() * 1.05))
             if column == len(sizes) - 1:
                 chart_parts.label_ends(ax, endings, panel)
-        grid[-1][column].set_xlabel("achieved rate of a node's link, Mbit/s")
+        grid[-1][column].set_xlabel("achieved rate, Mbit/s")
     grid[0][0].set_ylabel(f"speed-up over {baseline_of(data)}")
     if rows == 2:
         dash = "\n(dash: share\nof schedule)" if _knows_processors(data) else ""
@@ -311,7 +308,7 @@ def _draw_beside(data: pd.DataFrame) -> Figure:
     _rate_axis(left, data)
     endings = []
     for (title, mine), colour in zip(_by_size(data), cycle(theme.BATCHES), strict=False):
-        name = title.replace(" tokens per rank", " tok.").replace(" ranks", "")
+        name = title.replace(" tokens per rank", " tok.").replace(" ranks", "").replace("\n", " ")
         endings.append(_line(left, mine, "speedup", name, chart_parts.Look(colour, "D", "-")))
     chart_parts.log_ticks(right, list(theirs["inter_node_gbps"]))
     published_ends = []
