@@ -398,7 +398,7 @@ def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
 
 @pytest.mark.parametrize(
     "suite",
-    [path for path in SUITES if path.stem not in ("paper_scale", "peers", "tutorial_zeropp")],
+    [path for path in SUITES if path.stem not in ("paper_scale", "peers", "signs", "tutorial_zeropp")],
     ids=lambda path: path.stem,
 )
 def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: Path) -> None:

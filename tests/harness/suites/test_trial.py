@@ -215,6 +215,7 @@ def test_topology() -> None:
 
 GENERATES: dict[str, Any] = {"workload": "generate"}
 STAGED: dict[str, Any] = {"cluster": Cluster(device="cuda", transport="staged")}
+DECAYING = Optimizer(schedule=LearningRates(decay="linear"))
 WARMING = Optimizer(schedule=LearningRates(warmup=99))
 
 
@@ -241,7 +242,7 @@ WARMING = Optimizer(schedule=LearningRates(warmup=99))
         (GENERATES | {"sequence": 32}, "generate.prompt = 32 and generate.tokens = 32: together at most"),
         (GENERATES | {"clip": 1.0}, "trains nothing"),
         (GENERATES | {"activation_checkpointing": True}, "expected neither activation_checkpointing nor"),
-        (GENERATES | {"optimizer": WARMING}, "expected neither activation_checkpointing nor"),
+        (GENERATES | {"optimizer": DECAYING}, "expected neither activation_checkpointing nor"),
         (GENERATES | {"accumulation": 2}, "accumulation = 2: expected 1"),
         ({"policy": PolicyChanges(secondary=3)}, "hpZ group of 3 ranks does not fit 2 nodes x 2 ranks"),
     ],

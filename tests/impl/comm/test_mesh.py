@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -93,6 +94,9 @@ def test_a_failure_leaves_the_default_group_as_it_is() -> None:
     dist.destroy_process_group()
 
 
+MODEL = model()  # threads share a random generator: making it there would be a race
+
+
 def _losses(mesh: Mesh, net: nn.Module, policy: Policy) -> list[float]:
     zero = shard(net, mesh=mesh, policy=policy)
     optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
@@ -108,7 +112,7 @@ def _losses(mesh: Mesh, net: nn.Module, policy: Policy) -> list[float]:
 
 
 def _plain(mesh: Mesh, policy: Policy) -> list[float]:
-    return _losses(mesh, model(), policy)
+    return _losses(mesh, copy.deepcopy(MODEL), policy)
 
 
 def _in_a_group_of_its_own(mesh: Mesh, policy: Policy) -> list[float]:
