@@ -11,7 +11,7 @@ import torch
 
 from harness.records.record import Step
 
-_DIGITS: Final = 9  # after the point: clocks tick in nanoseconds, and what a difference has beyond is noise
+_DIGITS: Final = 6  # after the point: what scheduling adds to a reading is above a microsecond
 Part = Literal["forward", "backward", "optimizer"]
 
 

@@ -192,8 +192,8 @@ def test_the_papers_baseline_keeps_its_flat_rings(tmp_path: Path) -> None:
 
 
 CELLS = {
-    "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 15, "block_size": 8, "convergence": 42,
-    "reordering": 18, "signs": 30, "feedback": 10, "formats": 14, "generation": 9, "hpz_group": 10,
+    "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 45, "block_size": 8, "convergence": 42,
+    "reordering": 18, "signs": 30, "feedback": 33, "formats": 42, "generation": 9, "hpz_group": 10,
     "models": 6, "nodes": 14, "offload": 8,
     "gpu_node": 12, "tutorial_zeropp": 10, "paper_scale": 24, "peers": 15, "quickstart": 6, "smoke": 3,
     "stages": 32,
