@@ -31,6 +31,15 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
         ValueError: for a device that has no backend, or that a user's own codec is not for.
     """
     _choose(device.type)
+    check_devices(device, codecs)
+
+
+def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:
+    """Refuse tensors on ``device`` to users' own codecs that are not for it.
+
+    Raises:
+        ValueError: naming both.
+    """
     for codec in codecs:
         if isinstance(codec, OwnCodec) and torch.device(codec.thing.device).type != device.type:
             raise ValueError(f"{codec} is for {codec.thing.device}, and the tensors are on {device}")

@@ -152,6 +152,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         _check_corpus(trial),
         _check_link(trial, host),
         _check_launcher(trial),
+        _check_codecs(trial),
         optimizer if isinstance(optimizer, str) else None,
     ]
     model = _model(trial.model, trial.sequence, models)
@@ -446,6 +447,20 @@ def _check_launcher(trial: Trial) -> str | None:
         return None
     if cluster.launcher == "hosts" and len(cluster.hosts) < cluster.nodes:
         return f"cluster.hosts has {len(cluster.hosts)} names; expected one for each of {cluster.nodes} nodes"
+    return None
+
+
+def _check_codecs(trial: Trial) -> str | None:
+    """Why its codecs cannot run on its device: what ranks would refuse."""
+    import torch
+
+    from impl.ops import check_devices
+
+    policy = trial.resolved_policy()
+    try:
+        check_devices(torch.device(trial.cluster.device), policy.own_codecs if policy else ())
+    except ValueError as error:
+        return str(error)
     return None
 
 

@@ -28,6 +28,9 @@ class Eighths:
     def encode(self, x, frame): frame.view(torch.int8).copy_((x * 512).round().clamp(-127, 127))
     def decode(self, frame, out): out.copy_(frame.view(torch.int8) / 512)
 
+class OnGpu(Eighths):
+    device = "cuda"
+
 class Broken(Eighths):
     def encode(self, x, frame): super().encode(x + 1, frame)
 
@@ -246,6 +249,10 @@ def test_a_tokenizer_makes_the_tokens(folder: Path) -> None:
         (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Halves']\n"), "expected fp32 too"),
         (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Shrinking']\n"), "and made them"),
         (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Elsewhere']\n"), "expected cpu, cuda"),
+        (
+            ("", "[matrix]\nstrategy = ['qgz']\npolicy.gradients = ['mine:OnGpu']\n"),
+            "mine:OnGpu is for cuda, and the tensors are on cpu",
+        ),
         (("mine:tokens", "~nosuchuser/x"), "'~nosuchuser/x': no such file or folder in"),
         (('"gpt-tiny"', '"mine:flat"\nactivation_checkpointing = true'), "the model has no blocks"),
         (("lr = 0.5", "lr = 0.5\noptimizer.schedule.warmup = 5"), "the trial has 4 steps in all"),
