@@ -6,6 +6,7 @@ import multiprocessing
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -19,6 +20,7 @@ from harness.records import archive, bench_record
 from harness.suites.expansion import name_of
 
 SOME_FAILED: Final = 1
+_WIDTH: Final = 178.0  # mm, of figures
 RESULTS: Final = Path("results")
 ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
 Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
@@ -49,6 +51,12 @@ def report(
             metavar="TABLE=COLUMN;COLUMN",
         ),
     ] = None,
+    width: Annotated[
+        float,
+        typer.Option(
+            "--width", min=60, max=400, help="Of figures, in mm; 84 is a column of a paper.", metavar="MM"
+        ),
+    ] = _WIDTH,
 ) -> None:
     """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
     if check:
@@ -67,7 +75,7 @@ def report(
             )
         processes = min(len(archives), machine.cores())
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            for page in pool.map(_built, archives):
+            for page in pool.map(partial(_built, width=width), archives):
                 print(page)
         return
     if folder is None:
@@ -80,7 +88,7 @@ def report(
 
         print(explained(folder, *explain))
         return
-    build_report(folder, asked)
+    build_report(folder, asked, width)
 
 
 def archive_records(
@@ -137,25 +145,27 @@ def compare(
         raise typer.Exit(SOME_FAILED)
 
 
-def _built(packed: Path) -> Path:
+def _built(packed: Path, width: float) -> Path:
     """The page of an archive, in a process of its own."""
     from report.build import build
 
-    return build(archive.unpack(packed))
+    return build(archive.unpack(packed), width=width)
 
 
-def build_report(folder: Path, columns: Mapping[str, Sequence[str]] | None = None) -> None:
+def build_report(
+    folder: Path, columns: Mapping[str, Sequence[str]] | None = None, width: float = _WIDTH
+) -> None:
     """Build a folder's page, and print its path."""
     interrupts.take_over()
     if not bench_record.holds(folder):
         from report.build import build
 
-        print(build(folder, columns=columns))
+        print(build(folder, columns=columns, width=width))
         return
     from report.bench.page import build as build_bench
 
-    if columns:
-        raise Refusal(f"--columns: {folder} holds a benchmark's records, whose tables have no such choice")
+    if columns or width != _WIDTH:
+        raise Refusal(f"{folder} holds a benchmark's records: --columns and --width are of suites")
     print(build_bench(folder))
 
 

@@ -17,7 +17,7 @@ from harness.errors import Refusal
 from report import page
 from report.data.frames import ReportError, load
 from report.data.metrics import Derived, derive, records_of
-from report.draw import figure_files
+from report.draw import figure_files, theme
 from report.figures import registry
 from report.tables import latex
 from report.tables import registry as tables
@@ -33,7 +33,11 @@ _FOLDERS: Final[Folders] = {  # what a build may leave in each: names and forms
 
 
 def build(
-    results: Path, *, across_pools: bool = False, columns: Mapping[str, Sequence[str]] | None = None
+    results: Path,
+    *,
+    across_pools: bool = False,
+    columns: Mapping[str, Sequence[str]] | None = None,
+    width: float = theme.WIDTH,
 ) -> Path:
     """Build the report of a results folder, inside it; equal records give equal bytes.
 
@@ -43,13 +47,14 @@ def build(
         results: the folder.
         across_pools: whether records of several machines or codes may stand together.
         columns: of tables by their names: those to print beside the contender, by title or name in the CSV.
+        width: of figures, in mm.
 
     Raises:
         Refusal: for a table or a column that is not there.
     """
     derived = derive(load(results, across_pools=across_pools))
     shown = with_columns(tables.all_tables(derived), columns or {})
-    return publish(results, _FOLDERS, lambda folder: _write(folder, derived, shown))
+    return publish(results, _FOLDERS, lambda folder: _write(folder, derived, shown, width))
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
@@ -106,9 +111,9 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
     return results / PAGE
 
 
-def _write(folder: Path, derived: Derived, shown: Sequence[Table]) -> None:
+def _write(folder: Path, derived: Derived, shown: Sequence[Table], width: float) -> None:
     """Write the page, figures and tables."""
-    found = [(plot, figure_files.draw(plot, derived, folder / "figures")) for plot in registry.PLOTS]
+    found = [(plot, figure_files.draw(plot, derived, folder / "figures", width)) for plot in registry.PLOTS]
     for table in shown:
         table.write(folder / "tables")
     macros = latex.numbers(shown, lambda row: records_of(derived, row))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import pandas as pd
@@ -27,18 +27,52 @@ _LABEL_LETTERS: Final = 20  # of a label in one line
 
 
 def panels(
-    columns: int, rows: int = 1, *, height: float, width: float = theme.WIDTH, **options: Any
+    columns: int,
+    rows: int = 1,
+    *,
+    height: float,
+    width: float | None = None,
+    sharex: bool = False,
+    sharey: bool = False,
+    height_ratios: Sequence[float] | None = None,
 ) -> tuple[Figure, list[list[Axes]]]:
-    """Create a figure of ``rows`` x ``columns`` axes; sizes in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    """Create a figure of ``rows`` x ``columns`` axes, all in one column where the figure is narrow.
+
+    Args:
+        columns: of axes.
+        rows: of axes.
+        height: of all rows, in inches.
+        width: in inches; :func:`theme.inches` by default.
+        sharex: whether the axes of a column share their x axis; not where all stand in one.
+        sharey: whether the axes of a row share their y axis.
+        height_ratios: of the rows.
+    """
+    if theme.stacked():
+        figure = Figure(figsize=(theme.inches(), height * columns), layout="constrained")
+        ratios = [ratio for ratio in height_ratios or [1.0] * rows for _ in range(columns)]
+        axes = figure.subplots(rows * columns, 1, squeeze=False, height_ratios=ratios).reshape(rows, columns)
+        for row in axes if sharey else ():
+            for ax in row[1:]:
+                ax.sharey(row[0])
+    else:
+        figure = Figure(figsize=(width or theme.inches(), height), layout="constrained")
+        axes = figure.subplots(
+            rows,
+            columns,
+            squeeze=False,
+            sharex="col" if sharex else "none",
+            sharey="row" if sharey else "none",
+            height_ratios=height_ratios,
+        )
     return figure, [list(row) for row in axes]
 
 
 def panels_of(
-    count: int, columns: int, *, height: float, width: float = theme.WIDTH
+    count: int, columns: int, *, height: float, width: float | None = None
 ) -> tuple[Figure, list[Axes]]:
     """Create a figure of ``count`` axes in rows of ``columns``; ``height`` is that of a row, in inches."""
+    if theme.stacked():
+        columns = 1
     rows = -(-count // columns)
     figure, grid = panels(columns, rows, height=0.4 + rows * height, width=width)
     places = [ax for row in grid for ax in row]
@@ -269,18 +303,26 @@ def row_names(ax: Axes, names: Sequence[str]) -> None:
 
 
 def same_rows(ax: Axes) -> None:
-    """Give an axes the rows of its left neighbour, without names."""
-    ax.tick_params(axis="y", length=0, labelleft=False)
+    """Give an axes the rows of its left neighbour, without names where that stands beside it."""
+    ax.tick_params(axis="y", length=0, labelleft=theme.stacked())
     ax.grid(visible=False, axis="y")
 
 
 def legend_above(figure: Figure, ax: Axes, *, columns: int, side: Literal["left", "right"] = "left") -> None:
-    """Draw a legend above all panels, from the handles of ``ax``, at the left or the right."""
+    """Draw a legend above all panels, from the handles of ``ax``, at the left or the right.
+
+    Over panels in one column there is room for one: the right one goes below them.
+    """
     handles, labels = ax.get_legend_handles_labels()
+    place: Literal["outside upper left", "outside upper right", "outside lower left"]
+    place = "outside upper left" if side == "left" else "outside upper right"
+    if theme.stacked():
+        columns = 1 if max(map(len, labels), default=0) > _LABEL_LETTERS else min(columns, 2)
+        place = "outside upper left" if side == "left" else "outside lower left"
     figure.legend(
         handles,
         labels,
-        loc="outside upper left" if side == "left" else "outside upper right",
+        loc=place,
         ncols=columns,
         handlelength=1.2,
         columnspacing=1.3,

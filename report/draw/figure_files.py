@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import textwrap
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
     "png": {"Software": None},
 }
 _MARGIN: Final = 0.05  # inches around what is drawn
+_LETTERS: Final = 36  # of a line over or under a panel of a column's width
 _LAYOUTS: Final = 4  # at most: labels beside the axes keep their widths, so the second or third fits
 
 
@@ -48,8 +51,8 @@ class Drawn:
         return [(name, footnotes.TAKEN if name in marked else "") for name in records_behind(self.data)]
 
 
-def draw(plot: Plot, derived: Derived, folder: Path) -> Drawn | None:
-    """Draw a figure into ``folder``; None if the records hold nothing to draw."""
+def draw(plot: Plot, derived: Derived, folder: Path, width: float = theme.WIDTH) -> Drawn | None:
+    """Draw a figure ``width`` mm wide into ``folder``; None if the records hold nothing to draw."""
     data = plot.data(derived)
     ran = derived.finished.sort_values("place", kind="stable")
     presets = [
@@ -57,12 +60,13 @@ def draw(plot: Plot, derived: Derived, folder: Path) -> Drawn | None:
     ]
     ran = ran.assign(changed=presets).sort_values("changed", kind="stable")
     variants = theme.numbered(zip(ran["strategy"], ran["contender"], strict=True))
-    return None if data.empty else write(plot, data, folder, variants)
+    return None if data.empty else write(plot, data, folder, variants, width)
 
 
 def _laid_out(figure: Figure) -> Bbox:
-    """Lay a figure out, once for all forms, so that what is drawn is as wide as the page's column."""
-    inner = theme.WIDTH - 2 * _MARGIN
+    """Lay a figure out, once for all forms, so that it is as wide as asked, or as it must."""
+    width = theme.inches()
+    inner = width - 2 * _MARGIN
     for _ in range(_LAYOUTS):
         figure.draw_without_rendering()
         drawn = figure.get_tightbbox()
@@ -70,19 +74,42 @@ def _laid_out(figure: Figure) -> Bbox:
             break
         figure.set_figwidth(figure.get_figwidth() + inner - drawn.width)
     figure.set_layout_engine("none")
-    middle = (drawn.x0 + drawn.x1) / 2
-    return Bbox.from_extents(
-        middle - theme.WIDTH / 2, drawn.y0 - _MARGIN, middle + theme.WIDTH / 2, drawn.y1 + _MARGIN
-    )
+    middle, width = (drawn.x0 + drawn.x1) / 2, max(width, drawn.width)
+    return Bbox.from_extents(middle - width / 2, drawn.y0 - _MARGIN, middle + width / 2, drawn.y1 + _MARGIN)
+
+
+def _for_a_column(figure: Figure) -> None:
+    """Name the y axis of a panel that stood beside the one whose axis it shares; break what is too wide."""
+    axes = figure.get_axes()
+    for above, ax in pairwise(axes):
+        if not ax.get_ylabel() and ax.get_shared_y_axes().joined(above, ax):
+            ax.set_ylabel(above.get_ylabel())
+    for ax in axes:
+        ax.set_title(textwrap.fill(ax.get_title(loc="left"), _LETTERS))
+        ax.set_xlabel(textwrap.fill(ax.get_xlabel(), _LETTERS))
 
 
 def write(
-    plot: Drawing, data: pd.DataFrame, folder: Path, variants: Mapping[str, int] | None = None
+    plot: Drawing,
+    data: pd.DataFrame,
+    folder: Path,
+    variants: Mapping[str, int] | None = None,
+    width: float = theme.WIDTH,
 ) -> Drawn:
-    """Draw a table with rows, and write it as SVG, PDF, PNG and CSV of its raw values."""
+    """Draw a table with rows, and write it as SVG, PDF, PNG and CSV of its raw values.
+
+    Args:
+        plot: the drawing.
+        data: the table.
+        folder: where the files go.
+        variants: the page's contenders, numbered within their strategies.
+        width: in mm.
+    """
     rendered = {}
-    with theme.style(variants):
+    with theme.style(variants, width):
         figure = plot.draw(data)
+        if theme.stacked():
+            _for_a_column(figure)
         box = _laid_out(figure)
         for form, metadata in _METADATA.items():
             buffer = io.BytesIO()

@@ -18,7 +18,8 @@ import matplotlib as mpl
 import seaborn as sns
 from matplotlib.colors import to_hex, to_rgb
 
-WIDTH: Final = 178 / 25.4  # inches; a journal's two columns, and a text column of the page
+WIDTH: Final = 178.0  # mm: a journal's two columns, and a text column of the page
+_STACKED_BELOW: Final = 130.0  # mm, panels stand above one another
 INK: Final = "#222222"
 FAINT: Final = "#8a8a8a"
 GRID: Final = "#e4e4e4"
@@ -116,6 +117,7 @@ BATCHES: Final = ("#d55e00", "#8a3c00", "#f2a679", "#5b2800")  # shades of ZeRO+
 _SHADES: Final = (("black", 0.0), ("black", 0.45), ("white", 0.5), ("black", 0.7), ("white", 0.3))
 _FILLED: Final = ("D", "o", "s", "^", "v", "P", "X", "p", "h", "<", ">", "*", "d", "H", "8")
 _variants: Final[ContextVar[Mapping[str, int]]] = ContextVar("variants", default=MappingProxyType({}))
+_width: Final[ContextVar[float]] = ContextVar("width", default=WIDTH)
 MEASURED: Final = {"calibrated": "#0072b2", "probed": "#222222"}
 
 
@@ -148,12 +150,23 @@ def numbered(contenders: Iterable[tuple[str, str]]) -> dict[str, int]:
     return found
 
 
+def inches() -> float:
+    """Width of a figure."""
+    return _width.get() / 25.4
+
+
+def stacked() -> bool:
+    """Whether a figure is too narrow for panels side by side."""
+    return _width.get() < _STACKED_BELOW
+
+
 @contextmanager
-def style(variants: Mapping[str, int] | None = None) -> Iterator[None]:
+def style(variants: Mapping[str, int] | None = None, width: float = WIDTH) -> Iterator[None]:
     """Context in which figures are drawn and saved: fonts, lines, deterministic output.
 
     Args:
         variants: the page's contenders, :func:`numbered`.
+        width: of figures, in mm.
     """
     base = sns.axes_style("ticks") | sns.plotting_context("paper")
     own = {
@@ -193,9 +206,10 @@ def style(variants: Mapping[str, int] | None = None) -> Iterator[None]:
         "xtick.major.width": 0.8,
         "ytick.major.width": 0.8,
     }
-    token = _variants.set(variants or {})
+    tokens = _variants.set(variants or {}), _width.set(width)
     try:
         with mpl.rc_context(base | own):
             yield
     finally:
-        _variants.reset(token)
+        _variants.reset(tokens[0])
+        _width.reset(tokens[1])

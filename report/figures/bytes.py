@@ -52,7 +52,7 @@ def _draw_volume(data: pd.DataFrame) -> Figure:
     groups = [group for _, group in data.groupby(_PLACE)]
     rows = [max(group["contender"].nunique(), 2) for group in groups]
     height = 0.75 + 0.55 * len(groups) + 0.32 * sum(rows)
-    figure, grid = chart_parts.panels(2, len(groups), height=height, sharey="row", height_ratios=rows)
+    figure, grid = chart_parts.panels(2, len(groups), height=height, sharey=True, height_ratios=rows)
     for (left, right), group in zip(grid, groups, strict=True):
         _volume_bars(left, group)
         spared = _wide(group, "split", list(_SPARED))

@@ -30,7 +30,7 @@ def _median(values: pd.Series[float], sweeps: pd.Series[int]) -> Interval:
 def _draw(data: pd.DataFrame) -> Figure:
     cells = by_cell(data)
     height = sum(chart_parts.bars_height(mine["contender"].nunique()) for _, mine in cells)
-    figure, grid = chart_parts.panels(2, len(cells), height=height, sharey="row")
+    figure, grid = chart_parts.panels(2, len(cells), height=height, sharey=True)
     for row, (title, mine) in zip(grid, cells, strict=True):
         chart_parts.row_names(row[0], [contender for _, contender in contenders(mine)])
         for place, (strategy, contender, group) in enumerate(by_contender(mine)):

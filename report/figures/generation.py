@@ -30,7 +30,7 @@ def _data(derived: Derived) -> pd.DataFrame:
 def _draw(data: pd.DataFrame) -> Figure:
     cells = by_cell(data)
     height = sum(chart_parts.bars_height(mine["contender"].nunique(), row=0.34) for _, mine in cells)
-    figure, grid = chart_parts.panels(3, len(cells), height=height, sharey="row")
+    figure, grid = chart_parts.panels(3, len(cells), height=height, sharey=True)
     size, unit = byte_unit(float(np.nan_to_num(data[["first_bytes", "later_bytes"]].max().max())))
     for row, (title, mine) in zip(grid, cells, strict=True):
         # Without ZeRO-3 beside them there is no ratio of ours, and the published ones stand alone.

@@ -38,7 +38,7 @@ def _scaling_data(derived: Derived) -> pd.DataFrame:
 def _draw_scaling(data: pd.DataFrame) -> Figure:
     panels = groups(data, ["kind", "title"])
     figure, grid = chart_parts.panels(
-        len(panels), height=2.9, width=max(theme.WIDTH, 3.4 * len(panels)), sharey=True
+        len(panels), height=2.9, width=max(theme.inches(), 3.4 * len(panels)), sharey=True
     )
     looks = chart_parts.looks_of(contenders(data))
     for ax, ((_, title), mine) in zip(grid[0], panels, strict=True):

@@ -152,8 +152,8 @@ def _speedup_lines(data: pd.DataFrame) -> Figure:
         len(sizes),
         rows,
         height=0.4 + (panel + 0.5) * rows,
-        sharex="col",
-        sharey="row",
+        sharex=True,
+        sharey=True,
     )
     for column, (title, mine) in enumerate(sizes):
         for row, value in enumerate(["speedup", "share"][:rows]):

@@ -412,8 +412,8 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(("sweep", name, len(trials), results))
         return types.SimpleNamespace(ok=1, failed=name.count("bad"), skipped=0, interrupted=False)
 
-    def build(results: Path, *, columns: object = None) -> Path:
-        del columns
+    def build(results: Path, *, columns: object = None, width: float = 178) -> Path:
+        del columns, width
         calls.append(("report", results))
         return results / "report.html"
 

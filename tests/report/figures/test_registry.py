@@ -61,6 +61,18 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
         assert len(pd.read_csv(files[".csv"])) == len(found.data)
 
 
+@pytest.mark.parametrize("suite", ["bandwidth", "convergence", "quickstart"])
+def test_figures_fit_a_column_of_a_paper(suite: str, tmp_path: Path) -> None:
+    """Drawn 84 mm wide, they are: panels above one another, lines broken, legends in fewer columns."""
+    derived = derive(frames_of(records_of(suite, repeats=2)))
+    for plot in registry.PLOTS:
+        if figure_files.draw(plot, derived, tmp_path, 84) is not None:
+            (wide,) = re.findall(
+                rb"/MediaBox \[ 0 0 ([0-9.]+) ", (tmp_path / f"{plot.name}.pdf").read_bytes()
+            )
+            assert float(wide) / 72 * 25.4 == pytest.approx(84, abs=0.01), plot.name
+
+
 def test_generations_have_a_figure_of_their_own(tmp_path: Path) -> None:
     """Records of generation give their figure, and none of training."""
     records = records_of("generation", repeats=2)
