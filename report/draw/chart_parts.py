@@ -24,6 +24,8 @@ LINE_POINTS: Final = 10.5  # height of a label, with its air
 ROW_INCHES: Final = 0.3  # height of a bar with its air
 _APART: Final = 1.35  # least ratio of neighbouring ticks
 _LABEL_LETTERS: Final = 20  # of a label in one line
+_LETTER_INCHES: Final = 0.062  # of a legend's label, on the average
+_COLUMN_INCHES: Final = 0.4  # of a legend, beside its labels: handle and gaps
 
 
 def panels(
@@ -317,16 +319,31 @@ def legend_above(figure: Figure, ax: Axes, *, columns: int, side: Literal["left"
     place: Literal["outside upper left", "outside upper right", "outside lower left"]
     place = "outside upper left" if side == "left" else "outside upper right"
     if theme.stacked():
-        columns = 1 if max(map(len, labels), default=0) > _LABEL_LETTERS else min(columns, 2)
         place = "outside upper left" if side == "left" else "outside lower left"
     figure.legend(
         handles,
         labels,
         loc=place,
-        ncols=columns,
+        ncols=_fitting(labels, columns),
         handlelength=1.2,
         columnspacing=1.3,
     )
+
+
+def legend_height(entries: int) -> float:
+    """Height in inches that a figure needs above its panels for a legend of contenders, in three columns."""
+    return LINE_POINTS * 1.1 / 72 * -(-entries // 3)
+
+
+def _fitting(labels: Sequence[str], most: int) -> int:
+    """Number of columns of a legend, at most ``most``, in which its labels are no wider than the figure."""
+    for columns in range(most, 1, -1):
+        parts = [
+            part for part in np.array_split(np.array([len(label) for label in labels]), columns) if len(part)
+        ]
+        if sum(_COLUMN_INCHES + _LETTER_INCHES * int(part.max()) for part in parts) <= theme.inches():
+            return columns
+    return 1
 
 
 def beside(ax: Axes, x: float, y: float, text: str, *, colour: str = theme.INK, points: float = 4) -> None:

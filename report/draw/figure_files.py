@@ -72,7 +72,7 @@ def _laid_out(figure: Figure) -> Bbox:
         drawn = figure.get_tightbbox()
         if abs(drawn.width - inner) < _MARGIN / 2:
             break
-        figure.set_figwidth(figure.get_figwidth() + inner - drawn.width)
+        figure.set_figwidth(max(1.0, figure.get_figwidth() + inner - drawn.width))
     figure.set_layout_engine("none")
     middle, width = (drawn.x0 + drawn.x1) / 2, max(width, drawn.width)
     return Bbox.from_extents(middle - width / 2, drawn.y0 - _MARGIN, middle + width / 2, drawn.y1 + _MARGIN)

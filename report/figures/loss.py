@@ -43,7 +43,8 @@ def _loss_data(derived: Derived) -> pd.DataFrame:
 def _draw_loss(data: pd.DataFrame) -> Figure:
     size, unit = byte_unit(data["inter_bytes"].max())
     cells = by_cell(data.assign(inter_bytes=data["inter_bytes"] / size))
-    figure, grid = chart_parts.panels(3, len(cells), height=0.45 + 2.3 * len(cells), sharey=True)
+    height = 0.45 + 2.3 * len(cells) + chart_parts.legend_height(data["contender"].nunique())
+    figure, grid = chart_parts.panels(3, len(cells), height=height, sharey=True)
     for row, (title, mine) in zip(grid, cells, strict=True):
         looks = chart_parts.looks_of(contenders(mine))
         for ax, (column, told) in zip(row, _CURVES.items(), strict=True):

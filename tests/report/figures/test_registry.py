@@ -23,11 +23,11 @@ from tests.report.records import record_of, records_of
 ROOT = Path(__file__).parents[3]
 EVERYWHERE = {"step_split", "volume", "link"}
 EXPECTED = {
-    "quickstart": {"speedup", "memory", "sent_error", "error"},
+    "quickstart": {"speedup", "memory", "sent_error", "error", "pareto"},
     "ablation": {"speedup", "ablation", "memory"},
     "algorithms": {"memory", "sent_error", "error"},
-    "block_size": {"sent_error", "error", "block_sweep"},
-    "bits": {"speedup", "sent_error", "error", "bits_sweep"},
+    "block_size": {"sent_error", "error", "block_sweep", "pareto"},
+    "bits": {"speedup", "sent_error", "error", "bits_sweep", "pareto"},
     "hpz_group": {"speedup", "memory"},
     "bandwidth": {"speedup", "throughput", "beside_published", "parity", "break_even_map", "memory"},
     "convergence": {"speedup", "loss", "final_loss", "memory"},
