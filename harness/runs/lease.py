@@ -65,20 +65,32 @@ class Lease:
         path = self.folder / LEASE
         if self._made(path):
             return
+        found = self._left_behind(path)
+        # Of several that find it left behind, one makes this file.  One that comes late can make it too, once
+        # the first has moved its own: so what is taken over is looked at again, now that no other moves it.
+        claim = path.with_name(f"{LEASE}.{found.get('token', '')}")
+        if not self._made(claim):
+            if self._age(claim) > STALE_SECONDS:
+                claim.unlink(missing_ok=True)
+            raise RecordError(f"{self.folder}: another run is taking it over from one that ended; try again")
+        try:
+            unchanged = self._left_behind(path) == found and path.exists()
+            if unchanged:
+                claim.replace(path)
+        finally:
+            claim.unlink(missing_ok=True)
+        if not unchanged:
+            raise RecordError(f"{self.folder}: another run took it over from one that ended; try again")
+
+    def _left_behind(self, path: Path) -> dict[str, str]:
+        """The lease of a run that has ended; a RecordError if a run of another host renewed it lately."""
         found, age = _read(path) or {}, self._age(path)
         if found.get("kernel") != _kernel() and age < STALE_SECONDS:
             raise RecordError(
                 f"{self.folder}: a run on host {found.get('host', '?')} is writing there (it said so "
                 f"{max(age, 0):.0f} s ago); wait for it, or choose other --results"
             )
-        # Of several that find it left behind, one makes this file; it names what is taken over, so that none
-        # that comes late takes over the lease that has replaced it.
-        claim = path.with_name(f"{LEASE}.{found.get('token', '')}")
-        if not self._made(claim):
-            if self._age(claim) > STALE_SECONDS:
-                claim.unlink(missing_ok=True)
-            raise RecordError(f"{self.folder}: another run is taking it over from one that ended; try again")
-        claim.replace(path)
+        return found
 
     def _made(self, path: Path) -> bool:
         """Whether there was no such file, and now there is this run's."""
