@@ -237,9 +237,12 @@ def run(
 def trace(
     file: SuiteFile,
     identity: Annotated[str, typer.Argument(help="Of the trial, or its beginning.", metavar="ID")],
-    into: Annotated[Path, typer.Option("--into", help="Folder of the trace.")] = Path("traces"),
+    results: ResultsFolder = RESULTS,
 ) -> None:
-    """Run one step of a trial and write what every rank did in it, as a Chrome trace and as a picture."""
+    """Run one step of a trial and write what every rank did in it, as a Chrome trace and as a picture.
+
+    They are written beside the records of the suite, whose report shows the first rank's step.
+    """
     suite = load(file)
     found = {trial.id: trial for trial in suite.trials if trial.id.startswith(identity)}
     if len(found) != 1:
@@ -255,7 +258,7 @@ def trace(
     from harness.bench.trace_picture import write as write_picture
 
     interrupts.take_over()
-    path, ranks = write_trace(trial, into)
+    path, ranks = write_trace(trial, results / suite.name)
     print(f"{trial.strategy}, {trial.topology()}: {told(ranks)}")
     print(path)
     picture = path.with_suffix(".svg")

@@ -63,7 +63,7 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
         figures=drawn,
         note=footnotes.modelled_in_words(derived),
         marked=derived.disturbed,
-        missing=[(plot.title, needed(plot.suite)) for plot in missing if not plot.on_gpus],
+        missing=[(plot.title, needed(plot.suite)) for plot in missing if not plot.extra],
         summary=first,
         tables=[table for table in tables if table not in apart],
         last=[by_name[name] for name in _LAST if name in by_name],
@@ -334,6 +334,11 @@ def warnings(derived: Derived) -> list[str]:
         found.append(
             f"Left out: {counted(frames.left_out, 'failure')} of another machine or code, "
             "of which nothing was measured."
+        )
+    if frames.stale_traces:
+        found.append(
+            f"Not drawn: {counted(frames.stale_traces, 'trace')} of other trials, another machine or code "
+            "than the records; `zeropp trace` writes them again."
         )
     found += footnotes.bytes_warnings(derived)
     contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()

@@ -26,11 +26,13 @@ from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import BACKENDS, Launch, run_ranks, start_server
 from harness.errors import Refusal
 from harness.measure import machine
+from harness.records.record import write_whole
+from harness.records.trace_record import hidden, path_of
 from harness.runs.sweep import setting_of
 from harness.runs.trial import Assignment, TrialRun
 from harness.suites.trial import Trial
 from impl import ops
-from impl.comm.timeline import ACROSS, BETWEEN, INSIDE, WAITING, Span, Timeline
+from impl.comm.timeline import BETWEEN, INSIDE, WAITING, Span, Timeline
 
 COMPUTE: Final = "computing"
 CODING: Final = "encoding, decoding"
@@ -64,7 +66,7 @@ def refused(trial: Trial) -> str | None:
 
 
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
-    """Run the trial's ranks for a step, and write ``<folder>/trace-<id>.json``.
+    """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results.
 
     Raises:
         Refusal: if it has no trace.
@@ -74,6 +76,8 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
         raise Refusal(f"trial {trial.id}: {why}")
     start_server()
     topology = trial.topology()
+    path = path_of(folder, trial.id)
+    path.parent.mkdir(parents=True, exist_ok=True)
     link = open_link(setting_of(trial), secrets.token_hex(3))
     try:
         launch = Launch(
@@ -83,18 +87,15 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
             paced_latency_ms=link.setting.latency_ms,
             threads=trial.threads or max(1, machine.cores() // topology.world),
             timeout_seconds=trial.timeout_seconds,
-            log=folder / f"trace-{trial.id}.log",
+            log=path.with_suffix(".log"),
             backend=BACKENDS[trial.cluster.transport],
         )
         plain = trial.model_copy(update={"measure_quantisation": False, "validate_every": None})
         found = run_ranks(traced_step, Assignment(plain, None, count=False), launch)
     finally:
         link.close()
-    path = folder / f"trace-{trial.id}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(chrome(trial, found)), encoding="utf-8")
-    aside.replace(path)
+    pool = machine.pool_key(machine.facts(), machine.code())
+    write_whole(path, json.dumps(chrome(trial, found, pool)))
     return path, found
 
 
@@ -164,32 +165,14 @@ def computing(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def hidden(spans: Sequence[Span]) -> tuple[float, float]:
-    """Seconds in which messages between nodes were under way on a rank, and those without waiting for one."""
-    under_way = _union([(span.begin, span.end) for span in spans if span.lane == BETWEEN])
-    waited = _union([(span.begin, span.end) for span in spans if (span.lane, span.name) == (WAITING, ACROSS)])
-    total = sum(end - begin for begin, end in under_way)
-    exposed = sum(
-        max(0.0, min(end, until) - max(begin, since)) for begin, end in under_way for since, until in waited
-    )
-    return total, total - exposed
-
-
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Intervals that do not overlap, and cover the same."""
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
+def slowest(ranks: Sequence[Traced]) -> tuple[float, float]:
+    """Seconds of the slowest rank's step, and of its step before."""
+    return max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
 
 
 def told(ranks: Sequence[Traced]) -> str:
     """What a trace shows, in a line."""
-    seconds = max(rank.seconds for rank in ranks)
-    before = max(rank.before for rank in ranks)
+    seconds, before = slowest(ranks)
     shares = [hidden(rank.spans) for rank in ranks]
     said = (
         f"a step of {seconds:.3f} s ({seconds / before - 1:+.0%} against the one before, which nothing noted)"
@@ -204,12 +187,15 @@ def told(ranks: Sequence[Traced]) -> str:
     )
 
 
-def chrome(trial: Trial, ranks: Sequence[Traced]) -> dict[str, Any]:
+def chrome(trial: Trial, ranks: Sequence[Traced], pool: str) -> dict[str, Any]:
     """The trace event format's JSON object: a process for each rank, a thread for each lane.
+
+    Of the rest, ``pool`` of machine and code included, :class:`harness.records.trace_record.About` tells.
 
     Messages of a lane may overlap, and events of a thread may not: further ones get threads of their own.
     """
     topology = trial.topology()
+    seconds, before = slowest(ranks)
     start = min(span.begin for rank in ranks for span in rank.spans)
     events: list[dict[str, Any]] = []
     for number, rank in enumerate(ranks):
@@ -240,7 +226,14 @@ def chrome(trial: Trial, ranks: Sequence[Traced]) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"trial": trial.id, "strategy": trial.strategy, "shows": told(ranks)},
+        "otherData": {
+            "trial": trial.id,
+            "strategy": trial.strategy,
+            "pool": pool,
+            "seconds": seconds,
+            "before": before,
+            "shows": told(ranks),
+        },
     }
 
 

@@ -10,28 +10,20 @@ from typing import Final
 from matplotlib.figure import Figure
 
 from harness.bench.trace import LANES, Traced, told
-from report.draw import theme
+from report.draw import chart_parts, theme
 
-_LANE_INCHES: Final = 0.13
 _ROOM_INCHES: Final = 0.9  # title, axis and legend
-_COLOURS: Final = dict(zip(LANES, ("#009e73", "#e69f00", "#56b4e9", "#0072b2", "#bbbbbb"), strict=True))
 
 
 def draw(title: str, ranks: Sequence[Traced]) -> Figure:
     """A panel for each rank; lanes as in the trace, computing on top."""
-    height = _ROOM_INCHES + len(ranks) * (len(LANES) + 1) * _LANE_INCHES
-    figure = Figure(figsize=(theme.WIDTH, height), layout="constrained")
+    height = _ROOM_INCHES + len(ranks) * chart_parts.LANES_INCHES
+    figure = Figure(figsize=(theme.inches(), height), layout="constrained")
     start = min(span.begin for rank in ranks for span in rank.spans)
     panels = figure.subplots(len(ranks), 1, squeeze=False, sharex=True)[:, 0]
     for number, (ax, rank) in enumerate(zip(panels, ranks, strict=True)):
-        for place, lane in enumerate(LANES):
-            spans = [span for span in rank.spans if span.lane == lane]
-            bars = [(1e3 * (span.begin - start), 1e3 * (span.end - span.begin)) for span in spans]
-            ax.broken_barh(bars, (place - 0.45, 0.9), color=_COLOURS[lane], lw=0, label=lane)
-        ax.set_ylim(len(LANES) - 0.5, -0.5)
-        ax.set_yticks([])
+        chart_parts.lanes(ax, [(s.lane, 1e3 * (s.begin - start), 1e3 * (s.end - start)) for s in rank.spans])
         ax.set_ylabel(f"rank {number}", rotation=0, ha="right", va="center")
-        ax.grid(visible=False, axis="y")
     panels[0].set_title(f"{title}: {told(ranks)}", fontsize=8)
     panels[-1].set_xlabel("ms")
     handles, labels = panels[0].get_legend_handles_labels()

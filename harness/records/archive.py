@@ -15,19 +15,22 @@ from typing import Final
 from harness.records.record import RecordError
 
 SUFFIX: Final = ".tar.xz"
-_NAME: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)/([0-9a-f]{12}|runs/[0-9a-f]{16})\.json")
+_NAME: Final = re.compile(
+    r"([A-Za-z0-9_][A-Za-z0-9_.-]*)/([0-9a-f]{12}|runs/[0-9a-f]{16}|traces/trace-[0-9a-f]{12})\.json"
+)
 _MOST: Final = 64 << 20  # bytes of a file in it
 
 
 def pack(folder: Path, into: Path) -> Path:
-    """Write the records of ``folder``, and the files of their runs, to ``<into>/<its name>.tar.xz``.
+    """Write records of ``folder``, files of their runs and traces of steps to ``<into>/<its name>.tar.xz``.
 
     Raises:
         RecordError: if there are none, or the file cannot be written.
     """
-    files = [*sorted(folder.glob("*.json")), *sorted(folder.glob("runs/*.json"))]
+    files = sorted(folder.glob("*.json"))
     if not files:
         raise RecordError(f"{folder}: no records in it")
+    files += [*sorted(folder.glob("runs/*.json")), *sorted(folder.glob("traces/trace-*.json"))]
     buffer = io.BytesIO()
     try:
         with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as archive:

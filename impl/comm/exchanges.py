@@ -1,5 +1,5 @@
 """The kinds of :class:`impl.comm.wire.Exchange`: of one rank, in the memory of a node, by
-torch.distributed, or by it through host memory.
+torch.distributed, or by it through host memory; and any of them whose time under way is noted.
 """
 # ruff: noqa: D102  # Exchange says what its methods do
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.comm.fingerprint import Fields, Step
+from impl.comm.timeline import Timeline
 from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
@@ -311,3 +312,50 @@ class Staged:
         self._host.close()
         for buffer in self._taken:
             self._buffers.give_back(buffer)
+
+
+class _Exchange(Protocol):
+    send: Tensor
+
+    def post(self) -> None: ...
+    def wait(self) -> Tensor: ...
+    def whole(self) -> Tensor: ...
+    def close(self) -> None: ...
+
+
+class Noted:
+    """An exchange whose time under way is noted."""
+
+    def __init__(self, exchange: _Exchange, timeline: Timeline, lane: str, name: str, nbytes: int) -> None:
+        self._exchange, self._timeline = exchange, timeline
+        self._said = (lane, name, nbytes)
+        self._begin: float | None = None
+        self.send = exchange.send
+
+    def post(self) -> None:
+        """See :meth:`impl.comm.wire.Exchange.post`."""
+        self._begin = time.perf_counter()
+        self._exchange.post()
+
+    def wait(self) -> Tensor:
+        """See :meth:`impl.comm.wire.Exchange.wait`."""
+        found = self._exchange.wait()
+        self._end()
+        return found
+
+    def whole(self) -> Tensor:
+        """See :meth:`impl.comm.wire.Exchange.whole`."""
+        found = self._exchange.whole()
+        self._end()
+        return found
+
+    def close(self) -> None:
+        """See :meth:`impl.comm.wire.Exchange.close`."""
+        self._end()
+        self._exchange.close()
+
+    def _end(self) -> None:
+        if self._begin is not None:
+            lane, name, nbytes = self._said
+            self._timeline.add(lane, name, self._begin, nbytes)
+            self._begin = None

@@ -32,7 +32,7 @@ from impl.comm.fingerprint import unpacked
 from impl.comm.ledger import Ledger, Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduction_observer import Observer
-from impl.comm.timeline import BETWEEN, INSIDE, Noted, Timeline
+from impl.comm.timeline import BETWEEN, INSIDE, Timeline
 from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, destinations
@@ -274,7 +274,7 @@ class Wire:
         if self._timeline is None or axis.size == 1:
             return found
         lane = BETWEEN if self._routes[kind, axis, nbytes, tag, ring].inter_bytes else INSIDE
-        return Noted(found, self._timeline, lane, f"{tag.purpose} {tag.unit or ''}".strip(), row)
+        return exchanges.Noted(found, self._timeline, lane, f"{tag.purpose} {tag.unit or ''}".strip(), row)
 
     def _opened(
         self,

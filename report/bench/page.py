@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from harness.records.bench_record import Bench, read_all
 from harness.records.statistics import Interval, median_interval
 from report import page
+from report.bench import roofline
 from report.bench.boards import BOARDS, Board
 from report.build import PAGE, Folders, publish
 from report.data import emulation
@@ -30,7 +31,10 @@ from report.draw.figure_definition import Drawing
 from report.tables.table import Table
 
 _FOLDERS: Final[Folders] = {
-    "figures": ([name for board in BOARDS.values() for name in board.figures], ("svg", "pdf", "png", "csv")),
+    "figures": (
+        [*(name for board in BOARDS.values() for name in board.figures), *roofline.NAMES],
+        ("svg", "pdf", "png", "csv"),
+    ),
     "tables": ([board.name for board in BOARDS.values()], ("csv", "md", "tex")),
 }
 _WIDE: Final = 300.0  # an axis whose ends have a larger ratio is labelled at decades only
@@ -167,6 +171,9 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         for figure, rounds in _drawings(board, data):
             headline.append(_finding(board, derived(board, rounds)))
             drawn.append(figure_files.write(figure, rounds, folder / "figures"))
+        if board is BOARDS["codec"]:
+            roofs = roofline.rooflines(data)
+            drawn += [figure_files.write(figure, rounds, folder / "figures") for figure, rounds in roofs]
         scattered += [said] if (said := scattering(board, data)) else []
         found = table_of(board, data, wide=True)
         found.write(folder / "tables")

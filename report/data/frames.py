@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from harness.records import checks
 from harness.records.machine_use import joules
 from harness.records.record import Record, RecordError, read_all
+from harness.records.trace_record import Trace, read_traces
 from harness.suites.repeats import CONTENDER
 from harness.suites.trial import Trial
 from report.data.contender import label_of, order_of, shared_changes
@@ -57,6 +58,7 @@ COMMUNICATION_ERRORS: Final = (
     "id", "step", "purpose", "unit", "hop", "axis", "codec", "repeated", "squared_error", "squared_value",
     "cosine",
 )  # fmt: skip
+TRACES: Final = ("id", "rank", "lane", "name", "begin", "end", "seconds", "before")
 LINKS: Final = ("id", "order", "kind", "why", "when", "requested_mbit", "achieved_mbit", "message_bytes")
 FAILURES: Final = (
     "id", "contender", "where", "repeat", "seed", "kind", "message", "log", "by", "strategy", "place", "cell",
@@ -97,6 +99,10 @@ class Frames:
     validations: pd.DataFrame
     quantisation: pd.DataFrame  # error of a codec that was tried on a unit
     communication_errors: pd.DataFrame  # of what was sent, by hop and end to end; sums of squares
+    traces: (
+        pd.DataFrame
+    )  # what lanes of ranks did in a traced step; seconds, and those of the step and of the one before
+    stale_traces: int  # of trials, machines or code that are not among the records
     links: pd.DataFrame  # one row per measurement, ``when`` calibrated or probed
     failures: pd.DataFrame  # one row per trial without a result
     facts: pd.DataFrame  # machine, code and what ran: one row per pool and distinct value
@@ -123,11 +129,11 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     records = read_all(results)
     if not records:
         raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
-    return frames_of(records, across_pools=across_pools)
+    return frames_of(records, read_traces(results), across_pools=across_pools)
 
 
-def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
-    """Tables of ``records``; see :func:`load`."""
+def frames_of(records: list[Record], traces: Sequence[Trace] = (), *, across_pools: bool = False) -> Frames:
+    """Tables of ``records`` and of traces of their trials' steps; see :func:`load`."""
     found = len(records)
     if not across_pools:
         records = _without_old_failures(records)
@@ -139,6 +145,9 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
     ended = [record for record in records if record.failure is None]
     finished = [record for record in ended if trials[record.id].workload == "train"]
     generated = [record for record in ended if trials[record.id].workload == "generate"]
+
+    pool_of = {record.id: record.pool for record in finished}
+    shown = [trace for trace in traces if pool_of.get(trace.otherData.trial) == trace.otherData.pool]
 
     def trials_of(kept: list[Record]) -> pd.DataFrame:
         ids = {record.id for record in kept}
@@ -169,6 +178,8 @@ def frames_of(records: list[Record], *, across_pools: bool = False) -> Frames:
         communication_errors=_frame(
             finished, COMMUNICATION_ERRORS, lambda r: (e.model_dump() for e in r.communication_errors)
         ),
+        traces=pd.DataFrame([row for trace in shown for row in _trace_rows(trace)], columns=list(TRACES)),
+        stale_traces=len(traces) - len(shown),
         links=_links_frame(ended),
         failures=pd.DataFrame(
             [row | failed[row["id"]] for row in everything if row["id"] in failed], columns=list(FAILURES)
@@ -436,6 +447,21 @@ def _memory_rows(record: Record) -> Iterator[dict[str, Any]]:
         for source, sizes in parts.items():
             for part, size in sizes.items():
                 yield {"rank": rank.rank, "source": source, "part": part, "bytes": size}
+
+
+def _trace_rows(trace: Trace) -> Iterator[dict[str, Any]]:
+    about = trace.otherData
+    for rank, span in trace.spans():
+        yield {
+            "id": about.trial,
+            "rank": rank,
+            "lane": span.lane,
+            "name": span.name,
+            "begin": span.begin,
+            "end": span.end,
+            "seconds": about.seconds,
+            "before": about.before,
+        }
 
 
 def _links_frame(records: list[Record]) -> pd.DataFrame:

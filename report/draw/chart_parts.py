@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Final, Literal
@@ -22,6 +22,7 @@ from report.draw import theme
 
 LINE_POINTS: Final = 10.5  # height of a label, with its air
 ROW_INCHES: Final = 0.3  # height of a bar with its air
+LANES_INCHES: Final = 0.13 * (len(theme.LANES) + 1)  # height of the lanes of a rank
 _APART: Final = 1.35  # least ratio of neighbouring ticks
 _LABEL_LETTERS: Final = 20  # of a label in one line
 _LETTER_INCHES: Final = 0.062  # of a legend's label, on the average
@@ -307,6 +308,18 @@ def row_names(ax: Axes, names: Sequence[str]) -> None:
 def same_rows(ax: Axes) -> None:
     """Give an axes the rows of its left neighbour, without names where that stands beside it."""
     ax.tick_params(axis="y", length=0, labelleft=theme.stacked())
+    ax.grid(visible=False, axis="y")
+
+
+def lanes(ax: Axes, spans: Iterable[tuple[str, float, float]]) -> None:
+    """Draw what a rank did in a step, a row for each of :data:`theme.LANES`: (lane, begin, end) by x."""
+    found: dict[str, list[tuple[float, float]]] = {lane: [] for lane in theme.LANES}
+    for lane, begin, end in spans:
+        found[lane].append((begin, end - begin))
+    for place, (lane, bars) in enumerate(found.items()):
+        ax.broken_barh(bars, (place - 0.45, 0.9), color=theme.LANES[lane], lw=0, label=lane)
+    ax.set_ylim(len(found) - 0.5, -0.5)
+    ax.set_yticks([])
     ax.grid(visible=False, axis="y")
 
 

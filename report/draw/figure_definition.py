@@ -36,7 +36,7 @@ class Plot(Drawing):
 
     data: Callable[[Derived], pd.DataFrame]  # without rows if the records hold nothing to draw
     suite: str = "quickstart"  # to run when there is no data
-    on_gpus: bool = False  # whether only GPUs give data: a page of CPUs does not miss it
+    extra: bool = False  # whether most suites give no data for it, and a page without it does not say so
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:

@@ -85,6 +85,13 @@ VOLUME: Final = {
     "control": "#999999",
     "padding": "#dddddd",
 }
+LANES: Final = {  # of a rank in a traced step
+    "computing": "#009e73",
+    "encoding, decoding": "#e69f00",
+    "inside the node": "#56b4e9",
+    "between nodes": "#0072b2",
+    "waiting": "#bbbbbb",
+}
 SPARED: Final = {
     "sent": "#4d4d4d",
     "padding": "#dddddd",

@@ -70,4 +70,4 @@ def _alt(data: pd.DataFrame) -> str:
     return f"Bars of energy per token: {listed(told[:12])}."
 
 
-PLOTS: Final = (Plot("energy", "Energy per token", _draw, _caption, _alt, _data, on_gpus=True),)
+PLOTS: Final = (Plot("energy", "Energy per token", _draw, _caption, _alt, _data, extra=True),)

@@ -20,17 +20,18 @@ from report.figures import (
     scaling,
     speed,
     step,
+    trace,
 )
 from report.figures import bytes as bytes_figures
 
 _MODULES: Final = (
     speed, break_even, step, scaling, generation, bytes_figures, energy, loss, memory, communication, codecs,
-    pareto,
+    pareto, trace,
 )  # fmt: skip
 _BY_NAME: Final = {plot.name: plot for module in _MODULES for plot in module.PLOTS}
 _ORDER: Final = (
     "speedup", "ablation", "throughput", "beside_published", "parity", "break_even_map", "generation",
-    "scaling", "step_split", "volume", "energy", "loss", "final_loss", "memory", "largest_model",
+    "scaling", "step_split", "trace", "volume", "energy", "loss", "final_loss", "memory", "largest_model",
     "sent_error", "pareto", "error", "block_sweep", "bits_sweep", "link",
 )  # fmt: skip
 PLOTS: Final = tuple(_BY_NAME[name] for name in _ORDER)

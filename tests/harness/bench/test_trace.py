@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cli
-from harness.bench.trace import CODING, COMPUTE, LANES, Traced, computing, hidden, refused
+from harness.bench.trace import CODING, COMPUTE, LANES, Traced, computing, refused
 from harness.bench.trace_picture import draw
+from harness.records.trace_record import hidden
 from harness.suites.expansion import load
 from harness.suites.trial import Cluster, Trial
 from impl.comm.mesh import Mesh
@@ -50,10 +51,12 @@ def test_a_step_of_every_rank_is_in_the_file(
     assert cli.main(["trace", "q.toml", trials["zeropp"].id[:8]]) == cli.OK
     out = capsys.readouterr().out
     assert "messages between nodes were under way" in out
-    path = tmp_path / "traces" / f"trace-{trials['zeropp'].id}.json"
+    path = (
+        tmp_path / "results" / load(tmp_path / "q.toml").name / "traces" / f"trace-{trials['zeropp'].id}.json"
+    )
     picture = path.with_suffix(".svg")
-    assert out.endswith(f"traces/{path.name}\ntraces/{picture.name}\n")
-    assert sorted((tmp_path / "traces").iterdir()) == [path, picture]
+    assert out.endswith(f"/traces/{path.name}\n{picture.relative_to(tmp_path)}\n")
+    assert sorted(path.parent.iterdir()) == [path, picture]
     assert "<svg" in picture.read_text()
     held = json.loads(path.read_text())
     events = held["traceEvents"]

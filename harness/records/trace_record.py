@@ -1,0 +1,104 @@
+"""Traces of steps beside the records of their trials, as ``zeropp trace`` writes them.  No torch.
+
+A file ``<suite's folder>/traces/trace-<id>.json`` is a Chrome trace, of which only this is read back: what
+every rank did when, and of which trial, machine and code it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from harness.records.record import RecordError
+from impl.comm.timeline import ACROSS, BETWEEN, WAITING, Span
+
+FOLDER: Final = "traces"
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Event(BaseModel, extra="ignore", frozen=True):
+    """One event of the format: what a lane of a rank did for a while (``X``), or a name (``M``)."""
+
+    ph: Literal["X", "M"]
+    name: str
+    pid: Annotated[int, Field(ge=0)]  # the rank
+    cat: str = ""  # the lane
+    ts: _Seconds = 0.0  # microseconds from the first
+    dur: _Seconds = 0.0  # microseconds
+
+
+class About(BaseModel, extra="ignore", frozen=True):
+    """Of which trial a trace is, where it was taken, and what it cost."""
+
+    trial: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
+    pool: str  # of machine and code, as in records
+    seconds: _Seconds  # of the slowest rank's step
+    before: _Seconds  # of the one before it, which nothing noted
+    shows: str  # in a line
+
+
+class Trace(BaseModel, extra="ignore", frozen=True):
+    """A file."""
+
+    traceEvents: list[Event]  # noqa: N815  # the format's name
+    otherData: About  # noqa: N815
+
+    def spans(self) -> list[tuple[int, Span]]:
+        """What lanes did, with its rank; in seconds."""
+        return [
+            (event.pid, Span(event.cat, event.name, event.ts / 1e6, (event.ts + event.dur) / 1e6))
+            for event in self.traceEvents
+            if event.ph == "X"
+        ]
+
+
+def path_of(folder: Path, identity: str) -> Path:
+    """The file of a trial's trace in its suite's folder of results."""
+    return folder / FOLDER / f"trace-{identity}.json"
+
+
+def read_traces(folder: Path) -> list[Trace]:
+    """All traces beside the records of a folder.
+
+    Raises:
+        RecordError: naming the file that is none, or is of another trial than its name says.
+    """
+    found = []
+    for path in sorted((folder / FOLDER).glob("trace-*.json")):
+        try:
+            trace = Trace.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise RecordError(f"{path}: is no trace of a step: {where}: {first['msg']}") from error
+        if path != path_of(folder, trace.otherData.trial):
+            raise RecordError(f"{path}: is of trial {trace.otherData.trial}")
+        found.append(trace)
+    return found
+
+
+def hidden(spans: Sequence[Span]) -> tuple[float, float]:
+    """Seconds in which messages between nodes were under way on a rank, and those without waiting for one."""
+    under_way = _union((span.begin, span.end) for span in spans if span.lane == BETWEEN)
+    waited = _union((span.begin, span.end) for span in spans if (span.lane, span.name) == (WAITING, ACROSS))
+    total = sum(end - begin for begin, end in under_way)
+    exposed = sum(
+        max(0.0, min(end, until) - max(begin, since)) for begin, end in under_way for since, until in waited
+    )
+    return total, total - exposed
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Intervals that do not overlap, and cover the same."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found

@@ -1,0 +1,89 @@
+"""The figure of a traced step shows the first rank's lanes, of the records' machine and code alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.bench.trace import COMPUTE, LANES, Traced, chrome
+from harness.records.trace_record import RecordError, Trace, path_of, read_traces
+from harness.suites.trial import Trial
+from impl.comm.timeline import ACROSS, BETWEEN, WAITING, Span
+from report import page
+from report.data.frames import frames_of
+from report.data.metrics import derive
+from report.draw import theme
+from report.figures import registry
+from tests.report.records import POOL, record_of
+
+TRIAL = Trial(strategy="zeropp")
+(PLOT,) = (plot for plot in registry.PLOTS if plot.name == "trace")
+
+
+def traced(pool: str = POOL, trial: Trial = TRIAL) -> Trace:
+    """A step of 2x2 ranks of 4 s: a message between nodes for 2 s, of which half is waited for."""
+    ranks = [
+        Traced(
+            [
+                Span(COMPUTE, "forward", 10.0, 12.0),
+                Span(BETWEEN, "w", 11.0, 13.0, 8),
+                Span(WAITING, ACROSS, 12.0, 13.0),
+            ],
+            4.0 + rank,
+            3.0,
+        )
+        for rank in range(4)
+    ]
+    return Trace.model_validate(chrome(trial, ranks, pool))
+
+
+def test_the_figure_shows_the_first_ranks_lanes() -> None:
+    """Bars as long as its spans, and in words what was under way, what of it hid, and the slowest step."""
+    derived = derive(frames_of([record_of(TRIAL)], [traced()]))
+    data = PLOT.data(derived)
+    assert set(data["rank"]) == {0}
+    (ax,) = PLOT.draw(data).axes
+    bars = [path.get_extents() for one in ax.collections for path in one.get_paths()]
+    assert [(round(bar.x0), round(bar.x1)) for bar in bars] == [(0, 2000), (1000, 3000), (2000, 3000)]
+    assert "2 s under way, 50% of it hidden, in a step of 7 s" in PLOT.caption(data)
+    assert "50% of it hidden" in PLOT.alt(data)
+
+
+@pytest.mark.parametrize("other", [traced("another pool"), traced(trial=Trial(strategy="zeropp", seed=7))])
+def test_what_is_not_of_these_records_is_not_drawn_and_said(other: Trace) -> None:
+    """Of another machine or code, or of a trial that is not there."""
+    derived = derive(frames_of([record_of(TRIAL)], [other]))
+    assert PLOT.data(derived).empty
+    assert any("Not drawn: 1 trace" in said for said in page.warnings(derived))
+    assert not any("Not drawn" in said for said in page.warnings(derive(frames_of([record_of(TRIAL)]))))
+
+
+def test_lanes_have_colours() -> None:
+    """Those of traces, in their order."""
+    assert tuple(theme.LANES) == LANES
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is no trace of a step"),
+        ('{"traceEvents": []}', "otherData: Field required"),
+        (None, "is of trial"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
+    """By its name: none, cut off, or renamed."""
+    path = path_of(tmp_path, "0" * 12)
+    path.parent.mkdir()
+    path.write_text(traced().model_dump_json() if content is None else content)
+    with pytest.raises(RecordError, match=f"{path.name}.*{words}"):
+        read_traces(tmp_path)
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """From the folder of its suite."""
+    path = path_of(tmp_path, TRIAL.id)
+    path.parent.mkdir()
+    path.write_text(traced().model_dump_json())
+    assert read_traces(tmp_path) == [traced()]
