@@ -66,6 +66,11 @@ def squares(codec: Codec, x: Tensor) -> Squares:
     )
 
 
+def _short(value: float) -> float:
+    """Six digits: more say nothing of an error, and fill a record."""
+    return float(f"{value:.6g}")
+
+
 def errors_of(ranks: Sequence[Mapping[Key, Squares]]) -> list[QuantisationError]:
     """Combine the sums of all ranks into errors; a tensor of zeros is left out."""
     errors = []
@@ -80,8 +85,8 @@ def errors_of(ranks: Sequence[Mapping[Key, Squares]]) -> list[QuantisationError]
                 purpose=purpose,
                 unit=unit,
                 codec=codec,
-                vnmse=sum(part.error for part in parts) / value,
-                largest=max(part.largest_error for part in parts) / largest,
+                vnmse=_short(sum(part.error for part in parts) / value),
+                largest=_short(max(part.largest_error for part in parts) / largest),
             )
         )
     return errors

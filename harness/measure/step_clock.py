@@ -72,7 +72,7 @@ class StepClock:
                 total=round(self._now() - self._begun, _DIGITS),
                 exposed_forward=waited.get("forward"),
                 exposed_backward=waited.get("backward"),
-                loss=loss,
+                loss=float(f"{loss:.9g}"),  # as many digits as tell any two fp32 apart
                 gradient_norm=norm,
                 cpu_seconds=round(computed, _DIGITS),
                 **{name: round(seconds, _DIGITS) for name, seconds in self._seconds.items()},
