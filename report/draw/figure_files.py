@@ -73,7 +73,7 @@ def _laid_out(figure: Figure) -> Bbox:
         if abs(drawn.width - inner) < _MARGIN / 2:
             break
         figure.set_figwidth(max(1.0, figure.get_figwidth() + inner - drawn.width))
-    figure.set_layout_engine("none")
+    figure.set_layout_engine(None)  # "none" leaves a placeholder, for which each form is drawn twice
     middle, width = (drawn.x0 + drawn.x1) / 2, max(width, drawn.width)
     return Bbox.from_extents(middle - width / 2, drawn.y0 - _MARGIN, middle + width / 2, drawn.y1 + _MARGIN)
 

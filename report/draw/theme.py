@@ -189,7 +189,6 @@ def style(variants: Mapping[str, int] | None = None, width: float = WIDTH) -> It
         "axes.titlelocation": "left",
         "axes.titlesize": 9.5,
         "axes.titleweight": "bold",
-        "figure.constrained_layout.use": True,
         "figure.dpi": 100,
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
