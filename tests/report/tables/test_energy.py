@@ -69,7 +69,7 @@ def test_repeats_have_an_interval() -> None:
 
 def test_without_gpus_there_is_neither_table_nor_figure(tmp_path: Path) -> None:
     """CPUs have no energy on record, and their page does not miss it."""
-    (plot,) = (plot for plot in registry.PLOTS if plot.extra)
+    (plot,) = (plot for plot in registry.PLOTS if plot.name == "energy")
     for machine_use, drawn in (([], False), (one(1.0).machine_use, True)):
         derived = derive(frames_of([one(1.0).model_copy(update={"machine_use": machine_use})]))
         assert energy(derived).data.empty != drawn
@@ -85,7 +85,7 @@ def page_misses(derived: Derived) -> list[tuple[str, str]]:
 
 def test_the_figure_says_what_the_table_says() -> None:
     """Medians, and how many trials were held down."""
-    (plot,) = (plot for plot in registry.PLOTS if plot.extra)
+    (plot,) = (plot for plot in registry.PLOTS if plot.name == "energy")
     records = [one(100.0 + repeat, repeat=repeat, throttled=0.5 * (repeat == 0)) for repeat in range(7)]
     derived = derive(frames_of(records))
     data = plot.data(derived)
