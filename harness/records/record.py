@@ -119,7 +119,7 @@ class Validation(_Part):
 
 class Memory(_Part):
     """Memory of one rank in bytes. ``engine``: what the engine owns, by name; ``formula``: the same
-    parts as ``impl.plan.traffic.memory`` predicts; ``peak_rss``: of the process.  ``copied``: between host
+    parts as ``impl.plan.memory.memory`` predicts; ``peak_rss``: of the process.  ``copied``: between host
     and device over the timed steps, by direction and purpose, for what is offloaded, and
     ``copied_formula`` as ``impl.plan.traffic.predict`` predicts it.
     """

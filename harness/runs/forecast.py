@@ -26,6 +26,7 @@ from harness.workloads import samples
 from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.codecs.codec import CodecError
 from impl.deepspeed.recipe import Finding, laid_out
+from impl.plan import memory as held
 from impl.plan import traffic
 from impl.plan.geometry import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.policy import Policy, PolicyError
@@ -178,11 +179,11 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
             else:
                 units = own = plan_units(model, topology, policy)
                 inter, intra = per_node_bytes(policy, topology, own, trial)
-                memory = traffic.memory(policy, topology, own, micro_batches=trial.accumulation)
+                memory = held.memory(policy, topology, own, micro_batches=trial.accumulation)
                 if isinstance(optimizer, int):
                     memory = with_state(memory, optimizer)
                 copied = _copied(policy, topology, own, trial)
-                secondary = traffic.secondary_either_way(policy, topology, own)
+                secondary = held.secondary_either_way(policy, topology, own)
         except (CodecError, GeometryError, PolicyError, ZeroError) as error:
             return replace(found, problems=(*problems, _unfit(trial, error)))
         rate = trial.cluster.rate

@@ -16,11 +16,11 @@ from harness.errors import Refusal, suggestion
 from harness.suites.trial import Optimizer
 from impl.codecs.own_object import OwnObjectError, import_object
 from impl.plan.learning_rate import Schedule
-from impl.plan.traffic import ADAM_BYTES
+from impl.plan.memory import ADAM_BYTES
 
 
 def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """``impl.plan.traffic.memory``'s bytes by part, for ``size`` bytes of optimizer state an element."""
+    """``impl.plan.memory.memory``'s bytes by part, for ``size`` bytes of optimizer state an element."""
     return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
 

@@ -1,6 +1,6 @@
 """Predicts the memory that a rank needs at each stage of ZeRO, as a table, before allocating any.
 
-Bytes of states are those of :func:`impl.plan.traffic.memory`, from the model's units on the meta device;
+Bytes of states are those of :func:`impl.plan.memory.memory`, from the model's units on the meta device;
 activations are an estimate, and marked so.
 """
 
@@ -18,16 +18,16 @@ from harness.runs.forecast import PROCESS_BYTES, Host
 from harness.suites.model_sizes import GPTShape
 from impl.codecs.codec import ITEM_BYTES
 from impl.engine.unit_planning import plan_units
+from impl.plan.memory import memory
 from impl.plan.policy import MemoryLimits, Policy, Stage
 from impl.plan.topology import Topology
-from impl.plan.traffic import memory
 
 GB: Final = 1e9  # as the tutorials count
 MB: Final = 1e6
 _BLOCK_BYTES: Final = 34  # kept for backward of a block in 16 bits, per token and channel (2205.05198, eq. 1)
 
 
-_COLUMNS: Final = {  # of the table: parts of :func:`impl.plan.traffic.memory`; the rest is "other"
+_COLUMNS: Final = {  # of the table: parts of :func:`impl.plan.memory.memory`; the rest is "other"
     "Adam's states": ("masters", "optimizer"),
     "gradients": ("gradients", "local_gradients"),
     "weights": ("gathered",),

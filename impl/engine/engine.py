@@ -315,7 +315,7 @@ class Zero:
         state.load_full_state_dict(self.model, self.units, given)
 
     def memory(self) -> dict[str, int]:
-        """Most bytes that this rank's engine has held, by part (keys of ``traffic.memory``)."""
+        """Most bytes that this rank's engine has held, by part (keys of :func:`impl.plan.memory.memory`)."""
         return dict(self._meter.peak)
 
     def copied(self) -> dict[CopyKey, int]:

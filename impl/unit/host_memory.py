@@ -17,8 +17,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from impl.plan.memory import STAGED
 from impl.plan.offload_plan import Copied, CopyKey, Direction
-from impl.plan.traffic import STAGED
 from impl.unit.memory_pool import Meter
 
 MEMORY: Final = torch.device("cpu")

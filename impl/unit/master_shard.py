@@ -37,7 +37,7 @@ def part_of(value: Tensor, geometry: UnitGeometry, slot: Slot, rank: int) -> Ten
 
 
 def counted_as(part: str, *, host: bool) -> str:
-    """As what memory of ``part`` is counted: a key of ``traffic.memory``."""
+    """As what memory of ``part`` is counted: a key of :func:`impl.plan.memory.memory`."""
     return f"host_{part}" if host else part
 
 

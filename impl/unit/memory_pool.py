@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Bytes that the engine holds now and held at most, by part (keys of ``traffic.memory``)."""
+    """Bytes that the engine holds now and held at most, by part (keys of :func:`impl.plan.memory.memory`)."""
 
     now: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)

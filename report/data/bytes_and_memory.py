@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from impl.codecs.codec import BF16
-from impl.plan import traffic
+from impl.plan import memory as held
 from impl.plan.geometry import FROZEN, UnitGeometry
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
@@ -116,7 +116,7 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
     policy, topology = trial.resolved_policy(), trial.topology()
     if policy is None or trial.host is not None or policy.own_codecs:
         return math.nan, math.nan
-    found = traffic.secondary_either_way(policy, topology, _units(frames, identity, policy, topology))
+    found = held.secondary_either_way(policy, topology, _units(frames, identity, policy, topology))
     return found or (math.nan, math.nan)
 
 

@@ -93,7 +93,7 @@ def _memory_caption(data: pd.DataFrame) -> str:
     hatched = "; hatched: parts without a formula, not in that total, told after a plus" if bare else ""
     return (
         "Bytes that the engine owns on the fullest rank, by part, at their worst moment (bars), against the "
-        f"total of the formulas of impl.plan.traffic.memory ( | ){hatched}. "
+        f"total of the formulas of impl.plan.memory.memory ( | ){hatched}. "
         "Ordered by the number of ranks that share one "
         f"hpZ copy of the weights{_groups_in_words(data)}: the smaller the group, the more memory, the fewer "
         f"hops in backward. Median over repeats. {common_to(data)}"

@@ -19,9 +19,10 @@ from impl import ops
 from impl.codecs.codec import Codec, IntCodec
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
+from impl.plan.memory import memory
 from impl.plan.policy import PRESETS, Policy, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import Event, memory, predict
+from impl.plan.traffic import Event, predict
 from impl.unit.whole_values import WholeValues
 from impl.zero import ZeroError, plan_units, shard
 from tests.impl.test_zero_models import Stack, data

@@ -16,9 +16,9 @@ from impl.codecs.codec import parse
 from impl.codecs.reference import Carried
 from impl.comm.error_feedback import Errors
 from impl.comm.mesh import Mesh
+from impl.plan.memory import memory
 from impl.plan.policy import Feedback, MemoryLimits, Policy, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import memory
 from impl.zero import Zero, ZeroError, shard
 from tests.impl.comm.test_reduce_scatter import hop_error, reduced
 from tests.support.ranks import on_threads
@@ -207,7 +207,7 @@ def _held(mesh: Mesh, policy: Policy) -> tuple[dict[str, int], dict[str, int]]:
 
 @given(topologies(6), feedbacks, st.sampled_from(["two_hop", "one_hop"]))
 def test_kept_errors_are_the_formulas(topology: Topology, feedback: Feedback, reduce: str) -> None:
-    """The bytes of kept errors are what traffic.memory says: sharded inside the node for hops=last."""
+    """The bytes of kept errors are what impl.plan.memory says: sharded inside the node for hops=last."""
     policy = replace(preset("zeropp", memory=MemoryLimits(max_padding=1e9)), reduce=reduce, feedback=feedback)
     for held, formula in on_threads(topology, _held, policy):
         assert held["feedback"] == formula["feedback"]

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from impl.codecs.codec import FP32, IntCodec, parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
+from impl.plan.memory import memory
 from impl.plan.policy import MemoryLimits, Policy, Stage, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import Phase, memory
+from impl.plan.traffic import Phase
 from impl.zero import ZeroError, shard
 from tests.support.models import Odd
 from tests.support.ranks import on_processes, on_threads

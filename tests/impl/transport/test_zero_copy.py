@@ -29,9 +29,9 @@ from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
 from impl.errors import WrittenError
 from impl.parameters.gathered import GatheredParameters
+from impl.plan.memory import memory
 from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import memory
 from impl.transport.zero_copy import INNER_REGIONS, Lease, Passing, SharedRegions, regions_of
 from impl.unit.master_shard import MasterShard
 from impl.zero import Zero, ZeroError, shard

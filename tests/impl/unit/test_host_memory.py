@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.engine.engine import describe
+from impl.plan.memory import ADAM_BYTES, memory
 from impl.plan.offload_plan import Copied, CopyKey
 from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, PolicyError, Stage, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import ADAM_BYTES, Event, memory, predict
+from impl.plan.traffic import Event, predict
 from impl.unit.host_memory import ACCOUNTING, Arrival, HostMemory
 from impl.zero import Zero, shard
 from tests.support.models import Odd

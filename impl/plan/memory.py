@@ -1,0 +1,137 @@
+"""Bytes of memory that a policy makes a rank hold, by part, from the policy alone.
+
+Pure: no torch.  What the engine holds must equal :func:`memory`; tests demand it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from impl.codecs.codec import ITEM_BYTES
+from impl.plan.geometry import UnitGeometry
+from impl.plan.offload_plan import placements_of
+from impl.plan.policy import Policy, SecondaryFormat
+from impl.plan.topology import Topology
+from impl.plan.traffic import MASTER_BYTES, kept_units, secondary_bytes
+
+ADAM_BYTES: Final = 8  # two fp32 moments per element
+_EITHER_WAY: Final[tuple[SecondaryFormat, SecondaryFormat]] = ("frames", "bf16")
+STAGED: Final = 2  # mean gradients on their way to the host at most
+PARTS: Final = (
+    "masters", "frozen", "gradients", "optimizer", "secondary", "feedback", "gathered", "local_gradients",
+    "frames", "staging",
+    "host_masters", "host_frozen", "host_gradients", "host_optimizer", "host_secondary", "host_frames",
+)  # fmt: skip
+"""What a rank's memory is divided into (:func:`memory`)."""
+
+
+def memory(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], *, micro_batches: int = 1
+) -> dict[str, int]:
+    """Bytes that one rank holds, by part, at the worst moment of a step.
+
+    ``masters`` 4 S; ``frozen`` the codes of weights that are not trained, where the policy names a codec
+    for them; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` hpZ's copy, its
+    frames or 16 bits (facts A4: 2 alpha M / P); ``feedback`` the kept errors, of hop k as many as that hop
+    encodes; ``gathered`` in the compute type, unsharded: everything below stage 3, else what is in use around
+    all blocks and the largest block (:func:`_largest_block`) or, if more, those that stay for backward;
+    ``local_gradients``: everything, in fp32, where several micro-batches are added up locally, else those of
+    the root and of the largest block in the compute type.  S is the sum of shards.  Units gathered ahead come
+    on top: at most ``prefetch`` elements.
+
+    What lies in host memory has ``host_`` before its name (:mod:`impl.plan.offload_plan`).  For it the
+    device holds ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two
+    of the largest mean gradients on their way; the host holds ``host_frames``, those of all fp32 shards
+    there, and its gradients twice where several micro-batches are added up in shards.
+
+    Reduces to facts A10 (16 bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit
+    shard, which is encoded from the master on the way out.
+    """
+    item = ITEM_BYTES[policy.compute]
+    parts = dict.fromkeys(PARTS, 0)
+
+    def add(part: str, nbytes: int, *, host: bool) -> None:
+        parts[f"host_{part}" if host else part] += nbytes
+
+    landing = 1 if micro_batches == 1 or not policy.reduces_each_micro_batch else 2
+    for unit, placement in zip(units, placements_of(policy.offload, units), strict=True):
+        own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+        frame, fp32 = own.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
+        coded = not unit.trainable and policy.frozen is not None
+        add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
+        add("secondary", secondary_bytes(own, topology, unit), host=placement.frames)
+        if placement.shard and not coded:
+            parts["host_frames"] += frame
+            parts["frames"] += 0 if placement.frames else frame
+        if unit.trainable:
+            add("gradients", fp32 * (landing if placement.shard else 1), host=placement.shard)
+            add("optimizer", ADAM_BYTES * unit.shard, host=placement.shard)
+            parts["feedback"] += _feedback_bytes(own, topology, unit)
+            if placement.shard:
+                parts["staging"] = max(parts["staging"], STAGED * fp32)
+    parts["gathered"] = item * _gathered(policy, units)
+    trained = [unit for unit in units if unit.trainable]
+    if micro_batches > 1 and not policy.reduces_each_micro_batch:
+        parts["local_gradients"] = max(item, MASTER_BYTES) * sum(unit.padded for unit in trained)
+    else:
+        around = sum(unit.padded for unit in trained if unit.outer)
+        largest = max((unit.padded for unit in trained if not unit.outer), default=0)
+        parts["local_gradients"] = item * (around + largest)
+    return parts
+
+
+def _gathered(policy: Policy, units: Sequence[UnitGeometry]) -> int:
+    """Most elements of weights that are gathered at once, unless ahead of their use."""
+    if policy.stage < 3:
+        return sum(unit.padded for unit in units)
+    around = sum(unit.padded for unit in units if unit.outer)
+    kept = sum(units[index].padded for index in kept_units(policy, units) if not units[index].outer)
+    return around + max(kept, _largest_block([unit for unit in units if not unit.outer]))
+
+
+def _largest_block(units: Sequence[UnitGeometry]) -> int:
+    """Most elements of blocks that are gathered together; ``units`` in the order in which they run.
+
+    A block's units, trainable and frozen, and in a backward pass with them the frozen ones of the block
+    after it: those go when the gradients of its inputs have arrived, which also calls the block before.
+    """
+    whole: dict[str, int] = defaultdict(int)
+    frozen: dict[str, int] = defaultdict(int)
+    for unit in units:
+        whole[unit.block] += unit.padded
+        frozen[unit.block] += 0 if unit.trainable else unit.padded
+    after = [*list(frozen.values())[1:], 0]
+    return max((size + more for size, more in zip(whole.values(), after, strict=False)), default=0)
+
+
+def secondary_either_way(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry]
+) -> tuple[int, int] | None:
+    """Bytes of hpZ's copy on one rank kept as frames, and in 16 bits; None for a policy that keeps none."""
+    if policy.secondary == 0:
+        return None
+    owns = [(policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit) for unit in units]
+    frames, halves = (
+        sum(
+            secondary_bytes(replace(own, secondary_format=kept), topology, unit)
+            for own, unit in owns
+            if own.secondary
+        )
+        for kept in _EITHER_WAY
+    )
+    return frames, halves
+
+
+def _feedback_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:
+    """Bytes of kept errors of one rank's reductions of a unit."""
+    if policy.feedback is None:
+        return 0
+    elements, slices = 0, topology.world
+    hops = zip(policy.reduce_axes(topology), policy.feedback_hops(topology), strict=True)
+    for (axis, _), kept in hops:
+        elements += unit.piece * slices if kept else 0
+        slices //= axis.size
+    return ITEM_BYTES[policy.feedback.state] * elements
