@@ -46,9 +46,9 @@ from harness.report_command import RESULTS, ResultsFolder
 from harness.runs import launchers, slurm
 from harness.runs.forecast import Host, PlanError, any_host, forecast, this_host
 from harness.runs.refusals import check_feasible, check_folder, check_inputs
-from harness.suites.expansion import MOST_TRIALS, SuiteError, load
 from harness.suites.labels import counted
 from harness.suites.suite import Suite
+from harness.suites.suite_file import MOST_TRIALS, SuiteError, load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
 from impl.checkpoint.atomic_files import CheckpointError

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from harness.records.memory_parts import on_device, on_host
 from harness.runs.forecast import Forecast
-from harness.suites.expansion import look_up
 from harness.suites.labels import told
 from harness.suites.peers import DEEPSPEED, PEERS, quantised, zero_stage
 from harness.suites.suite import Suite
+from harness.suites.suite_file import look_up
 from impl.codecs.codec import ITEM_BYTES
 
 WHOLLY_SHARDED: Final = 3  # stage of ZeRO

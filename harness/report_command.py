@@ -18,7 +18,7 @@ from harness.cluster import interrupts
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records import archive, bench_record
-from harness.suites.expansion import name_of
+from harness.suites.suite_file import name_of
 
 SOME_FAILED: Final = 1
 _WIDTH: Final = 178.0  # mm, of figures

@@ -15,11 +15,10 @@ from rich.table import Table
 
 from harness.doctor import Compared, Finding
 from harness.errors import one_line
+from harness.records.confidence_intervals import LEAST_STEPS
 from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record, slowest_seconds
-from harness.records.statistics import LEAST_STEPS
 from harness.runs.forecast import Forecast, gib
-from harness.suites.expansion import flatten
 from harness.suites.labels import (
     INTERFACES,
     INTERFACES_IN_WORDS,
@@ -33,6 +32,7 @@ from harness.suites.labels import (
 )
 from harness.suites.peers import PEERS
 from harness.suites.suite import Suite
+from harness.suites.suite_file import flatten
 
 if TYPE_CHECKING:
     from report.compare import Comparison

@@ -31,8 +31,8 @@ from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction, reduced
 from impl.comm.transfer import finish
 from impl.comm.wire import Wire
-from impl.plan.geometry import chunked
 from impl.plan.policy import Feedback, Gather, Policy, Reduce
+from impl.plan.shard_layout import chunked
 
 CodecOrText = Codec | str
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.statistics import FEWEST, Interval
+from harness.records.confidence_intervals import FEWEST, Interval
 from harness.suites.labels import counted
 from report.data import learning
 from report.data.frames import groups

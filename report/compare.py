@@ -16,8 +16,8 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.measure.machine import MUST_AGREE
+from harness.records.confidence_intervals import Interval, mean_interval, paired_ratio_interval
 from harness.records.record import Record, read_all
-from harness.records.statistics import Interval, mean_interval, paired_ratio_interval
 from report.data.frames import ReportError, frames_of, groups
 from report.data.metrics import trials
 

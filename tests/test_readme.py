@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.cli import app
-from harness.suites.expansion import load
+from harness.suites.suite_file import load
 from impl.codecs.codec import parse
 from impl.codecs.reference import encode
 

@@ -29,7 +29,7 @@ from harness.measure import machine
 from harness.records.record import write_whole
 from harness.records.trace_record import hidden, path_of
 from harness.runs.sweep import setting_of
-from harness.runs.trial import Assignment, TrialRun
+from harness.runs.trial_loop import Assignment, TrialRun
 from harness.suites.trial import Trial
 from impl import ops
 from impl.comm.timeline import BETWEEN, INSIDE, WAITING, Span, Timeline

@@ -34,8 +34,8 @@ from harness.cluster.link import LinkError, Pacer, Port, join, nccl_variables
 from harness.cluster.rank import Progress, Rank
 from harness.errors import CorpusError, Refusal
 from impl.codecs.codec import CodecError
-from impl.plan.geometry import GeometryError
 from impl.plan.policy import PolicyError
+from impl.plan.shard_layout import GeometryError
 from impl.plan.topology import Topology
 
 Kind = Literal[
@@ -51,7 +51,7 @@ PRELOAD: Final = (
     "torch.nn.parallel",
     "torch._dynamo",  # which hooks of an engine need: 1.6 s a rank
     "harness.cluster.rank_processes",
-    "harness.runs.trial",
+    "harness.runs.trial_loop",
     # What the main module of a run imports, which each rank does anew: 0.1 s a rank.
     "typer",
     "harness.bench.command",

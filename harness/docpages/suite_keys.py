@@ -9,11 +9,11 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel
 
 from harness.docpages.markdown import table
-from harness.suites.expansion import MOST_TRIALS, _File, _Override
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.on_failure import Kind
 from harness.suites.peers import PEERS
 from harness.suites.repeats import Repeats
+from harness.suites.suite_file import MOST_TRIALS, _File, _Override
 from harness.suites.trial import STRATEGIES, Trial
 
 _WORDS: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}

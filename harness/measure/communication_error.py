@@ -24,8 +24,8 @@ from harness.records.record import Communicated, CommunicationError
 from impl import ops
 from impl.adapters.inside_fsdp2 import InFSDP2
 from impl.comm.reduction_observer import Hop
-from impl.plan.geometry import ROOT, Slot
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import ROOT, Slot
 from impl.unit.unit import Unit
 from impl.zero import Zero
 

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from harness.records.record import GradientCheck
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Codec, Dtype, Raw
-from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 
 SAMPLED: Final = 65536

@@ -26,8 +26,8 @@ from impl.codecs import reference
 from impl.codecs.codec import Codec
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
-from impl.plan.geometry import UnitGeometry
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import UnitGeometry
 from impl.pytree import cast_tensors
 from impl.zero import find_blocks
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from harness.records.machine_use import NodeUse
 from impl.deepspeed.recipe import Finding
-from impl.plan.geometry import padding_share
+from impl.plan.shard_layout import padding_share
 
 # 1: first schema.
 SCHEMA_VERSION: Final = 1

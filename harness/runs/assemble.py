@@ -13,7 +13,7 @@ from harness.measure.quantisation_error import errors_of
 from harness.measure.reference_loss import TOLERANCE
 from harness.records import checks
 from harness.records.record import Predicted, ProcessorUse, Record, Validation
-from harness.runs.trial import Outcome
+from harness.runs.trial_loop import Outcome
 
 
 class TrialError(RuntimeError):

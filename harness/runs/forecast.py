@@ -28,8 +28,8 @@ from impl.codecs.codec import CodecError
 from impl.deepspeed.recipe import Finding, laid_out
 from impl.plan import memory as held
 from impl.plan import traffic
-from impl.plan.geometry import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.policy import Policy, PolicyError
+from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.topology import Topology
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
 from harness.records.record import Record, path_of, read, slowest_seconds
-from harness.records.statistics import FEWEST, paired_ratio_interval
 from harness.suites.repeats import BASELINE, BEYOND, compared, contender_of, interleaved
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial

@@ -49,7 +49,7 @@ from harness.runs.forecast import beyond_limit, findings, forecast, this_host
 from harness.runs.lease import Lease
 from harness.runs.progress import Display
 from harness.runs.repeats import Batch
-from harness.runs.trial import Assignment, Outcome
+from harness.runs.trial_loop import Assignment, Outcome
 from harness.runs.work import EXCHANGE, TRIAL, WORKS
 from harness.strategies import deepspeed
 from harness.suites.labels import counted

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from harness.cluster.link import REPETITIONS
 from harness.cluster.node_supervisors import Work
 from harness.cluster.rank import GROUPING, Rank, exchange
-from harness.runs.trial import Assignment, Outcome, run
+from harness.runs.trial_loop import Assignment, Outcome, run
 from harness.suites.trial import Trial
 
 TRIAL: Final = "trial"

@@ -34,10 +34,10 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
 from impl.engine.loss_scale import Stepped
-from impl.plan.geometry import UnitGeometry
 from impl.plan.memory import memory
 from impl.plan.offload_plan import CopyKey
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Event, LedgerKey, Sent, predict
 from impl.zero import Zero, shard
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from harness.errors import one_line
-from harness.suites.expansion import differing, look_up
-from impl.plan.geometry import MUCH_PADDING
+from harness.suites.suite_file import differing, look_up
+from impl.plan.shard_layout import MUCH_PADDING
 
 NONE: Final = "-"
 PADDED: Final = "¶"  # beside bytes, or a size, of a model whose units are padded by more than MUCH_PADDING

@@ -1,7 +1,7 @@
 """One trial, as data: its fields, what they may hold, and what they resolve to.
 
 A :class:`Trial` says everything that defines a run; its id is a hash of its canonical JSON.  How
-a suite file in TOML becomes a list of trials is in ``harness.suites.expansion``.  No torch.
+a suite file in TOML becomes a list of trials is in ``harness.suites.suite_file``.  No torch.
 """
 
 from __future__ import annotations

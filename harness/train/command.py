@@ -262,7 +262,7 @@ def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
     from harness.workloads import models
     from impl.engine.unit_planning import plan_units
     from impl.errors import ZeroError
-    from impl.plan.geometry import PaddingError
+    from impl.plan.shard_layout import PaddingError
 
     trial, policy = job.trial, recipe.policy
     topology, cuda = trial.topology(), trial.cluster.device == "cuda"

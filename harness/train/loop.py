@@ -21,7 +21,7 @@ from harness.errors import Refusal
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
 from harness.records.record import Step
-from harness.runs.trial import device_of
+from harness.runs.trial_loop import device_of
 from harness.strategies.optimizers import built, set_rates
 from harness.strategies.strategy import Strategy, sharded, wire_of
 from harness.suites.model_sizes import GPTShape, tflops_per_rank

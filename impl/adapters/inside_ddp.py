@@ -20,8 +20,8 @@ from impl.comm.reduce_scatter import reduced, replicated
 from impl.comm.transfer import Steps, Transfer
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import plan_units
-from impl.plan.geometry import Slot, UnitGeometry
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import Slot, UnitGeometry
 
 
 @dataclass(slots=True)

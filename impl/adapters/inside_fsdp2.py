@@ -31,8 +31,8 @@ from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import reduced
 from impl.comm.transfer import Steps, Transfer
 from impl.comm.wire import Wire
-from impl.plan.geometry import ROOT
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import ROOT
 from impl.plan.topology import Topology
 from impl.plan.traffic import Phase
 

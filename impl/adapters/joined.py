@@ -18,8 +18,8 @@ from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import Reduction
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import find_blocks, plan_units
-from impl.plan.geometry import ROOT, ParameterSpec, UnitGeometry
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
 from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import Event, LedgerKey, Sent
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
 from impl.codecs.codec import FP32, common_grain
-from impl.plan.geometry import ROOT, ParameterSpec, UnitGeometry, chunked
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
+from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry, chunked
 from impl.plan.topology import Topology
 from impl.plan.traffic import NORM_BYTES, Book, Event, LedgerKey, Phase, Sent, predict
 

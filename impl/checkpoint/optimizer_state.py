@@ -22,7 +22,7 @@ from impl.checkpoint.json_values import NUMBER, from_json, to_json
 from impl.checkpoint.manifest import SavedGroup, SavedOptimizer, SavedState, check_names
 from impl.checkpoint.resharding import Parts, Range, held_ranges, saved_ranges
 from impl.checkpoint.tensor_bytes import DTYPES, NAMES
-from impl.plan.geometry import UnitGeometry
+from impl.plan.shard_layout import UnitGeometry
 from impl.unit.unit import Unit
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from impl.checkpoint.manifest import BUFFER, Manifest, SavedParameter, key_of
 from impl.checkpoint.safetensors_file import Reader
-from impl.plan.geometry import Slot, UnitGeometry
+from impl.plan.shard_layout import Slot, UnitGeometry
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,9 +22,9 @@ from typing import Any, Final, Literal, NoReturn, cast
 from impl.codecs.codec import BF16, FP16, FP32, Codec, Dtype, IntCodec
 from impl.deepspeed.config_file import AUTO, DeepSpeedError, as_json, leaves, load, shown
 from impl.deepspeed.keys import KEYS, LOCO, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SWITCHED, ZERO, Key
-from impl.plan.geometry import UnitGeometry
 from impl.plan.learning_rate import Decay, Schedule
 from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError, Stage
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
 
 Kind = Literal["honoured", "without effect", "renamed", "changed"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.engine.optimizer_masters import Masters
-from impl.engine.run_schedule import Actions
+from impl.engine.schedule_executor import Actions
 from impl.errors import WrittenError, ZeroError
 from impl.pytree import tensors_in
 from impl.unit.context import UnitContext

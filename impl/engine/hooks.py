@@ -1,7 +1,7 @@
 """Hooks on modules that gather and reshard units during forward passes.
 
-They report events of the model's units to the :class:`~impl.plan.schedule.Schedule`, and
-:mod:`impl.engine.run_schedule` carries out what it answers; backward passes are
+They report events of the model's units to the :class:`~impl.plan.prefetch_schedule.Schedule`, and
+:mod:`impl.engine.schedule_executor` carries out what it answers; backward passes are
 :mod:`impl.engine.backward_hooks`'.  Nothing here knows ZeRO++'s techniques by name: they are values of the
 policy.
 """
@@ -24,9 +24,9 @@ from impl.engine.backward_hooks import BackwardHooks, each
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.optimizer_hooks import find
 from impl.engine.optimizer_masters import Masters
-from impl.engine.run_schedule import Actions
+from impl.engine.schedule_executor import Actions
 from impl.errors import ZeroError
-from impl.plan.schedule import Action
+from impl.plan.prefetch_schedule import Action
 from impl.pytree import cast_tensors, memory_of, tensors_in
 from impl.unit.context import UnitContext
 from impl.unit.unit import Unit

@@ -15,8 +15,8 @@ from torch import nn
 
 from impl.codecs.reference import DTYPES
 from impl.errors import ZeroError
-from impl.plan.geometry import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 from impl.unit.member import Holder
 

@@ -20,7 +20,7 @@ from impl.engine.optimizer_hooks import Found, find
 from impl.errors import ZeroError
 from impl.parameters.init import active
 from impl.parameters.presharded import Cut, cut_of, whole_cut_of
-from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
+from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.unit.master_shard import part_of
 from impl.unit.placeholder import keeper_of
 from impl.unit.whole_values import WholeValues

@@ -20,8 +20,8 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import ZeroError
 from impl.parameters.initial_weights import sums
-from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.unit.master_shard import sliced
 from impl.unit.placeholder import Placeholder, keeper_of, release, restore
 from impl.unit.whole_values import assembled

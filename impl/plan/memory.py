@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Final
 
 from impl.codecs.codec import ITEM_BYTES
-from impl.plan.geometry import UnitGeometry
 from impl.plan.offload_plan import placements_of
 from impl.plan.policy import Policy, SecondaryFormat
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
 from impl.plan.traffic import MASTER_BYTES, kept_units, secondary_bytes
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from impl.plan.geometry import UnitGeometry
 from impl.plan.policy import Offload, Policy
+from impl.plan.shard_layout import UnitGeometry
 
 Direction = Literal["to_host", "to_device"]
 Copied = Literal["weights", "secondary", "gradients", "state"]

@@ -1,9 +1,9 @@
 """A lower bound on a step's time, from a schedule, a link and the time of the computation.
 
-Pure: no torch.  It drives the :class:`~impl.plan.schedule.Schedule` that the engine drives.  One computation
-runs at a time, the link between nodes carries one message after the other in the order in which they are
-posted, and everything else (messages inside a node, encoding, hooks) takes no time.  What a real step takes
-beyond it is the engine's own.
+Pure: no torch.  It drives the :class:`~impl.plan.prefetch_schedule.Schedule` that the engine drives.  One
+computation runs at a time, the link between nodes carries one message after the other in the order in
+which they are posted, and everything else (messages inside a node, encoding, hooks) takes no time.  What a
+real step takes beyond it is the engine's own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from impl.plan.schedule import Action, Schedule
+from impl.plan.prefetch_schedule import Action, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from impl.plan.geometry import UnitGeometry, chunked
 from impl.plan.offload_plan import CopyKey, Direction, Placement, placements_of
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]

@@ -27,7 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from impl.plan.schedule import MOST_AHEAD
+from impl.plan.prefetch_schedule import MOST_AHEAD
 from impl.transport.shared_memory import LINE, Flags, SharedMemoryError, Waiting, shared_file
 
 INNER_REGIONS: Final = 2 * MOST_AHEAD + 2  # of units that run one after the other: those under way, twice

@@ -3,7 +3,7 @@
 [Note: flat buffer]
 A gathered unit is one tensor (P,), P its padded elements, in the type that is computed in.  Each parameter
 is a leaf of its own whose ``data`` is a view of it, at the slot that
-:class:`~impl.plan.geometry.UnitGeometry` gives. Parameters are given that view through ``data``: so each
+:class:`~impl.plan.shard_layout.UnitGeometry` gives. Parameters are given that view through ``data``: so each
 counts its own versions, and filling the buffer again for backward is no in-place change of what autograd
 saved.  The memory comes from one of two places: a pool, where frames are decoded to it, or shared memory,
 where frames are the elements and stay as they arrived ([Note: lease] in :mod:`impl.transport.zero_copy`).
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.codecs.reference import DTYPES
-from impl.plan.geometry import UnitGeometry
+from impl.plan.shard_layout import UnitGeometry
 from impl.transport.zero_copy import Lease, Passing, SharedRegions
 from impl.unit.context import UnitContext
 from impl.unit.member import Gathers, Holder, InUnit, Member, Place, Taken

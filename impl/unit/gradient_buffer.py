@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.comm.wire import Exchange
-from impl.plan.geometry import UnitGeometry
+from impl.plan.shard_layout import UnitGeometry
 from impl.unit.memory_pool import Meter, Pool
 
 

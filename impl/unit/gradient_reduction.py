@@ -18,7 +18,7 @@ from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import Reduction, opened, reduced, replicated
 from impl.comm.transfer import Steps
 from impl.comm.wire import Exchange
-from impl.plan.geometry import UnitGeometry, chunked
+from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Axis
 from impl.unit.context import UnitContext
 from impl.unit.master_shard import MasterShard

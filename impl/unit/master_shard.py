@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.errors import ZeroError
-from impl.plan.geometry import Slot, UnitGeometry
 from impl.plan.offload_plan import Placement
+from impl.plan.shard_layout import Slot, UnitGeometry
 from impl.unit.context import UnitContext
 from impl.unit.host_memory import MEMORY, Arrival
 

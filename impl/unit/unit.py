@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from impl.codecs.reference import DTYPES
 from impl.comm.transfer import Transfer
 from impl.errors import WrittenError, ZeroError
-from impl.plan.geometry import UnitGeometry
 from impl.plan.offload_plan import ON_DEVICE, Placement
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Phase
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import FlatBuffer

@@ -24,7 +24,7 @@ scales, has F bytes.  Rank = (node, local).
    nothing crosses the link.
 8. *The optimizer steps the masters*: the secondary is stale, and the next forward pass begins at 1.
 
-What happens when is :mod:`impl.plan.schedule`'s to say and :mod:`impl.engine.hooks`' to do.
+What happens when is :mod:`impl.plan.prefetch_schedule`'s to say and :mod:`impl.engine.hooks`' to do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from impl.comm.all_gather import are_elements, as_frames, gather_frames, gathere
 from impl.comm.ledger import Tag
 from impl.comm.transfer import Steps
 from impl.comm.wire import Exchange
-from impl.plan.geometry import UnitGeometry
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis
 from impl.plan.traffic import Phase, Purpose
 from impl.transport.zero_copy import Lease, Passing

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from impl.comm.all_gather import whole_of
 from impl.comm.ledger import Tag
 from impl.comm.wire import Wire
-from impl.plan.geometry import UnitGeometry
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis
 from impl.unit.master_shard import sliced
 from impl.unit.member import InUnit

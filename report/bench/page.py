@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.records.bench_record import Bench, read_all
-from harness.records.statistics import Interval, median_interval
+from harness.records.confidence_intervals import Interval, median_interval
 from report import page
 from report.bench import roofline
 from report.bench.boards import BOARDS, Board

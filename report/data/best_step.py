@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from impl.plan.geometry import FROZEN, UnitGeometry
-from impl.plan.schedule import Schedule
+from impl.plan.prefetch_schedule import Schedule
+from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.simulate import Load, pass_seconds
 from report.data.frames import Frames
 

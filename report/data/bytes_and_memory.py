@@ -13,8 +13,8 @@ import pandas as pd
 
 from impl.codecs.codec import BF16
 from impl.plan import memory as held
-from impl.plan.geometry import FROZEN, UnitGeometry
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.topology import Topology
 from impl.plan.traffic import Load, predict
 from report.data.frames import Frames

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import Interval, median_interval, paired_ratio_interval
+from harness.records.confidence_intervals import Interval, median_interval, paired_ratio_interval
 from report.data.contender import is_baseline
 from report.data.frames import Frames
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from harness.suites import labels
-from impl.plan.geometry import MUCH_PADDING
+from impl.plan.shard_layout import MUCH_PADDING
 from report.data.metrics import OTHERS_WITHIN, RATES_AGREE_WITHIN, Derived
 from report.data.text import NOTHING, counted, listed
 

@@ -11,7 +11,13 @@ import math
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import Interval, mean_interval, paired_ratio_interval, power, verdict
+from harness.records.confidence_intervals import (
+    Interval,
+    mean_interval,
+    paired_ratio_interval,
+    power,
+    verdict,
+)
 from report.data.contender import BASELINE, NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived

@@ -14,7 +14,13 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.records.statistics import LEAST_STEPS, Interval, crossing, median_interval, paired_ratio_interval
+from harness.records.confidence_intervals import (
+    LEAST_STEPS,
+    Interval,
+    crossing,
+    median_interval,
+    paired_ratio_interval,
+)
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.trial import PolicyChanges, Trial
 from report.data.best_step import BITS_PER_MBIT, computations, processor_seconds, schedule_seconds
@@ -66,7 +72,7 @@ def trials(frames: Frames) -> pd.DataFrame:
             all-gather of the model, without padding, in 16 bits: 2 * elements * (nodes - 1), of all ranks.
         tflops: model TFLOP/s of a rank, for presets.
         first_loss, validation_loss: of the first step (mean over ranks) and the last validation; NaN if
-            that came before :data:`harness.records.statistics.LEAST_STEPS`.
+            that came before :data:`harness.records.confidence_intervals.LEAST_STEPS`.
         validation_step: optimizer steps before that validation, warm-ups included.
     """
     table = frames.trials
@@ -301,7 +307,7 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     Returns:
         One row per size and contender that ran at two or more rates: ``break_even_mbit`` (the
         highest crossing) with the ends of its interval, ``break_even_low_mbit`` and ``_high_mbit`` (infinite
-        beyond the neighbours, NaN for few pairs; :func:`harness.records.statistics.crossing`),
+        beyond the neighbours, NaN for few pairs; :func:`harness.records.confidence_intervals.crossing`),
         ``fewest_pairs``, which both neighbours have, ``low_mbit`` and ``high_mbit`` (the range measured),
         ``low_speedup`` and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's,
         with spaces between them.

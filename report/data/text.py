@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
-from harness.records.statistics import FEWEST, FEWEST_SWEEPS, Interval
+from harness.records.confidence_intervals import FEWEST, FEWEST_SWEEPS, Interval
 from harness.suites.labels import counted as counted  # noqa: PLC0414  # part of this vocabulary
 
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value

@@ -17,7 +17,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from harness.records.statistics import Interval
+from harness.records.confidence_intervals import Interval
 from report.draw import theme
 
 LINE_POINTS: Final = 10.5  # height of a label, with its air

@@ -7,7 +7,7 @@ from typing import Final
 import pandas as pd
 from matplotlib.figure import Figure
 
-from harness.records.statistics import Interval, median_interval
+from harness.records.confidence_intervals import Interval, median_interval
 from report.data.metrics import Derived
 from report.data.text import listed, number, sweeps_in_words
 from report.draw import chart_parts, theme

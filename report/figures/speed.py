@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from harness.records.statistics import FEWEST
+from harness.records.confidence_intervals import FEWEST
 from report.data import emulation, footnotes, metrics, published
 from report.data.contender import PROPOSED
 from report.data.metrics import Derived

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.statistics import median_interval
+from harness.records.confidence_intervals import median_interval
 from report.data import footnotes
 from report.data.frames import groups
 from report.data.metrics import Derived

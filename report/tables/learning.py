@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.records.statistics import CONFIDENCE, ENOUGH_POWER, FEWEST, LEAST_STEPS, Interval
+from harness.records.confidence_intervals import CONFIDENCE, ENOUGH_POWER, FEWEST, LEAST_STEPS, Interval
 from report.data import learning
 from report.data.contender import BASELINE, NAMES
 from report.data.metrics import Derived

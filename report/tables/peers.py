@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.statistics import Interval
+from harness.records.confidence_intervals import Interval
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial
 from report.data import footnotes, metrics

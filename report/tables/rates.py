@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.records.statistics import FEWEST, Interval
+from harness.records.confidence_intervals import FEWEST, Interval
 from report.data import footnotes, metrics, published
 from report.data.frames import groups
 from report.data.metrics import Derived

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.statistics import FEWEST
+from harness.records.confidence_intervals import FEWEST
 from harness.suites import labels
 from report.data import footnotes, metrics
 from report.data.contender import BASELINE, NAMES, PAPERS_BASELINE, short_names_in_words

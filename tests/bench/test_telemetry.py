@@ -13,7 +13,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from harness.measure import telemetry
-from harness.records.statistics import paired_ratio_interval
+from harness.records.confidence_intervals import paired_ratio_interval
 
 pytestmark = pytest.mark.bench
 

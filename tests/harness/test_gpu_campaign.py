@@ -11,7 +11,7 @@ import pytest
 from harness import gpu_campaign
 from harness.gpu_campaign import Stage, main, run, stages, table
 from harness.runs.forecast import Host, forecast
-from harness.suites.expansion import load
+from harness.suites.suite_file import load
 
 
 def test_the_same_commands_run_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

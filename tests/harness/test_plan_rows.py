@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness import cli
 from harness.plan_rows import ring_egress, rows
 from harness.runs.forecast import Forecast
-from harness.suites.expansion import load
+from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, PeerSettings, Trial
 
 SUITES = Path(__file__).parents[2] / "suites"

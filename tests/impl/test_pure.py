@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 PURE = (
-    "codecs.codec plan.topology plan.geometry plan.policy plan.offload_plan plan.traffic plan.schedule "
-    "checkpoint.manifest checkpoint.commit checkpoint.resharding"
+    "codecs.codec plan.topology plan.shard_layout plan.policy plan.offload_plan plan.traffic plan.memory "
+    "plan.prefetch_schedule checkpoint.manifest checkpoint.commit checkpoint.resharding"
 )
 
 

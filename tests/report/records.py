@@ -36,9 +36,9 @@ from harness.records.record import (
 )
 from harness.suites.trial import Cluster, Generate, Model, PolicyChanges, Trial
 from impl.codecs.codec import Codec, IntCodec
-from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.memory import memory
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Load, Sent, predict
 from report.data.contender import COMBINATIONS

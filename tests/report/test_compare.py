@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cli
+from harness.records.confidence_intervals import Interval
 from harness.records.record import Record, write
-from harness.records.statistics import Interval
 from harness.suites.trial import Cluster, Trial
 from report.compare import cells, compare, judge, notes, page
 from report.data.frames import ReportError

@@ -15,7 +15,7 @@ from harness import cli
 from harness.bench.trace import CODING, COMPUTE, LANES, Traced, computing, refused
 from harness.bench.trace_picture import draw
 from harness.records.trace_record import hidden
-from harness.suites.expansion import load
+from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Trial
 from impl.comm.mesh import Mesh
 from impl.comm.timeline import ACROSS, BETWEEN, INSIDE, WAITING, WITHIN, Span, Timeline

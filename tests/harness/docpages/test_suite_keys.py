@@ -6,7 +6,7 @@ import re
 from typing import get_args
 
 from harness.docpages import DOCS
-from harness.suites.expansion import _fields
+from harness.suites.suite_file import _fields
 from harness.suites.trial import Cluster, Trial
 from impl.codecs.codec import parse
 from impl.plan.policy import PRESETS, MemoryLimits, preset

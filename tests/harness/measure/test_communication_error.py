@@ -16,8 +16,8 @@ from harness.cluster.rank_processes import run_ranks
 from harness.measure import communication_error
 from harness.measure.communication_error import Place, Sums, errors_of, mean_cosine, measured_steps
 from harness.records.record import CommunicationError, Record
-from harness.runs.trial import Assignment, Outcome, run
-from harness.suites.expansion import load
+from harness.runs.trial_loop import Assignment, Outcome, run
+from harness.suites.suite_file import load
 from harness.suites.trial import Trial
 from impl.plan.topology import Topology
 from report.data.frames import frames_of
@@ -90,7 +90,7 @@ CODECS: Final[dict[str, Codec]] = {"int4:128": int4, "bf16": bf16}
 
 
 def capturing(rank: Rank, argument: tuple[Assignment, Path]) -> Outcome:
-    """As :func:`harness.runs.trial.run`; what every rank captured is kept in a folder."""
+    """As :func:`harness.runs.trial_loop.run`; what every rank captured is kept in a folder."""
     assignment, folder = argument
     measure = communication_error.of_gradients
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.runs.forecast import Forecast, Host, forecast, per_node_bytes
-from harness.suites.expansion import load
 from harness.suites.peers import PEERS
+from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Generate, Model, Optimizer, PolicyChanges, Trial
 from impl.plan import traffic
-from impl.plan.geometry import ParameterSpec, lay_out
 from impl.plan.policy import PRESETS, PolicyError, preset
+from impl.plan.shard_layout import ParameterSpec, lay_out
 from impl.plan.topology import Topology
 
 GIB = 2**30

@@ -10,8 +10,8 @@ import pytest
 
 from harness.runs.forecast import Host, forecast
 from harness.suites.contradictions import check
-from harness.suites.expansion import SuiteError, load
 from harness.suites.suite import Suite
+from harness.suites.suite_file import SuiteError, load
 from harness.suites.trial import Trial
 from impl.adapters.traffic import HOSTED
 from impl.codecs.codec import parse

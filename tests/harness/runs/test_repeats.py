@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from harness.records.statistics import FEWEST, paired_ratio_interval
+from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
 from harness.runs.repeats import Batch, batches, enough, seconds_of
 from harness.suites.repeats import BEYOND, Repeats, interleaved
 from harness.suites.suite import Suite

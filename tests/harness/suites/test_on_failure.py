@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.suites.expansion import SuiteError, load
 from harness.suites.on_failure import Answer
+from harness.suites.suite_file import SuiteError, load
 
 TOP = 'name = "q"\nquestion = "?"\n'
 

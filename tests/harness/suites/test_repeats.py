@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.records.statistics import FEWEST
-from harness.suites.expansion import SuiteError, load
+from harness.records.confidence_intervals import FEWEST
 from harness.suites.repeats import LEAST, MOST, Repeats
 from harness.suites.suite import Suite
+from harness.suites.suite_file import SuiteError, load
 
 SUITE = """
 name = "t"

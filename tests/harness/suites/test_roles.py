@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.suites.expansion import SuiteError, load
 from harness.suites.roles import roles
 from harness.suites.suite import Suite
+from harness.suites.suite_file import SuiteError, load
 from harness.suites.trial import Trial
 
 HEAD = """

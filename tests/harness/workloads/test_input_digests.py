@@ -60,7 +60,7 @@ def test_another_input(
         'name = "q"\nquestion = "?"\n[defaults]\nstrategy = "single"\ncorpus = "text"\nsequence = 32\n'
         'tokens_per_rank = 64\nmodel.name = "mine_b:build"\n'
     )
-    from harness.suites.expansion import load
+    from harness.suites.suite_file import load
 
     (trial,) = load(tmp_path / "q.toml").trials
     facts, code = machine.facts(), machine.code()

@@ -25,8 +25,8 @@ from impl.codecs.codec import Codec, parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
 from impl.engine.unit_planning import find_blocks, plan_units
-from impl.plan.geometry import ParameterSpec
 from impl.plan.policy import FEEDBACKS, MemoryLimits, Policy, PolicyError, preset
+from impl.plan.shard_layout import ParameterSpec
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Sent
 from tests.support.models import Net

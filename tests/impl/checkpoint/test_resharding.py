@@ -16,8 +16,8 @@ from impl.checkpoint.manifest import read_manifest
 from impl.checkpoint.resharding import Parts, held_ranges, overlapping, saved_parameters, saved_ranges
 from impl.checkpoint.save_load import load, save
 from impl.comm.mesh import Mesh
-from impl.plan.geometry import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.policy import LossScale, Policy
+from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 from tests.impl.checkpoint.checkpointed import (
     EXACT,

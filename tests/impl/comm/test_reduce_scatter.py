@@ -20,8 +20,8 @@ from impl.comm.reduce_scatter import Reduction
 from impl.comm.reduce_scatter import reduced as reduction
 from impl.comm.transfer import finish
 from impl.comm.wire import Wire
-from impl.plan.geometry import chunked
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import chunked
 from impl.plan.topology import Topology
 from tests.support.ranks import on_processes, on_threads
 from tests.support.strategies import policies, topologies

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from impl.comm.mesh import Mesh
-from impl.plan.geometry import GeometryError, PaddingError
 from impl.plan.policy import MemoryLimits, preset
+from impl.plan.shard_layout import GeometryError, PaddingError
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, find_blocks, plan_units, shard
 from tests.support.models import Net

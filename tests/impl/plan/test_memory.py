@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from impl.plan.geometry import ParameterSpec, lay_out
 from impl.plan.memory import memory, secondary_either_way
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, preset
+from impl.plan.shard_layout import ParameterSpec, lay_out
 from impl.plan.topology import Topology
 from impl.plan.traffic import predict
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.plan.schedule import Schedule
+from impl.plan.prefetch_schedule import Schedule
 from impl.plan.simulate import Load, pass_seconds
 
 SECONDS = st.floats(0, 10)

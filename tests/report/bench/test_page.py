@@ -19,8 +19,8 @@ from harness.bench import command
 from harness.bench import engine as bench_engine
 from harness.records import bench_record
 from harness.records.bench_record import Bench
+from harness.records.confidence_intervals import FEWEST
 from harness.records.record import RecordError
-from harness.records.statistics import FEWEST
 from report.bench.boards import BOARDS, CONTENDERS, TRANSPORTS
 from report.bench.page import boards_of, build, derived, scattering
 from report.data.frames import ReportError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.records.statistics import Interval
+from harness.records.confidence_intervals import Interval
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.data.text import NOTHING

@@ -21,7 +21,7 @@ from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
 from harness.runs.assemble import TrialError, assemble
-from harness.runs.trial import Assignment, Outcome, run
+from harness.runs.trial_loop import Assignment, Outcome, run
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from harness.suites.expansion import MOST_TRIALS, SuiteError, _fields, differing, load
 from harness.suites.suite import Suite
+from harness.suites.suite_file import MOST_TRIALS, SuiteError, _fields, differing, load
 from harness.suites.trial import RECIPE, STRATEGIES, Trial
 from impl.codecs.codec import parse
 from impl.plan.policy import PRESETS

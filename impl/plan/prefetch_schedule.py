@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
-from impl.plan.geometry import UnitGeometry
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import kept_units
 
 MOST_AHEAD: Final = 4  # units under way at most: each holds a slot of the shared arena

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.plan.schedule import MOST_AHEAD, Schedule
+from impl.plan.prefetch_schedule import MOST_AHEAD, Schedule
 
 sizes = st.lists(st.integers(1, 100), min_size=2, max_size=9)
 

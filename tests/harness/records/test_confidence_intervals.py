@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from harness.records.statistics import (
+from harness.records.confidence_intervals import (
     ENOUGH_POWER,
     FEWEST,
     FEWEST_SWEEPS,

@@ -15,7 +15,7 @@ import torch
 from impl.engine.reduction_queue import ReductionQueue
 from impl.engine.saved_tensors import SavedTensors
 from impl.errors import WrittenError
-from impl.plan.schedule import MOST_AHEAD, Action, Schedule
+from impl.plan.prefetch_schedule import MOST_AHEAD, Action, Schedule
 from impl.plan.traffic import Phase
 from impl.unit.context import UnitContext
 from impl.unit.unit import Unit
