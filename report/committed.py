@@ -104,7 +104,7 @@ def _results(found: Mapping[str, Derived]) -> str:
     parts = [_HEAD]
     for suite, derived in found.items():
         facts = "; ".join(f"{name}: {value}" for name, value in page.facts(derived) if name != "suite")
-        shown = [table for table in tables.all_tables(derived) if table.name in _TABLES]
+        shown = tables.some_tables(derived, _TABLES)
         parts.append(
             f"\n## {suite}\n\n{' '.join(derived.frames.questions)}\n\n"
             f"`zeropp run suites/{suite}.toml`\n\n"

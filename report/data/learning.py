@@ -94,12 +94,10 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
     On the straight line between the two validations around it; infinite if none is so low, NaN if the first
     is already.
     """
-    rows = [trials[["id", "seed", "sweep"]].assign(seconds=math.nan).iloc[:0]]
-    for _, one in groups(trials, ["id"]):
-        curve = derived.frames.validations
-        curve = curve[curve["id"] == one["id"].iloc[0]].sort_values("step")
-        rows.append(one[["id", "seed", "sweep"]].assign(seconds=_crossed(curve, target)))
-    return pd.concat(rows)
+    curves = derived.frames.validations
+    curves = curves[curves["id"].isin(trials["id"])].sort_values("step")
+    seconds = {str(identity): _crossed(curve, target) for identity, curve in curves.groupby("id")}
+    return trials[["id", "seed", "sweep"]].assign(seconds=trials["id"].map(seconds).astype(float))
 
 
 def _crossed(curve: pd.DataFrame, target: float) -> float:

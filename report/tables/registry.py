@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Final
 
@@ -23,8 +23,13 @@ from report.tables.volume import checks, volume
 
 def all_tables(derived: Derived) -> list[Table]:
     """All tables that have rows, in page order."""
+    return some_tables(derived, NAMES_OF_FILES)
+
+
+def some_tables(derived: Derived, names: Collection[str]) -> list[Table]:
+    """Tables of these names that have rows, in page order."""
     note = footnotes.modelled_in_words(derived)
-    made = [maker(derived) for maker in _MAKERS.values()]
+    made = [maker(derived) for name, maker in _MAKERS.items() if name in names]
     return [replace(table, caption=table.caption + note) for table in made if not table.data.empty]
 
 

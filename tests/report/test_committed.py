@@ -36,18 +36,20 @@ def other(digit: str) -> str:
     return str((int(digit) + 1) % 10)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/results.md", "docs/claims.md"])
-def test_any_other_digit_is_found(copied: Path, name: str) -> None:
-    """One digit of one number changed, and the check names the file and the line."""
-    path = copied / name
-    text = path.read_text(encoding="utf-8")
-    start = text.index("<!-- of the records -->") if name == "README.md" else text.index("\n## ")
-    found = re.search(r"\d", text[start:])
-    assert found is not None
-    place = start + found.start()
-    path.write_text(text[:place] + other(text[place]) + text[place + 1 :], encoding="utf-8")
-    (line,) = committed.wrong(copied)
-    assert line.startswith(f"{name}: line {text[:place].count(chr(10)) + 1} is ")
+def test_any_other_digit_is_found(copied: Path) -> None:
+    """One digit of one number in a file changed, and the check names the file and the line."""
+    expected = []
+    for name in ("README.md", "docs/results.md", "docs/claims.md"):
+        path = copied / name
+        text = path.read_text(encoding="utf-8")
+        start = text.index("<!-- of the records -->") if name == "README.md" else text.index("\n## ")
+        found = re.search(r"\d", text[start:])
+        assert found is not None
+        place = start + found.start()
+        path.write_text(text[:place] + other(text[place]) + text[place + 1 :], encoding="utf-8")
+        expected.append(f"{name}: line {text[:place].count(chr(10)) + 1} is ")
+    lines = committed.wrong(copied)
+    assert [line[: len(begin)] for line, begin in zip(lines, expected, strict=True)] == expected
 
 
 def test_an_edited_record_is_refused(copied: Path) -> None:
