@@ -100,6 +100,10 @@ RetryFailed = Annotated[
         help="Run failed trials again, too. Killed ranks, full disks and lost nodes are tried again anyway.",
     ),
 ]
+Report = Annotated[
+    bool,
+    typer.Option("--report/--no-report", help="Draw the report in the end, or leave it to zeropp report."),
+]
 ClusterFile = Annotated[
     Path | None, typer.Argument(help="Suite file whose cluster's nodes to compare.", metavar="SUITE.toml")
 ]
@@ -153,6 +157,7 @@ def run(
     sweeps: Sweeps = 1,
     only: Only = None,
     retry_failed: RetryFailed = False,
+    report: Report = True,
 ) -> None:
     """Run a suite's missing trials, then build its report and print the report's path.
 
@@ -169,6 +174,7 @@ def run(
     if (waiting := launchers.for_slurm(suite.trials)) is not None:
         more = [*(["--sweeps", str(sweeps)] if sweeps > 1 else []), *(["--retry-failed"] * retry_failed)]
         more += ["--only", only] if only is not None else []
+        more += [] if report else ["--no-report"]
         check_feasible(file, forecast(asked, _host(suite)))
         _to_slurm(suite, file, results, waiting, more)
         raise typer.Exit(OK)
@@ -226,7 +232,8 @@ def run(
         )
         status = INTERRUPTED
         if not outcome.interrupted:
-            report_command.build_report(folder)
+            if report:
+                report_command.build_report(folder)
             status = SOME_FAILED if outcome.failed else OK
         if nodes is not None:
             nodes.end(status)

@@ -426,10 +426,13 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_run(folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]) -> None:
-    """A run sweeps, then builds the report and prints nothing but its path on standard output."""
+    """A run sweeps, then builds the report and prints nothing but its path on standard output; or neither."""
     assert cli.main(["run", suite(folder), "--results", "there"]) == cli.OK
     assert capsys.readouterr().out == "there/q/report.html\n"
     assert machinery == [("sweep", "q", 1, Path("there/q")), ("report", Path("there/q"))]
+    assert cli.main(["run", suite(folder), "--no-report"]) == cli.OK
+    assert capsys.readouterr().out == ""
+    assert machinery[2:] == [("sweep", "q", 1, Path("results/q"))]
 
 
 def test_run_with_sweeps(

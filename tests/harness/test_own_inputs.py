@@ -163,7 +163,7 @@ def test_all_that_is_ones_own_runs_together(folder: Path) -> None:
         '[matrix]\nstrategy = ["single", "ddp", "qwz", "zeropp"]\npolicy.weights = ["mine:Eighths"]\n'
         "activation_checkpointing = [false, true]\n"
     )
-    done = zeropp("run", write(folder, body))
+    done = zeropp("run", "--no-report", write(folder, body))
     assert done.returncode == cli.OK, done.stderr
     assert "The declared laws of mine:Eighths hold." in done.stderr
     records = read_all(Path("results/q"))
@@ -191,7 +191,7 @@ def test_rates_follow_the_schedule(folder: Path) -> None:
         "optimizer.schedule.warmup = [0, 0]\n"
     )
     body = body.replace("steps = 3\nwarmup = 1", "steps = 1\nwarmup = 0")
-    done = zeropp("run", write(folder, body))
+    done = zeropp("run", "--no-report", write(folder, body))
     assert done.returncode == cli.OK, done.stderr
     records = read_all(Path("results/q"))
     for strategy in ("single", "ddp", "exact"):
@@ -214,12 +214,12 @@ def test_a_tokenizer_makes_the_tokens(folder: Path) -> None:
     body = BODY.replace('corpus = "mine:tokens"\n', "") + (
         "[[zip]]\ncorpus = ['text', 'ids']\ntokenizer = ['mine:lengths', 'none']\n"
     )
-    done = zeropp("run", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
+    done = zeropp("run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
     assert done.returncode == cli.OK, done.stderr
     records = read_all(Path("results/q"))
     assert {"tokenizer" in one.inputs for one in records} == {True, False}
     (folder / "mine.py").write_text(MINE.replace("len(word)", "1 + len(word)"), encoding="utf-8")
-    done = zeropp("run", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
+    done = zeropp("run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
     assert done.returncode == cli.REFUSED
     assert "was made of another" in done.stderr
 
@@ -290,7 +290,7 @@ def test_ranks_that_have_other_inputs_fail(folder: Path, change: tuple[str, str]
     """Data that differ each time, and a codec that decodes differently on another rank, make no record."""
     body = BODY + "[matrix]\nstrategy = ['zero3']\n"
     body = body.replace(*change) + ("policy.weights = ['mine:Apart']\n" if "qwz" in change[1] else "")
-    done = zeropp("run", write(folder, body))
+    done = zeropp("run", "--no-report", write(folder, body))
     assert done.returncode == cli.SOME_FAILED, done.stderr
     (record,) = read_all(Path("results/q"))
     assert record.failure is not None

@@ -67,7 +67,7 @@ def started(folder: Path, launched: tuple[str, str]) -> list[subprocess.Popen[by
         with (folder / f"output{node}").open("ab") as output:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "harness.cli", "run", file.name],
+                    [sys.executable, "-m", "harness.cli", "run", "--no-report", file.name],
                     cwd=folder,
                     env=os.environ | {"PYTHONPATH": str(ROOT)} | told,
                     stdout=output,

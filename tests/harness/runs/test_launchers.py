@@ -121,7 +121,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Found:
         (folder / name).write_text(
             text.partition("[[override]]")[0] + (failing if name == "walk.toml" else "")
         )
-    command = [sys.executable, "-m", "harness.cli", "run", "walk.toml"]
+    command = [sys.executable, "-m", "harness.cli", "run", "--no-report", "walk.toml"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=folder, env=environment, check=True)
     return found_in(read_all(folder / "results" / "walk"))
