@@ -138,6 +138,7 @@ def compare(nodes: Sequence[Node]) -> list[Compared]:
     }
     rows |= {name: [one.get(name) for one in machines] for name in _FACTS}
     rows["gpus"] = [", ".join(f"{g['name']} {g['memory_gib']} GiB" for g in one["gpus"]) for one in machines]
+    rows["hcas"] = [", ".join(node.facts["hcas"]) for node in nodes]
     rows |= {name: [one["packages"].get(name) for one in machines] for name in packages}
     rows |= {
         f"code {name}": [one.get(name) for one in codes]

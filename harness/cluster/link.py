@@ -1,9 +1,10 @@
-"""The link between the nodes of a trial: shaped network namespaces, an in-process pacer, or none.
+"""The link between the nodes of a trial: shaped network namespaces or interfaces, an in-process pacer, or none.
 
 ``namespaces``: every node is a Linux network namespace and the kernel's ``tbf`` shapes both
 directions (``harness.cluster.namespaces``), of peers too, which send outside our wire.  ``paced``: all
 ranks share the host's loopback, and our wire books its bytes in a token bucket per node; that limits
 nothing else, so peers are refused.  ``none``: unshaped loopback.  ``real``: a network that exists.
+``shaped``: one whose hosts' own interfaces have that queue (``harness.cluster.shaped_interface``).
 The rate that a link achieves is calibrated, never assumed.
 
 No torch at import.
@@ -17,12 +18,13 @@ import json
 import mmap
 import os
 import select
+import statistics
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -30,12 +32,16 @@ from typing import Any, Final, Literal, Self
 from harness.cluster import namespaces
 from harness.records.packet_sizes import HEADER_BYTES
 
-Kind = Literal["auto", "namespaces", "paced", "none", "real"]
+Kind = Literal["auto", "namespaces", "paced", "none", "real", "shaped"]
 
 QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks send at once
 REPETITIONS: Final = 5  # of a calibration
 PROBES: Final = 2  # of a probe after a trial
-_KEEPER: Final = (sys.executable, "-m", "harness.cluster.namespaces")
+REACHED: Final = (
+    0.9,
+    1.05,
+)  # share of a rate asked for, outside of which a shaped link is not what it is called
+_KEEPER: Final = "harness.cluster.namespaces"
 _ROOT: Final = Path(__file__).resolve().parents[2]  # where harness is importable from
 _ANSWER_SECONDS: Final = 120.0  # a keeper imports its libraries first; one that dies is noticed at once
 _NAME_LENGTH: Final = 15  # of a Linux interface
@@ -51,7 +57,7 @@ class Setting:
 
     Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.  A message
     takes ``latency_ms`` milliseconds one way beyond its bytes at the rate.  It is calibrated with
-    ``transport``: gloo, nccl or nccl-rules.
+    ``transport``: gloo, nccl or nccl-rules.  ``hcas``: InfiniBand adapters that NCCL may use, by number or name.
     """
 
     kind: Kind
@@ -59,6 +65,7 @@ class Setting:
     rate_mbit: float | None
     latency_ms: float = 0.0
     transport: str = "gloo"
+    hcas: int | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +75,15 @@ class Port:
     Attributes:
         interface: name for gloo and for the byte counters; None leaves the choice to gloo.
         holder: pid of a process inside the node's network namespace; None is the host's own namespace.
+        shaped: whether NCCL, too, has to send through the interface.
+        hcas: InfiniBand adapters that NCCL may use, separated by commas; empty leaves the choice to it.
     """
 
     interface: str | None
     address: str
     holder: int | None = None
+    shaped: bool = False
+    hcas: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +114,52 @@ def shape(rate_mbit: float) -> namespaces.Shape:
 
 
 def nccl_variables(port: Port) -> dict[str, str]:
-    """What NCCL is told, so that it sends through a node's network namespace; nothing of other nodes.
+    """What NCCL is told, so that it sends through a node's network namespace, shaped interface or adapters.
 
     Between namespaces of one machine it would else use peer access and shared memory, which no queue shapes:
-    it tells hosts apart by their names (NCCL user guide, Environment Variables).
+    it tells hosts apart by their names (NCCL user guide, Environment Variables).  Between hosts it could use
+    InfiniBand, a plugin's network or NVLink instead, and where named adapters do not work, sockets; with
+    ``NCCL_NET`` it fails there.
     """
-    if port.holder is None or port.interface is None:
+    if port.hcas:
+        return {
+            "NCCL_IB_HCA": f"={port.hcas}", "NCCL_IB_DISABLE": "0", "NCCL_NET": "IB", "NCCL_MNNVL_ENABLE": "0",
+        }  # fmt: skip
+    if port.interface is None or not (port.shaped or port.holder is not None):
         return {}
-    apart = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
-    return apart | {"NCCL_SOCKET_IFNAME": f"={port.interface}"}
+    sockets = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": f"={port.interface}"}
+    if port.shaped:
+        return sockets | {"NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0"}
+    return dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1") | sockets
+
+
+def nccl_in_words(ports: Sequence[Port]) -> str:
+    """What NCCL is told on every node, for the record; once where nodes do not differ."""
+    told = [", ".join(f"{name}={value}" for name, value in nccl_variables(port).items()) for port in ports]
+    if len(set(told)) == 1:
+        return told[0]
+    return "; ".join(f"node {node}: {words}" for node, words in enumerate(told))
+
+
+def choose_hcas(asked: int | tuple[str, ...], there: Sequence[str], node: int) -> str:
+    """The InfiniBand adapters that a node's NCCL may use, as :class:`Port` has them.
+
+    Args:
+        asked: a number, of the first ones, or names.
+        there: names of the node's adapters with an active port, in order.
+        node: its number, for the message.
+
+    Raises:
+        LinkError: if it has not as many, or not those.
+    """
+    has = f"node {node} has {len(there)} with an active port ({', '.join(there) or 'none'})"
+    if isinstance(asked, int):
+        if asked > len(there):
+            raise LinkError(f"cluster.hcas = {asked} InfiniBand adapters: {has}")
+        return ",".join(there[:asked])
+    if missing := [name for name in asked if name not in there]:
+        raise LinkError(f"cluster.hcas names {', '.join(missing)}: {has}")
+    return ",".join(asked)
 
 
 def message_bytes(setting: Setting) -> int:
@@ -130,7 +178,7 @@ class Link:
     """An open link between nodes; a context manager that closes it.
 
     Attributes:
-        kind: what was opened, for the reason ``why``: namespaces, paced, none or real.
+        kind: what was opened, for the reason ``why``: namespaces, paced, none, real or shaped.
         ports: one per node.
         details: burst, queue, MTU and the like, for the record.
         calibrated_mbit: Mbit/s per repetition, filled in by the sweep.
@@ -143,6 +191,7 @@ class Link:
     details: dict[str, Any] = field(default_factory=dict)
     calibrated_mbit: list[float] = field(default_factory=list)
     _keeper: subprocess.Popen[str] | None = None
+    release: Callable[[], None] | None = None  # of a shaped link
 
     @property
     def paced_mbit(self) -> float | None:
@@ -155,11 +204,25 @@ class Link:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def check(self) -> None:
+        """Refuse a shaped link whose calibration is not the rate asked for, by a LinkError with both."""
+        asked, found = self.setting.rate_mbit, self.calibrated_mbit
+        if self.kind == "shaped" and asked is not None and found:
+            share = statistics.median(found) / asked
+            if not REACHED[0] <= share <= REACHED[1]:
+                why = "something carries no more" if share < 1 else "messages went past the queue"
+                raise LinkError(
+                    f"link 'shaped' was asked for {asked:g} Mbit/s and carries {statistics.median(found):.4g}: {why}"
+                )
+
     def close(self) -> None:
         """Close the link; the kernel removes the namespaces with their last process."""
         if self._keeper is not None:
-            _end(self._keeper)
+            end_keeper(self._keeper)
             self._keeper = None
+        if self.release is not None:
+            self.release()
+            self.release = None
 
 
 def open_link(setting: Setting, run_id: str) -> Link:
@@ -169,7 +232,7 @@ def open_link(setting: Setting, run_id: str) -> Link:
         LinkError: if it is not possible on this machine, or contradicts itself.
     """
     rate, why = setting.rate_mbit, "asked for"
-    if setting.latency_ms and (setting.kind in ("real", "none") or setting.nodes == 1):
+    if setting.latency_ms and (setting.kind in ("real", "none", "shaped") or setting.nodes == 1):
         raise LinkError(
             f"a latency of {setting.latency_ms:g} ms cannot be added to link {setting.kind!r} between "
             f"{setting.nodes} node(s); use 'auto', 'namespaces' or 'paced'"
@@ -178,12 +241,16 @@ def open_link(setting: Setting, run_id: str) -> Link:
         if rate is not None:
             raise LinkError(
                 f"link 'real' is a network that exists and cannot be shaped to {rate:g} Mbit/s; "
-                "say rate = 'unshaped'"
+                "say rate = 'unshaped', or link = 'shaped' or 'paced'"
             )
         return Link(setting, "real", why, (Port(None, ""),) * setting.nodes)
     loopback = (Port("lo", "127.0.0.1"),) * setting.nodes
     if setting.nodes == 1:
         return Link(setting, "none", "one node has no link", loopback)
+    if setting.kind == "shaped":
+        raise LinkError(
+            "link 'shaped' joins hosts, and a launcher starts their supervisors; say link = 'namespaces'"
+        )
     if setting.kind == "none" and rate is not None:
         raise LinkError(
             f"link 'none' cannot hold a rate of {rate:g} Mbit/s; "
@@ -212,24 +279,19 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
     if len(longest := namespaces.interface(prefix, setting.nodes - 1)) > _NAME_LENGTH:
         raise LinkError(f"{longest!r} is longer than an interface's name")
     form = None if setting.rate_mbit is None else shape(setting.rate_mbit)
-    process = subprocess.Popen(
-        [*_KEEPER, json.dumps(asdict(namespaces.Request(setting.nodes, prefix, form, setting.latency_ms)))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=_ROOT,
-        start_new_session=True,  # a Ctrl-C in the terminal is for the sweep alone
-    )
+    request = namespaces.Request(setting.nodes, prefix, form, setting.latency_ms)
+    process = start_keeper(_KEEPER, json.dumps(asdict(request)))
     try:
-        answer = _answer(process)
+        answer = answer_of(process)
+        if "error" in answer:
+            raise LinkError(f"no network namespaces here: {answer['error']}; {_advice()}")
         ports = tuple(
             Port(namespaces.interface(prefix, node), namespaces.address(node), holder)
             for node, holder in enumerate(answer["holders"])
         )
         _try_to_join(ports[0])
     except BaseException:
-        _end(process)
+        end_keeper(process)
         raise
     details = {
         "mode": answer["mode"],
@@ -240,24 +302,35 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
         "latency_ms": setting.latency_ms,
     }
     if setting.transport == "nccl":
-        details["nccl"] = ", ".join(f"{name}={value}" for name, value in nccl_variables(ports[0]).items())
+        details["nccl"] = nccl_in_words(ports[:1])
     if form is not None:
         details |= {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
     return Link(setting, "namespaces", why, ports, details, _keeper=process)
 
 
-def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Read the one-line answer of the namespace process; its reason, if it has one, is a LinkError."""
+def start_keeper(module: str, request: str) -> subprocess.Popen[str]:
+    """Start a process that holds something of the kernel's until its standard input closes."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, request],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        start_new_session=True,  # a Ctrl-C in the terminal is for the sweep alone
+    )
+
+
+def answer_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Read the one-line answer of a keeper; a LinkError if there is none."""
     assert process.stdout is not None  # noqa: S101 - piped above
     if not select.select([process.stdout], [], [], _ANSWER_SECONDS)[0]:
-        raise LinkError(f"the keeper of the namespaces did not answer within {_ANSWER_SECONDS:g} s")
+        raise LinkError(f"the keeper of the link did not answer within {_ANSWER_SECONDS:g} s")
     if not (line := process.stdout.readline()):
         process.kill()
         tail = process.communicate()[1].strip().splitlines()[-1:]
-        raise LinkError(f"the keeper of the namespaces died: {' '.join(tail) or 'no message'}")
+        raise LinkError(f"the keeper of the link died: {' '.join(tail) or 'no message'}")
     answer: dict[str, Any] = json.loads(line)
-    if "error" in answer:
-        raise LinkError(f"no network namespaces here: {answer['error']}; {_advice()}")
     return answer
 
 
@@ -277,7 +350,7 @@ def _try_to_join(port: Port) -> None:
     """Check in a child process that other processes may enter a node's namespace; else raise a LinkError."""
     try:
         done = subprocess.run(
-            [*_KEEPER, "enter", str(port.holder)],
+            [sys.executable, "-m", _KEEPER, "enter", str(port.holder)],
             cwd=_ROOT,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -293,12 +366,13 @@ def _try_to_join(port: Port) -> None:
         )
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end_keeper(process: subprocess.Popen[str], seconds: float = 2.0) -> str:
+    """Let a keeper end, which takes away what it holds, or kill it after ``seconds``; returns its last words."""
     try:
-        process.communicate(timeout=2)  # it ends when its standard input closes
+        return process.communicate(timeout=seconds)[1]  # it ends when its standard input closes
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
+        return process.communicate()[1]
 
 
 def join(port: Port) -> None:

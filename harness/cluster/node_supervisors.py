@@ -10,19 +10,21 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, host_identity, port_towards
-from harness.cluster.link import Port
+from harness.cluster.link import LinkError, Port
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, Meeting, run_ranks
+from harness.cluster.shaped_interface import Request, ShapedInterface
 from harness.errors import Refusal
 from impl.plan.topology import Topology
 
 _CAUSE_SECONDS: Final = 12.0  # for the node to speak whose loss another one reports
 _CLEAR_SECONDS: Final = 30.0  # for other nodes to end their ranks
+_SHAPE_SECONDS: Final = 120.0  # for other nodes to shape their interface
 _BYE_SECONDS: Final = 5.0  # for other nodes to read that it is over
 _LOG_LETTERS: Final = 200_000  # of a node's log that travel
 
@@ -57,6 +59,7 @@ class Nodes:
     channel: Channel
     works: Mapping[str, Work]
     nodes: list[Node]
+    _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _number: int = 0
     _over: bool = False
 
@@ -99,7 +102,7 @@ class Nodes:
             "work": name,
             "argument": work.argument[0](argument),
             "topology": [launch.topology.nodes, launch.topology.ranks_per_node],
-            "ports": [[port.interface, port.address] for port in launch.ports],
+            "ports": [astuple(port) for port in launch.ports],
             "threads": launch.threads,
             "timeout_seconds": launch.timeout_seconds,
             "backend": launch.backend,
@@ -129,11 +132,39 @@ class Nodes:
         self._stop(number, others)
         raise _cause(error, failed, launch.log) from error
 
+    def shape(self, rate_mbit: float | None, count: int) -> list[dict[str, Any]]:
+        """Hold what leaves the interfaces of the first ``count`` nodes to a rate; None: no longer.
+
+        Returns:
+            What each node found (:attr:`~harness.cluster.shaped_interface.ShapedInterface.found`).
+
+        Raises:
+            LinkError: for the first node that refuses; then none is held.
+        """
+        number = self._number
+        self._number += 1
+        addresses = [port.address for port in self.ports[:count]]
+        command = {"shape": rate_mbit, "topology": [count, 1], "addresses": addresses}
+        self.channel.post(_command(number), command)
+        own = _shaped(self._held, self.ports[0], 0, command)
+        answers = [own, *(self._answer(number, node, _SHAPE_SECONDS) for node in range(1, count))]
+        refused = [f"node {node}: {one['message']}" for node, one in enumerate(answers) if "kind" in one]
+        if refused and rate_mbit is not None:
+            self.unshape(count)
+            raise LinkError(refused[0])
+        return answers
+
+    def unshape(self, count: int) -> None:
+        """Hold the interfaces no longer; a supervisor that is lost has let go of its own."""
+        with contextlib.suppress(ChannelError):
+            self.shape(None, count)
+
     def end(self, status: int) -> None:
         """Let the other supervisors end with ``status``, and wait until they know."""
         if self._over:
             return
         self._over = True
+        self._held.close()
         with contextlib.suppress(ChannelError):
             self.channel.post(_command(self._number), {"status": status})
             self.channel.post("over", status)
@@ -233,7 +264,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
         Refusal: if that one cannot be reached any more.
     """
     try:
-        with Channel(place) as channel:
+        with Channel(place) as channel, contextlib.ExitStack() as held:
             if place.waits:
                 return _idle(channel)
             me = _me(channel, facts)
@@ -244,7 +275,12 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
             number = 0
             while "status" not in (command := channel.wait(_command(number))):
                 if place.node < command["topology"][0]:
-                    channel.post(_answered(number, place.node), _done(channel, works, number, command))
+                    answer = (
+                        _shaped(held, me.port, place.node, command)
+                        if "shape" in command
+                        else _done(channel, works, number, command)
+                    )
+                    channel.post(_answered(number, place.node), answer)
                 number += 1
             channel.post(f"bye/{place.node}", True)
             return int(command["status"])
@@ -261,6 +297,19 @@ def _idle(channel: Channel) -> int:
 
 def _lost(node: int) -> dict[str, Any]:
     return {"kind": "lost", "message": f"node {node} is lost: its supervisor does not answer"}
+
+
+def _shaped(held: contextlib.ExitStack, port: Port, node: int, command: dict[str, Any]) -> dict[str, Any]:
+    """Hold this node's interface to another rate, or none; returns the answer."""
+    held.close()
+    if command["shape"] is None:
+        return {}
+    others = [address for number, address in enumerate(command["addresses"]) if number != node]
+    try:
+        shaped = held.enter_context(ShapedInterface(Request(str(port.interface), command["shape"], others)))
+    except LinkError as error:
+        return {"kind": "link", "message": str(error)}
+    return shaped.found
 
 
 def _done(

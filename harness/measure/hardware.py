@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ from typing import Any, Final
 from harness.records.run_record import Gpus, Processors
 
 DEVICES: Final = Path("/sys/devices/system")
+INFINIBAND: Final = Path("/sys/class/infiniband")
 _ANCESTORS: Final = (  # of two GPUs, by NVML's names and those of nvidia-smi
     ("INTERNAL", "PIX"), ("SINGLE", "PIX"), ("MULTIPLE", "PXB"), ("HOSTBRIDGE", "PHB"),
     ("NODE", "NODE"), ("SYSTEM", "SYS"),
@@ -38,6 +40,15 @@ def processors(devices: Path = DEVICES) -> Processors:
         threads=len(places) or None,
         allowed=None if allowed is None else ranges(allowed),
         numa={number: cpus for number, cpus in sorted(numa.items(), key=lambda one: int(one[0])) if cpus},
+    )
+
+
+def hcas(devices: Path = INFINIBAND) -> list[str]:
+    """InfiniBand adapters, RoCE's too, of which a port is active, in the order of their numbers."""
+    states = devices.glob("*/ports/*/state")
+    names = {path.parts[-4] for path in states if (_text(path) or "").endswith(" ACTIVE")}
+    return sorted(
+        names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
     )
 
 

@@ -42,6 +42,7 @@ def identity() -> dict[str, Any]:
         processors=hardware.processors(),
         gpus=hardware.gpus(),
         environment=variables(os.environ),
+        hcas=hardware.hcas(),
         under=[name for variable, name in _UNDER.items() if variable in os.environ],
     ).model_dump(mode="json")
 

@@ -233,7 +233,8 @@ class LinkRecord(_Part):
     """The link between nodes; rates in Mbit/s per node and direction, None is unshaped.
 
     Attributes:
-        kind: namespaces, paced, none, or real (a network that exists).
+        kind: namespaces, paced, none, real (a network that exists), or shaped (one whose hosts' interfaces
+            had a queue).
         calibrated_mbit: achieved before the sweep with messages of ``message_bytes``, by repetition.
         probed_mbit: achieved right after the trial.
         details: burst, queue, MTU and the like.

@@ -102,6 +102,7 @@ class Node(_Part):
         machine, code: as records have them (``harness.measure.machine``).
         environment: variables that matter, without secrets.
         under: launchers of jobs under which it ran.
+        hcas: names of its InfiniBand adapters that have an active port, in order; empty in older records.
     """
 
     machine: dict[str, Any]
@@ -111,6 +112,7 @@ class Node(_Part):
     gpus: Gpus
     environment: dict[str, str]
     under: list[str]
+    hcas: list[str] = []
 
 
 class Run(_Part):

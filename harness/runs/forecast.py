@@ -417,16 +417,17 @@ def _check_corpus(trial: Trial) -> str | None:
 def _check_link(trial: Trial, host: Host) -> str | None:
     """Why the link cannot be opened here, or cannot limit a peer's rate; None if it can."""
     cluster, peer = trial.cluster, trial.strategy in PEERS and trial.strategy != "single"
-    if cluster.link == "real":
+    if cluster.link in ("real", "shaped"):
         if cluster.launcher == "local" and cluster.nodes > 1:
             return (
-                f"cluster.link = 'real': {cluster.nodes} nodes are {cluster.nodes} machines, and "
+                f"cluster.link = {cluster.link!r}: {cluster.nodes} nodes are {cluster.nodes} machines, and "
                 "cluster.launcher = 'local' starts all ranks on this one; expected 'torchrun'"
             )
-        if cluster.rate is not None:
+        if cluster.link == "real" and cluster.rate is not None:
             return (
                 f"cluster.rate = {cluster.rate:g} Mbit/s is for predictions only: a real link is as fast "
-                "as it is; expected 'unshaped', or cluster.link = 'paced', which holds our own messages back"
+                "as it is; expected 'unshaped', or cluster.link = 'shaped', which holds the hosts' interfaces to "
+                "it, or 'paced', which holds our own messages back"
             )
         return None
     if cluster.nodes == 1 or cluster.link == "none":

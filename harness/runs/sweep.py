@@ -1,7 +1,7 @@
 """Runs the trials of a suite that have no record yet, one after the other, and writes their records.
 
 Links are opened when a trial first needs them, calibrated once, and kept until no later trial
-needs them.  A failed trial is recorded and the sweep goes on; Ctrl-C ends it, and the current trial
+needs them; a shaped one, until another is needed.  A failed trial is recorded and the sweep goes on; Ctrl-C ends it, and the current trial
 is recorded as interrupted, to be run again next time.
 """
 
@@ -24,8 +24,11 @@ from harness.cluster.link import (
     Link,
     LinkError,
     Setting,
+    choose_hcas,
     message_bytes,
+    nccl_in_words,
     open_link,
+    shape,
     slowest,
 )
 from harness.cluster.node_supervisors import Nodes
@@ -267,7 +270,7 @@ def setting_of(trial: Trial) -> Setting:
     if nodes == 1 and (cluster.link != "real" or cluster.launcher != "local"):
         return Setting("none", 1, None)
     transport = "gloo" if cluster.transport == "shm" else cluster.transport  # which shm has between nodes
-    return Setting(cluster.link, nodes, cluster.rate, latency, transport)
+    return Setting(cluster.link, nodes, cluster.rate, latency, transport, cluster.hcas)
 
 
 @dataclass(slots=True)
@@ -354,18 +357,22 @@ class _Sweep:
 
     def _link(self, setting: Setting, trial: Trial, display: Display) -> Link:
         """The open, calibrated link of a setting; a LinkError is kept for its later trials."""
+        for other, link in [*self._links.items()]:  # what is shaped carries every link between the hosts
+            if other != setting and isinstance(link, Link) and link.kind == "shaped":
+                self._links.pop(other)
+                link.close()
         if setting not in self._links:
             display.progress(Progress("link"))
             try:
                 link = self._opened(setting, trial)
+                try:
+                    self._calibrate(link, trial)
+                except BaseException:  # the next trial that needs it begins anew, but after a LinkError
+                    link.close()
+                    raise
             except LinkError as error:
                 self._links[setting] = error
             else:
-                try:
-                    self._calibrate(link, trial)
-                except BaseException:  # the next trial that needs it begins anew
-                    link.close()
-                    raise
                 self._links[setting] = link
         found = self._links[setting]
         if isinstance(found, LinkError):
@@ -382,10 +389,22 @@ class _Sweep:
         told = "distinct hosts" if same is None else f"nodes {same[0]} and {same[1]} are one host"
         if kind == "auto":
             kind = "real" if same is None else "none"
-        elif kind not in ("real" if same is None else "none", "paced"):
-            raise LinkError(f"link {kind!r}: {told}; a real link joins distinct hosts, 'none' those of one")
+        elif kind not in (("real", "shaped") if same is None else ("none",)) and kind != "paced":
+            raise LinkError(
+                f"link {kind!r}: {told}; a real or shaped link joins distinct hosts, 'none' those of one"
+            )
+        ports = nodes.ports[: setting.nodes]
+        if kind == "shaped":
+            return _shaped(setting, nodes, told)
         link = open_link(replace(setting, kind=kind), "")
-        link.why, link.ports = told, nodes.ports[: setting.nodes]
+        if setting.hcas is not None:
+            there = [node.facts["hcas"] for node in nodes.nodes]
+            ports = tuple(
+                replace(port, hcas=choose_hcas(setting.hcas, there[node], node))
+                for node, port in enumerate(ports)
+            )
+            link.details["nccl"] = nccl_in_words(ports)
+        link.why, link.ports = told, ports
         return link
 
     def _calibrate(self, link: Link, trial: Trial) -> None:
@@ -396,6 +415,7 @@ class _Sweep:
         argument = (message_bytes(link.setting), link.setting.transport)
         found = self._start(trial, EXCHANGE, argument, launch, lambda _: None)
         link.calibrated_mbit = slowest([rates for rates in found if rates])
+        link.check()
 
     def _launch(  # noqa: PLR0917  # what differs between a calibration and a trial
         self,
@@ -502,6 +522,23 @@ def _check(trial: Trial, link: Link) -> None:
             f"strategy {trial.strategy!r} sends past our wire, and link 'paced' holds only that to "
             f"{link.paced_mbit:g} Mbit/s; it needs network namespaces ({link.why})"
         )
+
+
+def _shaped(setting: Setting, nodes: Nodes, why: str) -> Link:
+    """The link of hosts whose interfaces are shaped until it closes; a LinkError if one may not be."""
+    assert setting.rate_mbit is not None  # noqa: S101  # a suite without one is refused
+    found, form = nodes.shape(setting.rate_mbit, setting.nodes), shape(setting.rate_mbit)
+    details = {
+        "queue": "tbf",
+        "burst": form.burst,
+        "limit": form.limit,
+        "segment": form.segment,
+        "nodes": found,
+    }
+    ports = tuple(replace(port, shaped=True) for port in nodes.ports[: setting.nodes])
+    if setting.transport == "nccl":
+        details["nccl"] = nccl_in_words(ports)
+    return Link(setting, "shaped", why, ports, details, release=partial(nodes.unshape, setting.nodes))
 
 
 def _backend(trial: Trial) -> str:

@@ -47,7 +47,14 @@ def _contradictions(trial: Trial) -> Iterator[str]:
             f"cluster.rate = {cluster.rate:g} Mbit/s: with cluster.link = 'none' nothing shapes the "
             "link; expected 'unshaped', or another link"
         )
-    if cluster.link in ("none", "real") and cluster.latency is not None:
+    if cluster.link == "shaped" and cluster.rate is None:
+        yield "cluster.link = 'shaped': expected a cluster.rate to hold it to, or cluster.link = 'real'"
+    if cluster.hcas is not None and (cluster.transport, cluster.link) != ("nccl", "real"):
+        yield (
+            f"cluster.hcas = {json.dumps(cluster.hcas)}: expected cluster.transport = 'nccl' and cluster.link = "
+            f"'real' with it, not {cluster.transport!r} and {cluster.link!r}"
+        )
+    if cluster.link in ("none", "real", "shaped") and cluster.latency is not None:
         yield (
             f"cluster.latency = {cluster.latency:g} ms: nothing adds it to cluster.link = "
             f"{cluster.link!r}; expected another link, or no latency"

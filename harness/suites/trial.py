@@ -83,15 +83,20 @@ class Model(_Frozen):
 _HOST: Final = r"^([A-Za-z0-9_.-]+@)?[A-Za-z0-9_]([A-Za-z0-9_.:-]*)$"  # no option of ssh begins so
 
 
+_Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+
+
 class Cluster(_Frozen):
     """Where ranks stand and what joins their nodes.
 
     Attributes:
-        link: auto, namespaces, paced, none (ranks joined unshaped) or real (nodes are machines).
+        link: auto, namespaces, paced, none (ranks joined unshaped), real (nodes are machines), or shaped (so are
+            they, and the kernel holds their own interfaces to the rate).
         rate: Mbit/s per node and direction; None is unshaped.  A real link is as fast as it is:
             its rate is only what predictions reckon with.
         latency: milliseconds that a message between nodes takes one way beyond its bytes at the rate; None
             adds nothing.  On namespaces it needs the kernel's ``netem``; a paced link waits.
+        hcas: InfiniBand adapters that NCCL may use on every node of a real link: how many, or their names.
         transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs;
             ``staged`` on GPUs that ranks share, by gloo through host memory;
             ``nccl-rules`` for CPUs carries bytes by gloo and raises where NCCL would hang or be undefined.
@@ -103,9 +108,10 @@ class Cluster(_Frozen):
 
     nodes: int = Field(2, ge=1, le=4096)
     ranks_per_node: int = Field(2, ge=1, le=64)
-    link: Literal["auto", "namespaces", "paced", "none", "real"] = "auto"
+    link: Literal["auto", "namespaces", "paced", "none", "real", "shaped"] = "auto"
     rate: Annotated[float | None, written(parse_rate)] = None
     latency: Annotated[float | None, written(parse_latency)] = None
+    hcas: Annotated[int, Field(ge=1)] | Annotated[tuple[_Hca, ...], Field(min_length=1)] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     transport: Literal["shm", "gloo", "nccl", "nccl-rules", "staged"] = "shm"
     launcher: Literal["local", "torchrun", "hosts", "slurm"] = "local"
@@ -340,8 +346,9 @@ class Trial(_Frozen):
             del data["optimizer"]["schedule"]
         if self.peer == PeerSettings():
             del data["peer"]
-        if data["cluster"]["latency"] is None:
-            del data["cluster"]["latency"]
+        for name in ("latency", "hcas"):
+            if data["cluster"][name] is None:
+                del data["cluster"][name]
         del data["cluster"]["hosts"], data["cluster"]["slurm"]  # which machines is no part of what is asked
         data["policy"] = {k: v for k, v in data["policy"].items() if v is not None or k in _FIRST}
         return data

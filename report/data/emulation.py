@@ -14,6 +14,7 @@ _NODES = {
     "long as their bytes would take",
     "none": "nodes are processes of one machine, and nothing holds the link between them to a rate",
 }
+_SHAPED = "Throttled: nodes are hosts, and the kernel held what left their own interfaces to the rate."
 
 
 def sentence(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
@@ -24,14 +25,16 @@ def sentence(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
         latencies_ms: that trials asked for, one way; None or 0 for none.
     """
     told = [words for kind, words in _NODES.items() if kind in set(kinds)]
+    throttled = [_SHAPED] if "shaped" in set(kinds) else []
     if not told:
-        return ""
+        return "".join(throttled)
     added = sorted({latency or 0.0 for latency in latencies_ms})
     if added == [0.0]:
         latency = "the link adds no latency"
     else:
         latency = f"the link adds {' or '.join(f'{each:g}' for each in added)} ms of latency one way"
-    return f"Emulated: {'; or '.join(told)}. All ranks share one machine's processors, and {latency}."
+    emulated = f"Emulated: {'; or '.join(told)}. All ranks share one machine's processors, and {latency}."
+    return " ".join([emulated, *throttled])
 
 
 def of_trials(frames: Frames) -> str:

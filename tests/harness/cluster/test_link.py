@@ -206,7 +206,7 @@ def test_impossible_namespaces_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(process: object) -> dict[str, object]:
         raise LinkError("no network namespaces here: unshare(NEWUSER|NEWNET): Operation not permitted")
 
-    monkeypatch.setattr(link, "_answer", refuse)
+    monkeypatch.setattr(link, "answer_of", refuse)
     with pytest.raises(LinkError, match="Operation not permitted"):
         open_link(Setting("namespaces", 2, 50.0), "abc123")
     with open_link(Setting("auto", 2, 50.0), "abc123") as joined:

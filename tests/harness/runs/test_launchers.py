@@ -17,7 +17,7 @@ from harness.cluster.control import Place, place_under_torchrun
 from harness.errors import Refusal
 from harness.records.record import Record, read_all, readable
 from tests.harness.cluster.test_rank_processes import until
-from tests.support.hosts import ROOT, hosts, lines_of, sshd, type_lines
+from tests.support.hosts import ROOT, Host, hosts, lines_of, sshd, type_lines
 from tests.support.slurm import slurm, why_not
 
 SUITE = """
@@ -95,6 +95,51 @@ def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
                 assert 0.95 * asked <= achieved <= 1.0 * asked
         page = (both[0].folder / "results" / "walk" / "report.html").read_text()
         assert "modelled" in page
+
+
+def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> None:
+    """Two hosts under torchrun, whose interfaces are shaped: calibration and probes reach 0.95 to 1.0 of each rate
+    asked for, peers may run, a trial that crashes is a record, and the queues are gone afterwards.
+    """
+    text = walk("torchrun")["walk.toml"].partition("[[override]]")[0]
+    text = text.replace("seed = [0, 1, 2, 3]", "cluster.rate = ['50 Mbit/s', '200 Mbit/s']")
+    text = text.replace('launcher = "torchrun"', 'launcher = "torchrun"\nlink = "shaped"')
+    text = text.replace('["zero3", "qgz"]', '["zero3", "ddp"]')
+    text += (
+        '[[override]]\nmatch = { strategy = "ddp", cluster.rate = "50 Mbit/s" }\n'
+        'set = { model.arguments = { fault = "crash" } }\n'
+    )
+    with hosts(2, tmp_path, walk("torchrun") | {"walk.toml": text}) as both:
+        before = [queues(host) for host in both]
+        assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1], both[0].output
+        assert [queues(host) for host in both] == before
+        records = read_all(both[0].folder / "results" / "walk")
+        failed = [record.failure.kind for record in records if record.failure is not None]
+        assert failed == ["crashed"]
+        assert len(records) == 4
+        for record in records:
+            asked = record.trial["cluster"]["rate"]
+            assert record.link is not None
+            assert (record.link.kind, record.link.why) == ("shaped", "distinct hosts")
+            assert record.link.requested_mbit == asked
+            assert len(record.link.calibrated_mbit) == 5
+            assert len(record.link.probed_mbit) == (0 if record.failure else 2)
+            for achieved in (*record.link.calibrated_mbit, *record.link.probed_mbit):
+                assert 0.95 * asked <= achieved <= 1.0 * asked
+            assert [node["before"] for node in record.link.details["nodes"]] == ["noqueue", "noqueue"]
+        page = (both[0].folder / "results" / "walk" / "report.html").read_text()
+        assert "Throttled: nodes are hosts" in page
+        assert "modelled" not in page
+
+
+def queues(host: Host) -> str:
+    """What tc and ip say of a host's interfaces."""
+    inside = ("nsenter", "-t", str(host.holder), "-n")
+    told = [
+        subprocess.run([*inside, *words], capture_output=True, text=True, check=True).stdout
+        for words in (("tc", "qdisc"), ("ip", "-d", "link"))
+    ]
+    return "".join(told)
 
 
 Found = dict[tuple[str, int], tuple[object, object]]
