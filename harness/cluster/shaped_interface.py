@@ -1,9 +1,9 @@
-"""Holds a network interface of this host to a rate, while a process of ours lives that takes the queue away again.
+"""Holds an interface of this host to a rate, through a process that takes the queue away again (the keeper).
 
-The keeper is ``python -m harness.cluster.shaped_interface REQUEST``, a :class:`Request` as JSON.  It puts a ``tbf`` queue
-where the kernel's default queue is, answers with one JSON line, and removes the queue when its standard input
-closes: when the supervisor lets go, ends or is killed by ``kill -9``, and at SIGTERM or SIGHUP.  Only where the
-keeper itself is killed by ``kill -9``, as with its whole job, the queue stays, and the next run says which command
+As ``python -m harness.cluster.shaped_interface REQUEST``, a :class:`Request` as JSON, it puts a ``tbf`` queue
+where the kernel's default one is, answers with one JSON line, and removes the queue when its standard input
+closes: when the supervisor lets go, ends or is killed by ``kill -9``; and at SIGTERM or SIGHUP.  Only where
+the keeper itself is killed by ``kill -9``, as with all of its job, the queue stays, and the next run says what
 removes it.  It needs root, or CAP_NET_ADMIN.  No torch.
 """
 
@@ -22,20 +22,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from harness.cluster.link import LinkError, answer_of, end_keeper, shape, start_keeper
+from harness.cluster.link import answer_of, end_keeper, shape, start_keeper
 from harness.cluster.namespaces import KeeperError
 
 _HANDLE: Final = 0x5A50  # of our queue, by which the next run knows it
 _ROOT: Final = 0xFFFFFFFF  # parent of the queue that takes all that leaves
 _INGRESS: Final = 0xFFFF  # handle of hooks on what arrives, which hold nothing back
 _LOOPBACK: Final = 0x8  # IFF_LOOPBACK
+_ENDED_BY: Final = (signal.SIGTERM, signal.SIGHUP)
 _REMOVAL_SECONDS: Final = 30.0
 _LARGEST: Final = 2**32  # bytes per second that tbf's netlink message can say
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What leaves ``interface`` is held to a rate, if it leads to all of ``others``, the other nodes' addresses."""
+    """Request to hold what leaves ``interface``, which leads to the addresses ``others``, to a rate."""
 
     interface: str
     rate_mbit: float
@@ -51,7 +52,7 @@ class ShapedInterface:
     """A shaped interface of this host; a context manager that takes the queue away.
 
     Attributes:
-        found: ``interface``, its ``mtu``, ``before``: the queue that it had, and ``congestion``: the host's control.
+        found: ``interface``, its ``mtu``, its queue ``before``, and the host's ``congestion`` control.
     """
 
     def __init__(self, request: Request) -> None:
@@ -65,10 +66,7 @@ class ShapedInterface:
             "harness.cluster.shaped_interface", json.dumps(asdict(request))
         )
         try:
-            found = answer_of(self._keeper)
-            if "error" in found:
-                raise LinkError(f"link 'shaped': {found['error']}")
-            self.found = found
+            self.found = answer_of(self._keeper, "link 'shaped'")
         except BaseException:
             self.close()
             raise
@@ -83,8 +81,8 @@ class ShapedInterface:
         """Take the queue away, or say on standard error why it is still there."""
         words = end_keeper(self._keeper, _REMOVAL_SECONDS).strip().splitlines()
         if self._keeper.returncode and self.found:
-            left = f"{self.found['interface']} may still be shaped ({' '.join(words[-1:]) or 'its keeper was killed'})"
-            print(f"zeropp: {left}; {removal(self.found['interface'])}", file=sys.stderr, flush=True)
+            why, name = " ".join(words[-1:]) or "its keeper was killed", self.found["interface"]
+            print(f"{name} may still be shaped ({why}); {removal(name)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -96,19 +94,16 @@ def _shaped(asked: Request) -> Iterator[dict[str, Any]]:
         if not index:
             raise KeeperError(f"there is no interface {asked.interface!r}")
         (link,) = route.get_links(index)
-        mtu, segment, form = (
-            link.get_attr("IFLA_MTU"),
-            link.get_attr("IFLA_GSO_MAX_SIZE"),
-            shape(asked.rate_mbit),
-        )
+        mtu, segment = link.get_attr("IFLA_MTU"), link.get_attr("IFLA_GSO_MAX_SIZE")
+        form = shape(asked.rate_mbit)
         if link["flags"] & _LOOPBACK:
             raise KeeperError(f"{asked.interface} is the loopback: no network joins these nodes")
         if form.rate >= _LARGEST:
             raise KeeperError(f"{asked.rate_mbit:g} Mbit/s are more than a tbf queue's {8e-6 * _LARGEST:.0f}")
         if mtu > form.segment:
             raise KeeperError(
-                f"{asked.interface} has packets of {mtu} bytes, and a queue of {asked.rate_mbit:g} Mbit/s lets "
-                f"{form.segment} through at once; ask for {mtu * 4e-3:g} Mbit/s or more"
+                f"{asked.interface} has packets of {mtu} bytes, which at {asked.rate_mbit:g} Mbit/s have at most "
+                f"{form.segment}; ask for {mtu * 4e-3:g} Mbit/s or more"
             )
         for other in asked.others:
             _check_way(route, index, asked.interface, other)
@@ -147,33 +142,41 @@ def _check_way(route: Any, index: int, interface: str, other: str) -> None:
 
 
 def _queue_before(route: Any, index: int, interface: str) -> str:
-    """Name of the kernel's own queue; any that somebody has set up is refused (the kernel's have handle 0)."""
+    """Name of the kernel's own queue, whose handle is 0; any that somebody has set up is refused."""
     default = ""
     for queue in route.get_qdiscs(index):
         kind, major = queue.get_attr("TCA_KIND"), queue["handle"] >> 16
         if major == _HANDLE:
             raise KeeperError(
-                f"{interface} has the queue of another run; if none is under way, one was killed: {removal(interface)}"
+                f"{interface} has the queue of another run, which is under way or was killed; if it was, "
+                f"{removal(interface)}"
             )
         if major not in (0, _INGRESS):
             raise KeeperError(
-                f"{interface} has a queue {kind} {major:x}: that is not the kernel's default, and is not replaced"
+                f"{interface} has a queue that is not the kernel's own, and is not replaced: {kind} {major:x}:"
             )
         default = kind if queue["parent"] == _ROOT else default
     return default
 
 
+def _leave(*_: object) -> None:
+    for number in _ENDED_BY:
+        signal.signal(number, signal.SIG_IGN)  # what ends the keeper is not disturbed
+    sys.exit(0)
+
+
 def main() -> None:
     """Answer the request, and hold the interface until standard input closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when a Ctrl-C ends the link
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(0))
+    for number in _ENDED_BY:
+        signal.signal(number, _leave)
     answered = False
     try:
         with _shaped(Request(**json.loads(sys.argv[1]))) as answer:
             print(json.dumps(answer), flush=True)
             answered = True
             os.read(0, 1)
+            _leave()
     except Exception as error:  # reported to the supervisor, whatever netlink raised
         if answered:
             raise

@@ -52,7 +52,7 @@ _MORE: Final = {
     "cluster.launcher": "`local`, `torchrun`, `hosts`, `slurm` ([across hosts](cluster.md))",
     "cluster.hosts": "names for ssh, the first of this machine; of launcher `hosts`",
     "cluster.slurm": "table of the allocation's options: `partition`, `time` in minutes, `account`, ...",
-    "cluster.hcas": "InfiniBand adapters that NCCL may use: how many, or a list of names ([across hosts](cluster.md))",
+    "cluster.hcas": "InfiniBand adapters that NCCL may use: how many, or a list of names",
     "cluster.rate": "text with kbit/s, Mbit/s or Gbit/s, or `unshaped`",
     "cluster.latency": "text with us or ms: one way, beside the time for the bytes",
     "model.name": f"{', '.join(MODELS)}, or `module:function`",

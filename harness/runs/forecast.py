@@ -426,8 +426,8 @@ def _check_link(trial: Trial, host: Host) -> str | None:
         if cluster.link == "real" and cluster.rate is not None:
             return (
                 f"cluster.rate = {cluster.rate:g} Mbit/s is for predictions only: a real link is as fast "
-                "as it is; expected 'unshaped', or cluster.link = 'shaped', which holds the hosts' interfaces to "
-                "it, or 'paced', which holds our own messages back"
+                "as it is; expected 'unshaped', or cluster.link = 'shaped', which holds hosts' interfaces, "
+                "or 'paced', which holds our own messages back"
             )
         return None
     if cluster.nodes == 1 or cluster.link == "none":

@@ -1,7 +1,8 @@
 """Runs the trials of a suite that have no record yet, one after the other, and writes their records.
 
 Links are opened when a trial first needs them, calibrated once, and kept until no later trial
-needs them; a shaped one, until another is needed.  A failed trial is recorded and the sweep goes on; Ctrl-C ends it, and the current trial
+needs them; shaped ones, until another link is needed.  A failed trial is recorded and the sweep goes
+on; Ctrl-C ends it, and the current trial
 is recorded as interrupted, to be run again next time.
 """
 

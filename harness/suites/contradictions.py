@@ -51,8 +51,8 @@ def _contradictions(trial: Trial) -> Iterator[str]:
         yield "cluster.link = 'shaped': expected a cluster.rate to hold it to, or cluster.link = 'real'"
     if cluster.hcas is not None and (cluster.transport, cluster.link) != ("nccl", "real"):
         yield (
-            f"cluster.hcas = {json.dumps(cluster.hcas)}: expected cluster.transport = 'nccl' and cluster.link = "
-            f"'real' with it, not {cluster.transport!r} and {cluster.link!r}"
+            f"cluster.hcas = {json.dumps(cluster.hcas)}: expected cluster.transport = 'nccl' and "
+            f"cluster.link = 'real' with it, not {cluster.transport!r} and {cluster.link!r}"
         )
     if cluster.link in ("none", "real", "shaped") and cluster.latency is not None:
         yield (

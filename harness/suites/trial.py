@@ -90,8 +90,8 @@ class Cluster(_Frozen):
     """Where ranks stand and what joins their nodes.
 
     Attributes:
-        link: auto, namespaces, paced, none (ranks joined unshaped), real (nodes are machines), or shaped (so are
-            they, and the kernel holds their own interfaces to the rate).
+        link: auto, namespaces, paced, none (ranks joined unshaped), real (nodes are machines), or shaped
+            (they are, and the kernel holds their own interfaces to the rate).
         rate: Mbit/s per node and direction; None is unshaped.  A real link is as fast as it is:
             its rate is only what predictions reckon with.
         latency: milliseconds that a message between nodes takes one way beyond its bytes at the rate; None

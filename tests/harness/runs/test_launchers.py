@@ -98,8 +98,8 @@ def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
 
 
 def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> None:
-    """Two hosts under torchrun, whose interfaces are shaped: calibration and probes reach 0.95 to 1.0 of each rate
-    asked for, peers may run, a trial that crashes is a record, and the queues are gone afterwards.
+    """Two hosts under torchrun, whose interfaces are shaped: calibration and probes reach 0.95 to 1.0 of each
+    rate asked for, peers may run, a trial that crashes is a record, and the queues are gone afterwards.
     """
     text = walk("torchrun")["walk.toml"].partition("[[override]]")[0]
     text = text.replace("seed = [0, 1, 2, 3]", "cluster.rate = ['50 Mbit/s', '200 Mbit/s']")
@@ -132,14 +132,14 @@ def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> Non
         assert "modelled" not in page
 
 
-def queues(host: Host) -> str:
-    """What tc and ip say of a host's interfaces."""
+def queues(host: Host) -> list[str]:
+    """What tc says of a host's interfaces, and ip of the largest packets that they are handed."""
     inside = ("nsenter", "-t", str(host.holder), "-n")
     told = [
         subprocess.run([*inside, *words], capture_output=True, text=True, check=True).stdout
         for words in (("tc", "qdisc"), ("ip", "-d", "link"))
     ]
-    return "".join(told)
+    return [told[0], *re.findall(r"gso_max_size \d+", told[1])]
 
 
 Found = dict[tuple[str, int], tuple[object, object]]
