@@ -247,9 +247,7 @@ def open_link(setting: Setting, run_id: str) -> Link:
     if setting.nodes == 1:
         return Link(setting, "none", "one node has no link", loopback)
     if setting.kind == "shaped":
-        raise LinkError(
-            "link 'shaped' joins hosts, and a launcher starts their supervisors; say link = 'namespaces'"
-        )
+        raise LinkError("link 'shaped' joins hosts, whose supervisors a launcher starts; use 'namespaces'")
     if setting.kind == "none" and rate is not None:
         raise LinkError(
             f"link 'none' cannot hold a rate of {rate:g} Mbit/s; "

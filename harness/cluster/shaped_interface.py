@@ -2,8 +2,8 @@
 
 As ``python -m harness.cluster.shaped_interface REQUEST``, a :class:`Request` as JSON, it puts a ``tbf`` queue
 where the kernel's default one is, answers with one JSON line, and removes the queue when its standard input
-closes: when the supervisor lets go, ends or is killed by ``kill -9``; and at SIGTERM or SIGHUP.  Only where
-the keeper itself is killed by ``kill -9``, as with all of its job, the queue stays, and the next run says what
+closes: when the supervisor lets go, ends or is killed by ``kill -9``; and at SIGTERM or SIGHUP.  Where the
+keeper itself is killed by ``kill -9``, as with all of its job, the queue stays, and the next run says what
 removes it.  It needs root, or CAP_NET_ADMIN.  No torch.
 """
 
@@ -102,8 +102,8 @@ def _shaped(asked: Request) -> Iterator[dict[str, Any]]:
             raise KeeperError(f"{asked.rate_mbit:g} Mbit/s are more than a tbf queue's {8e-6 * _LARGEST:.0f}")
         if mtu > form.segment:
             raise KeeperError(
-                f"{asked.interface} has packets of {mtu} bytes, which at {asked.rate_mbit:g} Mbit/s have at most "
-                f"{form.segment}; ask for {mtu * 4e-3:g} Mbit/s or more"
+                f"{asked.interface} has packets of {mtu} bytes, which at {asked.rate_mbit:g} Mbit/s have "
+                f"at most {form.segment}; ask for {mtu * 4e-3:g} Mbit/s or more"
             )
         for other in asked.others:
             _check_way(route, index, asked.interface, other)
@@ -153,7 +153,7 @@ def _queue_before(route: Any, index: int, interface: str) -> str:
             )
         if major not in (0, _INGRESS):
             raise KeeperError(
-                f"{interface} has a queue that is not the kernel's own, and is not replaced: {kind} {major:x}:"
+                f"{interface} has a queue that is not the kernel's own and is not replaced: {kind} {major:x}:"
             )
         default = kind if queue["parent"] == _ROOT else default
     return default

@@ -111,7 +111,9 @@ class Cluster(_Frozen):
     link: Literal["auto", "namespaces", "paced", "none", "real", "shaped"] = "auto"
     rate: Annotated[float | None, written(parse_rate)] = None
     latency: Annotated[float | None, written(parse_latency)] = None
-    hcas: Annotated[int, Field(ge=1)] | Annotated[tuple[_Hca, ...], Field(min_length=1)] | None = None
+    hcas: (
+        Annotated[int, Field(ge=1, strict=True)] | Annotated[tuple[_Hca, ...], Field(min_length=1)] | None
+    ) = None
     device: Literal["cpu", "cuda"] = "cpu"
     transport: Literal["shm", "gloo", "nccl", "nccl-rules", "staged"] = "shm"
     launcher: Literal["local", "torchrun", "hosts", "slurm"] = "local"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -29,6 +30,7 @@ class Host:
     """One of them."""
 
     address: str
+    interface: str
     holder: int
     folder: Path
 
@@ -59,6 +61,20 @@ class Host:
         return {words[1].partition(":")[0] for words in lines if words[3] == "0A"}
 
     @property
+    def inside(self) -> list[str]:
+        """Words before a command that is to run there."""
+        ours = Path(f"/proc/{self.holder}/ns/user").samefile("/proc/self/ns/user")
+        return ["nsenter", "-t", str(self.holder), "-n", *([] if ours else ["-U", "--preserve-credentials"])]
+
+    def queues(self) -> list[str]:
+        """What tc says of its interfaces, and ip of the largest packets that they are handed."""
+        told = [
+            subprocess.run([*self.inside, *words], capture_output=True, text=True, check=True).stdout
+            for words in (("tc", "qdisc"), ("ip", "-d", "link"))
+        ]
+        return [told[0], *re.findall(r"gso_max_size \d+", told[1])]
+
+    @property
     def own(self) -> str:
         """Its address, as the kernel writes it."""
         return socket.inet_aton(self.address)[::-1].hex().upper()
@@ -75,7 +91,8 @@ def hosts(count: int, folder: Path, files: Mapping[str, str]) -> Iterator[list[H
             for name, text in files.items():
                 (own / name).write_text(text)
             assert port.holder is not None
-            found.append(Host(port.address, port.holder, own))
+            assert port.interface is not None
+            found.append(Host(port.address, port.interface, port.holder, own))
         yield found
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -23,9 +24,12 @@ from harness.cluster.link import (
     Pacer,
     Port,
     Setting,
+    choose_hcas,
     counters,
     join,
     message_bytes,
+    nccl_in_words,
+    nccl_variables,
     open_link,
     shape,
     slowest,
@@ -144,11 +148,75 @@ def test_a_rate_that_nothing_holds_is_refused(kind: link.Kind) -> None:
         open_link(Setting(kind, 2, 50.0), "abc123")
 
 
+def test_a_shaped_link_is_no_link_of_one_machine() -> None:
+    """Without a launcher's supervisors there are no interfaces to shape."""
+    with pytest.raises(LinkError, match="whose supervisors a launcher starts"):
+        open_link(Setting("shaped", 2, 50.0), "abc123")
+
+
+@given(
+    rates=st.lists(st.floats(1, 200), min_size=1, max_size=5),
+    kind=st.sampled_from(["shaped", "namespaces", "paced"]),
+)
+def test_what_is_called_shaped_has_the_rate(rates: list[float], kind: link.Kind) -> None:
+    """A shaped link whose median calibration is below 0.9 or above 1.05 of its rate is refused with both."""
+    joined = Link(Setting(kind, 2, 100.0), kind, "", (Port(None, ""),) * 2, calibrated_mbit=rates)
+    middle = statistics.median(rates)
+    if kind == "shaped" and not 90 <= middle <= 105:
+        why = "carries no more" if middle < 100 else "past the queue"
+        with pytest.raises(LinkError, match=rf"asked for 100 Mbit/s and carries {middle:.4g}.*{why}"):
+            joined.check()
+    else:
+        joined.check()
+
+
+def test_nccl_sends_through_what_was_asked_for() -> None:
+    """Where a link is held to a rate or to adapters NCCL is told so, and where it is not, nothing."""
+    assert nccl_variables(Port("eth0", "10.0.0.1")) == {}
+    inside = nccl_variables(Port("zp0", "10.0.0.1", holder=1))
+    assert inside["NCCL_SOCKET_IFNAME"] == "=zp0"
+    assert inside["NCCL_IB_DISABLE"] == inside["NCCL_P2P_DISABLE"] == inside["NCCL_SHM_DISABLE"] == "1"
+    shaped = nccl_variables(Port("eth0", "10.0.0.1", shaped=True))
+    assert shaped == {
+        "NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0",
+    }  # fmt: skip
+    adapters = nccl_variables(Port("eth0", "10.0.0.1", hcas="mlx5_0,mlx5_2"))
+    assert adapters == {
+        "NCCL_IB_HCA": "=mlx5_0,mlx5_2", "NCCL_IB_DISABLE": "0", "NCCL_NET": "IB", "NCCL_MNNVL_ENABLE": "0",
+    }  # fmt: skip
+
+
+def test_what_nccl_is_told_is_in_words_once_or_by_node() -> None:
+    """Nodes whose interfaces are named alike are told the same."""
+    same, other = (Port(name, "", shaped=True) for name in ("eth0", "ens3"))
+    assert nccl_in_words([same, same]).count("NCCL_SOCKET_IFNAME==eth0") == 1
+    told = nccl_in_words([same, other])
+    assert re.search("node 0: .*=eth0.*; node 1: .*=ens3", told)
+
+
+@given(there=st.lists(st.sampled_from([f"mlx5_{n}" for n in range(12)]), unique=True), data=st.data())
+def test_adapters_are_those_that_a_node_has(there: list[str], data: st.DataObject) -> None:
+    """A number is the first ones, names are themselves; what is not there is refused with what is."""
+    number = data.draw(st.integers(1, 12))
+    names = tuple(data.draw(st.lists(st.sampled_from([*there, "hfi1_0"]), min_size=1, unique=True)))
+    if number <= len(there):
+        assert choose_hcas(number, there, 3).split(",") == there[:number]
+    else:
+        with pytest.raises(LinkError, match=f"cluster.hcas = {number} .*node 3 has {len(there)} "):
+            choose_hcas(number, there, 3)
+    if "hfi1_0" in names:
+        with pytest.raises(LinkError, match=f"names hfi1_0: node 3 has {len(there)} "):
+            choose_hcas(names, there, 3)
+    else:
+        assert choose_hcas(names, there, 3) == ",".join(names)
+
+
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
         (Setting("none", 2, None, 2.0), "link 'none'"),
         (Setting("real", 2, None, 2.0), "link 'real'"),
+        (Setting("shaped", 2, 50.0, 2.0), "link 'shaped'"),
         (Setting("auto", 1, None, 2.0), r"1 node\(s\)"),
         (Setting("paced", 2, None, 2.0), "without a rate"),
     ],
@@ -203,7 +271,7 @@ def test_a_keeper_that_is_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_impossible_namespaces_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for, they raise the kernel's reason and what to do; under auto the link is paced, saying why."""
 
-    def refuse(process: object) -> dict[str, object]:
+    def refuse(*_: object) -> dict[str, object]:
         raise LinkError("no network namespaces here: unshare(NEWUSER|NEWNET): Operation not permitted")
 
     monkeypatch.setattr(link, "answer_of", refuse)

@@ -33,6 +33,24 @@ def test_a_system_that_says_nothing(tmp_path: Path) -> None:
     assert (found.sockets, found.cores, found.threads, found.numa) == (None, None, None, {})
 
 
+def test_adapters_that_work_are_listed_by_number(tmp_path: Path) -> None:
+    """Those with an active port, the tenth after the second; none without InfiniBand."""
+    assert hardware.hcas(tmp_path / "none") == []
+    states = {
+        "mlx5_10": ["4: ACTIVE"],
+        "mlx5_2": ["1: DOWN", "4: ACTIVE"],
+        "mlx5_3": ["1: DOWN"],
+        "hfi1_0": [],
+    }
+    for name, ports in states.items():
+        (tmp_path / name).mkdir()
+        for number, state in enumerate(ports, 1):
+            folder = tmp_path / name / "ports" / str(number)
+            folder.mkdir(parents=True)
+            (folder / "state").write_text(f"{state}\n", encoding="ascii")
+    assert hardware.hcas(tmp_path) == ["mlx5_2", "mlx5_10"]
+
+
 @given(st.sets(st.integers(0, 300)))
 def test_ranges_name_every_number_once(numbers: set[int]) -> None:
     """A list of processors read back is the one that was written."""

@@ -160,6 +160,10 @@ def test_hundred_billion() -> None:
         ({"cluster": Cluster(link="real")}, "2 nodes are 2 machines"),
         ({"cluster": Cluster(link="real")}, "expected 'torchrun'"),
         (
+            {"cluster": SHAPED.model_copy(update={"link": "shaped"})},
+            "cluster.link = 'shaped': 2 nodes are 2 machines",
+        ),
+        (
             {"cluster": Cluster(launcher="hosts", hosts=("a",))},
             "cluster.hosts has 1 names; expected one for each of 2 nodes",
         ),
@@ -424,8 +428,8 @@ def test_suites_for_clusters_run_on_nodes_as_their_headers_say(suite: str, gpus:
 
 
 @pytest.mark.parametrize("suite", ["quickstart", "nodes", "models"])
-def test_suites_across_hosts_want_no_rate(suite: str, tmp_path: Path) -> None:
-    """Two hosts of eight GPUs under torchrun: a real link is as fast as it is, and a rate is refused."""
+def test_a_rate_across_hosts_wants_a_link_that_holds_it(suite: str, tmp_path: Path) -> None:
+    """Two hosts of eight GPUs under torchrun: on a real link a rate is refused, on a shaped one it is not."""
     (path,) = (path for path in SUITES if path.stem == suite)
     _, trials = _on_gpus(path, tmp_path)
     host = Host(2**39, (80 * 2**30,) * 8, lambda: "no namespaces")
@@ -438,3 +442,8 @@ def test_suites_across_hosts_want_no_rate(suite: str, tmp_path: Path) -> None:
         ]
         for found in forecast(asked, host):
             assert bool(found.problems) == (rate is not None), found.problems
+        shaped = {"link": "shaped", "rate": 100.0}
+        for found in forecast(
+            [one.model_copy(update={"cluster": one.cluster.model_copy(update=shaped)}) for one in asked], host
+        ):
+            assert not found.problems

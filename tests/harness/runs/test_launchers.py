@@ -17,7 +17,7 @@ from harness.cluster.control import Place, place_under_torchrun
 from harness.errors import Refusal
 from harness.records.record import Record, read_all, readable
 from tests.harness.cluster.test_rank_processes import until
-from tests.support.hosts import ROOT, Host, hosts, lines_of, sshd, type_lines
+from tests.support.hosts import ROOT, hosts, lines_of, sshd, type_lines
 from tests.support.slurm import slurm, why_not
 
 SUITE = """
@@ -110,9 +110,9 @@ def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> Non
         'set = { model.arguments = { fault = "crash" } }\n'
     )
     with hosts(2, tmp_path, walk("torchrun") | {"walk.toml": text}) as both:
-        before = [queues(host) for host in both]
+        before = [host.queues() for host in both]
         assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1], both[0].output
-        assert [queues(host) for host in both] == before
+        assert [host.queues() for host in both] == before
         records = read_all(both[0].folder / "results" / "walk")
         failed = [record.failure.kind for record in records if record.failure is not None]
         assert failed == ["crashed"]
@@ -130,16 +130,6 @@ def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> Non
         page = (both[0].folder / "results" / "walk" / "report.html").read_text()
         assert "Throttled: nodes are hosts" in page
         assert "modelled" not in page
-
-
-def queues(host: Host) -> list[str]:
-    """What tc says of a host's interfaces, and ip of the largest packets that they are handed."""
-    inside = ("nsenter", "-t", str(host.holder), "-n")
-    told = [
-        subprocess.run([*inside, *words], capture_output=True, text=True, check=True).stdout
-        for words in (("tc", "qdisc"), ("ip", "-d", "link"))
-    ]
-    return [told[0], *re.findall(r"gso_max_size \d+", told[1])]
 
 
 Found = dict[tuple[str, int], tuple[object, object]]

@@ -20,7 +20,9 @@ import pytest
 from rich.console import Console
 
 from harness.cluster import link
-from harness.cluster.link import LinkError
+from harness.cluster.link import LinkError, Port
+from harness.cluster.node_supervisors import Node, Nodes
+from harness.measure import provenance
 from harness.records.record import RecordError, read, read_all
 from harness.records.run_record import RUNS
 from harness.runs import forecast as plan
@@ -40,6 +42,8 @@ TINY: dict[str, Any] = {
     "steps": 2,
     "warmup": 1,
 }
+SHAPED: dict[str, Any] = {"link": "shaped", "rate": "50 Mbit/s"}
+ADAPTERS: dict[str, Any] = {"link": "real", "transport": "nccl", "device": "cuda"}
 
 
 def trial(strategy: str, *, rate: str = "unshaped", kind: str = "none", **changes: Any) -> Trial:
@@ -323,15 +327,53 @@ def test_what_a_killed_run_left_is_cleared_away(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == [LOCK, RUNS]
 
 
+@pytest.mark.parametrize(
+    ("cluster", "hosts", "words"),
+    [
+        (SHAPED, "aa", "link 'shaped': nodes 0 and 1 are one host"),
+        (ADAPTERS | {"hcas": 2}, "aa", "link 'real': nodes 0 and 1 are one host"),
+        (
+            ADAPTERS | {"hcas": 4},
+            "ab",
+            "cluster.hcas = 4 InfiniBand adapters: node 1 has 2 with an active port",
+        ),
+        (
+            ADAPTERS | {"hcas": ["mlx5_3"]},
+            "ab",
+            "cluster.hcas names mlx5_3: node 1 has 2 with an active port",
+        ),
+    ],
+)
+def test_nodes_that_cannot_be_throttled_so_are_refused(
+    tmp_path: Path, cluster: dict[str, Any], hosts: str, words: str
+) -> None:
+    """Before any rank starts: those of one host have no interface between them, others not the adapters."""
+    adapters = [[f"mlx5_{number}" for number in range(count)] for count in (4, 2)]
+    here = provenance.identity()
+    nodes = [
+        Node(Port("eth0", f"10.0.0.{number}"), host, here | {"hcas": adapters[number]})
+        for number, host in enumerate(hosts)
+    ]
+    asked = Trial.model_validate(
+        {**TINY, "strategy": "zero3", "cluster": {"launcher": "torchrun", **cluster}}
+    )
+    silent = Nodes(None, {}, nodes)  # type: ignore[arg-type]  # nothing is said to them
+    run_sweep(Asked("test"), [asked], tmp_path, Console(file=io.StringIO()), nodes=silent)
+    failure = read(tmp_path / f"{asked.id}.json").failure
+    assert failure is not None
+    assert failure.kind == "link"
+    assert words in failure.message
+
+
 def test_a_link_that_cannot_be_is_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without namespaces the trials that ask for them are refused; auto runs paced, and says why."""
     asked = []
 
-    def refuse(process: subprocess.Popen[str]) -> dict[str, object]:
+    def refuse(process: subprocess.Popen[str], *_: str) -> dict[str, object]:
         asked.append(process.args)
         raise LinkError("no network namespaces here: Operation not permitted")
 
-    monkeypatch.setattr(link, "_answer", refuse)
+    monkeypatch.setattr(link, "answer_of", refuse)
     trials = [
         trial("zero3", kind="namespaces", rate="200 Mbit/s"),
         trial("zeropp", kind="namespaces", rate="200 Mbit/s"),

@@ -29,6 +29,15 @@ def test_nothing_is_said_of_a_real_network_or_of_one_node() -> None:
     assert not emulation.note(["real"])
 
 
+def test_interfaces_that_were_shaped_are_told() -> None:
+    """They are of a real network, and stand beside what is emulated."""
+    assert emulation.sentence(["shaped"], [None]).startswith("Throttled: nodes are hosts")
+    assert not emulation.note(["shaped"])
+    both = emulation.sentence(["paced", "shaped"], [None])
+    assert both.startswith("Emulated")
+    assert "Throttled" in both
+
+
 def test_benchmarks_with_and_without_a_rate_are_told_apart() -> None:
     """A link with a rate is of namespaces; without one nothing holds it."""
     rounds = pd.DataFrame({"nodes": [2, 1], "rate_mbit": [100.0, None]})

@@ -1,0 +1,151 @@
+"""A host's own interface is held to a rate, and is as it was afterwards; hosts are network namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from harness.cluster.link import HEADER_BYTES, shape
+from harness.cluster.shaped_interface import Request
+from tests.harness.cluster.test_rank_processes import until
+from tests.support.hosts import ROOT, Host, hosts
+
+pytestmark = pytest.mark.link
+
+_HOLD = """
+import json, sys
+from harness.cluster.shaped_interface import Request, ShapedInterface
+shaped = ShapedInterface(Request(**json.loads(sys.argv[1])))
+print(shaped._keeper.pid, json.dumps(shaped.found), flush=True)
+input()
+shaped.close()
+"""
+_KEEPER = [sys.executable, "-m", "harness.cluster.shaped_interface"]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[Host]]:
+    """Two hosts."""
+    with hosts(2, tmp_path, {}) as both:
+        yield both
+
+
+def towards(pair: list[Host], **changes: object) -> Request:
+    """What the first host is asked to hold, towards the second."""
+    asked = {"interface": pair[0].interface, "rate_mbit": 50.0, "others": [pair[1].address]} | changes
+    return Request(**asked)  # type: ignore[arg-type]
+
+
+def answered(pair: list[Host], before: tuple[str, ...] = (), **changes: object) -> dict[str, str]:
+    """What the keeper answers on the first host, started with the words ``before``; it ends at once."""
+    command = [*pair[0].inside, *before, *_KEEPER, json.dumps(asdict(towards(pair, **changes)))]
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+    )
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("end", ["closed", "interrupted", "killed", "keeper told to end"])
+def test_an_interface_is_shaped_while_its_supervisor_lives(pair: list[Host], end: str) -> None:
+    """It has the queue of namespaces, and none once the supervisor has let go, was interrupted or killed."""
+    before = pair[0].queues()
+    command = [*pair[0].inside, sys.executable, "-c", _HOLD, json.dumps(asdict(towards(pair)))]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as holds:
+        assert holds.stdin is not None
+        assert holds.stdout is not None
+        keeper, _, found = holds.stdout.readline().partition(" ")
+        assert json.loads(found).items() >= {"interface": pair[0].interface, "before": "noqueue"}.items()
+        held = pair[0].queues()
+        assert f"qdisc tbf 5a50: dev {pair[0].interface} root" in held[0]
+        assert "rate 50Mbit" in held[0]
+        assert f"gso_max_size {shape(50.0).segment}" in held
+        if end == "closed":
+            holds.stdin.write("\n")
+            holds.stdin.flush()
+        elif end == "keeper told to end":
+            os.kill(int(keeper), signal.SIGTERM)
+        else:
+            holds.send_signal(signal.SIGINT if end == "interrupted" else signal.SIGKILL)
+        until(lambda: pair[0].queues() == before)
+
+
+def test_what_a_killed_keeper_leaves_is_removed_by_the_command_that_the_next_one_names(
+    pair: list[Host],
+) -> None:
+    """It is not replaced, since another run may be under way."""
+    before = pair[0].queues()
+    command = [*pair[0].inside, *_KEEPER, json.dumps(asdict(towards(pair)))]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdout is not None
+        keeper.stdout.readline()
+        keeper.kill()
+    left = pair[0].queues()
+    assert left != before
+    error = answered(pair)["error"]
+    assert "the queue of another run" in error
+    assert pair[0].queues() == left
+    remove = error.partition("remove it by: ")[2]
+    subprocess.run([*pair[0].inside, "sh", "-c", remove], check=True)
+    assert pair[0].queues() == before
+    assert "error" not in answered(pair)
+
+
+@pytest.mark.parametrize(
+    ("first", "changes", "words"),
+    [
+        ("", {"interface": "lo"}, "lo is the loopback"),
+        ("", {"interface": "nowhere"}, "no interface 'nowhere'"),
+        ("", {"others": ["127.0.0.1"]}, "messages to 127.0.0.1 leave by lo"),
+        ("", {"others": ["203.0.113.1"]}, "no way to 203.0.113.1"),
+        ("", {"rate_mbit": 50_000.0}, "50000 Mbit/s are more than a tbf queue's 34360"),
+        (
+            "ip link set dev NAME mtu 9000",
+            {"rate_mbit": 10.0},
+            "packets of 9000 bytes, which at 10 Mbit/s have at most 3000; ask for 36 Mbit/s or more",
+        ),
+        ("tc qdisc add dev NAME root pfifo limit 100", {}, "not the kernel's own and is not replaced: pfifo"),
+        ("tc qdisc add dev NAME root handle 7: tbf rate 1gbit burst 9k latency 1s", {}, "replaced: tbf 7:"),
+    ],
+)
+def test_what_may_not_be_shaped_is_refused(
+    pair: list[Host], first: str, changes: dict[str, object], words: str
+) -> None:
+    """In one line that says why, and the interface is left as it was."""
+    named = first.replace("NAME", pair[0].interface)
+    subprocess.run([*pair[0].inside, "sh", "-c", named], check=True)
+    before = pair[0].queues()
+    error = answered(pair, **changes)["error"]
+    assert words in error
+    assert "\n" not in error
+    assert pair[0].queues() == before
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root, to give it up, and setpriv"
+)
+def test_without_the_right_to_shape_it_is_refused(pair: list[Host]) -> None:
+    """A process without CAP_NET_ADMIN is told what it lacks."""
+    before = pair[0].queues()
+    given_up = ("setpriv", "--bounding-set", "-net_admin", "--inh-caps", "-net_admin")
+    assert "cannot be shaped: it needs root, or CAP_NET_ADMIN" in answered(pair, given_up)["error"]
+    assert pair[0].queues() == before
+
+
+def test_a_packet_fits_the_queue_where_it_is_not_refused() -> None:
+    """The least rate that the refusal names takes packets of that size, headers included."""
+    for mtu in (1500, 9000, 65520):
+        form = shape(mtu * 4e-3)
+        assert mtu <= form.segment
+        assert form.segment + HEADER_BYTES <= form.burst
