@@ -161,14 +161,14 @@ def choose_hcas(asked: int | tuple[str, ...], there: Sequence[str], node: int) -
 def message_bytes(setting: Setting) -> int:
     """Size of a calibration message: 0.2 s at the rate, at least 20 bursts, 50 latencies.
 
-    On a shaped link 0.5 s: what comes last of 0.2 s is late by up to 0.6 % now and then.
+    On a shaped link 0.5 s of up to 64 MiB: what comes last of 0.2 s is late by up to 0.6 % now and then.
     Unshaped 64 MiB; 8 MiB where nothing joins the nodes but this machine's memory.
     """
     if setting.rate_mbit is None:
         return (8 if setting.kind == "none" else 64) * 2**20
     form = shape(setting.rate_mbit)
-    lasting = form.rate // (2 if setting.kind == "shaped" else 5)
-    return max(lasting, 20 * form.burst, round(form.rate * 0.05 * setting.latency_ms))
+    longer = min(form.rate // 2, 64 * 2**20) if setting.kind == "shaped" else 0
+    return max(longer, form.rate // 5, 20 * form.burst, round(form.rate * 0.05 * setting.latency_ms))
 
 
 @dataclass(slots=True)
