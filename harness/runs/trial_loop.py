@@ -390,7 +390,9 @@ class TrialRun:
             return []
         self.rank.report(Progress("probe"))
         grouped = self.trial.cluster.transport in GROUPING
-        return exchange(self.rank, self.assignment.probe_bytes, PROBES, str(self.device), grouped=grouped)
+        staged = self.trial.cluster.transport == "staged"  # gloo carries CPU tensors alone
+        device = "cpu" if staged else str(self.device)
+        return exchange(self.rank, self.assignment.probe_bytes, PROBES, device, grouped=grouped)
 
     def _measure_communication(self, index: int) -> None:
         """Errors of what step ``index`` is about to send, in passes of its own, which are not timed.

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from impl.cuda.compilation import SOURCES, compile_kernels
 from impl.cuda.kernels import VARIANTS
-from impl.cuda.launch import OPTIONS, SOURCES
 
 WARP: Final = 32
 PLAIN: Final = re.compile(r"(encode_held|decode|decode_sum|decode_sum_encode)<.*")  # kernels with a main path
@@ -158,31 +158,20 @@ def compiled(
     Raises:
         RuntimeError: if a source does not compile.
     """
-    from cupy.cuda import nvrtc
-
-    program = nvrtc.createProgram((sources / file).read_text(encoding="utf-8"), file, (), ())
-    for kernel in kernels:
-        nvrtc.addNameExpression(program, kernel)
-    options = [*OPTIONS[:-1], f"-I{sources}", f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v"]
-    try:
-        nvrtc.compileProgram(program, (*options, "--generate-line-info", *(["-DMAIN_PATH"] if main else [])))
-    except nvrtc.NVRTCError as problem:
-        raise RuntimeError(f"{file} for sm_{architecture}: {nvrtc.getProgramLog(program)}") from problem
-    log = nvrtc.getProgramLog(program)
-    image = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes the last byte off, as of a string
+    options = ["--ptxas-options=-v", "--generate-line-info", *(["-DMAIN_PATH"] if main else [])]
+    made = compile_kernels(file, kernels, architecture, sources, options=options)
     found = {}
     for kernel in kernels:
-        lowered = nvrtc.getLoweredName(program, kernel)
+        lowered = made.lowered[kernel]
         counted = (
             rf"properties for {re.escape(lowered)}\n.*? (\d+) bytes stack.*?Used (\d+) registers([^\n]*)"
         )
-        facts = re.search(counted, log, re.DOTALL)
+        facts = re.search(counted, made.log, re.DOTALL)
         if facts is None:
-            raise RuntimeError(f"{kernel}: ptxas counted nothing in {log}")
+            raise RuntimeError(f"{kernel}: ptxas counted nothing in {made.log}")
         shared = re.search(r"(\d+) bytes smem", facts[3])
         resources = int(facts[2]), int(shared[1]) if shared else 0, int(facts[1])
-        found[kernel] = Cubin(architecture, *resources, lowered, image, sources)
-    nvrtc.destroyProgram(program)
+        found[kernel] = Cubin(architecture, *resources, lowered, made.image, sources)
     return found
 
 

@@ -1,14 +1,16 @@
-"""Launching the kernels of this folder on a CUDA device: CuPy compiles and launches, torch owns.
+"""Launching the kernels of this folder on a CUDA device: CuPy loads and launches, torch owns.
 
 Every kernel takes one argument, a structure that :data:`ARGUMENTS` mirrors field by
-field (``Arguments`` of ``frames.cuh``), passed by value.  The sources are files, compiled per kernel by
-NVRTC the first time it is launched; CuPy keeps the results on disk.
+field (``Arguments`` of ``frames.cuh``), passed by value.  The sources are files, compiled per kernel the
+first time it is launched (:mod:`impl.cuda.compilation`); the results are kept on disk, beside CuPy's.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,12 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from impl.cuda.compilation import compile_kernels, digest
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-SOURCES: Final = Path(__file__).parent
-# No fused multiply-add: bit equality with the reference.  Division and denormals are IEEE by default.
-OPTIONS: Final = ("--fmad=false", "-std=c++17", f"-I{SOURCES}")
 
 PLACE: Final = np.dtype(
     [("address", "i8"), ("stride", "i8", 3), ("inner", "i8"), ("vectors", "u4"), ("kind", "u4")]
@@ -76,24 +76,39 @@ def on_device(launch: Launch, device: torch.device) -> None:
 
     stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
     with cupy.cuda.Device(device.index), stream:
-        _kernel(launch.file, launch.kernel)(launch.grid, (launch.threads, 1, 1), (launch.arguments,))
+        kernel = _kernel(launch.file, launch.kernel, device.index)
+        kernel(launch.grid, (launch.threads, 1, 1), (launch.arguments,))
 
 
 @functools.cache
-def _kernel(file: str, kernel: str) -> Any:
-    """The compiled kernel; CuPy compiles it once a device."""
+def _kernel(file: str, kernel: str, device: int) -> Any:
+    """The kernel, loaded on the current ``device``."""
     import cupy
 
-    # CuPy's cache on disk does not see the headers: their digest makes a changed one a new module.
-    options = (*OPTIONS, f"-DSOURCES_{digest()}")
-    code = (SOURCES / file).read_text(encoding="utf-8")
-    return cupy.RawModule(code=code, options=options, name_expressions=(kernel,)).get_function(kernel)
+    kept = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    path = cubin(file, kernel, int(cupy.cuda.Device(device).compute_capability), kept)
+    return cupy.RawModule(path=str(path)).get_function(path.suffixes[0][1:])
 
 
-@functools.cache
-def digest() -> str:
-    """16 hexadecimal digits that change with any source in this folder."""
-    total = hashlib.sha256()
-    for path in sorted(SOURCES.glob("*.cu*")):
-        total.update(path.name.encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()[:16]
+def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
+    """``KEY.LOWERED.cubin`` in ``folder``, compiled where it is not there yet; needs no GPU.
+
+    Processes that start at once may each compile it, and write the same.
+
+    Raises:
+        RuntimeError: if the source does not compile.
+    """
+    from cupy.cuda import nvrtc
+
+    compiler = ".".join(map(str, nvrtc.getVersion()))
+    words = (file, kernel, str(architecture), compiler, digest())
+    key = "zeropp-" + hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+    if found := next(folder.glob(f"{key}.*.cubin"), None):
+        return found
+    made = compile_kernels(file, [kernel], architecture)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{key}.{made.lowered[kernel]}.cubin"
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as whole:
+        whole.write(made.image)
+    Path(whole.name).replace(path)
+    return path

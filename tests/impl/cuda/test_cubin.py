@@ -13,18 +13,20 @@ import pytest
 import torch
 
 from impl.codecs.codec import parse
+from impl.cuda.compilation import SOURCES, compile_kernels
 from impl.cuda.cubin import (
     MULTIPROCESSORS,
     PLAIN,
     Cubin,
     Prediction,
+    _disassembler,
     compiled,
     missing,
     predictions,
     threads_of,
 )
 from impl.cuda.kernels import VARIANTS, Kernels
-from impl.cuda.launch import SOURCES, Launch
+from impl.cuda.launch import Launch, cubin
 from tests.impl.codecs.properties import garbage, noise_of
 
 LEAST = 0.5  # occupancy
@@ -72,6 +74,31 @@ def test_nothing_goes_one_by_one_on_the_main_path(predicted: tuple[Prediction, .
                 each.kernel
             )
             assert {access.width for access in each.main.accesses if access.purpose == "codes"} <= {4, 8}
+
+
+def _flushed(folder: Path, image: bytes) -> int:
+    """Products that take denormals for zeros; sums do so inside an exact division too."""
+    path = folder / "one.cubin"
+    path.write_bytes(image)
+    program = _disassembler()
+    assert program is not None
+    text = subprocess.run([program, "-c", str(path)], capture_output=True, text=True, check=True).stdout
+    assert "FMUL" in text
+    return text.count("FMUL.FTZ")
+
+
+@pytest.mark.parametrize("kernel", ["encode_held<Fp16, 8, false>", "encode_general<Floats<0>, 1>"])
+def test_what_is_launched_keeps_denormals(tmp_path: Path, kernel: str) -> None:
+    """No instruction of a launched kernel flushes denormals, as those that CuPy compiles do; it is kept."""
+    if reason := missing():
+        pytest.skip(f"{reason} (tox -e compile)")
+    path = cubin("quantize.cu", kernel, 90, tmp_path)
+    assert _flushed(tmp_path, path.read_bytes()) == 0
+    flushing = compile_kernels("quantize.cu", [kernel], 90, options=["--ftz=true"])
+    assert _flushed(tmp_path, flushing.image) > 0
+    assert f".{flushing.lowered[kernel]}.cubin" in path.name
+    path.write_bytes(b"kept")
+    assert cubin("quantize.cu", kernel, 90, tmp_path).read_bytes() == b"kept"
 
 
 def test_narrow_accesses_are_found(tmp_path: Path) -> None:
