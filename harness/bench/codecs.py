@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from harness.bench import other_libraries
+from harness.bench import ablation, other_libraries
 from harness.bench.rounds import COLLECTING
 from harness.cluster.rank import Progress, Rank
 from harness.records.bench_record import ElementType, Sample
@@ -38,7 +38,8 @@ CODECS: Final = (
     "int4:128:hadamard32", "int8:256:stochastic", "int4:256:stochastic",
 )  # fmt: skip
 OURS: Final = ("cpu", "cuda", "reference")
-BACKENDS: Final = (*OURS, *other_libraries.QUANTISERS)
+BACKENDS: Final = (*OURS, *other_libraries.QUANTISERS, *ablation.ABLATED)
+USUAL: Final = (*OURS, *other_libraries.QUANTISERS)  # where nothing is asked for
 SOURCES: Final = 4  # frames that a sum adds
 MEBIBYTES: Final = {"cpu": 64, "cuda": 256}  # of elements, where nothing is asked for
 REFERENCE_SHARE: Final = 8  # the reference backend is timed on one part of so many,
@@ -47,7 +48,9 @@ GRAIN: Final = 1 << 15  # elements: whole blocks of every usual codec
 MOST_ROUNDS: Final = 15
 FEWEST_ROUNDS: Final = 3
 _ROUND_SECONDS: Final = 2e-3  # at least, in one round, so that reading the clock does not count
-_FLUSH_BYTES: Final = 1 << 29  # written on a GPU before a timed call; no cache holds it
+_FLUSH_BYTES: Final = 1 << 29  # read on a GPU before a timed call; no cache holds it
+_MOST_QUEUED: Final = 10  # calls of a round on a GPU, each timed by itself
+_QUEUE_CYCLES: Final = 1_000_000  # of a GPU, half a millisecond, in which the host queues a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,11 @@ def why_missing(name: str) -> str | None:
     """Why a backend is not available; None if it is."""
     if name in other_libraries.QUANTISERS:
         return other_libraries.why_missing(name)
-    if name == "cuda" and not torch.cuda.is_available():
+    ours = "cuda" if name in ablation.ABLATED else name
+    if ours == "cuda" and not torch.cuda.is_available():
         return "torch finds no CUDA device"
     try:
-        ops.operations_of(name)
+        ops.operations_of(ours)
     except ValueError as problem:
         return str(problem)
     return None
@@ -117,10 +121,11 @@ def measure(
     ``seconds`` about what an operation takes, copies included.
     """
     clocks: dict[str, _Clock] = {}
-    if "cuda" not in backends or not set(backends) <= {"cuda", "reference"}:
+    on_gpu = {"cuda", *ablation.ABLATED} & set(backends)
+    if not on_gpu or "cpu" in backends:
         clocks["cpu"] = _wall_seconds
-    if "cuda" in backends:
-        flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    if on_gpu:
+        flush = torch.zeros(_FLUSH_BYTES // 4, device="cuda")
         clocks["cuda"] = partial(_device_seconds, flush)
     works: list[Work] = []
     for device, kind in product(clocks, kinds):
@@ -151,13 +156,15 @@ def _wall_seconds(run: Callable[[], object], calls: int) -> float:
 def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> float:
     """Mean seconds of ``calls`` calls on a GPU, by CUDA events.
 
-    Its cache is flushed before each call by writing ``flush``, more than it holds, which also lets the host
-    queue the call while the device is busy: its launch is not in the time.
+    Before each call ``flush``, more than its cache holds, is read: written, it would be on its way to memory
+    meanwhile.  The device is kept waiting until the host has queued all of them, so that no launch is in the
+    time.
     """
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    torch.cuda._sleep(_QUEUE_CYCLES * calls)  # type: ignore[no-untyped-call]  # noqa: SLF001
     for _ in range(calls):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        flush.zero_()
+        flush.amax()
         begin.record()
         run()
         end.record()
@@ -176,7 +183,8 @@ class Timed:
         copy, took = clock(self._copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
         if took < seconds:
             took = clock(work.run, 1)
-        self._calls = max(1, math.ceil(_ROUND_SECONDS / min(copy, took)))
+        most = _MOST_QUEUED if work.on.x.is_cuda else math.inf
+        self._calls = int(min(most, max(1, math.ceil(_ROUND_SECONDS / min(copy, took)))))
         self.rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(seconds / (self._calls * (copy + took)))))
         self._seconds: list[float] = []
         self._copy_seconds: list[float] = []
@@ -209,11 +217,12 @@ def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Itera
     """All operations to time on elements, on their device."""
     x = on.x
     here = [name for name in backends if name in (x.device.type, "reference")]
+    here += [name for name in backends if name in ablation.ABLATED and x.device.type == "cuda"]
     for codec, name in product(map(built_in, codecs), here):
         if not isinstance(codec, Raw) or name == here[0]:  # torch's casts are timed once
             part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
             yield from _of_codec(codec, on.first(part) if name == "reference" else on, name)
-    for name in (name for name in backends if name in other_libraries.QUANTISERS and x.device.type == "cpu"):
+    for name in (name for name in backends if name in other_libraries.QUANTISERS):
         for own, arithmetic, nbytes, encode, decode in other_libraries.codings(name, x):
             for operation, run in (("encode", encode), ("decode", decode)):
                 names = {"operation": operation, "codec": own, "backend": name, "other": arithmetic}
@@ -223,7 +232,8 @@ def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Itera
 def _of_codec(codec: BuiltIn, on: Buffers, backend: str) -> Iterator[Work]:
     """The operations of one codec on one backend, which share its frames."""
     x, out = on.x, on.out
-    ours, sums = ops.operations_of(backend), x.dtype == torch.float32
+    ours = ablation.operations(backend) if backend in ablation.ABLATED else ops.operations_of(backend)
+    sums = x.dtype == torch.float32
     numel, frame_bytes = x.numel(), codec.frame_bytes(x.numel())
     frames = torch.zeros((SOURCES if sums else 1, frame_bytes), dtype=torch.uint8, device=x.device)
     written = torch.zeros_like(frames[0])

@@ -53,6 +53,10 @@ Results = Annotated[Path, typer.Option("--results", help="Folder of all suites' 
 Nodes = Annotated[int | None, typer.Option(help="Nodes. Default: 1x4 ranks and 2x2.", min=1)]
 Ranks = Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)]
 Rate = Annotated[str | None, typer.Option(help="Between nodes, with --nodes, e.g. '1 Gbit/s'; unshaped.")]
+_BACKENDS: Final = (
+    "cpu, cuda, reference, bitsandbytes, torchao, torch.compile or deepspeed; with one thing taken away "
+    "cuda-general, cuda-shared-memory, cuda-two-reads, cuda-unfused, cuda-narrow or cuda-few-warps."
+)
 Mebibytes = partial(typer.Option, metavar="MIB", min=1, max=MOST_MEBIBYTES)
 Model = Annotated[str, typer.Option(help="A GPT preset of suites.")]
 
@@ -61,7 +65,7 @@ Model = Annotated[str, typer.Option(help="A GPT preset of suites.")]
 def codecs(
     *,
     codec: Annotated[Several, typer.Option(help="Its text form. Default: one of every kind.")] = None,
-    backend: Annotated[Several, typer.Option(help="cpu, cuda, reference, bitsandbytes or torchao.")] = None,
+    backend: Annotated[Several, typer.Option(help=_BACKENDS)] = None,
     kind: Annotated[Several, typer.Option(help="Of elements: fp32 (the default), bf16 or fp16.")] = None,
     megabytes: Annotated[int | None, Mebibytes(help="Of elements. Default: 64, on a GPU 256.")] = None,
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
@@ -83,10 +87,11 @@ def codecs(
         texts = tuple(dict.fromkeys(str(parse(text)) for text in codec or bench_codecs.CODECS))
     except CodecError as error:
         raise BenchError(str(error)) from None
-    names = bench_codecs.BACKENDS
-    missing = {name: why for name in names if (why := bench_codecs.why_missing(name)) is not None}
     # Peers have no codec of ours.
-    asked = _chosen(backend or (bench_codecs.OURS if codec else names), names, "backend")
+    usual = bench_codecs.OURS if codec else bench_codecs.USUAL
+    asked = _chosen(backend or usual, bench_codecs.BACKENDS, "backend")
+    looked_for = dict.fromkeys((*bench_codecs.USUAL, *asked))
+    missing = {name: why for name in looked_for if (why := bench_codecs.why_missing(name)) is not None}
     backends = tuple(name for name in asked if name not in missing)
     if backend and backends != asked:
         name = next(name for name in asked if name in missing)

@@ -1,8 +1,9 @@
 """Other libraries' quantisers, timed beside ours: optional extras, imported only when used.
 
-The CPU quantisers of bitsandbytes and torchao have arithmetic that equals no codec of ours, so only their
-speed is compared, and the table marks them.  Neither writes into an existing buffer on a CPU, so their
-seconds include allocation.  Engines are peers in ``harness.suites.peers``.
+Their arithmetic equals no codec of ours, so only their speed is compared, and the table marks them.  None
+writes into an existing buffer, so their seconds include allocation.  ``torch.compile`` stands for what a few
+lines of PyTorch come to.  DeepSpeed's kernels, which it builds with nvcc at their first use, are of fp16 on a
+GPU alone.  Engines are peers in ``harness.suites.peers``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -17,28 +19,40 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-QUANTISERS: Final = ("bitsandbytes", "torchao")
+QUANTISERS: Final = ("bitsandbytes", "torchao", "torch.compile", "deepspeed")
 Coding = tuple[str, str, int, Callable[[], object], Callable[[], object]]
 """A quantiser of one tensor: its name, what it computes, bytes of codes and scales, and its two calls."""
 
 
 def why_missing(name: str) -> str | None:
     """How to install a peer that is missing; None if it is installed."""
-    if importlib.util.find_spec(name) is not None:
+    if name == "deepspeed" and not torch.cuda.is_available():
+        return "deepspeed: its quantisers need a CUDA device"
+    if name == "torch.compile" and not any(map(shutil.which, ("g++", "clang++"))):
+        return "torch.compile needs a C++ compiler: looked for g++, clang++"
+    if importlib.util.find_spec(name.partition(".")[0]) is not None:
         return None
+    if name == "deepspeed":
+        return "deepspeed is not installed: pip install -c constraints.txt -e '.[deepspeed]'"
     return f"{name} is not installed: pip install -c constraints.txt -e '.[peers]'"
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Versions of the peers among ``names``, for the record."""
-    return {name: importlib.metadata.version(name) for name in names if name in QUANTISERS}
+    here = (name.partition(".")[0] for name in names if name in QUANTISERS)
+    return {name: importlib.metadata.version(name) for name in here}
 
 
 def codings(name: str, x: Tensor) -> Iterator[Coding]:
     """The quantisers of peer ``name`` for elements ``x`` (S,)."""
     # An OpenMP of its own reads this when it is loaded; the process is an entry point.
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-    return {"bitsandbytes": _bitsandbytes, "torchao": _torchao}[name](x)
+    return {
+        "bitsandbytes": _bitsandbytes,
+        "torchao": _torchao,
+        "torch.compile": _compiled,
+        "deepspeed": _deepspeed,
+    }[name](x)
 
 
 def _bitsandbytes(x: Tensor) -> Iterator[Coding]:
@@ -85,3 +99,37 @@ def _torchao(x: Tensor) -> Iterator[Coding]:
         encode_mx,
         partial(mx.to_dtype, mx_codes, mx_scale, torch.float8_e4m3fn, 32, x.dtype),
     )
+
+
+def _compiled(x: Tensor) -> Iterator[Coding]:
+    def quantise(x: Tensor, block: int, last: int) -> tuple[Tensor, Tensor]:
+        rows = x.view(-1, block).float()
+        scale = (rows.abs().amax(dim=1, keepdim=True) / last).clamp(min=torch.finfo(torch.float32).tiny)
+        codes = (rows / scale).round().to(torch.int8)
+        return (codes[:, ::2] & 15 | codes[:, 1::2] << 4 if last == 7 else codes), scale
+
+    def dequantise(codes: Tensor, scale: Tensor, last: int) -> Tensor:
+        if last == 7:
+            codes = torch.stack((codes << 4 >> 4, codes >> 4), dim=-1).flatten(1)
+        return (codes.float() * scale).to(x.dtype).view(-1)
+
+    for codec, block, last in (("int8:2048", 2048, 127), ("int8:256", 256, 127), ("int4:256", 256, 7)):
+        encode = partial(torch.compile(quantise, dynamic=False), x, block, last)
+        codes, scale = encode()
+        decode = partial(torch.compile(dequantise, dynamic=False), codes, scale, last)
+        says = f"symmetric integers, scale absmax / {last}; PyTorch operations, compiled"
+        yield codec, says, codes.nbytes + scale.nbytes, encode, decode
+
+
+def _deepspeed(x: Tensor) -> Iterator[Coding]:
+    if x.dtype != torch.float16 or x.device.type != "cuda":
+        return
+    builders: Any = importlib.import_module("deepspeed.ops.op_builder")
+    kernels = builders.QuantizerBuilder().load()
+    for bits, group in ((8, 2048), (4, 256)):
+        groups, how = x.numel() // group, kernels.Symmetric
+        encode = partial(kernels.quantize, x, groups, bits, how)
+        codes, scale = encode()
+        decode = partial(kernels.dequantize, codes, scale, groups, bits, how)
+        says = f"symmetric integers, groups of {group}, the positive extreme clipped"
+        yield f"int{bits}:{group}", says, codes.nbytes + scale.nbytes, encode, decode

@@ -21,13 +21,16 @@ all else                             ``encode_extents``, ``encode_given``: two l
 ``decode_sum_encode`` is one launch (plain to plain, or its general version) where the second codec's block
 is a multiple of 8, or the row, up to 4,096 elements, and unless it rotates and carries error, or the first
 codec rotates groups that its blocks cut.  Otherwise it is ``decode_sum`` into fp32, then ``encode``.
+
+What each of these brings is measured by taking it away (:data:`PARTS`): the next row of the table, the
+general kernel, or two launches serve then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Final, Literal, TypeGuard, get_args
 
 import numpy as np
 import torch
@@ -57,6 +60,8 @@ AHEAD: Final = {4: 4, 8: 4}
 AHEAD_FUSED: Final = {4: 4, 8: 2}  # beside what encodes
 DECODED: Final = 2  # octets a thread of the plain decode
 
+Part = Literal["plain", "held", "staged", "fused"]
+PARTS: Final[tuple[Part, ...]] = get_args(Part)  # that kernels may be without
 _ANY: Final = ("Scheme<0>", "Floats<0>")
 _ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
 VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be asked for
@@ -184,13 +189,22 @@ class Kernels(Operations):
     Args:
         run: carries a launch out for tensors on a device.
         spread: thread blocks that a launch has before they begin to do several parts each.
+        without: kernels compiled for a codec, blocks in registers, blocks in shared memory, sums that are
+            encoded in the launch that adds them up.
     """
 
     name = "cuda"
 
-    def __init__(self, run: Callable[[Launch, torch.device], None], spread: int = SPREAD) -> None:
+    def __init__(
+        self,
+        run: Callable[[Launch, torch.device], None],
+        spread: int = SPREAD,
+        *,
+        without: Collection[Part] = (),
+    ) -> None:
         self._run = run
         self._spread = spread
+        self._without = frozenset(without)
 
     def _encode(self, codec: BuiltIn, x: Tensor, frames: Tensor, beside: Beside) -> None:
         if isinstance(codec, Raw):
@@ -199,7 +213,8 @@ class Kernels(Operations):
         tensors = {"values": x, "frames": frames}
         coding = {"coding": codec}
         call = _Call(self._spread, x.shape[-1], tensors, coding, beside=beside)
-        for launch in _encoding(call, codec, x, plain=_is_plain(codec) and beside.carried is None):
+        plain = self._plain(codec) and beside.carried is None
+        for launch in _encoding(call, codec, x, self._without, plain=plain):
             self._run(launch, x.device)
 
     def _decode(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
@@ -207,7 +222,7 @@ class Kernels(Operations):
             super()._decode(codec, frames, out)
             return
         call = _Call(self._spread, out.shape[-1], {"values": out, "frames": frames}, {"coding": codec})
-        if _is_plain(codec):
+        if self._plain(codec):
             kernel = f"decode<{TYPES[out.dtype]}, {codec.bits}>"
             self._run(call.octets("dequantize.cu", kernel, DECODED, loops=True), out.device)
         else:
@@ -219,12 +234,9 @@ class Kernels(Operations):
             return
         tensors = {"values": out, "frames": frames[0]}
         call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=frames)
-        plain = _is_plain(codec)
-        kernel = (
-            f"decode_sum<{codec.bits}, {AHEAD[codec.bits]}>"
-            if plain
-            else f"decode_sum_general<{_any(codec)}>"
-        )
+        kernel, plain = f"decode_sum_general<{_any(codec)}>", self._plain(codec)
+        if plain:
+            kernel = f"decode_sum<{codec.bits}, {AHEAD[codec.bits]}>"
         self._run(call.octets("dequantize.cu", kernel, loops=plain), out.device)
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
@@ -234,6 +246,8 @@ class Kernels(Operations):
         they are, unless those blocks cut the groups at other places than their halves.
         """
         if not _holds(second, numel, HELD_ALONE) or (carried is not None and second.hadamard):
+            return False
+        if "fused" in self._without:
             return False
         block = second.block_size(numel)
         powers = block & (block - 1) == 0
@@ -245,13 +259,18 @@ class Kernels(Operations):
         (first, second), tensors = hops, {"frames": frames[0], "output": out}
         codings = {"coding": first, "second": second}
         call = _Call(self._spread, numel, tensors, codings, beside=beside, frames=frames)
-        plain = _is_plain(first) and _is_plain(second) and beside.carried is None
+        plain = self._plain(first) and self._plain(second) and beside.carried is None
         if plain:
             sums = f"{first.bits}, {AHEAD_FUSED[first.bits]}"
             kernel = f"decode_sum_encode<{sums}, {second.bits}, {_ROUNDINGS[second.stochastic]}>"
         else:
             kernel = f"decode_sum_encode_general<{_any(first)}, {_any(second)}>"
         self._run(call.held("reduce.cu", kernel, second, 1, loops=plain), out.device)
+
+    def _plain(self, codec: Blocked) -> TypeGuard[IntCodec]:
+        """Whether kernels were compiled for it, and may be used."""
+        ours = isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
+        return ours and "plain" not in self._without
 
 
 def _coding(codec: Blocked, numel: int) -> tuple[int, ...]:
@@ -274,18 +293,21 @@ def _coding(codec: Blocked, numel: int) -> tuple[int, ...]:
     )
 
 
-def _encoding(call: _Call, codec: Blocked, x: Tensor, *, plain: bool) -> Iterator[Launch]:
+def _encoding(
+    call: _Call, codec: Blocked, x: Tensor, without: Collection[Part], *, plain: bool
+) -> Iterator[Launch]:
     """The launches that encode ``x``, as the table at the top says."""
     block, blocks, file = codec.block_size(call.numel), codec.blocks(call.numel), "quantize.cu"
     whole = math.lcm(block, OCTET)  # whole blocks and whole octets
-    if plain and _holds(codec, call.numel, HELD):
+    held = _holds(codec, call.numel, HELD) and "held" not in without
+    if plain and held:
         kernel = f"encode_held<{TYPES[x.dtype]}, {codec.bits}, {_ROUNDINGS[codec.stochastic]}>"
         wide = x.dtype == torch.float32 or codec.stochastic  # more octets would not fit the registers
         yield call.held(file, kernel, codec, 2 if wide else 4)
-    elif _holds(codec, call.numel, HELD):
+    elif held:
         octets = 1 if block <= HELD_ALONE else 2
         yield call.held(file, f"encode_general<{_any(codec)}, {octets}>", codec, octets)
-    elif whole <= STAGED:
+    elif whole <= STAGED and "staged" not in without:
         tile = whole * max(1, min(STAGED_TILE, STAGED_BLOCKS * block) // whole)
         call.set(tile=tile)
         yield call.launch(file, f"encode_staged<{_any(codec)}>", -(-call.numel // tile))
@@ -296,11 +318,6 @@ def _encoding(call: _Call, codec: Blocked, x: Tensor, *, plain: bool) -> Iterato
         call.set(tile=SCANNED, parts=parts, extents=extents.data_ptr())
         yield call.launch(file, f"encode_extents<{_any(codec)}>", blocks * parts)
         yield call.octets(file, f"encode_given<{_any(codec)}>")
-
-
-def _is_plain(codec: Blocked) -> bool:
-    """Whether kernels were compiled for it."""
-    return isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
 
 
 def _any(codec: Blocked) -> str:

@@ -70,14 +70,19 @@ class Launch:
     arguments: NDArray[np.void]
 
 
-def on_device(launch: Launch, device: torch.device) -> None:
-    """Run ``launch`` on torch's current stream of ``device``, without waiting for it."""
+def on_device(launch: Launch, device: torch.device, *, idle_bytes: int = 0) -> None:
+    """Run ``launch`` on torch's current stream of ``device``, without waiting for it.
+
+    Each thread block asks for ``idle_bytes`` of shared memory and leaves them alone: so fewer run at once.
+    """
     import cupy
 
     stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
     with cupy.cuda.Device(device.index), stream:
         kernel = _kernel(launch.file, launch.kernel, device.index)
-        kernel(launch.grid, (launch.threads, 1, 1), (launch.arguments,))
+        if idle_bytes:
+            kernel.max_dynamic_shared_size_bytes = idle_bytes  # beyond 48 KiB it must be asked for
+        kernel(launch.grid, (launch.threads, 1, 1), (launch.arguments,), shared_mem=idle_bytes)
 
 
 @functools.cache

@@ -106,7 +106,10 @@ READ: Final = (
 _SLOWEST: Final = f"{_MEDIANS}Times are the slowest rank's. "
 BACKENDS: Final = {
     "cpu": "#0072b2", "cuda": "#009e73", "reference": "#777777", "bitsandbytes": "#cc79a7",
-    "torchao": "#e69f00",
+    "torchao": "#e69f00", "torch.compile": "#56b4e9", "deepspeed": "#d55e00",
+    # The CUDA kernels with one thing taken away.
+    "cuda-general": "#005a44", "cuda-shared-memory": "#3fbf9f", "cuda-two-reads": "#8c8c00",
+    "cuda-unfused": "#7fd4bd", "cuda-narrow": "#b5b500", "cuda-few-warps": "#444400",
 }  # fmt: skip
 OPERATIONS: Final = {
     "encode": "encode",

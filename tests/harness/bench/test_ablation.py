@@ -1,0 +1,61 @@
+"""The kernels with one thing taken away do what the whole ones do, by other launches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.bench.ablation import ABLATED
+from impl.codecs import reference
+from impl.codecs.codec import parse
+from impl.cuda.launch import Launch
+from report.bench.boards import BACKENDS
+from tests.cuda_on_cpu.fixtures import libraries
+from tests.cuda_on_cpu.host import Host
+
+__all__ = ["libraries"]
+
+WHOLE = ["encode_held<Fp32, 8, false>", "decode<Fp32, 8>", "decode_sum<8, 4>"]
+FUSED = ["decode_sum_encode<8, 2, 8, false>"]
+APART = ["decode_sum<8, 4>", "encode_held<Fp32, 8, false>"]
+GENERAL = ["encode_general<Scheme<0>, 1>", "decode_general<Scheme<0>>", "decode_sum_general<Scheme<0>>"]
+WANTED = {
+    "cuda-general": [*GENERAL, "decode_sum_encode_general<Scheme<0>, Scheme<0>>"],
+    "cuda-shared-memory": ["encode_staged<Scheme<0>>", *WHOLE[1:], *FUSED],
+    "cuda-two-reads": ["encode_extents<Scheme<0>>", "encode_given<Scheme<0>>", *WHOLE[1:], *FUSED],
+    "cuda-unfused": [*WHOLE, *APART],
+    "cuda-narrow": [*WHOLE, *FUSED],
+    "cuda-few-warps": [*WHOLE, *FUSED],
+}
+
+
+@pytest.mark.parametrize("name", ABLATED)
+def test_each_is_the_reference_by_other_launches(name: str, libraries: Path) -> None:
+    """Frames, elements, sums and sums encoded again are the reference's bits; the kernels are those named."""
+    host, wide, idle = Host(libraries), [], []
+
+    def run(launch: Launch, device: torch.device, **said: Any) -> None:
+        wide.append(int(launch.arguments["frames"]["vectors"][0]) + int(launch.arguments["exact"][0]))
+        idle.append(said.get("idle_bytes", 0))
+        host(launch, device)
+
+    codec, numel = parse("int8:256"), 5000
+    x = torch.randn(3, numel, generator=torch.Generator().manual_seed(0))
+    found = []
+    for operations in (reference, ABLATED[name](run)):
+        frames = torch.zeros(3, codec.frame_bytes(numel), dtype=torch.uint8)
+        operations.encode(codec, x, frames)
+        out, total, again = torch.empty(3, numel), torch.empty(numel), torch.zeros_like(frames[0])
+        operations.decode(codec, frames, out)
+        operations.decode_sum(codec, frames, total)
+        operations.decode_sum_encode(codec, codec, frames, again, numel)
+        found.append((frames, out, total, again))
+    for wanted, got in zip(*found, strict=True):
+        assert torch.equal(wanted, got)
+    assert host.ran == WANTED[name]
+    assert any(wide) is (name != "cuda-narrow")
+    assert all(idle) is (name == "cuda-few-warps")
+    assert name in BACKENDS

@@ -1,0 +1,35 @@
+"""Quantisers beside ours: those that are here do what they say, the others say what they lack."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.bench import other_libraries
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_lines_of_pytorch_quantise(dtype: torch.dtype) -> None:
+    """What ``torch.compile`` is timed on errs by at most half a step of a block, and takes the bytes said."""
+    x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = {}
+    with torch.compiler.set_stance("force_eager"):
+        for name, says, nbytes, encode, decode in other_libraries.codings("torch.compile", x):
+            block = int(name.partition(":")[2])
+            codes, scale = encode()  # type: ignore[misc]
+            assert says.endswith("compiled")
+            assert nbytes == codes.nbytes + scale.nbytes
+            back = decode()
+            assert isinstance(back, torch.Tensor)
+            assert back.dtype == dtype
+            off = (back.float() - x.float()).view(-1, block).abs()
+            assert bool((off <= 0.51 * scale + x.float().view(-1, block).abs() * 2.0**-8).all())
+            found[name] = codes.nbytes
+    assert found == {"int8:2048": 1 << 14, "int8:256": 1 << 14, "int4:256": 1 << 13}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_what_needs_a_gpu_says_so() -> None:
+    """DeepSpeed's quantisers are of fp16 on a GPU: elsewhere they are missing, and none is timed."""
+    assert other_libraries.why_missing("deepspeed") == "deepspeed: its quantisers need a CUDA device"
+    assert not list(other_libraries.codings("deepspeed", torch.zeros(8, dtype=torch.float16)))

@@ -1,0 +1,149 @@
+"""Late streams and poisoned memory change no bit of what an engine learns."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.comm.exchanges import Distributed
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.plan.policy import Offload, Policy
+from impl.plan.topology import Topology
+from impl.transport.staging import Staging
+from impl.zero import shard
+from tests.golden.record import _NETS, policies
+from tests.support.ranks import on_processes, on_threads
+from tests.support.shaken import computing_late, poison, shaken
+
+ALL = Offload(optimizer=1, weights=1)
+POLICIES = policies()
+NAMES = ("zero2", "zero3", "zeropp", "ring", "two_hop in 4 chunks", "loco", "offloaded", "kept for backward")
+LOSSES = 11
+
+
+def _losses(mesh: Mesh, transport: str, policy: Policy, seed: int | None) -> list[str]:
+    """Of ten micro-batches, two a step, and of the weights then; late and poisoned by ``seed``, if any."""
+    torch.set_num_threads(1)
+    device = mesh.device
+    net = copy.deepcopy(_NETS[0]).to(device)
+    if seed is not None:
+        with shaken(device, seed) as late:
+            computing_late(net, late, device)
+            found = _trained(mesh, transport, policy, net)
+        assert late.given > 20
+        return found
+    return _trained(mesh, transport, policy, net)
+
+
+def _trained(mesh: Mesh, transport: str, policy: Policy, net: torch.nn.Module) -> list[str]:
+    wire = Wire(mesh, transport=transport)  # type: ignore[arg-type]
+    zero = shard(net, mesh=mesh, policy=policy, wire=wire, seed=7)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.05)
+    losses: list[Tensor] = []
+    for number in range(LOSSES - 1):
+        if not policy.reduces_each_micro_batch:
+            zero.accumulate(on=number % 2 == 0)
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(100 * number + mesh.rank))
+        loss = net(x.to(mesh.device))
+        zero.scaler.scaled(loss).backward()
+        zero.finish_backward()
+        losses.append(loss.detach())  # read later: nothing here waits for the device
+        if number % 2:
+            zero.step(optimizer)
+            optimizer.zero_grad()
+    state = zero.full_state_dict()
+    wire.close()
+    return [float(loss).hex() for loss in (*losses, sum(value.double().sum() for value in state.values()))]
+
+
+def _all(mesh: Mesh, transport: str, seed: int | None) -> dict[str, list[str]]:
+    return {name: _losses(mesh, transport, POLICIES[name], seed) for name in NAMES}
+
+
+def _together(mesh: Mesh, transport: str) -> dict[str, list[str]]:
+    """As thread ranks train: calm, then shaken by the test."""
+    return {name: _trained(mesh, transport, POLICIES[name], copy.deepcopy(_NETS[0])) for name in NAMES}
+
+
+def test_poisoned_memory_changes_nothing() -> None:
+    """On CPUs, 2x2: nobody looks at memory that was given back, however late a rank is."""
+    calm = on_threads(Topology(2, 2), _together, "backend")
+    with shaken(torch.device("cpu"), 1) as late:
+        assert on_threads(Topology(2, 2), _together, "backend") == calm
+    assert late.given > 100
+    assert all(len(losses) == LOSSES for losses in calm[0].values())
+
+
+def test_poison_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange that gives its buffers back before they were read trains otherwise, or not at all."""
+    wait = Distributed.wait
+
+    def too_early(self: Distributed) -> Tensor:
+        rows = wait(self)
+        for buffer in self._taken:
+            self._buffers.give_back(buffer)
+        self._taken = []
+        return rows
+
+    def zeropp(mesh: Mesh) -> list[str]:
+        return _trained(mesh, "backend", POLICIES["zeropp"], copy.deepcopy(_NETS[0]))
+
+    calm = on_threads(Topology(2, 2), zeropp)
+    monkeypatch.setattr(Distributed, "wait", too_early)
+    with shaken(torch.device("cpu"), 1):
+        assert on_threads(Topology(2, 2), zeropp) != calm
+
+
+def test_what_is_poisoned_is_no_number() -> None:
+    """In every type that weights, gradients and messages have."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        buffer = torch.zeros(2, 3, dtype=dtype)
+        poison(buffer)
+        assert bool(buffer.isnan().all())
+
+
+def test_the_calm_run_is_delayed_by_nothing() -> None:
+    """What shaking replaces is as it was afterwards."""
+    before = Staging.take, Distributed.post
+    with shaken(torch.device("cpu"), 1):
+        assert Staging.take is not before[0]
+    assert (Staging.take, Distributed.post) == before
+
+
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, needs_a_gpu])]
+
+
+def _staged(mesh: Mesh, device: str, seed: int | None) -> dict[str, list[str]]:
+    there = torch.device(device)
+    if there.type == "cuda":
+        torch.cuda.set_device(there)
+    return _all(Mesh.create(mesh.topology, there), "staged", seed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ranks_that_share_a_device_wait_for_what_they_need(device: str) -> None:
+    """2x2 ranks, staged: copies, messages and computation late at random, the same losses to the bit."""
+    calm = on_processes(Topology(2, 2), _staged, device, None)
+    assert on_processes(Topology(2, 2), _staged, device, 1) == calm
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zeropp"])
+def test_copies_on_streams_of_their_own_are_waited_for(name: str, device: str) -> None:
+    """One rank with everything offloaded: up, down and compute late at random, the same losses to the bit."""
+    policy = replace(POLICIES[name], offload=ALL)
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    try:
+        mesh = Mesh.create(Topology(1, 1), torch.device(device))
+        calm = _losses(mesh, "backend", policy, None)
+        assert [_losses(mesh, "backend", policy, seed) for seed in (1, 2, 3)] == [calm] * 3
+    finally:
+        dist.destroy_process_group()
