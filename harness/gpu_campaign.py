@@ -1,7 +1,8 @@
 """``python -m harness.gpu_campaign``: all that a GPU is needed for, in stages, with one table last.
 
 For a machine that is there for minutes and has no network: each stage is a command of its own under a time
-limit, what it found lies on disk before the next begins, and one that fails is a line of the table.
+limit, what it found lies on disk before the next begins, and one that fails is a line of the table.  After
+each of them one file, :data:`ARCHIVE`, holds all that was found, to be brought back.
 ``--device cpu`` rehearses the same commands with tiny sizes; ``--missing`` names packages to bring along.
 
 This file imports the standard library alone, so that it can say what is missing.
@@ -15,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,8 +35,11 @@ NEEDED: Final = {
     "pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "pytest_timeout": "pytest-timeout",
     "xdist": "pytest-xdist", "execnet": "execnet",
 }  # fmt: skip
-_TAIL_LINES: Final = 30  # of a stage's output, printed when it ends
-_FOUND_LETTERS: Final = 90  # of its last line, in the table
+ARCHIVE: Final = "gpu-campaign.tar.gz"
+_DRAWN: Final = {"figures", "tables", "report.html"}  # which are not brought back: records draw them again
+_TAIL_LINES: Final = {"ok": 4}  # of a stage's output, printed when it ends; of one that fails
+_MOST_LINES: Final = 30
+_FOUND_LETTERS: Final = 100  # of what it said last, in the table
 _REPOSITORY: Final = Path(__file__).resolve().parents[1]
 
 _SUITE: Final = """\
@@ -65,9 +70,15 @@ strategy = {strategies}
 _HOOKS: Final = "What do our hooks cost on one rank, beside plain PyTorch and FSDP2, in time and in memory?"
 _SHARED: Final = "What does each part of ZeRO++ bring to 2x2 ranks that share a GPU, at three rates?"
 _PAIR: Final = "Does ZeRO++ learn on a GPU what ZeRO-3 learns?"
-_HUNDRED: Final = "model.arguments = { layers = 12, width = 768, heads = 12 }"  # million parameters, in bf16
-_PADDED: Final = "policy.max_padding = 0.3"  # a tiny model's
+# Without FSDP2, which stage c has: NCCL refuses a second rank on a GPU, and over gloo FSDP2 would send past
+# our wire, whose pacer alone holds the link to a rate.
 _PARTS: Final = ("zero3", "qwz", "hpz", "qgz", "zeropp")
+_BF16: Final = 'policy.compute = "bf16"'
+_ONE: Final = f'{_BF16}\npeer.compute = "bf16"\nactivation_checkpointing = true'  # rank
+_OFFLOAD: Final = f"{_BF16}\nactivation_checkpointing = true\npolicy.offload_optimizer = 1.0"
+_FP16: Final = 'policy.compute = "fp16"\npolicy.loss_scale = "dynamic"\nactivation_checkpointing = true'
+_HUNDRED: Final = "model.arguments = { layers = 12, width = 768, heads = 12 }"  # million parameters
+_PADDED: Final = "policy.max_padding = 0.3"  # a tiny model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,36 +87,40 @@ class Asked:
 
     Attributes:
         letter: of its stage.
-        strategies: that it compares.
-        more: what its defaults say besides, on a CPU and on a GPU.
-        sizes: model, sequence, tokens and steps on a GPU.
+        seconds: at most.
+        strategies: that it compares; on a CPU the first and the last.
+        more: what its defaults say besides.
+        sizes: model, sequence, tokens and steps on a GPU, and what else is said there.
         nodes: as many as ranks on each; more than one share the GPU.
         axis: of its matrix.
     """
 
     letter: str
     name: str
+    seconds: float
     question: str
     strategies: tuple[str, ...]
-    more: tuple[str, str]
-    sizes: tuple[str, int, int, int]
+    more: str
+    sizes: tuple[str, int, int, int, str]
     nodes: int = 1
     axis: str = ""
 
 
-_LARGE: Final = ("gpt-1.5b", 1024, 4096, 12)
-_BF16: Final = 'peer.compute = "bf16"\nactivation_checkpointing = true'
 _SUITES: Final = (
-    Asked("c", "engine", _HOOKS, ("single", "fsdp2", "zero3", "zeropp"), ("", _BF16), _LARGE),
-    Asked("c", "offload", _HOOKS, ("zero3",), ("policy.offload_optimizer = 1.0",) * 2, _LARGE),
-    Asked("c", "fp16", _HOOKS, ("zero3",),
-          ('policy = { compute = "fp16", loss_scale = "dynamic" }',) * 2, _LARGE),
-    Asked("d", "shared", _SHARED, _PARTS, (_PADDED, _HUNDRED), ("gpt-medium", 512, 2048, 6), 2,
+    Asked("c", "gpu-engine", 240, _HOOKS, ("single", "fsdp2", "zero3", "zeropp"), _ONE,
+          ("gpt-1.5b", 1024, 4096, 12, "")),
+    Asked("c", "gpu-offload", 150, _HOOKS, ("zero3",), _OFFLOAD, ("gpt-1.5b", 1024, 4096, 4, "")),
+    Asked("c", "gpu-fp16", 100, _HOOKS, ("zero3",), _FP16, ("gpt-1.5b", 1024, 4096, 12, "")),
+    Asked("d", "gpu-shared", 320, _SHARED, _PARTS, _BF16, ("gpt-medium", 512, 2048, 4, _HUNDRED), 2,
           'cluster.rate = ["1 Gbit/s", "4 Gbit/s", "10 Gbit/s"]'),
-    Asked("e", "pair", _PAIR, ("zero3", "zeropp"), (_PADDED, "optimizer.schedule.warmup = 20"),
-          ("gpt-medium", 256, 2048, 300), 2),
+    Asked("e", "gpu-pair", 200, _PAIR, ("zero3", "zeropp"), _BF16,
+          ("gpt-medium", 256, 2048, 300, "optimizer.schedule.warmup = 20"), 2),
 )  # fmt: skip
-_TINY: Final = ("gpt-tiny", 16, 32, 3)  # on a CPU
+_TINY: Final = ("gpt-tiny", 16, 32, 3, _PADDED)  # on a CPU
+_OTHERS: Final = {  # quantisers, by the module without which they are left out
+    "torch.compile": "triton", "torchao": "torchao", "bitsandbytes": "bitsandbytes", "deepspeed": "deepspeed",
+}  # fmt: skip
+_ABLATED: Final = ("general", "shared-memory", "two-reads", "unfused", "narrow", "few-warps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,34 +157,72 @@ def missing() -> list[str]:
 
 def stages(device: str, results: Path) -> Iterator[Stage]:
     """All stages, correctness first; writes the suites that they run."""
-    gpu, cli = device == "cuda", ("-m", "harness.cli")
-    few = () if gpu else ("--codec", "int4:32", "--examples", "2", "--elements", "2000")
-    yield Stage("a laws", (*cli, "check", "codecs", "--backend", device, *few), 150)
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu" if gpu else "not nightly")
-    some = (
-        "tests/impl/cuda", "tests/harness/laws/test_laws.py", "tests/impl/unit/test_host_memory.py",
-        "tests/impl/transport/test_staging.py",
-    )  # fmt: skip
-    chosen = some if gpu else ("tests/impl/cuda/test_arithmetic.py", "-k", "bf16")
-    yield Stage("a tests", (*tests, *chosen), 180, ("pytest", "hypothesis"))
-    for mebibytes in (256, 1, 16, 1024) if gpu else (1,):
-        size = ("--megabytes", str(mebibytes), "--results", str(results / f"{mebibytes}-MiB"))
-        short = ("--seconds", "0.3") if gpu else ("--seconds", "0.01", "--codec", "int4:32")
-        backends = ("--backend", device)
-        yield Stage(f"b {mebibytes} MiB", (*cli, "bench", "codecs", *backends, *size, *short), 100)
-    for other in ("torchao", "bitsandbytes") if gpu else ():
-        command = (*cli, "bench", "codecs", "--backend", "cuda", "--backend", other)
-        yield Stage(f"b {other}", (*command, "--results", str(results / other)), 60, (other,))
+    gpu = device == "cuda"
+    yield from _tests(device)
+    yield from _benches(device, results)
     for asked in _SUITES:
         suite = results / f"{asked.name}.toml"
         suite.write_text(_text(asked, device), encoding="utf-8")
-        yield Stage(f"{asked.letter} {asked.name}", (*cli, "run", str(suite), "--results", str(results)), 240)
+        command = ("-m", "harness.cli", "run", str(suite), "--results", str(results))
+        yield Stage(
+            f"{asked.letter} {asked.name.removeprefix('gpu-')}", command, asked.seconds if gpu else 240
+        )
+
+
+def _tests(device: str) -> Iterator[Stage]:
+    """Laws and bits of every codec and kernel, the tests for a GPU, and the stress of streams."""
+    gpu = device == "cuda"
+    few = ("--examples", "6") if gpu else ("--codec", "int4:32", "--examples", "2", "--elements", "2000")
+    yield Stage("a laws", ("-m", "harness.cli", "check", "codecs", "--backend", device, *few), 150)
+    quiet = (
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        "-m",
+        "gpu" if gpu else "not gpu and not nightly",
+    )
+    pytest = ("-m", "pytest", *quiet)
+    kernels = (
+        "tests/impl/cuda", "tests/harness/laws/test_laws.py", "tests/impl/unit/test_host_memory.py",
+        "tests/impl/transport/test_staging.py",
+        "tests/bench/test_cuda_codecs.py::test_large_results_are_the_references", "-n", "8",
+    )  # fmt: skip
+    few = ("tests/impl/cuda/test_arithmetic.py", "-k", "bf16", "-n", "2")
+    needs = ("pytest", "hypothesis", "pytest_timeout", "pytest_benchmark", "xdist")
+    yield Stage("a tests", (*pytest, *(kernels if gpu else few)), 240, needs)
+    some = () if gpu else ("-k", "copies")
+    yield Stage("a streams", (*pytest, "tests/impl/engine/test_streams.py", *some), 120, needs)
+
+
+def _benches(device: str, results: Path) -> Iterator[Stage]:
+    """GB/s of every kernel at several sizes, beside other libraries, and with one thing taken away each."""
+    gpu = device == "cuda"
+    bench = ("-m", "harness.cli", "bench", "codecs", "--seconds", "0.3" if gpu else "0.01")
+
+    def of(name: str, *more: str, mebibytes: int = 256 if gpu else 1, needs: str = "torch") -> Stage:
+        where = ("--results", str(results / name.replace(" ", "-")), "--megabytes", str(mebibytes))
+        return Stage(f"b {name}", (*bench, *more, *where), 90, (needs,))
+
+    few = () if gpu else ("--codec", "int4:32")
+    for size in (256, 1, 16, 1024) if gpu else (1,):
+        kinds = ("--kind", "fp32", "--kind", "bf16") if size == 256 else ()
+        yield of(f"{size} MiB", "--backend", device, *kinds, *few, mebibytes=size)
+    beside = ("--codec", "int8:2048", "--codec", "int8:256", "--codec", "int4:256")
+    if gpu:
+        names = (part for name in _ABLATED for part in ("--backend", f"cuda-{name}"))
+        yield of("ablation", "--backend", "cuda", *names, *beside)
+    for other, module in _OTHERS.items() if gpu else [("torch.compile", "torch")]:
+        kind = "fp16" if other == "deepspeed" else "bf16"
+        yield of(other, "--backend", device, "--backend", other, "--kind", kind, *beside, needs=module)
 
 
 def _text(asked: Asked, device: str) -> str:
     """The suite's file."""
     gpu, shares = device == "cuda", asked.nodes > 1
-    model, sequence, tokens, steps = asked.sizes if gpu else _TINY
+    model, sequence, tokens, steps, more = asked.sizes if gpu else _TINY
+    strategies = asked.strategies if gpu else dict.fromkeys((asked.strategies[0], asked.strategies[-1]))
     return _SUITE.format(
         name=asked.name,
         question=asked.question,
@@ -177,12 +230,12 @@ def _text(asked: Asked, device: str) -> str:
         sequence=sequence,
         tokens=tokens,
         steps=steps,
-        more=asked.more[gpu],
+        more=f"{asked.more}\n{more}",
         nodes=asked.nodes,
         device=device,
         transport=("staged" if shares else "nccl") if gpu else "gloo",
         link="paced" if asked.axis else "none",
-        strategies=str(list(asked.strategies)).replace("'", '"'),
+        strategies=str(list(strategies)).replace("'", '"'),
         axis=asked.axis,
     )
 
@@ -212,8 +265,10 @@ def run(stage: Stage, log: Path, seconds: float) -> Ended:
         finally:
             _end(process)
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    print(f"== {stage.name}: {told}", *lines[-_TAIL_LINES:], sep="\n", flush=True)
-    found = lines[-1].strip()[:_FOUND_LETTERS] if lines else ""
+    shown = lines[-_TAIL_LINES.get(told, _MOST_LINES) :]
+    print(f"== {stage.name}: {told}", *shown, sep="\n", flush=True)
+    said = [line.strip() for line in lines if not line.endswith(".html")]  # a page's path says nothing
+    found = said[-1][:_FOUND_LETTERS] if said else ""
     return Ended(stage.name, told, time.monotonic() - begun, found)
 
 
@@ -240,6 +295,18 @@ def table(ended: Sequence[Ended]) -> str:
     )
 
 
+def pack(results: Path, into: Path) -> Path:
+    """Write all that is in ``results``, but for what is drawn of records, to ``into/gpu-campaign.tar.gz``."""
+    into.mkdir(parents=True, exist_ok=True)
+    path = into / ARCHIVE
+    with tarfile.open(path, "w:gz") as archive:
+        for found in sorted(results.rglob("*")):
+            inside = found.relative_to(results)
+            if found.is_file() and found != path and not _DRAWN & set(inside.parts):
+                archive.add(found, Path("gpu-campaign", inside))
+    return path
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages; 0 if all that ran were ok."""
     parser = argparse.ArgumentParser(prog="python -m harness.gpu_campaign", description=__doc__)
@@ -247,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("results/gpu"), help="folder of records, logs")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all stages together")
     parser.add_argument("--stages", default="abcde", help="letters of those to run")
+    parser.add_argument("--pack", type=Path, help=f"folder in which {ARCHIVE} is written; default: --results")
     parser.add_argument("--missing", action="store_true", help="print packages that are not here")
     asked = parser.parse_args(arguments)
     if asked.missing:
@@ -254,12 +322,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     results = asked.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
+    packed = results if asked.pack is None else asked.pack.resolve()
     ends, ended = time.monotonic() + 60 * asked.minutes, []
     for number, stage in enumerate(stages(asked.device, results)):
         if stage.name[0] in asked.stages:
             log = results / f"{number}-{stage.name.replace(' ', '-')}.log"
             ended.append(run(stage, log, min(stage.seconds, ends - time.monotonic())))
-            (results / "campaign.txt").write_text(table(ended) + "\n", encoding="utf-8")
+            letters = "".join(sorted(set(asked.stages)))  # of several calls into one folder
+            (results / f"campaign-{letters}.txt").write_text(table(ended) + "\n", encoding="utf-8")
+            pack(results, packed)
     print(table(ended))
     return int(any(one.status not in ("ok", "left out") for one in ended))
 

@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from harness import gpu_campaign
-from harness.gpu_campaign import Stage, main, run, stages, table
+from harness import cli, gpu_campaign
+from harness.gpu_campaign import ARCHIVE, Stage, main, run, stages, table
 from harness.runs.forecast import Host, forecast
 from harness.suites.suite_file import load
 
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.mark.timeout(660)  # its stages have limits of their own
 def test_the_same_commands_run_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Laws, tests, benches and engines leave their records, and a line each in the table that comes last."""
-    assert main(["--device", "cpu", "--results", str(tmp_path), "--minutes", "10"]) == 0
+    """Laws, tests, benches and engines leave their records, and a line each in the table that comes last.
+
+    All of it, but for drawings, comes back in one file, out of which suites can be archived.
+    """
+    there, packed = tmp_path / "there", tmp_path / "out"
+    command = ["--device", "cpu", "--results", str(there), "--minutes", "10", "--pack", str(packed)]
+    assert main(command) == 0
     lines = capfd.readouterr().out.splitlines()
-    names = [stage.name for stage in stages("cpu", tmp_path)]
-    assert (tmp_path / "campaign.txt").read_text().splitlines() == lines[-len(names) - 1 :]
+    names = [stage.name for stage in stages("cpu", there)]
+    assert (there / "campaign-abcde.txt").read_text().splitlines() == lines[-len(names) - 1 :]
     for name, line in zip(names, lines[-len(names) :], strict=True):
         assert line.startswith(name)
         assert " ok " in line
-    assert len(list(tmp_path.glob("engine/*.json"))) == 4
-    assert len(list(tmp_path.glob("shared/*.json"))) == 15
-    assert len(list(tmp_path.glob("*-MiB/bench-codecs/*.json"))) == 1
+        assert not line.endswith(".html")
+    assert [path.name for path in packed.iterdir()] == [ARCHIVE]
+    with tarfile.open(packed / ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    back = tmp_path / "gpu-campaign"
+    assert not list(back.rglob("*.html"))
+    assert len(list(back.glob("*.log"))) == len(names)
+    assert len(list(back.glob("gpu-engine/*.json"))) == 2
+    assert len(list(back.glob("gpu-shared/*.json"))) == 6
+    assert len(list(back.glob("*/bench-codecs/*.json"))) == 2
+    assert cli.main(["archive", "gpu-engine", str(tmp_path), "--results", str(back)]) == 0
+    assert (tmp_path / "gpu-engine.tar.xz").exists()
 
 
 def test_its_suites_fit_one_gpu(tmp_path: Path) -> None:
     """With the sizes for a GPU all trials can run on one of 78 GiB, and none of them on a CPU."""
-    assert [stage.name[0] for stage in stages("cuda", tmp_path)] == sorted(
-        stage.name[0] for stage in stages("cuda", tmp_path)
-    )
+    names = [stage.name for stage in stages("cuda", tmp_path)]
+    assert names == sorted(names, key=lambda name: name[0])
+    assert len(set(names)) == len(names)
     found = [load(path).trials for path in sorted(tmp_path.glob("*.toml"))]
     assert sum(map(len, found)) == 23
     host = Host(128 * 2**30, (78 * 2**30,), lambda: "no namespaces")
@@ -40,6 +62,38 @@ def test_its_suites_fit_one_gpu(tmp_path: Path) -> None:
         for one in forecast(trials, host):
             assert not one.problems
             assert one.trial.cluster.device == "cuda"
+            policy = one.trial.resolved_policy()
+            computes = one.trial.peer.compute if policy is None else policy.compute
+            assert computes == ("fp16" if "fp16" in str(one.trial.policy) else "bf16")
+            assert one.trial.activation_checkpointing == (one.trial.topology().world == 1)
+
+
+@NO_GPU
+def test_benches_of_a_gpu_lack_nothing_but_the_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every option of theirs is understood: without a GPU each says that there is none, and nothing else."""
+    found = [stage for stage in stages("cuda", tmp_path) if stage.name[0] == "b" or stage.name == "a laws"]
+    assert len(found) == 10
+    for stage in found:
+        assert stage.command[:2] == ("-m", "harness.cli")
+        assert cli.main([*stage.command[2:]]) == 2
+        assert "torch finds no CUDA device" in capsys.readouterr().err
+
+
+@NO_GPU
+def test_tests_of_a_gpu_are_found(tmp_path: Path) -> None:
+    """Each of its paths holds tests that are marked for a GPU."""
+    for stage in stages("cuda", tmp_path):
+        if "pytest" in stage.command[:2]:
+            paths = [word for word in stage.command if word.startswith("tests/")]
+            command = [sys.executable, *stage.command, "--collect-only"]
+            told = subprocess.run(
+                command, cwd=gpu_campaign._REPOSITORY, capture_output=True, text=True, check=False
+            )
+            assert told.returncode == 0, told.stdout + told.stderr
+            for path in paths:
+                assert re.search(rf"^{path}", told.stdout, re.MULTILINE), (path, told.stdout)
 
 
 def test_a_stage_that_fails_hangs_or_lacks_something_is_a_line(tmp_path: Path) -> None:
