@@ -24,6 +24,7 @@ from harness.records.machine_use import GpuUse, NodeUse
 SECONDS: Final = 0.1  # between two samples
 _SELDOM: Final = 10  # samples between two readings of PCIe,
 _HOST: Final = 5  # of processors and memory, whose means come from counters
+_ALL_LINKS: Final = 0xFFFFFFFF  # as the scope of an NVLink's counter (nvml.h); without one it is link 0's
 # Bits of NVML's clocks event reasons for what holds a clock down: not idleness, not a setting.
 _REASONS: Final = {
     0x4: "power cap",
@@ -69,10 +70,11 @@ class _Gpu:
             return None
 
     def _nvlink(self) -> tuple[int, int] | None:
-        """Bytes over NVLink since the driver began, sent and received."""
+        """Bytes over all NVLinks since the driver began, sent and received."""
         names = ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX")
         fields = [getattr(self._nvml, name, None) for name in names]
-        found = None if None in fields else self._ask("nvmlDeviceGetFieldValues", fields)
+        scoped = [(field, _ALL_LINKS) for field in fields]
+        found = None if None in fields else self._ask("nvmlDeviceGetFieldValues", scoped)
         if found is None or any(value.nvmlReturn for value in found):
             return None
         sent, received = (value.value.ullVal * 1024 for value in found)  # NVML counts KiB

@@ -91,11 +91,14 @@ class FakeNvml(ModuleType):
     def nvmlDeviceGetPcieThroughput(self, handle: str, counter: int) -> int:  # noqa: N802
         return 1000 * (counter + 1)
 
-    def nvmlDeviceGetFieldValues(self, handle: str, fields: list[int]) -> list[SimpleNamespace]:  # noqa: N802
+    def nvmlDeviceGetFieldValues(  # noqa: N802
+        self, handle: str, fields: list[tuple[int, int]]
+    ) -> list[SimpleNamespace]:
         self._links[handle] = self._links.get(handle, 0) + 1
+        assert {scope for _, scope in fields} == {2**32 - 1}, "of one link, not of all"
         return [
             SimpleNamespace(
                 nvmlReturn=0, value=SimpleNamespace(ullVal=self._links[handle] * (5 if field == 138 else 7))
             )
-            for field in fields
+            for field, _ in fields
         ]

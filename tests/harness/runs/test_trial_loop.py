@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness.cluster.link import Setting, open_link
+from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.measure.cpu_usage import busy
 from harness.measure.machine import cores
@@ -21,7 +23,7 @@ from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
 from harness.runs.assemble import TrialError, assemble
-from harness.runs.trial_loop import Assignment, Outcome, run
+from harness.runs.trial_loop import Assignment, Outcome, TrialRun, run
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse
@@ -603,3 +605,32 @@ def test_every_policy_runs_on_every_topology(
     found = result(one, tmp_path / "log")
     assert found.predicted is not None
     assert found.predicted.equal
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "sent"),
+    [
+        ("cpu", "gloo", ("cpu", False)),
+        ("cuda", "nccl", ("cuda:1", True)),
+        ("cuda", "staged", ("cpu", False)),  # gloo reads what it sends as the host's memory
+    ],
+)
+def test_a_probe_sends_what_its_transport_carries(
+    text: str, monkeypatch: pytest.MonkeyPatch, device: str, transport: str, sent: tuple[str, bool]
+) -> None:
+    """Tensors on the GPU through NCCL, in one call; on the CPU through gloo, for ranks on a GPU too."""
+    seen = []
+
+    def exchange(_: Rank, nbytes: int, __: int, where: str, *, grouped: bool) -> list[float]:
+        seen.append((where, grouped))
+        return [float(nbytes)]
+
+    monkeypatch.setattr("harness.runs.trial.exchange", exchange)
+    cluster = {"nodes": 2, "ranks_per_node": 2, "device": device, "transport": transport}
+    one = trial(text, "zeropp", cluster=cluster)
+    ranked = TrialRun.__new__(TrialRun)
+    ranked.rank = Rank(0, one.topology(), None, None, lambda _: None, 1)  # type: ignore[arg-type]
+    ranked.assignment, ranked.trial = Assignment(one, 7, count=False), one
+    ranked.device = torch.device("cpu" if device == "cpu" else "cuda:1")
+    assert ranked._probe() == [7.0]
+    assert seen == [sent]
