@@ -625,7 +625,7 @@ def test_a_probe_sends_what_its_transport_carries(
         seen.append((where, grouped))
         return [float(nbytes)]
 
-    monkeypatch.setattr("harness.runs.trial.exchange", exchange)
+    monkeypatch.setattr("harness.runs.trial_loop.exchange", exchange)
     cluster = {"nodes": 2, "ranks_per_node": 2, "device": device, "transport": transport}
     one = trial(text, "zeropp", cluster=cluster)
     ranked = TrialRun.__new__(TrialRun)
