@@ -165,10 +165,9 @@ def stages(device: str, results: Path) -> Iterator[Stage]:
     for asked in _SUITES:
         suite = results / f"{asked.name}.toml"
         suite.write_text(_text(asked, device), encoding="utf-8")
-        command = ("-m", "harness.cli", "run", str(suite), "--results", str(results))
-        yield Stage(
-            f"{asked.letter} {asked.name.removeprefix('gpu-')}", command, asked.seconds if gpu else 240
-        )
+        command = ("-m", "harness.cli", "run", "--no-report", str(suite), "--results", str(results))
+        name = f"{asked.letter} {asked.name.removeprefix('gpu-')}"
+        yield Stage(name, command, asked.seconds if gpu else 240)
 
 
 def _tests(device: str) -> Iterator[Stage]:
@@ -176,16 +175,8 @@ def _tests(device: str) -> Iterator[Stage]:
     gpu = device == "cuda"
     few = ("--examples", "6") if gpu else ("--codec", "int4:32", "--examples", "2", "--elements", "2000")
     yield Stage("a laws", ("-m", "harness.cli", "check", "codecs", "--backend", device, *few), 150)
-    quiet = (
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "default",
-        "-m",
-        "gpu" if gpu else "not gpu and not nightly",
-    )
-    pytest = ("-m", "pytest", *quiet)
+    chosen = "gpu" if gpu else "not gpu and not nightly"
+    pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", chosen)
     kernels = (
         "tests/impl/cuda", "tests/harness/laws/test_laws.py", "tests/impl/unit/test_host_memory.py",
         "tests/impl/transport/test_staging.py",
