@@ -504,7 +504,8 @@ def _run(  # noqa: PLR0917  # as above
         store=_meet(launch, scratch),
         rank=number,
         world_size=launch.topology.world,
-        timeout=timedelta(seconds=launch.timeout_seconds),
+        # Later than the launch's own end, which says where every rank stood.
+        timeout=timedelta(seconds=launch.timeout_seconds + _GRACE_SECONDS),
     ):
         result = target(Rank(number, launch.topology, port, pacer, report, launch.threads), argument)
         pipe.send(_End(result))
