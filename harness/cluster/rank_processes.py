@@ -72,6 +72,7 @@ BACKENDS: Final = {
 }  # fmt: skip
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
 _ASKED_SECONDS: Final = 0.2  # between two questions whether ranks elsewhere have failed
+_LATER_SECONDS: Final = 30.0  # ends what a rank waits for, had its parent not ended the rank before
 _GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
 _CAUSE_SECONDS: Final = 10.0  # for the rank to end whose loss the others report
 _STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
@@ -505,7 +506,7 @@ def _run(  # noqa: PLR0917  # as above
         rank=number,
         world_size=launch.topology.world,
         # Later than the launch's own end, which says where every rank stood.
-        timeout=timedelta(seconds=launch.timeout_seconds + _GRACE_SECONDS),
+        timeout=timedelta(seconds=launch.timeout_seconds + _LATER_SECONDS),
     ):
         result = target(Rank(number, launch.topology, port, pacer, report, launch.threads), argument)
         pipe.send(_End(result))
