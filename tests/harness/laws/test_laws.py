@@ -58,6 +58,29 @@ def test_every_claim_is_kept(backend: str, claim: Claim, trial: tuple[Codec, Cas
     keeps(backend, claim, *trial)
 
 
+@pytest.mark.parametrize("text", ["fp32", "bf16", "fp16"])
+def test_a_nan_of_a_raw_codec_may_have_any_pattern(text: str) -> None:
+    """A fused sum with a NaN in it ends as one, whichever: casts of C++ and PyTorch leave different payloads;
+    a number in its place is none, and no other element may differ in a bit.
+    """
+    honest, case = of_codec(parse(text), "reference"), Case(torch.tensor([1.0, float("nan"), -2.0]))
+    dtype = reference.DTYPES[text]
+    whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+
+    def fused(place: int, change: int) -> Callable[[Tensor, Tensor, int, Noise | None], None]:
+        def run(frames: Tensor, out: Tensor, numel: int, noise: Noise | None) -> None:
+            assert honest.decode_sum_encode is not None
+            honest.decode_sum_encode(frames, out, numel, noise)
+            out.view(whole)[place] ^= change
+
+        return run
+
+    attempt(replace(honest, decode_sum_encode=fused(1, 1)), Duty.FUSED, case)  # another payload
+    for place, change in ((1, 1 << (8 * dtype.itemsize - 2)), (0, 1)):  # no exponent of a NaN; another number
+        with pytest.raises(Violation, match="of the frame of the sum of"):
+            attempt(replace(honest, decode_sum_encode=fused(place, change)), Duty.FUSED, case)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=max(10, settings.default.max_examples // 2))
 @given(trial=trials(stochastic_codecs))
