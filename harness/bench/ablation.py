@@ -1,14 +1,19 @@
-"""The CUDA kernels with one thing taken away each: backends of ``zeropp bench codecs``.
+"""The CUDA kernels with something taken away: backends of ``zeropp bench codecs``.
 
 Nothing of it is compiled for the purpose: other kernels of ours serve, or the same ones are launched
 otherwise.  Results are the same bits, which the tests ask for.
+
+Three build on one another, so each is compared with the one before: ``cuda``, ``cuda-general`` (no
+kernels compiled for a codec), ``cuda-shared-memory`` (nor blocks in registers), ``cuda-two-reads`` (nor in
+shared memory); the last two change encoding alone.  ``cuda-narrow`` also loses the main path, which checks
+no bounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -16,6 +21,7 @@ from impl.cuda.kernels import Kernels, Part
 from impl.cuda.launch import Launch, on_device
 
 Runs = Callable[..., None]  # a launch and a device, as on_device
+_STATIC_BYTES: Final = 40 << 10  # that the kernels themselves have at most
 _IDLE_BYTES: Final = 100 << 10  # of shared memory that a thread block asks for and leaves: two fit an H100's
 
 
@@ -40,7 +46,16 @@ ABLATED: Final[Mapping[str, Callable[[Runs], Kernels]]] = {
     "cuda-few-warps": lambda run: Kernels(partial(run, idle_bytes=_IDLE_BYTES)),
 }
 """By name: kernels compiled for no codec; blocks in shared memory, not in registers; elements read twice;
-sums written before they are encoded; accesses of one element; two thread blocks on a multiprocessor."""
+sums written before they are encoded; accesses of one element; few thread blocks on a multiprocessor."""
+
+
+def why_not(name: str, device: Any) -> str | None:
+    """Why a backend of :data:`ABLATED` cannot run on a GPU, whose properties torch gave; None if it can."""
+    most = getattr(device, "shared_memory_per_block_optin", _IDLE_BYTES)
+    if name == "cuda-few-warps" and most < _IDLE_BYTES + _STATIC_BYTES:
+        needed = (_IDLE_BYTES + _STATIC_BYTES) >> 10
+        return f"a thread block has {most >> 10} KiB of shared memory at most there, and it takes {needed}"
+    return None
 
 
 def operations(name: str) -> Kernels:

@@ -98,6 +98,8 @@ def why_missing(name: str) -> str | None:
     ours = "cuda" if name in ablation.ABLATED else name
     if ours == "cuda" and not torch.cuda.is_available():
         return "torch finds no CUDA device"
+    if name in ablation.ABLATED and (why := ablation.why_not(name, torch.cuda.get_device_properties())):
+        return why
     try:
         ops.operations_of(ours)
     except ValueError as problem:

@@ -54,7 +54,7 @@ Nodes = Annotated[int | None, typer.Option(help="Nodes. Default: 1x4 ranks and 2
 Ranks = Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)]
 Rate = Annotated[str | None, typer.Option(help="Between nodes, with --nodes, e.g. '1 Gbit/s'; unshaped.")]
 _BACKENDS: Final = (
-    "cpu, cuda, reference, bitsandbytes, torchao, torch.compile or deepspeed; with one thing taken away "
+    "cpu, cuda, reference, bitsandbytes, torchao, torch.compile or deepspeed; with something taken away "
     "cuda-general, cuda-shared-memory, cuda-two-reads, cuda-unfused, cuda-narrow or cuda-few-warps."
 )
 Mebibytes = partial(typer.Option, metavar="MIB", min=1, max=MOST_MEBIBYTES)

@@ -27,16 +27,13 @@ from harness.cluster.rank_processes import BACKENDS, Launch, run_ranks, start_se
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import write_whole
-from harness.records.trace_record import hidden, path_of
+from harness.records.trace_record import CODING, COMPUTE, LANES, hidden, path_of
 from harness.runs.sweep import setting_of
 from harness.runs.trial_loop import Assignment, TrialRun
 from harness.suites.trial import Trial
 from impl import ops
-from impl.comm.timeline import BETWEEN, INSIDE, WAITING, Span, Timeline
+from impl.comm.timeline import WAITING, Span, Timeline
 
-COMPUTE: Final = "computing"
-CODING: Final = "encoding, decoding"
-LANES: Final = (COMPUTE, CODING, INSIDE, BETWEEN, WAITING)
 _OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode")
 _PART: Final = "part of the step"  # computing, with what happens in it
 

@@ -9,7 +9,8 @@ from typing import Final
 
 from matplotlib.figure import Figure
 
-from harness.bench.trace import LANES, Traced, told
+from harness.bench.trace import Traced, told
+from harness.records.trace_record import LANES
 from report.draw import chart_parts, theme
 
 _ROOM_INCHES: Final = 0.9  # title, axis and legend

@@ -202,17 +202,24 @@ class Link:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def check(self) -> None:
-        """Refuse a shaped link whose calibration is not the rate asked for, by a LinkError with both."""
-        asked, found = self.setting.rate_mbit, self.calibrated_mbit
-        if self.kind == "shaped" and asked is not None and found:
-            middle = statistics.median(found)
-            if not REACHED[0] <= middle / asked <= REACHED[1]:
-                slow = "the network, or the hosts' congestion control (bbr does), carries no more"
-                why = slow if middle < asked else "messages went past the queue"
-                raise LinkError(
-                    f"link 'shaped' was asked for {asked:g} Mbit/s and carries {middle:.4g}: {why}"
-                )
+    def check(self, found: Sequence[float], *, after: bool = False) -> None:
+        """Refuse a shaped link whose calibration, or probes ``after`` a trial, of ``found`` Mbit/s are wrong.
+
+        Raises:
+            LinkError: with both rates.  Of probes only if they are faster: that they are slower is on record.
+        """
+        asked = self.setting.rate_mbit
+        if self.kind != "shaped" or asked is None or not found:
+            return
+        middle = statistics.median(found)
+        if middle > REACHED[1] * asked:
+            why = "messages went past the queue, or it is gone"
+        elif middle < REACHED[0] * asked and not after:
+            why = "the network, or the hosts' congestion control (bbr does), carries no more"
+        else:
+            return
+        when = " after the trial" if after else ""
+        raise LinkError(f"link 'shaped' was asked for {asked:g} Mbit/s and carries {middle:.4g}{when}: {why}")
 
     def close(self) -> None:
         """Close the link; the kernel removes the namespaces with their last process."""

@@ -7,6 +7,7 @@ next piece of work begins with fresh ones.  Work is named, and its argument and 
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ class Nodes:
     _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _number: int = 0
     _over: bool = False
+    _stuck: str | None = None
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -139,8 +141,11 @@ class Nodes:
             What each node found (:attr:`~harness.cluster.shaped_interface.ShapedInterface.found`).
 
         Raises:
-            LinkError: for the first node that refuses; then none is held.
+            LinkError: for the first node that refuses; then none is held.  After one that could not let go
+                everything is refused.
         """
+        if self._stuck is not None:
+            raise LinkError(self._stuck)
         number = self._number
         self._number += 1
         addresses = [port.address for port in self.ports[:count]]
@@ -148,23 +153,40 @@ class Nodes:
         self.channel.post(_command(number), command)
         own = _shaped(self._held, self.ports[0], 0, command)
         answers = [own, *(self._answer(number, node, _SHAPE_SECONDS) for node in range(1, count))]
-        refused = [f"node {node}: {one['message']}" for node, one in enumerate(answers) if "kind" in one]
-        if refused and rate_mbit is not None:
-            self.unshape(count)
+        refused = [
+            f"node {node}: {one['message']}"
+            for node, one in enumerate(answers)
+            if "kind" in one and not (rate_mbit is None and one["kind"] == "lost")
+        ]
+        if refused and rate_mbit is None:
+            self._stuck = refused[0]
+        elif refused:
+            with contextlib.suppress(LinkError):  # which every later link meets
+                self.unshape(count)
+        if refused:
             raise LinkError(refused[0])
         return answers
 
     def unshape(self, count: int) -> None:
-        """Hold the interfaces no longer; a supervisor that is lost has let go of its own."""
+        """Hold the interfaces no longer; a supervisor that is lost has let go of its own.
+
+        Raises:
+            LinkError: if one may still be held.
+        """
         with contextlib.suppress(ChannelError):
             self.shape(None, count)
+
+    @property
+    def stuck(self) -> str | None:
+        """Why no further link between these nodes would be what it is called."""
+        return self._stuck
 
     def end(self, status: int) -> None:
         """Let the other supervisors end with ``status``, and wait until they know."""
         if self._over:
             return
         self._over = True
-        self._held.close()
+        _let_go(self._held)
         with contextlib.suppress(ChannelError):
             self.channel.post(_command(self._number), {"status": status})
             self.channel.post("over", status)
@@ -264,7 +286,8 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
         Refusal: if that one cannot be reached any more.
     """
     try:
-        with Channel(place) as channel, contextlib.ExitStack() as held:
+        with Channel(place) as channel, contextlib.ExitStack() as last:
+            last.callback(_let_go, held := contextlib.ExitStack())
             if place.waits:
                 return _idle(channel)
             me = _me(channel, facts)
@@ -299,13 +322,21 @@ def _lost(node: int) -> dict[str, Any]:
     return {"kind": "lost", "message": f"node {node} is lost: its supervisor does not answer"}
 
 
+def _let_go(held: contextlib.ExitStack) -> None:
+    """Hold an interface no longer, or say on standard error what removes its queue: nobody asks any more."""
+    try:
+        held.close()
+    except LinkError as error:
+        print(error, file=sys.stderr, flush=True)
+
+
 def _shaped(held: contextlib.ExitStack, port: Port, node: int, command: dict[str, Any]) -> dict[str, Any]:
     """Hold this node's interface to another rate, or none; returns the answer."""
-    held.close()
-    if command["shape"] is None:
-        return {}
     others = [address for number, address in enumerate(command["addresses"]) if number != node]
     try:
+        held.close()
+        if command["shape"] is None:
+            return {}
         shaped = held.enter_context(ShapedInterface(Request(str(port.interface), command["shape"], others)))
     except LinkError as error:
         return {"kind": "link", "message": str(error)}

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from harness.cluster.link import answer_of, end_keeper, shape, start_keeper
+from harness.cluster.link import LinkError, answer_of, end_keeper, shape, start_keeper
 from harness.cluster.namespaces import KeeperError
 
 _HANDLE: Final = 0x5A50  # of our queue, by which the next run knows it
@@ -31,6 +31,7 @@ _INGRESS: Final = 0xFFFF  # handle of hooks on what arrives, which hold nothing 
 _LOOPBACK: Final = 0x8  # IFF_LOOPBACK
 _ENDED_BY: Final = (signal.SIGTERM, signal.SIGHUP)
 _REMOVAL_SECONDS: Final = 30.0
+_USUAL_SEGMENT: Final = 65536  # bytes of a packet, where the driver takes as much
 _LARGEST: Final = 2**32  # bytes per second that tbf's netlink message can say
 
 
@@ -43,16 +44,19 @@ class Request:
     others: list[str]
 
 
-def removal(interface: str) -> str:
-    """How to remove what a killed keeper has left."""
-    return f"remove it by: tc qdisc del dev {interface} root; ip link set dev {interface} gso_max_size 65536"
+def removal(interface: str, segment: int) -> str:
+    """How to remove what a killed keeper has left; ``segment``: bytes of a packet that the interface had."""
+    return (
+        f"remove it by: tc qdisc del dev {interface} root; ip link set dev {interface} gso_max_size {segment}"
+    )
 
 
 class ShapedInterface:
     """A shaped interface of this host; a context manager that takes the queue away.
 
     Attributes:
-        found: ``interface``, its ``mtu``, its queue ``before``, and the host's ``congestion`` control.
+        found: ``interface``, its ``mtu``, largest ``segment`` in bytes, and queue ``before``; the host's
+            ``congestion`` control.
     """
 
     def __init__(self, request: Request) -> None:
@@ -78,11 +82,15 @@ class ShapedInterface:
         self.close()
 
     def close(self) -> None:
-        """Take the queue away, or say on standard error why it is still there."""
+        """Take the queue away.
+
+        Raises:
+            LinkError: if it may still be there, with what removes it.
+        """
         words = end_keeper(self._keeper, _REMOVAL_SECONDS).strip().splitlines()
         if self._keeper.returncode and self.found:
             why, name = " ".join(words[-1:]) or "its keeper was killed", self.found["interface"]
-            print(f"{name} may still be shaped ({why}); {removal(name)}", file=sys.stderr, flush=True)
+            raise LinkError(f"{name} may still be shaped ({why}); {removal(name, self.found['segment'])}")
 
 
 @contextlib.contextmanager
@@ -107,7 +115,10 @@ def _shaped(asked: Request) -> Iterator[dict[str, Any]]:
             )
         for other in asked.others:
             _check_way(route, index, asked.interface, other)
-        before = _queue_before(route, index, asked.interface)
+        usual = min(_USUAL_SEGMENT, link.get_attr("IFLA_TSO_MAX_SIZE") or _USUAL_SEGMENT)
+        before = _queue_before(route, index, asked.interface, usual)
+        # A signal between a change and the note of it would leave the change behind.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
         try:
             route.link("set", index=index, gso_max_size=min(segment, form.segment))
         except NetlinkError as error:
@@ -117,9 +128,11 @@ def _shaped(asked: Request) -> Iterator[dict[str, Any]]:
         try:
             route.tc("add", "tbf", index, handle=handle, rate=form.rate, burst=form.burst, limit=form.limit)
             queued = True
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDED_BY)
             yield {
                 "interface": asked.interface,
                 "mtu": mtu,
+                "segment": segment,
                 "before": before,
                 "congestion": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
             }
@@ -141,7 +154,7 @@ def _check_way(route: Any, index: int, interface: str, other: str) -> None:
         raise KeeperError(f"messages to {other} leave by {by}, which is not shaped, and not by {interface}")
 
 
-def _queue_before(route: Any, index: int, interface: str) -> str:
+def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
     """Name of the kernel's own queue, whose handle is 0; any that somebody has set up is refused."""
     default = ""
     for queue in route.get_qdiscs(index):
@@ -149,7 +162,7 @@ def _queue_before(route: Any, index: int, interface: str) -> str:
         if major == _HANDLE:
             raise KeeperError(
                 f"{interface} has the queue of another run, which is under way or was killed; if it was, "
-                f"{removal(interface)}"
+                f"{removal(interface, segment)}"
             )
         if major not in (0, _INGRESS):
             raise KeeperError(

@@ -26,7 +26,7 @@ def pack(folder: Path, into: Path) -> Path:
     """Write records of ``folder``, files of their runs and traces of steps to ``<into>/<its name>.tar.xz``.
 
     Raises:
-        RecordError: if there are none, or the file cannot be written.
+        RecordError: if there are none, a file is none of these, or the archive cannot be written.
     """
     files = sorted(folder.glob("*.json"))
     if not files:
@@ -34,13 +34,18 @@ def pack(folder: Path, into: Path) -> Path:
     files += [*sorted(folder.glob("runs/*.json")), *sorted(folder.glob("traces/trace-*.json"))]
     buffer = io.BytesIO()
     try:
-        with tarfile.open(
-            fileobj=buffer, mode="w:xz", preset=_PRESET, format=tarfile.USTAR_FORMAT
-        ) as archive:
+        with (
+            lzma.open(buffer, "wb", preset=_PRESET) as stream,
+            tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive,
+        ):
             for path in files:
                 entry = tarfile.TarInfo(f"{folder.absolute().name}/{path.relative_to(folder).as_posix()}")
                 content = path.read_bytes()
                 entry.size = len(content)
+                if _NAME.fullmatch(entry.name) is None or entry.size > _MOST:
+                    raise RecordError(
+                        f"{path}: no record, run or trace by its name, or of more than {_MOST >> 20} MiB"
+                    )
                 archive.addfile(entry, io.BytesIO(content))
         into.mkdir(parents=True, exist_ok=True)
         target = into / f"{folder.absolute().name}{SUFFIX}"

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from harness.records.record import RecordError
-from impl.comm.timeline import ACROSS, BETWEEN, WAITING, Span
+from impl.comm.timeline import ACROSS, BETWEEN, INSIDE, WAITING, Span
 
+COMPUTE: Final = "computing"
+CODING: Final = "encoding, decoding"
+LANES: Final = (COMPUTE, CODING, INSIDE, BETWEEN, WAITING)
 FOLDER: Final = "traces"
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -28,6 +31,12 @@ class Event(BaseModel, extra="ignore", frozen=True):
     cat: str = ""  # the lane
     ts: _Seconds = 0.0  # microseconds from the first
     dur: _Seconds = 0.0  # microseconds
+
+    @model_validator(mode="after")
+    def _in_a_lane(self) -> Self:
+        if self.ph == "X" and self.cat not in LANES:
+            raise ValueError(f"lane {self.cat[:40]!r}; expected one of {', '.join(LANES)}")
+        return self
 
 
 class About(BaseModel, extra="ignore", frozen=True):
@@ -74,8 +83,8 @@ def read_traces(folder: Path) -> list[Trace]:
             raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise RecordError(f"{path}: is no trace of a step: {where}: {first['msg']}") from error
+            where = "".join(f"{part}: " for part in first["loc"])
+            raise RecordError(f"{path}: is no trace of a step: {where}{first['msg']}") from error
         if path != path_of(folder, trace.otherData.trial):
             raise RecordError(f"{path}: is of trial {trace.otherData.trial}")
         found.append(trace)

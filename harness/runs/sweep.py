@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -306,7 +307,10 @@ class _Sweep:
         for setting in [setting for setting in self._links if setting not in settings]:
             link = self._links.pop(setting)
             if isinstance(link, Link):
-                link.close()
+                try:
+                    link.close()
+                except LinkError as error:  # later links of these nodes are refused
+                    print(error, file=sys.stderr, flush=True)
 
     def number_trials(self, batch: Batch) -> None:
         """Number the trials of a batch in the order in which they are asked for; a new sweep closes links."""
@@ -339,6 +343,8 @@ class _Sweep:
             _check(trial, link)
             outcomes = self._outcomes(trial, link, display.progress)
             result = assemble(outcomes, record(link, None))
+            if result.link is not None:
+                link.check(result.link.probed_mbit, after=True)
         except KeyboardInterrupt:
             write(self.results, record(link, Failure(kind="interrupted", message=INTERRUPTED, log=None)))
             raise
@@ -357,7 +363,7 @@ class _Sweep:
         return result.model_copy(update={"failure": _beyond_limit(trial, result)})
 
     def _link(self, setting: Setting, trial: Trial, display: Display) -> Link:
-        """The open, calibrated link of a setting; a LinkError is kept for its later trials."""
+        """The open, calibrated link of a setting; that it cannot be opened is kept for its later trials."""
         for other, link in [*self._links.items()]:  # what is shaped carries every link between the hosts
             if other != setting and isinstance(link, Link) and link.kind == "shaped":
                 self._links.pop(other)
@@ -366,15 +372,15 @@ class _Sweep:
             display.progress(Progress("link"))
             try:
                 link = self._opened(setting, trial)
-                try:
-                    self._calibrate(link, trial)
-                except BaseException:  # the next trial that needs it begins anew, but after a LinkError
-                    link.close()
-                    raise
             except LinkError as error:
                 self._links[setting] = error
-            else:
-                self._links[setting] = link
+                raise
+            try:
+                self._calibrate(link, trial)
+            except BaseException:  # the next trial that needs it begins anew
+                link.close()
+                raise
+            self._links[setting] = link
         found = self._links[setting]
         if isinstance(found, LinkError):
             raise found
@@ -386,6 +392,8 @@ class _Sweep:
         nodes = self._nodes(trial)
         if setting.nodes > len(nodes.nodes):
             raise LinkError(f"the trial has {setting.nodes} nodes, the launcher started {len(nodes.nodes)}")
+        if nodes.stuck is not None:
+            raise LinkError(nodes.stuck)
         same, kind = nodes.on_one_host(setting.nodes), setting.kind
         told = "distinct hosts" if same is None else f"nodes {same[0]} and {same[1]} are one host"
         if kind == "auto":
@@ -416,7 +424,7 @@ class _Sweep:
         argument = (message_bytes(link.setting), link.setting.transport)
         found = self._start(trial, EXCHANGE, argument, launch, lambda _: None)
         link.calibrated_mbit = slowest([rates for rates in found if rates])
-        link.check()
+        link.check(link.calibrated_mbit)
 
     def _launch(  # noqa: PLR0917  # what differs between a calibration and a trial
         self,

@@ -22,7 +22,7 @@ all else                             ``encode_extents``, ``encode_given``: two l
 is a multiple of 8, or the row, up to 4,096 elements, and unless it rotates and carries error, or the first
 codec rotates groups that its blocks cut.  Otherwise it is ``decode_sum`` into fp32, then ``encode``.
 
-What each of these brings is measured by taking it away (:data:`PARTS`): the next row of the table, the
+What each of these brings is measured by taking it away (:data:`Part`): the next row of the table, the
 general kernel, or two launches serve then.
 """
 
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Final, Literal, TypeGuard, get_args
+from typing import Final, Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -61,7 +61,6 @@ AHEAD_FUSED: Final = {4: 4, 8: 2}  # beside what encodes
 DECODED: Final = 2  # octets a thread of the plain decode
 
 Part = Literal["plain", "held", "staged", "fused"]
-PARTS: Final[tuple[Part, ...]] = get_args(Part)  # that kernels may be without
 _ANY: Final = ("Scheme<0>", "Floats<0>")
 _ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
 VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be asked for

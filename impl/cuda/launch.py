@@ -111,9 +111,19 @@ def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
     if found := next(folder.glob(f"{key}.*.cubin"), None):
         return found
     made = compile_kernels(file, [kernel], architecture)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{key}.{made.lowered[kernel]}.cubin"
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as whole:
-        whole.write(made.image)
-    Path(whole.name).replace(path)
-    return path
+    name = f"{key}.{made.lowered[kernel]}.cubin"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _written(folder / name, made.image)
+    except OSError:  # read-only, or full: this process has its own
+        return _written(Path(tempfile.mkdtemp(prefix="zeropp-")) / name, made.image)
+
+
+def _written(path: Path, image: bytes) -> Path:
+    """The path, at which there is the whole image or nothing."""
+    aside = path.with_suffix(f".{os.getpid()}")
+    try:
+        aside.write_bytes(image)
+        return aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cli
-from harness.bench.trace import CODING, COMPUTE, LANES, Traced, computing, refused
+from harness.bench.trace import Traced, computing, refused
 from harness.bench.trace_picture import draw
-from harness.records.trace_record import hidden
+from harness.records.trace_record import CODING, COMPUTE, LANES, hidden
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Trial
 from impl.comm.mesh import Mesh

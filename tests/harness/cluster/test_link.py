@@ -159,15 +159,22 @@ def test_a_shaped_link_is_no_link_of_one_machine() -> None:
     kind=st.sampled_from(["shaped", "namespaces", "paced"]),
 )
 def test_what_is_called_shaped_has_the_rate(rates: list[float], kind: link.Kind) -> None:
-    """A shaped link whose median calibration is below 0.9 or above 1.05 of its rate is refused with both."""
-    joined = Link(Setting(kind, 2, 100.0), kind, "", (Port(None, ""),) * 2, calibrated_mbit=rates)
+    """A shaped link whose median calibration is below 0.9 or above 1.05 of its rate is refused with both;
+    probes after a trial, too, if they are faster.
+    """
+    joined = Link(Setting(kind, 2, 100.0), kind, "", (Port(None, ""),) * 2)
     middle = statistics.median(rates)
     if kind == "shaped" and not 90 <= middle <= 105:
         why = "carries no more" if middle < 100 else "past the queue"
         with pytest.raises(LinkError, match=rf"asked for 100 Mbit/s and carries {middle:.4g}.*{why}"):
-            joined.check()
+            joined.check(rates)
     else:
-        joined.check()
+        joined.check(rates)
+    if kind == "shaped" and middle > 105:
+        with pytest.raises(LinkError, match=rf"carries {middle:.4g} after the trial: .*past the queue"):
+            joined.check(rates, after=True)
+    else:
+        joined.check(rates, after=True)
 
 
 def test_nccl_sends_through_what_was_asked_for() -> None:

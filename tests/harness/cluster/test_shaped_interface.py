@@ -102,6 +102,63 @@ def test_what_a_killed_keeper_leaves_is_removed_by_the_command_that_the_next_one
     assert "error" not in answered(pair)
 
 
+_LOST = """
+import json, os, signal, sys
+from harness.cluster.link import LinkError
+from harness.cluster.shaped_interface import Request, ShapedInterface
+shaped = ShapedInterface(Request(**json.loads(sys.argv[1])))
+os.kill(shaped._keeper.pid, signal.SIGKILL)
+try:
+    shaped.close()
+except LinkError as error:
+    print(error)
+"""
+
+
+def test_a_queue_that_may_still_be_there_is_an_error(pair: list[Host]) -> None:
+    """With the command that removes it, and gives packets the size that they had."""
+    subprocess.run(
+        [*pair[0].inside, "ip", "link", "set", pair[0].interface, "gso_max_size", "32768"], check=True
+    )
+    before = pair[0].queues()
+    command = [*pair[0].inside, sys.executable, "-c", _LOST, json.dumps(asdict(towards(pair)))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    said, _, remove = done.stdout.partition("remove it by: ")
+    assert said.startswith(f"{pair[0].interface} may still be shaped (its keeper was killed); ")
+    assert pair[0].queues() != before
+    subprocess.run([*pair[0].inside, "sh", "-c", remove], check=True)
+    assert pair[0].queues() == before
+
+
+_TOLD_EARLY = """
+import pyroute2, signal
+from harness.cluster import shaped_interface
+
+class Route:
+    def __init__(self): self.plain = Route.whole()
+    def __enter__(self): return self
+    def __exit__(self, *_): self.plain.close()
+    def __getattr__(self, name): return getattr(self.plain, name)
+    def tc(self, *words, **named):
+        self.plain.tc(*words, **named)
+        if words[0] == "add":
+            signal.raise_signal(signal.SIGTERM)
+
+Route.whole = pyroute2.IPRoute
+pyroute2.IPRoute = Route
+shaped_interface.main()
+"""
+
+
+def test_a_keeper_that_is_told_to_end_as_it_begins_leaves_nothing(pair: list[Host]) -> None:
+    """Between the queue and the note that it is there."""
+    before = pair[0].queues()
+    command = [*pair[0].inside, sys.executable, "-c", _TOLD_EARLY, json.dumps(asdict(towards(pair)))]
+    done = subprocess.run(command, cwd=ROOT, input="", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert pair[0].queues() == before
+
+
 @pytest.mark.parametrize(
     ("first", "changes", "words"),
     [

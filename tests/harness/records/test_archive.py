@@ -15,23 +15,40 @@ from tests.report.records import record_of
 
 
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
-    """To the byte, with the files of their runs and without logs; packing them again gives the same file."""
+    """To the byte, with the files of their runs and traces of steps, and without logs; packing them again
+    gives the same file.
+    """
     folder = tmp_path / "a" / "q"
     for seed in range(3):
         record.write(folder, record_of(Trial(steps=2, warmup=0, seed=seed), suite="q"))
     (folder / "runs").mkdir()
     (folder / "runs" / f"{'0' * 16}.json").write_text("{}", encoding="utf-8")
+    (folder / "traces").mkdir()
+    (folder / "traces" / f"trace-{'0' * 12}.json").write_text("{}", encoding="utf-8")
+    (folder / "traces" / f"trace-{'0' * 12}.svg").write_text("<svg/>", encoding="utf-8")
     (folder / "logs").mkdir()
     (folder / "logs" / "x.log").write_text("x", encoding="utf-8")
     packed = archive.pack(folder, tmp_path / "b")
     found = archive.unpack(packed)
     assert found == tmp_path / "b" / "q"
-    for part in ("*.json", "runs/*.json"):
+    for part in ("*.json", "runs/*.json", "traces/*.json"):
         assert {path.name: path.read_bytes() for path in found.glob(part)} == {
             path.name: path.read_bytes() for path in folder.glob(part)
         }
     assert not (found / "logs").exists()
+    assert not list(found.rglob("*.svg"))
     assert archive.pack(found, tmp_path / "c").read_bytes() == packed.read_bytes()
+
+
+def test_what_would_not_come_back_is_not_packed(tmp_path: Path) -> None:
+    """A trace that somebody has renamed is refused by name, and nothing is written."""
+    folder = tmp_path / "q"
+    record.write(folder, record_of(Trial(steps=2, warmup=0), suite="q"))
+    (folder / "traces").mkdir()
+    (folder / "traces" / "trace-old.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(RecordError, match=r"trace-old.json: no record, run or trace by its name"):
+        archive.pack(folder, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from harness.cluster import link
-from harness.cluster.link import LinkError, Port
+from harness.cluster.link import Link, LinkError, Port
 from harness.cluster.node_supervisors import Node, Nodes
 from harness.measure import provenance
 from harness.records.record import RecordError, read, read_all
@@ -388,6 +388,26 @@ def test_a_link_that_cannot_be_is_refused_once(tmp_path: Path, monkeypatch: pyte
     assert "Operation not permitted" in record.link.why
     assert record.interfaces is None
     assert all(rate < 200.5 for rate in record.link.calibrated_mbit + record.link.probed_mbit)
+
+
+def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration is measured anew at the next attempt: what disturbed it may be over."""
+    calibrated = []
+
+    def check(self: Link, found: list[float], *, after: bool = False) -> None:
+        calibrated.extend([] if after else [found])
+        if len(calibrated) == 1:
+            raise LinkError("carries 43 of 50 Mbit/s")
+
+    monkeypatch.setattr(Link, "check", check)
+    one = trial("zero3", kind="paced", rate="200 Mbit/s")
+    asked = Asked("test", on_failure=answers({"link": "retry 2"}))
+    outcome = run_sweep(asked, [one], tmp_path, Console(file=io.StringIO()))
+    assert outcome == SweepOutcome(ok=1, failed=0, skipped=0)
+    assert len(calibrated) == 2
+    assert [failure.message for failure in read(tmp_path / f"{one.id}.json").earlier] == [
+        "carries 43 of 50 Mbit/s"
+    ]
 
 
 @pytest.mark.link

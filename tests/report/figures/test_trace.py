@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.bench.trace import COMPUTE, LANES, Traced, chrome
-from harness.records.trace_record import RecordError, Trace, path_of, read_traces
+from harness.bench.trace import Traced, chrome
+from harness.records.trace_record import COMPUTE, LANES, RecordError, Trace, path_of, read_traces
 from harness.suites.trial import Trial
 from impl.comm.timeline import ACROSS, BETWEEN, WAITING, Span
 from report import page
@@ -78,6 +78,15 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str | None,
     path.parent.mkdir()
     path.write_text(traced().model_dump_json() if content is None else content)
     with pytest.raises(RecordError, match=f"{path.name}.*{words}"):
+        read_traces(tmp_path)
+
+
+def test_a_lane_that_is_none_is_refused(tmp_path: Path) -> None:
+    """Before it is drawn, naming it and those that there are."""
+    path = path_of(tmp_path, TRIAL.id)
+    path.parent.mkdir()
+    path.write_text(traced().model_dump_json().replace(f'"cat":"{COMPUTE}"', '"cat":"idling"'))
+    with pytest.raises(RecordError, match=f"lane 'idling'; expected one of {COMPUTE}"):
         read_traces(tmp_path)
 
 
