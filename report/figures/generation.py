@@ -57,8 +57,8 @@ def _draw(data: pd.DataFrame) -> Figure:
         for ax in row[1:]:
             chart_parts.same_rows(ax)
     grid[-1][0].set_xlabel("tokens/s per rank")
-    grid[-1][1].set_xlabel("over ZeRO-3's ( : published)")
-    grid[-1][2].set_xlabel(f"{unit} between nodes: first, later token")
+    grid[-1][1].set_xlabel("over ZeRO-3's\n( : published)")
+    grid[-1][2].set_xlabel(f"{unit} between nodes:\nfirst, later token")
     return figure
 
 
