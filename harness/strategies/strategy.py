@@ -144,12 +144,9 @@ class Strategy:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
-        """Passes inside leave no trace in weights, gradients, buffers and whatever codecs go by."""
-        return self._rehearsing()
-
     @contextlib.contextmanager
-    def _rehearsing(self) -> Iterator[None]:
+    def rehearsing(self) -> Iterator[None]:
+        """Passes inside leave no trace in weights, gradients, buffers and whatever codecs go by."""
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         yield
         for parameter in self.model.parameters():
@@ -370,9 +367,11 @@ class Sharded(Strategy):
         """See :meth:`Strategy.weights_changed`."""
         self.engine.weights_changed()
 
-    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
         """See :meth:`Strategy.rehearsing`."""
-        return self.engine.rehearsing()
+        with self.engine.rehearsing():
+            yield
 
     def weight_errors(self, step: int) -> communication_error.Found:
         """See :meth:`Strategy.weight_errors`."""

@@ -225,7 +225,7 @@ class Zero:
             raise ZeroError("clip_grad_norm_() of scaled gradients: give max_norm to step() instead")
         norm = self.grad_norm(norm_type)
         if self.policy.feedback is not None:  # looking waits for the device
-            self._forget_overflow(norm)
+            self.overflowed(norm)
         self.scale_gradients(clip_factor(norm, max_norm).float())
         return norm
 
@@ -233,17 +233,13 @@ class Zero:
         """Multiply the masters' gradients, where they are there."""
         self.masters.scale_gradients(factor)
 
-    def overflowed(self) -> bool:
+    def overflowed(self, norm: Tensor | None = None) -> bool:
         """Whether any rank's gradient holds a NaN or an infinity; the same answer on all ranks.
 
         If so, the errors that gradient codecs carry are forgotten: they are of gradients that are not
-        used.
+        used.  ``norm`` is :meth:`grad_norm`'s, where it is known.
         """
-        return self._forget_overflow(self.grad_norm())
-
-    def _forget_overflow(self, norm: Tensor) -> bool:
-        """Whether ``norm`` is not finite; then no codec carries an error over."""
-        overflowed = not bool(torch.isfinite(norm))
+        overflowed = not bool(torch.isfinite(self.grad_norm() if norm is None else norm))
         if overflowed:
             self.forget_overflow()
         return overflowed
