@@ -10,7 +10,7 @@ The training loop gains one line::
     optimizer.step()
 
 What the loop calls is in :mod:`impl.engine.engine`, what happens in forward and backward in
-:mod:`impl.engine.hooks`, what the optimizer steps in :mod:`impl.engine.optimizer_masters`.
+:mod:`impl.engine.forward_hooks`, what the optimizer steps in :mod:`impl.engine.optimizer_masters`.
 """
 
 from __future__ import annotations

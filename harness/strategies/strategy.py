@@ -33,7 +33,7 @@ from impl.adapters.traffic import GroupGeometry, Host, check_host
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
-from impl.engine.loss_scale import Stepped
+from impl.engine.optimizer_step import Stepped
 from impl.plan.memory import memory
 from impl.plan.offload_plan import CopyKey
 from impl.plan.policy import Policy

@@ -1,6 +1,6 @@
 """The engine of a sharded model: what a training loop calls.
 
-What runs by itself meanwhile, during passes, is :mod:`impl.engine.hooks`.
+What runs by itself meanwhile, during passes, is :mod:`impl.engine.forward_hooks`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.engine import state_dict as state
+from impl.engine.forward_hooks import Hooks
 from impl.engine.gradient_clipping import clip_factor, gradient_norm
-from impl.engine.hooks import Hooks
-from impl.engine.loss_scale import LossScaler, Stepped
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.optimizer_hooks import watch_optimizers
 from impl.engine.optimizer_masters import Masters
+from impl.engine.optimizer_step import LossScaler, Stepped
 from impl.errors import ZeroError
 from impl.plan.offload_plan import CopyKey, realised
 from impl.plan.policy import Offload

@@ -24,7 +24,7 @@ scales, has F bytes.  Rank = (node, local).
    nothing crosses the link.
 8. *The optimizer steps the masters*: the secondary is stale, and the next forward pass begins at 1.
 
-What happens when is :mod:`impl.plan.prefetch_schedule`'s to say and :mod:`impl.engine.hooks`' to do.
+What happens when is :mod:`impl.plan.prefetch_schedule`'s to say and :mod:`impl.engine.forward_hooks`' to do.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from harness.train.loop import Job
 from harness.train.memory_table import activation_bytes
 from harness.workloads.models import GPT, checkpoint_activations
 from impl.checkpoint.atomic_files import CheckpointError
-from impl.engine.loss_scale import LossScaleError
+from impl.engine.optimizer_step import LossScaleError
 from impl.errors import ZeroError
 from impl.plan.policy import Policy, preset
 from tests.impl.deepspeed.test_recipe import ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, ZEROPP_TUTORIAL

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
-from impl.engine.loss_scale import LossScaleError, LossScaler
+from impl.engine.optimizer_step import LossScaleError, LossScaler
 from impl.plan.policy import Dtype, LossScale, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
