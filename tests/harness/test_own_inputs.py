@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from harness import cli
 from harness.measure import machine
 from harness.records.record import Record, read_all
+from harness.suites import folder as suite_folder
 from harness.workloads.input_digests import digests
 
 MINE = """
@@ -130,8 +133,33 @@ def write(folder: Path, body: str) -> str:
     return str(folder / "q.toml")
 
 
-def zeropp(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, for modules stay imported."""
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a command line returned and said."""
+
+    returncode: int
+    stderr: str
+
+
+@pytest.fixture
+def zeropp(forgetful: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """A command line in this process, which knows nothing of the user's module, nor of a suite, beforehand.
+
+    Ranks are processes of their own, which import the user's module themselves.
+    """
+
+    def zeropp(*arguments: str) -> Done:
+        sys.modules.pop("mine", None)
+        importlib.invalidate_caches()
+        suite_folder.forget()
+        forgetful.readouterr()
+        return Done(cli.main(arguments), forgetful.readouterr().err)
+
+    return zeropp
+
+
+def by_a_new_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command line whose process has digested nothing yet."""
     code = "import sys; from harness.cli import main; sys.exit(main())"
     environment = {**os.environ, "PYTHONPATH": str(machine.ROOT)}
     command = [sys.executable, "-c", code, *arguments]
@@ -154,7 +182,7 @@ def of(records: list[Record], strategy: str, **fields: Any) -> Record:
     return found
 
 
-def test_all_that_is_ones_own_runs_together(folder: Path) -> None:
+def test_all_that_is_ones_own_runs_together(folder: Path, zeropp: Callable[..., Done]) -> None:
     """Found in the suite's folder; checkpointing of activations changes no loss; sources are on the record;
     the report and the table need none of the user's code.
     """
@@ -183,7 +211,7 @@ def test_all_that_is_ones_own_runs_together(folder: Path) -> None:
         assert done.returncode == cli.OK, done.stderr
 
 
-def test_rates_follow_the_schedule(folder: Path) -> None:
+def test_rates_follow_the_schedule(folder: Path, zeropp: Callable[..., Done]) -> None:
     """A single step at the end of a decay has no rate: weights stay what they were; in peers likewise."""
     body = BODY.replace("lr = 0.5", "lr = 50.0") + (
         "[matrix]\nstrategy = ['single', 'ddp', 'exact']\n"
@@ -202,7 +230,7 @@ def test_rates_follow_the_schedule(folder: Path) -> None:
         assert moved.validations[-1].loss > still.validations[-1].loss + 1
 
 
-def test_a_tokenizer_makes_the_tokens(folder: Path) -> None:
+def test_a_tokenizer_makes_the_tokens(folder: Path, zeropp: Callable[..., Done]) -> None:
     """Of a text beside the suite, and token files are as good; what changed is found by its digest."""
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text(
@@ -219,8 +247,8 @@ def test_a_tokenizer_makes_the_tokens(folder: Path) -> None:
     records = read_all(Path("results/q"))
     assert {"tokenizer" in one.inputs for one in records} == {True, False}
     (folder / "mine.py").write_text(MINE.replace("len(word)", "1 + len(word)"), encoding="utf-8")
-    done = zeropp("run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
-    assert done.returncode == cli.REFUSED
+    done = by_a_new_process("run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
+    assert done.returncode == cli.REFUSED, done.stderr
     assert "was made of another" in done.stderr
 
 
@@ -286,7 +314,9 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
         (("'zero3'", "'qwz'"), "codec mine:Apart decodes the same elements on rank 1 to others"),
     ],
 )
-def test_ranks_that_have_other_inputs_fail(folder: Path, change: tuple[str, str], words: str) -> None:
+def test_ranks_that_have_other_inputs_fail(
+    folder: Path, change: tuple[str, str], words: str, zeropp: Callable[..., Done]
+) -> None:
     """Data that differ each time, and a codec that decodes differently on another rank, make no record."""
     body = BODY + "[matrix]\nstrategy = ['zero3']\n"
     body = body.replace(*change) + ("policy.weights = ['mine:Apart']\n" if "qwz" in change[1] else "")
