@@ -24,7 +24,7 @@ from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables import registry
 from tests.harness.cluster.test_rank_processes import local
-from tests.harness.runs.test_trial import assembled, result, text, trial
+from tests.harness.runs.test_trial_loop import assembled, result, text, trial
 
 __all__ = ["text"]  # a fixture
 SUITES: Final = Path(__file__).resolve().parents[3] / "suites"

@@ -95,8 +95,8 @@ def test_what_is_given_to_read_is_not_written() -> None:
 
 
 def _gathered(mesh: Mesh, codec: Any) -> torch.Tensor:
-    torch.manual_seed(mesh.rank)
-    return quantized_all_gather(torch.randn(64), codec, mesh=mesh)
+    shard = torch.randn(64, generator=torch.Generator().manual_seed(mesh.rank))  # ranks are threads
+    return quantized_all_gather(shard, codec, mesh=mesh)
 
 
 @pytest.mark.parametrize("codec", [f"{HERE}:Claims", own(Claims())], ids=["named", "given"])
