@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,3 @@ def main(folder: Path, stop_at: int) -> None:
         setattr(atomic_files, name, operation)
     for number in range(first + 1, 10_000):
         numbered(mesh, folder, number, keep=2)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import random
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 
+from harness.cluster.rank_processes import start_server
 from impl.checkpoint import atomic_files
 from impl.checkpoint.commit import checkpoints
 from impl.checkpoint.save_load import latest
 from impl.plan.topology import Topology
-from tests.impl.checkpoint.killed import counted, numbered, sound
+from tests.impl.checkpoint.killed import counted, main, numbered, sound
 from tests.support.ranks import on_threads
 
 PAIR, ONE = Topology(1, 2), Topology(1, 1)
@@ -60,30 +60,37 @@ def test_a_save_stopped_before_any_operation_leaves_the_one_before(
     assert stops > 20  # operations of one save
 
 
-def _child(folder: Path, stop_at: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "tests.impl.checkpoint.killed", str(folder), str(stop_at)])
+def _child(folder: Path, stop_at: int) -> ForkServerProcess:
+    """A process that saves, of the server that has imported torch."""
+    start_server()
+    child = multiprocessing.get_context("forkserver").Process(
+        target=main, args=(folder, stop_at), daemon=True
+    )
+    child.start()
+    return child
 
 
 def test_a_process_killed_at_an_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """SIGKILL before an operation of the third save, again and again in one folder; starts take the time."""
+    """SIGKILL before an operation of the third save, again and again in one folder."""
     for stop_at in (33, 29, 40):
         child = _child(tmp_path, stop_at)
-        assert child.wait(120) == -signal.SIGKILL
+        child.join(120)
+        assert child.exitcode == -signal.SIGKILL
         assert on_threads(ONE, sound, tmp_path) == [int(checkpoints(tmp_path)[-1].name.partition("-")[2])]
 
 
 def test_a_process_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """SIGKILL at a random moment of a process that saves all the time; starts take the time."""
+    """SIGKILL at a random moment of a process that saves all the time."""
     chance = random.Random(5)
     before = 0
     for _ in range(3):
         child = _child(tmp_path, 0)
         while latest(tmp_path) is None or sound_number(tmp_path) <= before:
-            assert child.poll() is None
+            assert child.is_alive()
             time.sleep(0.01)
         time.sleep(chance.random() * 0.2)
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
+        child.kill()
+        child.join()
         (number,) = on_threads(ONE, sound, tmp_path)
         assert number > before
         before = number
