@@ -20,6 +20,9 @@ from harness.measure import machine
 from harness.records.record import Record, read_all
 from harness.suites import folder as suite_folder
 from harness.workloads.input_digests import digests
+from tests.report.conftest import undrawn
+
+__all__ = ["undrawn"]  # a fixture
 
 MINE = """
 import numpy as np, torch
@@ -182,6 +185,7 @@ def of(records: list[Record], strategy: str, **fields: Any) -> Record:
     return found
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_all_that_is_ones_own_runs_together(folder: Path, zeropp: Callable[..., Done]) -> None:
     """Found in the suite's folder; checkpointing of activations changes no loss; sources are on the record;
     the report and the table need none of the user's code.
