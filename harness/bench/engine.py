@@ -161,7 +161,9 @@ def unequal(samples: Sequence[Sample]) -> str | None:
 
 def batches_of(rank: Rank, sequences: int) -> Callable[[int], Batch]:
     """Batches of text by step, for this rank, of ``sequences`` sequences."""
-    text = corpus.Text(corpus.load(corpus.STDLIB), SEQUENCE)
+    found = corpus.load(corpus.STDLIB)
+    assert isinstance(found, corpus.Corpus)  # noqa: S101  # it is text
+    text = corpus.Text(found, SEQUENCE)
 
     def batch(step: int) -> Batch:
         read, answer = text.batch(seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences)

@@ -280,7 +280,8 @@ class Trial(_Frozen):
         tokens_per_rank: tokens in one micro-batch of one rank; a multiple of ``sequence``.
         accumulation: micro-batches per optimizer step.
         corpus: text: ``stdlib``, a file or a folder; tokens: a folder with ``train.npy`` and
-            ``validation.npy``, or a ``module:function`` that returns both; images: ``glyphs``.
+            ``validation.npy``, or a ``module:function`` that returns both; images: ``glyphs``; a user's own
+            examples: a ``module:function`` that returns pairs of arrays, input and target.
         tokenizer: ``module:function`` that makes tokens of a corpus's text; without one, bytes are tokens.
         activation_checkpointing: keep only the inputs of blocks, and run each again in the backward pass.
         steps: timed ones of the optimizer, after ``warmup`` untimed ones.

@@ -4,8 +4,9 @@ A corpus is text: the interpreter's own standard library sources (``stdlib``), o
 folder, joined in alphabetical order.  The first 95 % of its bytes are for training, the rest for validation,
 and bytes are the tokens, unless a tokenizer, a ``module:function``, makes a list of ints of each part as
 ``str``.  Or it is tokens: a folder with ``train.npy`` and ``validation.npy``, or a ``module:function`` that
-returns both, one-dimensional arrays of whole numbers.  Which tokens make a batch follows from (seed, step,
-micro-batch, rank) alone, so every policy and every peer gets the same batches.  No torch.
+returns both, one-dimensional arrays of whole numbers.  A function may also return pairs of arrays
+(:mod:`harness.workloads.own_pairs`).  What makes a batch follows from (seed, step, micro-batch, rank) alone,
+so every policy and every peer gets the same batches.  No torch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from harness.errors import CorpusError
 from harness.suites import folder
 from harness.workloads.masked_text import masked
+from harness.workloads.own_pairs import OwnPairs, are_pairs
 from harness.workloads.sampling import Pair, Samples
 from impl.codecs.own_object import OwnObjectError, import_object, is_name
 from impl.errors import raised
@@ -138,17 +140,17 @@ def check(source: str, length: int) -> None:
     _check_room(source, size - int(size * TRAINING_SHARE), length)
 
 
-def load(source: str, tokenizer: str | None = None) -> Corpus:
+def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
     """Read a corpus, as this module's text says.
 
     Raises:
         CorpusError: naming it, if it is missing, unreadable, empty or too big, or if it, or what a function
-            returned, is no array of tokens.
+            returned, is neither an array of tokens nor a pair of arrays.
     """
-    if holds_tokens(source):
+    if holds_arrays(source):
         if tokenizer is not None:
             raise CorpusError(f"corpus {source!r}: has tokens already; expected no tokenizer beside it")
-        return _of_tokens(source, folder.here())
+        return _of_arrays(source, folder.here())
     text = _read(source)
     cut = int(len(text) * TRAINING_SHARE)
     if tokenizer is not None:
@@ -157,8 +159,8 @@ def load(source: str, tokenizer: str | None = None) -> Corpus:
     return Corpus(source, hashlib.sha256(text).hexdigest(), tokens[:cut], tokens[cut:], BYTES - 1)
 
 
-def holds_tokens(source: str) -> bool:
-    """Whether a corpus is tokens, and no text: token files, or a function."""
+def holds_arrays(source: str) -> bool:
+    """Whether a corpus is arrays, and no text: token files, or a function."""
     place = folder.found(source)
     if place.exists():
         there = [name for name in _TOKEN_FILES if (place / name).exists()]
@@ -171,7 +173,7 @@ def holds_tokens(source: str) -> bool:
 
 
 @lru_cache(1)
-def _of_tokens(source: str, _: Path) -> Corpus:
+def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
     """Of a folder of token files, or of a function."""
     place = folder.found(source)
     if place.is_dir():
@@ -181,8 +183,10 @@ def _of_tokens(source: str, _: Path) -> Corpus:
     if not isinstance(parts, tuple | list) or len(parts) != 2:  # train, validation
         raise CorpusError(
             f"corpus {source!r}: returned a {type(parts).__name__}; expected tokens for training and for "
-            "validation"
+            "validation, or a pair of arrays for each"
         )
+    if are_pairs(parts):
+        return OwnPairs(source, parts)
     train, validation = (_checked(f"corpus {source!r}", part) for part in parts)
     return _corpus(source, train, validation)
 

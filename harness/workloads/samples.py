@@ -1,8 +1,8 @@
 """A trial's data, in the form that its model reads.  No torch.
 
-Text and the next byte at each position, masked text, or rendered characters and their classes.  The model
-decides: a BERT reads masked text, a vision transformer images, and everything else text; a user's
-``module:function`` reads images where the trial's corpus is ``glyphs``.
+Text and the next byte at each position, masked text, rendered characters and their classes, or a user's own
+pairs of arrays.  The model decides: a BERT reads masked text, a vision transformer images, and everything
+else text; a user's ``module:function`` reads what the trial's corpus is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from harness.suites.model_sizes import IMAGE_SIDE, PRESETS, BERTShape, ViTShape
 from harness.suites.trial import Trial
 from harness.workloads import corpus, glyph_images
 from harness.workloads.glyph_images import GLYPHS
+from harness.workloads.own_pairs import OwnPairs
 from harness.workloads.sampling import Samples
 
 _TOKEN_BYTES: Final = 2 * 8  # int64; windows are drawn whole, then cut
@@ -31,6 +32,14 @@ def load(trial: Trial) -> Samples:
     shape = PRESETS.get(trial.model.name)
     vocab = trial.model.arguments.get("vocab", getattr(shape, "vocab", None))
     found = corpus.load(trial.corpus, trial.tokenizer)
+    if isinstance(found, OwnPairs):
+        if shape is not None:
+            raise CorpusError(
+                f"corpus {trial.corpus!r}: pairs of arrays, and model {trial.model.name!r} reads "
+                f"{'images' if isinstance(shape, ViTShape) else 'text'} of ours; expected model.name = "
+                "'module:function'"
+            )
+        return found
     masks = isinstance(shape, BERTShape)
     return corpus.Text(found, trial.sequence, vocab=vocab if isinstance(vocab, int) else None, masks=masks)
 
@@ -45,7 +54,7 @@ def check(trial: Trial) -> None:
     if isinstance(shape, ViTShape) and trial.corpus != GLYPHS:
         raise CorpusError(f"corpus {trial.corpus!r}: model {name!r} reads images; expected {GLYPHS!r}")
     if trial.corpus != GLYPHS:
-        if corpus.holds_tokens(trial.corpus) or trial.tokenizer is not None:
+        if corpus.holds_arrays(trial.corpus) or trial.tokenizer is not None:
             load(trial)
         else:
             corpus.check(trial.corpus, trial.sequence)
@@ -57,6 +66,17 @@ def check(trial: Trial) -> None:
 
 def micro_batch_bytes(trial: Trial) -> int:
     """Bytes of memory that one micro-batch of one rank takes while it is made."""
+    examples = trial.tokens_per_rank // trial.sequence
     if trial.corpus == GLYPHS:
-        return trial.tokens_per_rank // trial.sequence * _IMAGE_BYTES
+        return examples * _IMAGE_BYTES
+    if isinstance(found := _own(trial), OwnPairs):
+        return 2 * examples * found.example_bytes  # drawn, then copied to where tensors live
     return 2 * _TOKEN_BYTES * trial.tokens_per_rank
+
+
+def _own(trial: Trial) -> object:
+    """What a user's function returned; None for any other corpus, and for one that is refused."""
+    try:
+        return corpus.load(trial.corpus) if corpus.holds_arrays(trial.corpus) else None
+    except CorpusError:
+        return None

@@ -48,6 +48,15 @@ def signed(): return np.arange(-5, 900), np.arange(900)
 def one(): return np.arange(900)
 def raising(): raise RuntimeError("no data today")
 def leaving(): raise SystemExit(0)
+def pairs(): return (np.zeros((9, 2)), np.zeros(9, int)), (np.zeros((3, 2)), np.zeros(3, int))
+def uneven(): return (np.zeros((9, 2)), np.zeros(8, int)), (np.zeros((3, 2)), np.zeros(3, int))
+def reshaped(): return (np.zeros((9, 2)), np.zeros(9, int)), (np.zeros((3, 3)), np.zeros(3, int))
+def retyped(): return (np.zeros((9, 2)), np.zeros(9, int)), (np.zeros((3, 2)), np.zeros(3))
+def named(): return (np.zeros((9, 2)), np.array(["a"] * 9)), (np.zeros((3, 2)), np.array(["a"] * 3))
+def pickled(): return (np.array([{}, {}]), np.zeros(2)), (np.array([{}]), np.zeros(1))
+def endless(): return (np.full((9, 2), np.inf), np.zeros(9)), (np.zeros((3, 2)), np.zeros(3))
+def empty(): return (np.zeros((9, 2)), np.zeros(9)), (np.zeros((0, 2)), np.zeros(0))
+def three(): return (np.zeros(9),) * 3, (np.zeros(3),) * 3
 def lengths(text): return [len(word) for word in text.split()]
 
 def other(): return np.random.default_rng().integers(0, 300, 20000), np.arange(300)
@@ -256,6 +265,27 @@ def test_a_tokenizer_makes_the_tokens(folder: Path, zeropp: Callable[..., Done])
     assert "was made of another" in done.stderr
 
 
+def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[..., Done]) -> None:
+    """That of the guide, with its images: arrays of one's own reach a model of one's own, and it learns ten
+    classes; what the images are is on the record, and other images are another corpus.
+    """
+    guide = (machine.ROOT / "docs" / "guide" / "suites.md").read_text(encoding="utf-8")
+    section = guide.partition("### Examples of any kind")[2].partition("### Batches")[0]
+    module = section.partition("```python\n")[2].partition("```")[0]
+    body = section.partition("```toml\n")[2].partition("```")[0]
+    (folder / "mine.py").write_text(module, encoding="utf-8")
+    (folder / "images.toml").write_text(body, encoding="utf-8")
+    done = zeropp("run", "--no-report", str(folder / "images.toml"))
+    assert done.returncode == cli.OK, done.stderr
+    for record in read_all(Path("results/images")):
+        assert losses(record)[0] > 1.0
+        assert record.validations[-1].loss < 0.6
+        assert record.inputs.keys() == {"corpus", "model"}
+    (folder / "mine.py").write_text(module.replace("rng(0)", "rng(1)"), encoding="utf-8")
+    done = by_a_new_process("run", "--no-report", str(folder / "images.toml"))
+    assert "was made of another corpus 'mine:images'" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -266,6 +296,21 @@ def test_a_tokenizer_makes_the_tokens(folder: Path, zeropp: Callable[..., Done])
         (("mine:tokens", "mine:one"), "returned a ndarray; expected tokens for training"),
         (("mine:tokens", "mine:raising"), "raised RuntimeError: no data today"),
         (("mine:tokens", "mine:leaving"), "raised SystemExit: 0"),
+        (("mine:tokens", "mine:pairs"), "pairs of arrays, and model 'gpt-tiny' reads text of ours"),
+        (("mine:tokens", "mine:uneven"), "9 inputs and 8 targets for training; expected as many of both"),
+        (
+            ("mine:tokens", "mine:reshaped"),
+            "inputs are (2,) of float64 for training and (3,) of float64 for validation",
+        ),
+        (("mine:tokens", "mine:retyped"), "targets are () of int64 for training and () of float64 for"),
+        (("mine:tokens", "mine:named"), "target for training: an array of <U1; expected numbers"),
+        (("mine:tokens", "mine:pickled"), "input for training: an array of object; expected numbers"),
+        (("mine:tokens", "mine:endless"), "input for training: holds NaN or infinity"),
+        (
+            ("mine:tokens", "mine:empty"),
+            "input for validation: an array (0, 2); expected one example or more",
+        ),
+        (("mine:tokens", "mine:three"), "3 arrays for training; expected a pair, input and target"),
         (("mine:tokens", "half"), "expected the files train.npy and validation.npy, or neither"),
         (("mine:tokens", "hollow"), "train.npy: EOFError"),
         (("mine:tokens", "nowhere"), "'nowhere': no such file or folder in"),

@@ -1,0 +1,114 @@
+"""A user's own pairs of arrays: what a model reads, and what it is to answer.  No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.errors import CorpusError
+from harness.workloads.sampling import Pair, Samples
+from impl.errors import raised
+
+_PARTS: Final = ("training", "validation")
+_SIDES: Final = ("input", "target")
+_Arrays = tuple[NDArray[Any], NDArray[Any]]
+
+
+class OwnPairs(Samples):
+    """Examples of a function that returned ``(input, target)`` for training and for validation.
+
+    Every array has one entry an example in its first dimension.  Floating numbers reach the model as float32,
+    whole numbers and truth values as int64; they stay what they are until a batch is drawn.
+
+    Args:
+        source: the corpus in the suite, for messages.
+        parts: of training and of validation, two arrays each.
+
+    Raises:
+        CorpusError: naming the array, its shape and its type.
+    """
+
+    def __init__(self, source: str, parts: Any) -> None:
+        for part, pair in zip(_PARTS, parts, strict=True):
+            if not _is_pair(pair) or len(pair) != len(_SIDES):
+                found = f"{len(pair)} arrays" if _is_pair(pair) else type(pair).__name__
+                raise CorpusError(f"corpus {source!r}: {found} for {part}; expected a pair, input and target")
+        checked = [
+            [_array(f"corpus {source!r}: {name} for {part}", a) for name, a in zip(_SIDES, pair, strict=True)]
+            for part, pair in zip(_PARTS, parts, strict=True)
+        ]
+        for part, (read, answer) in zip(_PARTS, checked, strict=True):
+            if len(read) != len(answer):
+                raise CorpusError(
+                    f"corpus {source!r}: {len(read)} inputs and {len(answer)} targets for {part}; expected "
+                    "as many of both"
+                )
+        for side, train, validation in zip(_SIDES, *checked, strict=True):
+            if (train.shape[1:], train.dtype) != (validation.shape[1:], validation.dtype):
+                raise CorpusError(
+                    f"corpus {source!r}: {side}s are {_said(train)} for training and {_said(validation)} "
+                    "for validation; expected the same"
+                )
+        self.train: _Arrays
+        self.validation: _Arrays
+        self.train, self.validation = ((read, answer) for read, answer in checked)
+        digest = hashlib.sha256()
+        for array in (*self.train, *self.validation):
+            digest.update(str((array.dtype.str, array.shape)).encode())
+            digest.update(array.data)
+        self.sha256 = digest.hexdigest()
+
+    @property
+    def example_bytes(self) -> int:
+        """Bytes of one input and its target as a model gets them."""
+        return sum(array[0].size * _sent(array).itemsize for array in self.train)
+
+    def count(self, part: _Arrays) -> int:
+        """Number of examples in a part."""
+        return len(part[0])
+
+    def at(self, part: _Arrays, numbers: list[int], keys: list[str]) -> Pair:
+        """The examples of these numbers; ``keys`` decide nothing."""
+        read, answer = (array[numbers].astype(_sent(array)) for array in part)
+        return read, answer
+
+
+def are_pairs(parts: Any) -> bool:
+    """Whether a function returned pairs of arrays, and not two rows of tokens."""
+    return any(_is_pair(part) for part in parts)
+
+
+def _is_pair(part: Any) -> bool:
+    """Whether a part is several arrays; a row of tokens is one, or a list of numbers."""
+    return isinstance(part, tuple | list) and bool(part) and all(hasattr(side, "__len__") for side in part)
+
+
+def _sent(array: NDArray[Any]) -> np.dtype[Any]:
+    """The type in which a model gets an array's entries."""
+    return np.dtype(np.float32 if array.dtype.kind == "f" else np.int64)
+
+
+def _said(array: NDArray[Any]) -> str:
+    return f"{array.shape[1:]} of {array.dtype}"
+
+
+def _array(whose: str, value: Any) -> NDArray[Any]:
+    """Refuse what is no array of numbers with at least one example."""
+    try:
+        found = np.ascontiguousarray(value)
+    except Exception as error:  # of an object that is no array
+        raise CorpusError(f"{whose}: no array: {raised(error)}") from error
+    if found.dtype.kind not in "fiub":
+        raise CorpusError(f"{whose}: an array of {found.dtype}; expected numbers")
+    if not len(found):
+        raise CorpusError(
+            f"{whose}: an array {found.shape}; expected one example or more in its first dimension"
+        )
+    if found.dtype.kind == "f" and not np.isfinite(found).all():
+        raise CorpusError(f"{whose}: holds NaN or infinity; expected finite numbers")
+    if found.dtype.kind == "u" and int(found.max(initial=0)) > np.iinfo(np.int64).max:
+        raise CorpusError(f"{whose}: holds {found.max()}; expected numbers below 2^63")
+    return found
