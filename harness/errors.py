@@ -31,5 +31,5 @@ def one_line(message: object) -> str:
 def suggestion(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'zeropp'?"`` for a word close to a known one, else nothing."""
     by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    near = difflib.get_close_matches(word.lower().replace("++", "pp"), by_lower, n=1)  # zero++ is zeropp
     return f"; did you mean {by_lower[near[0]]!r}?" if near else ""

@@ -274,7 +274,7 @@ def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
     )  # fmt: skip
     try:
         recipe = laid_out(recipe, plan_units(model, topology, policy))
-        found = needs(model, policy, topology, micro_batches=trial.accumulation, activations=held)
+        found = needs(model, policy, trial, activations=held)
     except (ValueError, ZeroError) as error:
         option = f": --max-padding {error.needed:.2f}" if isinstance(error, PaddingError) else ""
         raise TrainError(f"{error}{option}") from None

@@ -14,8 +14,9 @@ from typing import Final, get_args
 from torch import nn
 
 from harness.records.memory_parts import HOST, on_device, on_host
-from harness.runs.forecast import PROCESS_BYTES, Host
+from harness.runs.forecast import PROCESS_BYTES, Host, per_node_bytes
 from harness.suites.model_sizes import GPTShape
+from harness.suites.trial import Trial
 from impl.codecs.codec import ITEM_BYTES
 from impl.engine.unit_planning import plan_units
 from impl.plan.memory import memory
@@ -42,12 +43,14 @@ class Need:
         device: states on the device, by the table's columns.
         host: states offloaded to host memory, not in ``device``.
         activations: an estimate; on the device.
+        between: that all ranks send to other nodes in a step.
     """
 
     stage: Stage
     device: dict[str, int]
     host: dict[str, int]
     activations: int
+    between: int
 
     @property
     def adam(self) -> int:
@@ -60,27 +63,26 @@ class Need:
         return sum(self.device.values()) + self.activations
 
 
-def needs(
-    model: nn.Module, policy: Policy, topology: Topology, *, micro_batches: int, activations: int
-) -> list[Need]:
+def needs(model: nn.Module, policy: Policy, trial: Trial, *, activations: int) -> list[Need]:
     """Memory needs of a rank at stages 0 to 3, with the rest of ``policy`` where a stage supports it.
 
     Args:
         model: on the meta device.
         policy: at the stage that is asked for.
-        topology: nodes x ranks per node.
-        micro_batches: of a step.
+        trial: has the topology, and what a step is.
         activations: bytes, of :func:`activation_bytes`.
 
     Raises:
         PolicyError, GeometryError, ZeroError: if the model's units cannot be planned.
     """
-    found = []
+    found, topology = [], trial.topology()
     for stage in get_args(Stage):
         at = _at(policy, stage)
-        held = memory(at, topology, plan_units(model, topology, at), micro_batches=micro_batches)
+        units = plan_units(model, topology, at)
+        held = memory(at, topology, units, micro_batches=trial.accumulation)
         host = {part.removeprefix(HOST): size for part, size in on_host(held).items()}
-        found.append(Need(stage, _columns(on_device(held)), _columns(host), activations))
+        between = per_node_bytes(at, topology, units, trial)[0] * topology.nodes
+        found.append(Need(stage, _columns(on_device(held)), _columns(host), activations, between))
     return found
 
 
@@ -137,6 +139,9 @@ def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
         f"<: stage {chosen}, which is asked for",
         "* an estimate",
     ]
+    if any(need.between for need in found):
+        sent = ", ".join(f"{in_words(need.between)} at stage {need.stage}" for need in found)
+        lines.append(f"sent between nodes by all ranks in a step: {sent}")
     one, two = (replace(need, stage=0) for need in found[1:3])
     if one == two:
         lines.append(

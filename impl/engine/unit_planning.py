@@ -211,6 +211,7 @@ def geometries_of(drafts: Sequence[Draft], topology: Topology, policy: Policy) -
             max_padding=max_padding,
             trainable=draft.trainable,
             group=policy.group_ranks(topology),
+            grain_in_words=policy.grain_in_words,
         )
 
     found = [laid_out(draft, math.inf) for draft in drafts]

@@ -359,6 +359,13 @@ class Policy:
         return math.lcm(self.align, common_grain(*self.codecs))
 
     @property
+    def grain_in_words(self) -> str:
+        """What the grain is the common multiple of: the codecs, and the alignment that was asked for."""
+        aligned = [f"align = {self.align}"] if self.align > 1 else []
+        parts = list(dict.fromkeys([str(codec) for codec in self.codecs] + aligned))
+        return parts[0] if len(parts) == 1 else f"the common multiple of {', '.join(parts)}"
+
+    @property
     def codecs(self) -> tuple[Codec, ...]:
         """Of weights, of gradients in both hops, and of frozen weights."""
         return (self.weights, *self.gradients, *(() if self.frozen is None else (self.frozen,)))

@@ -190,10 +190,12 @@ def lay_out(
     max_padding: float,
     trainable: bool = True,
     group: int = 0,
+    grain_in_words: str = "",
 ) -> UnitGeometry:
     """Place parameters one after the other, ordered by group and then as given, each on the grain.
 
-    ``max_padding`` is a share of the unit's elements; all else is as in :class:`UnitGeometry`.
+    ``max_padding`` is a share of the unit's elements, ``grain_in_words`` says for a refusal whose blocks the
+    grain is of; all else is as in :class:`UnitGeometry`.
 
     Raises:
         PaddingError: if padding exceeds ``max_padding``.
@@ -208,10 +210,12 @@ def lay_out(
     padding = padded - unit.numel
     if padding > max_padding * unit.numel:
         needed = -(-100 * padding // unit.numel) / 100
+        whose = f" ({grain_in_words})" if grain_in_words else ""
         raise PaddingError(
             f"unit {name!r}: {padding} of {padded} elements would be padding "
             f"({padding / unit.numel:.1%} of {unit.numel}, allowed {max_padding:.1%} by max_padding) for "
-            f"blocks of {grain} on {world} ranks; use smaller blocks or raise max_padding to {needed:.2f}",
+            f"blocks of {grain}{whose} on {world} ranks; use smaller blocks or raise max_padding to "
+            f"{needed:.2f}",
             needed,
         )
     return unit

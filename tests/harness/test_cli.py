@@ -352,7 +352,8 @@ def test_plan_says_which_limit_stops_each_cell(folder: Path, capsys: pytest.Capt
     for name, own in (("zero3", True), ("zeropp", False)):
         ((_, _, number),) = (end.rpartition("no: ") for end in ends[name])
         assert "elements would be padding" in said[number]
-        assert "allowed 20.0% by max_padding) for blocks of 4096 on 4 ranks" in said[number]
+        assert "allowed 20.0% by max_padding) for blocks of 4096 (the common multiple of " in said[number]
+        assert ("of int8:4096, " if own is False else "of bf16, align = 4096) on 4 ranks") in said[number]
         assert ("for policy.align = 4096, the blocks of all policies of its suite" in said[number]) == own
     found = sorted(line.rpartition("  ")[2] for line in lines if line.split()[:1] == ["ddp"])
     assert found == [f"over its limit: {limit}", "yes"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.errors import one_line
+from harness.errors import one_line, suggestion
 from harness.suites.labels import in_words
+from harness.suites.trial import STRATEGIES
 
 
 @given(st.text(max_size=2000))
@@ -28,3 +30,12 @@ def test_what_cannot_be_read_is_escaped_or_cut() -> None:
     """A NUL, an escape sequence, a lone surrogate, a value of a thousand characters."""
     assert one_line("a\0b\x1b[31mc\udc80\n d") == r"a\x00b\x1b[31mc\udc80 d"
     assert one_line(f"x = {'9' * 1000}: too much") == f"x = {'9' * 297}... too much"
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("zero++", "; did you mean 'zeropp'?"), ("ZeRO-3", "; did you mean 'zero3'?"), ("nothing like it", "")],
+)
+def test_a_name_close_to_a_known_one_is_suggested(word: str, meant: str) -> None:
+    """As the literature writes it, too: ZeRO++ is zeropp, and not the nearest by letters, zero3."""
+    assert suggestion(word, STRATEGIES) == meant

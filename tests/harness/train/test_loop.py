@@ -17,7 +17,9 @@ from torch import nn
 
 from harness.cli import main
 from harness.cluster import rank_processes
+from harness.runs.forecast import forecast, this_host
 from harness.suites.model_sizes import GPTShape
+from harness.suites.trial import Model, Trial
 from harness.train import command as train_command
 from harness.train.loop import Job
 from harness.train.memory_table import activation_bytes
@@ -365,6 +367,21 @@ def test_why_stages_1_and_2_need_the_same_is_told(tmp_path: Path, capfd: pytest.
         (one,), (two,) = rows(text, "1"), rows(text, "2")
         assert (one == two) == (micro_batches == 1)
         assert ("stages 1 and 2 need the same: a single micro-batch" in text) == (micro_batches == 1)
+
+
+def test_a_plan_has_the_bytes_between_nodes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of each stage, as many as a suite's plan predicts; on one node there are none to print."""
+    asked = json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
+    flags = ["train", *TOY, "--deepspeed-config", config(tmp_path, asked), "--plan", "--nodes"]
+    assert main([*flags, "1"]) == 0
+    assert "between nodes" not in capfd.readouterr().out
+    assert main([*flags, "2"]) == 0
+    (line,) = [one for one in capfd.readouterr().out.splitlines() if one.startswith("sent between nodes by")]
+    model = Model(name="gpt-tiny")
+    recipe = Trial(strategy="recipe", deepspeed_config=asked, model=model, sequence=32, tokens_per_rank=32)
+    (same,) = forecast([recipe], this_host())
+    assert same.inter is not None
+    assert line.endswith(f", {same.inter / 1e6:.4g} MB at stage 3")
 
 
 def rows(text: str, head: str) -> list[list[float]]:

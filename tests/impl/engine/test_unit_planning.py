@@ -35,8 +35,10 @@ def test_overlapping_blocks_are_refused() -> None:
 
 
 def test_padding_of_tiny_units_is_refused_by_default() -> None:
-    """Blocks far larger than a unit are refused, naming the unit."""
-    with pytest.raises(GeometryError, match="unit 'root'"):
+    """Blocks far larger than a unit are refused, naming the unit and the codecs whose blocks they are."""
+    with pytest.raises(
+        GeometryError, match=r"unit .root.*blocks of 2048 \(the common multiple of int8:2048, int4:256:clip\)"
+    ):
         plan_units(Net(), Topology(2, 2), preset("zeropp"))
 
 
