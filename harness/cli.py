@@ -10,8 +10,8 @@ from __future__ import annotations
 from harness.cluster import interrupts
 
 # isort: split
-import enum
 import inspect
+import json
 import os
 import re
 import signal
@@ -20,10 +20,11 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -109,12 +110,8 @@ ClusterFile = Annotated[
 ]
 
 
-class Form(enum.StrEnum):
-    """How a plan is printed."""
-
-    TEXT = "text"
-    JSON = "json"
-    CSV = "csv"
+Json = Annotated[bool, typer.Option("--json", help="Print all of it for programs, as JSON.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print all of it for programs, as CSV.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -131,16 +128,14 @@ def _entry(
 
 
 @app.command()
-def plan(
-    file: SuiteFile,
-    *,
-    form: Annotated[Form, typer.Option("--format", help="A table, or all trials for programs.")] = Form.TEXT,
-) -> None:
+def plan(file: SuiteFile, *, as_json: Json = False, as_csv: Csv = False) -> None:
     """Predict every trial's bytes and memory; status 1, after the reasons, if some cannot run here."""
+    _check_form(as_json, as_csv)
     suite = load(file)
     found = forecast(suite.trials, _host(suite))
-    if form is not Form.TEXT:
-        print(plan_rows.as_json(suite, found) if form is Form.JSON else plan_rows.as_csv(found), end="")
+    if as_json or as_csv:
+        table = plan_rows.rows(found)
+        print(plan_rows.as_json(suite, found) if as_json else plan_rows.as_csv(table), end="")
         raise typer.Exit(SOME_FAILED if any(one.problems for one in found) else OK)
     out = terminal.console()
     terminal.forecasts(suite, found, out)
@@ -275,9 +270,16 @@ def trace(
 
 @app.command()
 def show(
-    what: Question, results: ResultsFolder = RESULTS, *, follow: Follow = False, again: Reproduce = False
+    what: Question,
+    results: ResultsFolder = RESULTS,
+    *,
+    follow: Follow = False,
+    again: Reproduce = False,
+    as_json: Json = False,
+    as_csv: Csv = False,
 ) -> None:
     """Print one record, or all records of a suite as a table."""
+    _check_form(as_json, as_csv)
     out = terminal.console()
     if again:
         print(_script(_record(what, results)), end="")
@@ -292,17 +294,25 @@ def show(
         found, broken = readable(folder)
         if not found and not broken:
             raise Refusal(f"{folder}: no records in it; `zeropp run` writes them")
-        if found:
+        if found and (as_json or as_csv):
+            _print_rows(plan_rows.of_records(found), as_json=as_json)
+        elif found:
             terminal.records(found, out, folder)
         if broken:
             raise RecordError(f"{broken[0]}{f' (and {len(broken) - 1} more)' if broken[1:] else ''}")
     else:
         path = _record(what, results)
-        terminal.record(read(path), out, path.parent)
+        one = read(path)
+        if as_csv:
+            _print_rows(plan_rows.of_records([one]), as_json=False)
+        elif as_json:
+            print(path.read_text(encoding="utf-8"))
+        else:
+            terminal.record(one, out, path.parent)
 
 
 @app.command()
-def doctor(file: ClusterFile = None) -> None:
+def doctor(file: ClusterFile = None, *, as_json: Json = False, as_csv: Csv = False) -> None:
     """Say what is there, what is missing, and what it would add; of a suite's cluster what its nodes have.
 
     With a suite whose cluster has a launcher, start it as `zeropp run`: the first node's prints the facts of
@@ -310,8 +320,13 @@ def doctor(file: ClusterFile = None) -> None:
     """
     from harness.doctor import compare, examine
 
+    _check_form(as_json, as_csv)
     if file is None:
-        terminal.findings(examine(), terminal.console())
+        facts = examine()
+        if as_json or as_csv:
+            _print_rows([asdict(fact) for fact in facts], as_json=as_json)
+        else:
+            terminal.findings(facts, terminal.console())
         return
     suite = load(file)
     if launchers.for_slurm(suite.trials) is not None:
@@ -323,7 +338,11 @@ def doctor(file: ClusterFile = None) -> None:
         raise typer.Exit(_follow_nodes(place))
     with launchers.gathered(place, suite.trials, same_code=False) as nodes:
         assert nodes is not None  # noqa: S101  # there is a place
-        terminal.compared(compare(nodes.nodes), terminal.console())
+        compared = compare(nodes.nodes)
+        if as_json or as_csv:
+            _print_rows([asdict(one) | {"differs": one.differs} for one in compared], as_json=as_json)
+        else:
+            terminal.compared(compared, terminal.console())
         nodes.end(OK)
 
 
@@ -382,6 +401,16 @@ def export_checkpoint(
     interrupts.take_over()
     export(checkpoint, out, dtype=named[dtype])
     print(out)
+
+
+def _check_form(as_json: bool, as_csv: bool) -> None:
+    if as_json and as_csv:
+        raise Refusal("--json and --csv: expected at most one of them")
+
+
+def _print_rows(rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
+    """Print rows for programs."""
+    print(json.dumps(rows, indent=1) + "\n" if as_json else plan_rows.as_csv(rows), end="")
 
 
 def _follow(suite: Suite, results: Path, out: Console) -> None:

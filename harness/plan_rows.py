@@ -1,4 +1,4 @@
-"""What a plan says, as rows for other programs: JSON and CSV.  No torch."""
+"""What a plan and a record say, as rows for other programs: JSON and CSV.  No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from harness.records.memory_parts import on_device, on_host
+from harness.records.record import Record
+from harness.records.summary import summarise
 from harness.runs.forecast import Forecast
 from harness.suites.labels import told
 from harness.suites.peers import DEEPSPEED, PEERS, quantised, zero_stage
@@ -98,9 +100,35 @@ def as_json(suite: Suite, found: Sequence[Forecast]) -> str:
     return json.dumps(head | {"trials": trials}, indent=1)
 
 
-def as_csv(found: Sequence[Forecast]) -> str:
-    """A header and a line for each trial; what is not known is empty, tables are JSON."""
-    table = rows(found)
+def of_records(found: Sequence[Record]) -> list[dict[str, Any]]:
+    """One for each record: who and where, what varies, what was measured and how it ended.
+
+    Numbers are those of :class:`harness.records.summary.Summary`.
+    """
+    varying = [path for path in told([one.trial for one in found]) if path != "strategy"]
+    return [
+        {
+            "id": one.id,
+            "strategy": one.trial.get("strategy"),
+            **{path: look_up(one.trial, path) for path in varying},
+            "repeat": one.trial.get("repeat"),
+            "sweep": one.sweep,
+            "step_seconds": (summary := summarise(one)).seconds,
+            "exposed_seconds": summary.exposed,
+            "inter_bytes": summary.sent,
+            "counted_by_interfaces": summary.by_interfaces,
+            "padding": one.padding,
+            "rate_mbit": summary.rate,
+            "loss": summary.loss,
+            "outcome": "ok" if one.failure is None else one.failure.kind,
+            "why": "" if one.failure is None else one.failure.message,
+        }
+        for one in found
+    ]
+
+
+def as_csv(table: Sequence[dict[str, Any]]) -> str:
+    """A header and a line for each row; what is not known is empty, tables are JSON."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
     writer.writeheader()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,11 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from harness import fitted_table
 from harness.doctor import Compared, Finding
 from harness.errors import one_line
-from harness.records.confidence_intervals import LEAST_STEPS
+from harness.fitted_table import Column, sizes, text
+from harness.records.confidence_intervals import FEWEST, LEAST_STEPS
 from harness.records.memory_parts import on_device, on_host
-from harness.records.record import Record, slowest_seconds
+from harness.records.record import Record
+from harness.records.summary import Summary, summarise
 from harness.runs.forecast import Forecast, gib
 from harness.suites.labels import (
     INTERFACES,
@@ -37,98 +39,138 @@ from harness.suites.suite_file import flatten
 if TYPE_CHECKING:
     from report.compare import Comparison
 
-_TRAINING: Final = ("forward", "backward", "step")  # phases
-PIPE_WIDTH: Final = 200  # columns where the output is no terminal
 _MOST_CELLS: Final = 6  # that are named one by one
 _PLANNED: Final = (
-    "between, inside nodes/step: bytes that all ranks send in an optimizer step (or one generation); out of "
-    "a node/step: those of one node to others; on the wire: the time that these take at the link's rate; "
-    "memory/rank: without activations."
+    "between, inside nodes: what all ranks send in an optimizer step (or one generation); out of a node: "
+    "what one node sends to others; on the wire: the time that this takes at the link's rate; memory/rank: "
+    "without activations."
 )
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that does not cut tables when it is piped."""
+    """A console that does not cut tables when it is piped, unless COLUMNS says how wide they may be."""
     plain = Console(stderr=stderr, highlight=False)
-    return plain if plain.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
+    if plain.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
+        return plain
+    return Console(stderr=stderr, highlight=False, width=fitted_table.PIPE_WIDTH)
 
 
 def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
-    """Print a suite's plan: one row for all repeats of a trial, then why some cannot run."""
-    once = {one.trial.model_copy(update={"repeat": 0}).id: one for one in found}
+    """Print a suite's plan: one row for all seeds and repeats of a trial, then why some cannot run."""
+    once = {one.trial.model_copy(update={"repeat": 0, "seed": 0}).id: one for one in reversed(found)}
     trials = [one.trial.canonical() for one in once.values()]
-    varying = told(trials)
-    come = {path: list(dict.fromkeys(at(trial, path) for trial in trials)) for path in varying}
+    varying = [path for path in told(trials) if path != "seed"]
+    come = {path: list(dict.fromkeys(at(one.trial.canonical(), path) for one in found)) for path in varying}
 
     def place(trial: dict[str, Any]) -> list[int]:
         """By what varies, in the order in which the values first came."""
         return [values.index(at(trial, path)) for path, values in reversed(come.items())]
 
     rows = sorted(once.values(), key=lambda one: place(one.trial.canonical()))
-    out.print(f"[bold]{escape(suite.name)}[/]: {escape(suite.question)}")
-    out.print(
-        f"{counted(len(found), 'trial')}: {counted(len(rows), 'cell')} x {suite.repeats}. "
+    fitted_table.say(f"{suite.name}: {suite.question}", out)
+    fitted_table.say(
+        f"{counted(len(found), 'trial')}: {_cells(suite, len(rows))} x {suite.repeats}. "
         f"Stated time: {suite.time}.",
-        markup=False,
+        out,
     )
     if suite.merged:
         more = len(suite.merged) - _MOST_CELLS
         cells = "; ".join(suite.merged[:_MOST_CELLS]) + (f"; and {more} more" if more > 0 else "")
-        out.print(
-            f"Run once, being the same run as another cell, {len(suite.merged)}: {cells}.",
-            markup=False,
-            soft_wrap=True,
-        )
+        fitted_table.say(f"Run once, being the same run as another cell, {len(suite.merged)}: {cells}.", out)
     other = (str(finding) for one in rows for finding in one.findings if finding.kind != "honoured")
     peers = dict.fromkeys(one.trial.strategy for one in rows if one.trial.strategy in PEERS)
     said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
     for line in (*suite.kept, *said, *dict.fromkeys(other)):
-        out.print(escape(line), soft_wrap=True)
+        fitted_table.say(line, out)
     notes = list(dict.fromkeys(why for one in rows for why in _reasons(one)))
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
-    copies = ("hpZ copy, GiB: frames/16 bits",) if any(one.secondary for one in rows) else ()
-    offloading = ("on the host", "to and from it/step") if any(_host_bytes(one) for one in rows) else ()
-    for name in varying or ["strategy"]:
-        table.add_column(name, overflow="fold")
-    for name in (
-        "parameters", "between nodes/step", "inside nodes/step", "out of a node/step",
-        "on the wire s/step", "memory/rank", *copies, *offloading, "runs here",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
-    for one in rows:
-        trial = one.trial.canonical()
-        table.add_row(
-            *(at(trial, path) for path in varying or ["strategy"]),
-            NONE if one.parameters is None else f"{one.parameters / 1e6:,.2f} M{padded(one.padding)}",
-            _size(one.inter),
-            _size(one.intra),
-            _size(one.egress),
-            NONE if one.wire_seconds is None else f"{one.wire_seconds:.3f}",
-            NONE if one.memory is None else gib(sum(on_device(one.memory).values())),
-            *((_either_way(one.secondary),) if copies else ()),
-            *((gib(_host_bytes(one)), _size(one.copied)) if offloading else ()),
-            _runs(one, notes),
-        )
-    out.print(table)
-    out.print(_PLANNED, soft_wrap=True)
+    fitted_table.show(_planned(rows, varying, notes), out, whole="--json and --csv have all")
+    fitted_table.say(_PLANNED, out)
     _say_padding((one.padding for one in rows), out)
     for number, why in enumerate(notes, 1):
         count = sum(why in _reasons(one) for one in rows)
         what = next((_outcome(one) for one in rows if why in _reasons(one)), "")
         what = "cannot run here" if what == "no" else what
-        out.print(f"{number}: {what} ({count} of {len(rows)} cells): {escape(one_line(why))}", soft_wrap=True)
+        fitted_table.say(f"{number}: {what} ({count} of {len(rows)} cells): {one_line(why)}", out)
+    if short := _too_short(found):
+        fitted_table.say(short, out)
+
+
+def _cells(suite: Suite, rows: int) -> str:
+    """How many cells there are, and how many seeds each has."""
+    seeds = len({trial.seed for trial in suite.cells})
+    if len(suite.cells) == rows:
+        return counted(rows, "cell")
+    if len(suite.cells) == rows * seeds:
+        return f"{counted(rows, 'cell')} x {counted(seeds, 'seed')}"
+    return f"{counted(rows, 'cell')}, {len(suite.cells)} with all their seeds,"
+
+
+def _planned(rows: Sequence[Forecast], varying: Sequence[str], notes: Sequence[str]) -> list[Column]:
+    """The columns of a plan, the least important of the highest rank."""
+    trials = [one.trial.canonical() for one in rows]
+    marks = [padded(one.padding) for one in rows]
+    millions = [NONE if one.parameters is None else f"{one.parameters / 1e6:,.2f}" for one in rows]
+    columns = [
+        *(
+            text(path, [at(one, path) for one in trials], always=True, axis=True)
+            for path in varying or ["strategy"]
+        ),
+        Column("parameters", millions, "M", marks, rank=3),
+        sizes("between nodes", [one.inter for one in rows], per="/step"),
+        sizes("inside nodes", [one.intra for one in rows], per="/step", rank=4),
+        sizes("out of a node", [one.egress for one in rows], per="/step", rank=5),
+        Column(
+            "on the wire",
+            [NONE if one.wire_seconds is None else f"{one.wire_seconds:.3f}" for one in rows],
+            "s/step",
+            rank=1,
+        ),
+        sizes(
+            "memory/rank",
+            [None if one.memory is None else sum(on_device(one.memory).values()) for one in rows],
+            rank=2,
+        ),
+    ]
+    if any(one.secondary for one in rows):
+        frames, wide = ([one.secondary and one.secondary[way] for one in rows] for way in (0, 1))
+        columns += [sizes("hpZ copy as frames", frames, rank=6), sizes("hpZ copy in 16 bits", wide, rank=7)]
+    if any(_host_bytes(one) for one in rows):
+        columns += [
+            sizes("on the host", [_host_bytes(one) for one in rows], rank=2),
+            sizes("to and from the host", [one.copied for one in rows], per="/step", rank=3),
+        ]
+    return [*columns, Column("runs here", [_runs(one, notes) for one in rows], always=bool(notes))]
+
+
+def _too_short(found: Sequence[Forecast]) -> str | None:
+    """Why a suite that validates will give no verdict on losses; None if it may."""
+    validated = [one.trial for one in found if one.trial.validate_every is not None]
+    if not validated:
+        return None
+    seeds = len({trial.seed for trial in validated})
+    steps = min(trial.warmup + trial.steps for trial in validated)
+    short = [f"{steps} steps where {LEAST_STEPS} are needed"] if steps < LEAST_STEPS else []
+    short += [f"{counted(seeds, 'seed')} where {FEWEST} are needed"] if seeds < FEWEST else []
+    return f"Too short for a verdict on losses: {', and '.join(short)}." if short else None
 
 
 def _say_padding(shares: Iterable[float], out: Console) -> None:
     """What the mark in the table above means, if it stands there."""
     if said := padded_in_words(shares):
-        out.print(said, soft_wrap=True)
+        fitted_table.say(said, out)
 
 
-def _say_interfaces(sent: Iterable[str], out: Console) -> None:
+def _marks(one: Record, found: Summary) -> str:
+    """What stands behind a record's bytes between nodes."""
+    if found.sent is None:
+        return ""
+    return padded(one.padding) + (f" {INTERFACES}" if found.by_interfaces else "")
+
+
+def _say_interfaces(found: Iterable[Summary], out: Console) -> None:
     """What the mark of bytes without a ledger means, if it stands there."""
-    if any(text.endswith(INTERFACES) for text in sent):
-        out.print(INTERFACES_IN_WORDS, soft_wrap=True, markup=False)
+    if any(one.by_interfaces for one in found):
+        fitted_table.say(INTERFACES_IN_WORDS, out)
 
 
 def _reasons(one: Forecast) -> tuple[str, ...]:
@@ -149,11 +191,6 @@ def _runs(one: Forecast, notes: Sequence[str]) -> str:
     return f"{_outcome(one)}: {numbers}" if numbers else _outcome(one)
 
 
-def _either_way(secondary: tuple[int, int] | None) -> str:
-    """GiB of hpZ's copy kept as frames and in 16 bits."""
-    return "/".join(f"{size / 2**30:.3g}" for size in secondary) if secondary else NONE
-
-
 def _host_bytes(one: Forecast) -> int:
     """Bytes of one rank that are offloaded."""
     return sum(on_host(one.memory or {}).values())
@@ -163,28 +200,32 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     """Print the records of a results folder, one row each, then why trials failed."""
     trials = [record.trial for record in found]
     varying = [path for path in told(trials) if path != "strategy"]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    # Whole in every terminal, since it is there to be copied; the others give way, and none is cut.
-    table.add_column("id", no_wrap=True, min_width=max(len(record.id) for record in found))
-    several = ["sweep"] if any(record.sweep for record in found) else []
-    for name in ("strategy", *varying, "repeat", *several):
-        table.add_column(name, overflow="fold")
-    for name in ("s/step", "exposed s", "between nodes/step", "Mbit/s", "loss", "outcome"):
-        table.add_column(name, justify="right", overflow="fold")
-    measured = [_measured(record) for record in found]
-    for record, values in zip(found, measured, strict=True):
-        table.add_row(
-            record.id,
-            in_words(record.trial.get("strategy")),
-            *(at(record.trial, path) for path in varying),
-            in_words(record.trial.get("repeat")),
-            *([str(record.sweep)] if several else []),
-            *values,
-            "ok" if record.failure is None else record.failure.kind,
-        )
-    out.print(table)
+    measured = [summarise(record) for record in found]
+    sweeps = [str(record.sweep) for record in found]
+    several = [text("sweep", sweeps, rank=2)] if any(record.sweep for record in found) else []
+    marks = [_marks(*both) for both in zip(found, measured, strict=True)]
+
+    def numbers(
+        name: str, values: Iterable[float | None], form: str, unit: str = "", rank: int = 0
+    ) -> Column:
+        return Column(name, [NONE if v is None else format(v, form) for v in values], unit, rank=rank)
+
+    columns = [
+        Column("id", [record.id for record in found], number=False, always=True, whole=True),
+        text("strategy", [in_words(trial.get("strategy")) for trial in trials], axis=True),
+        *(text(path, [at(trial, path) for trial in trials], axis=True) for path in varying),
+        text("repeat", [in_words(trial.get("repeat")) for trial in trials], rank=1),
+        *several,
+        numbers("step", (one.seconds for one in measured), ".4f", "s"),
+        numbers("exposed", (one.exposed for one in measured), ".4f", "s", rank=4),
+        sizes("between nodes", [one.sent for one in measured], per="/step", rank=3, marks=marks),
+        numbers("rate", (one.rate for one in measured), ".4g", "Mbit/s", rank=5),
+        numbers("loss", (one.loss for one in measured), ".4f"),
+        text("outcome", ["ok" if one.failure is None else one.failure.kind for one in found]),
+    ]
+    fitted_table.show(columns, out, whole="--json and --csv have all")
     _say_padding((record.padding for record in found), out)
-    _say_interfaces((sent for _, _, sent, _, _ in measured), out)
+    _say_interfaces(measured, out)
     for record in found:
         if record.failure is not None:
             log = f"; log {folder / record.failure.log}" if record.failure.log else ""
@@ -209,7 +250,11 @@ def record(one: Record, out: Console, folder: Path) -> None:
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    seconds, exposed, sent, rate, loss = _measured(one)
+    found = summarise(one)
+
+    def number(value: float | None, form: str) -> str:
+        return NONE if value is None else format(value, form)
+
     lines: list[tuple[str, Any]] = [
         ("id", one.id),
         ("suite", one.suite),
@@ -224,11 +269,11 @@ def record(one: Record, out: Console, folder: Path) -> None:
         ("parameters", one.parameters),
         ("padding of its units", f"{one.padding:.1%} of them" if one.units else NONE),
         *((f"link {name}", value) for name, value in (one.link or ())),
-        ("median step, s", seconds),
-        ("exposed communication, s", exposed),
-        ("between nodes, a step", sent),
-        ("achieved rate, Mbit/s", rate),
-        ("last loss", loss),
+        ("median step, s", number(found.seconds, ".4f")),
+        ("exposed communication, s", number(found.exposed, ".4f")),
+        ("between nodes, a step", _size(found.sent) + _marks(one, found)),
+        ("achieved rate, Mbit/s", number(found.rate, ".4g")),
+        ("last loss", number(found.loss, ".4f")),
         ("reference loss of step 1", one.reference_loss),
         *_held(one),
         (
@@ -241,14 +286,14 @@ def record(one: Record, out: Console, folder: Path) -> None:
     for name, value in lines:
         table.add_row(name, escape(in_words(value)))
     out.print(table)
-    _say_interfaces([sent], out)
+    _say_interfaces([found], out)
     if one.failure is not None and one.failure.log:
         out.print(escape(f"log: {folder / one.failure.log}"), soft_wrap=True)
 
 
 def findings(found: Iterable[Finding], out: Console) -> None:
     """Print what the doctor found."""
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("", "what", "found", "what it adds, and what to do"):
         table.add_column(name, overflow="fold")
     for one in found:
@@ -272,57 +317,18 @@ def comparison(found: Comparison, out: Console) -> None:
 
 def compared(found: Sequence[Compared], out: Console) -> None:
     """Print the nodes of a run side by side, what differs first marked."""
-    table = Table(box=box.SIMPLE_HEAD)
     count = len(found[0].values)
-    for name in ("", "what", *(f"node {number}" for number in range(count))):
-        table.add_column(name, overflow="fold")
-    for row in found:
-        table.add_row("differs" if row.differs else "", row.what, *(escape(value) for value in row.values))
-    out.print(table)
+    columns = [
+        text("", ["differs" if row.differs else "" for row in found], always=True),
+        text("what", [row.what for row in found], always=True),
+        *(text(f"node {n}", [row.values[n] for row in found], rank=n, always=True) for n in range(count)),
+    ]
+    fitted_table.show(columns, out, whole="--json and --csv have all")
     differing = [row.what for row in found if row.differs]
     out.print(f"What differs: {', '.join(differing)}." if differing else "Nothing differs that should agree.")
     hosts = len(set(found[0].values))
     many = f"{count} nodes on {hosts} host{'s' if hosts > 1 else ''}"
     out.print(f"{many}: no network is between those of one host." if hosts < count else f"{many}.")
-
-
-def _measured(one: Record) -> tuple[str, str, str, str, str]:
-    """Median step of the slowest rank, exposed communication of the first, bytes between nodes per step,
-    rate, and the last loss, its mean over ranks.  A generation is a step without loss.
-    """
-    timed = [[step for step in rank.steps if not step.warmup] for rank in one.ranks]
-    tokens = [[token for token in rank.tokens if not token.warmup] for rank in one.ranks]
-    waited: list[float] | None = None
-    mark = ""
-    if one.ranks and tokens[0]:
-        of_steps = [list(group) for _, group in itertools.groupby(tokens[0], lambda token: token.step)]
-        seconds = [sum(token.seconds for token in group) for group in of_steps]
-        if tokens[0][0].exposed is not None:
-            waited = [sum(token.exposed or 0.0 for token in group) for group in of_steps]
-        sent = [token.inter_bytes for token in itertools.chain(*tokens) if token.inter_bytes is not None]
-        loss = NONE
-    elif one.ranks and timed[0]:
-        seconds = slowest_seconds(one)
-        if timed[0][0].exposed_forward is not None:
-            waited = [(step.exposed_forward or 0.0) + (step.exposed_backward or 0.0) for step in timed[0]]
-        ledgers = [rank.ledger for rank in one.ranks if rank.ledger is not None]
-        sent = [
-            sum(row.bytes for row in ledger if row.link == "inter" and row.phase in _TRAINING)
-            for ledger in ledgers
-        ]
-        if not ledgers and one.interfaces:
-            sent, mark = [counters.tx_bytes for counters in one.interfaces], f" {INTERFACES}"
-        loss = f"{statistics.fmean(rank.steps[-1].loss for rank in one.ranks):.4f}"
-    else:
-        return NONE, NONE, NONE, NONE, NONE
-    rates = [] if one.link is None else one.link.probed_mbit or one.link.calibrated_mbit
-    return (
-        f"{statistics.median(seconds):.4f}",
-        NONE if waited is None else f"{statistics.median(waited):.4f}",
-        _size(sum(sent) / len(seconds)) + padded(one.padding) + mark if sent else NONE,
-        f"{statistics.median(rates):.4g}" if rates else NONE,
-        loss,
-    )
 
 
 def _size(size: float | None) -> str:

@@ -24,9 +24,9 @@ SUITES = Path(__file__).parents[2] / "suites"
 def test_json_and_csv_hold_the_same_trials(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every trial of the suite once, under its id, with what is predicted; unknown is null, or empty."""
     path = str(SUITES / f"{suite}.toml")
-    assert cli.main(["plan", path, "--format", "json"]) == cli.OK
+    assert cli.main(["plan", path, "--json"]) == cli.OK
     told = json.loads(capsys.readouterr().out)
-    assert cli.main(["plan", path, "--format", "csv"]) == cli.OK
+    assert cli.main(["plan", path, "--csv"]) == cli.OK
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     trials = load(Path(path)).trials
     assert [one["id"] for one in told["trials"]] == [one["id"] for one in lines] == [one.id for one in trials]
@@ -39,12 +39,12 @@ def test_json_and_csv_hold_the_same_trials(suite: str, capsys: pytest.CaptureFix
 
 
 def test_what_cannot_run_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With status 1; another format is refused with status 2."""
+    """With status 1; two forms at once are refused with status 2."""
     path = str(SUITES / "gpu_node.toml")
-    assert cli.main(["plan", path, "--format", "csv"]) == cli.SOME_FAILED
+    assert cli.main(["plan", path, "--csv"]) == cli.SOME_FAILED
     line = next(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert (line["runs_here"], "need a GPU" in line["why"]) == ("False", True)
-    assert cli.main(["plan", path, "--format", "yaml"]) == cli.REFUSED
+    assert cli.main(["plan", path, "--csv", "--json"]) == cli.REFUSED
 
 
 @given(

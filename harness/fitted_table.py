@@ -1,0 +1,166 @@
+"""Prints tables that fit the terminal, and says what it left out.
+
+A column that holds one value in all rows becomes a part of a line above the table.  Headings break at dots
+and spaces alone, into as few lines as fit.  Columns that do not fit even so are left out, the least important
+first, and named below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+PIPE_WIDTH: Final = 200  # columns where the output is no terminal
+_MOST_LINES: Final = 6  # of a heading
+_WIDEST: Final = 40  # characters of a text's cell before it is folded
+_REDUNDANT: Final = 3
+_UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        name: its heading, which may break at dots and spaces.
+        cells: by row.
+        unit: of all cells; stands in the heading.
+        marks: what stands behind each cell; empty for nothing behind any.
+        number: whether it is aligned to the right, and never folded.
+        rank: importance; columns of rank 0 are never left out, those of the highest rank are first.
+        always: whether it is a column even where it holds one value.
+        whole: whether no cell is ever folded, since it is there to be copied.
+        axis: whether it says what was asked; one of those without which the rows are told apart as well is
+            left out as if it were of rank :data:`_REDUNDANT`.
+    """
+
+    name: str
+    cells: Sequence[str]
+    unit: str = ""
+    marks: Sequence[str] = ()
+    number: bool = True
+    rank: int = 0
+    always: bool = False
+    whole: bool = False
+    axis: bool = False
+
+    @property
+    def heading(self) -> str:
+        """The name, and the unit behind a comma."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+    @property
+    def marked(self) -> list[str]:
+        """The cells with their marks."""
+        return [
+            cell + mark for cell, mark in zip(self.cells, self.marks or [""] * len(self.cells), strict=True)
+        ]
+
+    @property
+    def varies(self) -> bool:
+        """Whether it tells rows apart."""
+        return len(self.cells) < 2 or len(set(self.marked)) > 1
+
+    @property
+    def same(self) -> str:
+        """What a column that does not vary says, in words."""
+        return f"{self.name} {self.cells[0]} {self.unit}".rstrip() + "".join(self.marks[:1])
+
+
+def text(
+    name: str, cells: Sequence[str], *, rank: int = 0, always: bool = False, axis: bool = False
+) -> Column:
+    """A column of words."""
+    return Column(name, cells, number=False, rank=rank, always=always, axis=axis)
+
+
+def sizes(
+    name: str, values: Sequence[float | None], *, per: str = "", rank: int = 0, marks: Sequence[str] = ()
+) -> Column:
+    """A column of bytes in the unit that fits the largest, followed by marks; ``-`` for what is not known."""
+    largest = max((value for value in values if value is not None), default=0.0)
+    unit, scale = next(((unit, scale) for unit, scale in _UNITS if largest >= scale), ("B", 1.0))
+    cells = ["-" if value is None else f"{value / scale:.4g}" for value in values]
+    return Column(name, cells, f"{unit}{per}", marks, rank=rank)
+
+
+def show(columns: Sequence[Column], out: Console, *, whole: str) -> None:
+    """Print columns as a table that fits; ``whole`` names where all of it is to be had."""
+    shown = [column for column in columns if column.always or column.varies]
+    same = [column for column in columns if column not in shown]
+    if same:
+        say(f"The same in all rows: {'; '.join(column.same for column in same)}.", out)
+    left_out: list[Column] = []
+    while (table := _fitting(shown, out)) is None:
+        ranks = [_rank(column, shown) for column in shown]
+        if not max(ranks):
+            break
+        last = max(range(len(shown)), key=lambda number: (ranks[number], number))
+        left_out.insert(0, shown.pop(last))
+    out.print(table or _table(shown, _MOST_LINES, fold=True))
+    if left_out:
+        names = ", ".join(column.name for column in left_out)
+        count = f"{len(left_out)} column{'s' if len(left_out) > 1 else ''}"
+        say(f"{count} left out: {names}; {whole}.", out)
+
+
+def say(line: str, out: Console) -> None:
+    """Print a line, broken at words in a terminal; elsewhere it stays one line."""
+    out.print(line, markup=False, highlight=False, soft_wrap=out.width >= PIPE_WIDTH)
+
+
+def _rank(column: Column, shown: Sequence[Column]) -> int:
+    """How soon a column is left out."""
+    if not column.axis or column.rank:
+        return column.rank
+    axes = [one.cells for one in shown if one.axis]
+    others = [one.cells for one in shown if one.axis and one is not column]
+    return _REDUNDANT if len(set(zip(*others, strict=True))) == len(set(zip(*axes, strict=True))) else 0
+
+
+def _fitting(columns: Sequence[Column], out: Console) -> Table | None:
+    """The table with headings of as few lines as let it fit; None if none does."""
+    tables = (_table(columns, lines) for lines in range(1, _MOST_LINES + 1))
+    unbounded = out.options.update(width=10_000, max_width=10_000)
+    return next((one for one in tables if out.measure(one, options=unbounded).maximum <= out.width), None)
+
+
+def _table(columns: Sequence[Column], lines: int, *, fold: bool = False) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(
+            escape(broken(column.heading, lines)),
+            justify="right" if column.number else "left",
+            no_wrap=column.whole or (column.number and not fold),
+            min_width=max(map(len, column.cells), default=0) if column.whole else None,
+            overflow="fold",
+            max_width=None if column.number else max(_WIDEST, *map(len, column.name.split("."))),
+        )
+    for row in zip(*(column.marked for column in columns), strict=True):
+        table.add_row(*map(escape, row))
+    return table
+
+
+def broken(heading: str, lines: int) -> str:
+    """A heading broken after dots and at spaces, into at most so many lines where that is possible."""
+    parts = re.findall(r"[^. ]+[.]?[ ]?|[. ]", heading)
+    widest = max(map(len, parts))
+    tried = (_filled(parts, width) for width in range(widest, len(heading) + 1))
+    return "\n".join(next((one for one in tried if len(one) <= lines), _filled(parts, len(heading))))
+
+
+def _filled(parts: Sequence[str], width: int) -> list[str]:
+    """Parts put into lines of at most ``width`` characters."""
+    filled = [""]
+    for part in parts:
+        if filled[-1] and len((filled[-1] + part).rstrip()) > width:
+            filled.append("")
+        filled[-1] += part
+    return [line.rstrip() for line in filled]

@@ -1,0 +1,92 @@
+"""Tables fit the terminal: nothing is cut, and what is not there is named."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from harness import fitted_table, terminal
+from harness.fitted_table import Column, broken, sizes, text
+from harness.runs.forecast import any_host, forecast
+from harness.suites.suite_file import load
+
+SUITES = Path(__file__).parents[2] / "suites"
+
+
+def shown(columns: list[Column], width: int) -> str:
+    file = io.StringIO()
+    fitted_table.show(columns, Console(file=file, width=width), whole="--csv has all")
+    return file.getvalue()
+
+
+@given(
+    st.lists(st.sampled_from(["policy.", "cluster.", "rate", "nodes", "a", " "]), min_size=1),
+    st.integers(1, 6),
+)
+def test_headings_break_at_dots_and_spaces_alone(parts: list[str], lines: int) -> None:
+    """And nothing of them is lost; in one line they are whole."""
+    heading = "".join(parts).strip() or "a"
+    found = broken(heading, lines)
+    assert found.replace("\n", "").replace(" ", "") == heading.replace(" ", "")
+    for line in found.splitlines()[:-1]:
+        at = heading.find(line)
+        assert at >= 0
+        assert line.endswith(".") or heading[at + len(line)] == " "
+    assert broken(heading, 1) == heading
+
+
+@pytest.mark.parametrize("name", ["quickstart", "bits", "paper_scale", "peers"])
+def test_plans_fit_the_terminal(name: str) -> None:
+    """No line of a shipped suite's plan is longer than the terminal, no word of its headings is cut, and the
+    columns that are not there are named.
+    """
+    suite = load(SUITES / f"{name}.toml")
+    found = forecast(suite.trials, any_host())
+    for width in (80, 100, 120, 170, 190):
+        file = io.StringIO()
+        terminal.forecasts(suite, found, Console(file=file, width=width))
+        said = file.getvalue()
+        assert max(map(len, said.splitlines())) <= width
+        heading = said.partition("\u2500")[0].split()
+        assert "strategy" in heading
+        assert not {"strateg", "policy.seco", "policy.gradient", "seconda"} & set(heading)
+        assert "memory/rank" in said.partition("between, inside nodes:")[0]
+    assert "left out" not in said
+
+
+def test_what_does_not_vary_is_a_line() -> None:
+    """With its unit; a table of one row keeps all its columns."""
+    columns = [text("strategy", ["a", "b"]), sizes("sent", [2e6, 2e6], per="/step", marks=[" ¶", " ¶"])]
+    assert "The same in all rows: sent 2 MB/step ¶.\n" in shown(columns, 80)
+    one = shown([text("strategy", ["a"]), sizes("sent", [2e6])], 80)
+    assert "The same" not in one
+    assert "sent, MB" in one
+
+
+def test_the_least_important_columns_are_left_out_first() -> None:
+    """Then axes that others tell apart as well; what tells rows apart stays, folded at last."""
+    rows = [f"{row}" for row in range(4)]
+    columns = [
+        text("model.name", ["gpt-small", "gpt-small", "bert-tiny", "bert-tiny"], axis=True),
+        text("strategy", ["zero3", "zeropp"] * 2, axis=True),
+        text("sequence", ["128", "128", "64", "64"], axis=True),
+        Column("step", rows, "s"),
+        Column("memory", rows, "MB", rank=5),
+    ]
+    assert "left out" not in shown(columns, 80)
+    assert "1 column left out: memory;" in shown(columns, 40)
+    assert "2 columns left out: sequence, memory; --csv has all." in " ".join(shown(columns, 30).split())
+    assert "2 columns left out: sequence, memory;" in " ".join(shown(columns, 14).split())
+
+
+def test_bytes_of_a_column_have_one_unit() -> None:
+    """That of the largest, in its heading; what is not known is a dash."""
+    column = sizes("sent", [1_500_000, 2_000, None], per="/step")
+    assert column.heading == "sent, MB/step"
+    assert list(column.cells) == ["1.5", "0.002", "-"]
+    assert sizes("sent", [None]).heading == "sent, B"
