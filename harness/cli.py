@@ -37,6 +37,7 @@ from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.print_once import saying
 from harness.cluster.rank_processes import end_if_in_group
 from harness.errors import Refusal, one_line
+from harness.expected_time import expected
 from harness.laws import command as check
 from harness.laws.own_codecs import check_laws
 from harness.measure import provenance
@@ -139,6 +140,7 @@ def plan(file: SuiteFile, *, as_json: Json = False, as_csv: Csv = False) -> None
         raise typer.Exit(SOME_FAILED if any(one.problems for one in found) else OK)
     out = terminal.console()
     terminal.forecasts(suite, found, out)
+    terminal.expected_time(expected(found), out)
     if impossible := sum(bool(one.problems) for one in found):
         out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
         raise typer.Exit(SOME_FAILED)

@@ -15,6 +15,7 @@ from rich.table import Table
 from harness import fitted_table
 from harness.doctor import Compared, Finding
 from harness.errors import one_line
+from harness.expected_time import Expected
 from harness.fitted_table import Column, sizes, text
 from harness.records.confidence_intervals import FEWEST, LEAST_STEPS
 from harness.records.memory_parts import on_device, on_host
@@ -93,6 +94,11 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
         fitted_table.say(f"{number}: {what} ({count} of {len(rows)} cells): {one_line(why)}", out)
     if short := _too_short(found):
         fitted_table.say(short, out)
+
+
+def expected_time(found: Expected | str, out: Console) -> None:
+    """Print how long a suite is expected to take here, or why that is not known."""
+    fitted_table.say(f"No expected time: {found}." if isinstance(found, str) else str(found), out)
 
 
 def _cells(suite: Suite, rows: int) -> str:

@@ -69,14 +69,15 @@ def micro_batch_bytes(trial: Trial) -> int:
     examples = trial.tokens_per_rank // trial.sequence
     if trial.corpus == GLYPHS:
         return examples * _IMAGE_BYTES
-    if isinstance(found := _own(trial), OwnPairs):
+    if (found := own_pairs(trial)) is not None:
         return 2 * examples * found.example_bytes  # drawn, then copied to where tensors live
     return 2 * _TOKEN_BYTES * trial.tokens_per_rank
 
 
-def _own(trial: Trial) -> object:
-    """What a user's function returned; None for any other corpus, and for one that is refused."""
+def own_pairs(trial: Trial) -> OwnPairs | None:
+    """The pairs of arrays that a user's function returned; None for any other corpus, and for one refused."""
     try:
-        return corpus.load(trial.corpus) if corpus.holds_arrays(trial.corpus) else None
+        found = corpus.load(trial.corpus) if corpus.holds_arrays(trial.corpus) else None
     except CorpusError:
         return None
+    return found if isinstance(found, OwnPairs) else None

@@ -1,0 +1,90 @@
+"""An expected time adds up what is known of a suite, and says so where nothing is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import expected_time
+from harness.expected_time import OVERHEAD, Expected, expected
+from harness.runs.forecast import Forecast, any_host, forecast
+from harness.suites.trial import Cluster, Model, Trial
+
+TINY: dict[str, Any] = {"model": Model(name="gpt-tiny"), "sequence": 32, "tokens_per_rank": 64}
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores, on which a pass takes 0.1 s."""
+    monkeypatch.setattr("harness.measure.machine.cores", lambda: 2)
+    monkeypatch.setattr(expected_time, "_pass_seconds", lambda _, sequences: 0.05 * sequences)
+
+
+def estimated(**fields: Any) -> Expected | str:
+    return expected(forecast([Trial(strategy="zero3", steps=10, warmup=0, **TINY | fields)], any_host()))
+
+
+def seconds(**fields: Any) -> float:
+    found = estimated(**fields)
+    assert isinstance(found, Expected), found
+    return found.seconds
+
+
+@pytest.mark.usefixtures("cores")
+def test_steps_wait_for_cores_and_for_the_link() -> None:
+    """Four ranks on two cores take twice as long as two; micro-batches add up; bytes take their time; and
+    validations are forward passes.
+    """
+    two, four = (seconds(cluster=Cluster(nodes=2, ranks_per_node=each, link="none")) for each in (1, 2))
+    assert four - OVERHEAD == pytest.approx(2 * (two - OVERHEAD))
+    assert two == pytest.approx(OVERHEAD + 0.1 * (10 + 6))
+    none = Cluster(nodes=2, ranks_per_node=1, link="none")
+    assert seconds(cluster=none, accumulation=3) == pytest.approx(two + 2.0)
+    assert seconds(cluster=none, validate_every=5, validation_batches=6) == pytest.approx(
+        two + 3 * 6 * 0.1 / 3
+    )
+    slow = Cluster(nodes=2, ranks_per_node=1, rate="1 Mbit/s")  # type: ignore[arg-type]
+    (one,) = forecast([Trial(strategy="zero3", cluster=slow, **TINY)], any_host())
+    assert one.wire_seconds is not None
+    assert seconds(cluster=slow) == pytest.approx(two + 10 * one.wire_seconds)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model": Model(name="gpt-1.5b")}, "a pass of 'gpt-1.5b' is too long to be measured"),
+        ({"cluster": Cluster(device="cuda", transport="nccl")}, "processors of one machine alone"),
+        ({"corpus": "no/such"}, "no trial runs"),
+        ({"memory_limit": "1 MiB"}, "no trial runs"),
+    ],
+)
+def test_what_is_not_estimated_says_why(fields: dict[str, Any], words: str) -> None:
+    """A model of the paper's scale is not built, a GPU is not measured, and what cannot run takes no time."""
+    assert words in str(estimated(**fields))
+
+
+def test_a_model_that_cannot_be_tried_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own that does not take its batches says so in the plan, before ranks fail on it."""
+    (tmp_path / "misfit.py").write_text(
+        "import torch\n"
+        "class Misfit(torch.nn.Linear):\n"
+        "    def __init__(self, sequence): super().__init__(128, 128)\n"
+        "    def forward(self, read, answer): return super().forward(read.float()).mean()\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    found = estimated(model=Model(name="misfit:Misfit"))
+    assert str(found).startswith("model 'misfit:Misfit' cannot be tried: RuntimeError: mat1 and mat2 shapes")
+
+
+def test_a_measured_model_is_measured_once() -> None:
+    """All its trials share it, and the estimate is printed as one."""
+    trials = [Trial(strategy=name, seed=seed, **TINY) for name in ("zero3", "hpz") for seed in (0, 1)]
+    found = expected(forecast(trials, any_host()))
+    assert isinstance(found, Expected)
+    assert len(found.computing) == 1
+    assert 4 * OVERHEAD < found.seconds < 4 * OVERHEAD + 60
+    assert "an estimate" in str(found)
+    assert expected([Forecast(trial, 1, refusal="not here") for trial in trials]) == "no trial runs"
