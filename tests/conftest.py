@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import needs
+
 # Before torch is imported, here or in what tests start: workers and thread ranks fill the processors already,
 # and threads of one operation, which wait for each other by spinning, take twice the time.
 # An empty value, of which libgomp complains in every process, counts as none.
@@ -26,6 +28,22 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let -m needs select all tests that need something beyond pip."""
+    needs.mark(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Skip tests that need what is not here."""
+    needs.skip_where_missing(session.items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which components were missing."""
+    needs.summarise(terminalreporter)
 
 
 @pytest.fixture(autouse=True)

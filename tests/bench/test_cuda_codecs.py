@@ -24,7 +24,7 @@ from impl.codecs.rounding_noise import Key, Noise
 from impl.cuda.kernels import Kernels
 from impl.cuda.launch import on_device
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("CuPy")]
 
 kernels = Kernels(on_device)
 SIZE = 256 << 20  # bytes of elements
@@ -44,14 +44,6 @@ HOPS = [
 def noise_of(codec: Codec) -> Noise | None:
     """The random bits of one row."""
     return KEY.noise() if codec.stochastic else None
-
-
-@pytest.fixture(autouse=True)
-def needs_a_device() -> None:
-    """Skip where there is none."""
-    if not torch.cuda.is_available():
-        pytest.skip("torch finds no CUDA device")
-    pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
 
 
 def seconds(operation: Callable[[], object]) -> float:

@@ -6,14 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_on_cpu import host
-
 
 @pytest.fixture(scope="session")
-def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where compiled sources are kept, on machines that can compile them."""
-    reason = host.missing()
-    if reason is not None:
-        pytest.skip(reason)
+def cuda_libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled sources are kept."""
     cache: pytest.Cache | None = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
     return tmp_path_factory.mktemp("cuda_on_cpu") if cache is None else cache.mkdir("cuda_on_cpu")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import platform
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,15 +23,6 @@ SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", 
 
 class KernelError(RuntimeError):
     """What the shim saw: a deadlock, or a collective misused."""
-
-
-def missing() -> str | None:
-    """Why kernels cannot run on this host, if they cannot."""
-    if shutil.which("g++") is None:
-        return "no g++ to compile the CUDA sources for the host"
-    if platform.machine() != "x86_64":
-        return f"the shim's fiber switch is written for x86-64, this is {platform.machine()}"
-    return None
 
 
 def build(source: Path, kernels: Sequence[str], folder: Path, *, sanitize: bool = False) -> Path:

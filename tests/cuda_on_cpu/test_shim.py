@@ -26,34 +26,34 @@ KERNELS = (
 )
 
 
-def run(libraries: Path, kernel: str, order: int = 0) -> torch.Tensor:
+def run(cuda_libraries: Path, kernel: str, order: int = 0) -> torch.Tensor:
     """(256,) int32 that ``kernel`` of planted.cu makes of 0, 1, 2, ..."""
-    library = host.load(host.build(sanitized.PLANTED, KERNELS, libraries))
+    library = host.load(host.build(sanitized.PLANTED, KERNELS, cuda_libraries))
     values, out = torch.arange(256, dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
     arguments = np.array([values.data_ptr(), out.data_ptr(), 256])
     host.call(library, Launch(sanitized.PLANTED.name, kernel, (1, 1, 1), 256, arguments), order)
     return out
 
 
-def test_a_correct_kernel_does_not_depend_on_the_order(libraries: Path) -> None:
+def test_a_correct_kernel_does_not_depend_on_the_order(cuda_libraries: Path) -> None:
     """With its barrier, the exchange gives the same result in every order of threads."""
     for order in range(5):
-        assert torch.equal(run(libraries, "rotate<true>", order), torch.arange(256).roll(-1).int())
+        assert torch.equal(run(cuda_libraries, "rotate<true>", order), torch.arange(256).roll(-1).int())
 
 
-def test_a_race_shows_between_orders(libraries: Path) -> None:
+def test_a_race_shows_between_orders(cuda_libraries: Path) -> None:
     """Without its barrier, the exchange gives different results in different orders."""
-    up, down, shuffled = (run(libraries, "rotate<false>", order) for order in (0, 1, 7))
+    up, down, shuffled = (run(cuda_libraries, "rotate<false>", order) for order in (0, 1, 7))
     assert not torch.equal(up, down)
     assert not torch.equal(up, shuffled)
 
 
 @pytest.mark.parametrize("order", range(5))
-def test_a_warp_that_is_a_turn_ahead_shows(libraries: Path, order: int) -> None:
+def test_a_warp_that_is_a_turn_ahead_shows(cuda_libraries: Path, order: int) -> None:
     """What one buffer loses to a fast warp, two keep, in every order."""
     wanted = (((torch.arange(256) // 32 + 1) % 8) * 2 + 100).int()
-    assert torch.equal(run(libraries, "two_turns<2>", order), wanted)
-    assert not torch.equal(run(libraries, "two_turns<1>", order), wanted)
+    assert torch.equal(run(cuda_libraries, "two_turns<2>", order), wanted)
+    assert not torch.equal(run(cuda_libraries, "two_turns<1>", order), wanted)
 
 
 @pytest.mark.parametrize(
@@ -71,20 +71,20 @@ def test_a_warp_that_is_a_turn_ahead_shows(libraries: Path, order: int) -> None:
         ("none_of_that_name", "no kernel none_of_that_name"),
     ],
 )
-def test_what_would_hang_or_be_undefined_is_reported(libraries: Path, kernel: str, message: str) -> None:
+def test_what_would_hang_or_be_undefined_is_reported(cuda_libraries: Path, kernel: str, message: str) -> None:
     """A barrier or collective that not all threads reach ends with counts, and does not hang."""
     with pytest.raises(host.KernelError, match=message):
-        run(libraries, kernel)
+        run(cuda_libraries, kernel)
 
 
-def under_sanitizers(libraries: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def under_sanitizers(cuda_libraries: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """``tests.cuda_on_cpu.sanitized`` in a process that loads the address sanitizer first."""
     command = ["g++", "-print-file-name=libasan.so"]
     runtime = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(runtime).is_absolute():
         pytest.skip("g++ comes without the address sanitizer's library")
     return subprocess.run(
-        [sys.executable, "-m", "tests.cuda_on_cpu.sanitized", str(libraries), *arguments],
+        [sys.executable, "-m", "tests.cuda_on_cpu.sanitized", str(cuda_libraries), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -101,16 +101,16 @@ def under_sanitizers(libraries: Path, *arguments: str) -> subprocess.CompletedPr
         ("shift_by_width", r"shift exponent 32 is too large"),
     ],
 )
-def test_sanitizers_find_a_planted_bug(libraries: Path, kernel: str, finding: str) -> None:
+def test_sanitizers_find_a_planted_bug(cuda_libraries: Path, kernel: str, finding: str) -> None:
     """An access out of bounds and undefined behaviour end the process, naming the line."""
-    done = under_sanitizers(libraries, kernel)
+    done = under_sanitizers(cuda_libraries, kernel)
     assert done.returncode != 0
     assert "planted.cu:" in done.stderr
     assert re.search(finding, done.stderr), done.stderr
 
 
-def test_kernels_are_clean_under_sanitizers(libraries: Path) -> None:
+def test_kernels_are_clean_under_sanitizers(cuda_libraries: Path) -> None:
     """No kernel reads or writes outside its tensors, at tails of every kind, or does what C++ leaves open."""
-    done = under_sanitizers(libraries)
+    done = under_sanitizers(cuda_libraries)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "clean\n"

@@ -186,7 +186,6 @@ def test_bad_input_is_one_line_and_status_2(
 
 def test_the_documented_program_reads_a_checkpoint(tmp_path: Path) -> None:
     """docs/guide/checkpoints.md, "Reading one without this project", with the format's own library."""
-    pytest.importorskip("safetensors", reason="the format's own library is not installed")
     text = Path("docs/guide/checkpoints.md").read_text(encoding="utf-8").partition("Reading one without")[2]
     (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     found: dict[str, Any] = {}

@@ -5,23 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "scontrol")
-
-
-def why_not() -> str | None:
-    """Why Slurm cannot be started here; None if it can."""
-    if os.geteuid() != 0:
-        return "Slurm's daemons need root"
-    missing = [name for name in _PROGRAMS if shutil.which(name, path=SEARCHED) is None]
-    return f"not installed: {', '.join(missing)} (Debian: slurm-wlm, munge)" if missing else None
+from tests.support.needs import SEARCHED
 
 
 def _ports(count: int) -> list[int]:

@@ -13,10 +13,10 @@ from impl.codecs import reference
 from impl.codecs.codec import parse
 from impl.cuda.launch import Launch
 from report.bench.boards import BACKENDS
-from tests.cuda_on_cpu.fixtures import libraries
+from tests.cuda_on_cpu.fixtures import cuda_libraries
 from tests.cuda_on_cpu.host import Host
 
-__all__ = ["libraries"]
+__all__ = ["cuda_libraries"]
 
 WHOLE = ["encode_held<Fp32, 8, false>", "decode<Fp32, 8>", "decode_sum<8, 4>"]
 FUSED = ["decode_sum_encode<8, 2, 8, false>"]
@@ -33,9 +33,9 @@ WANTED = {
 
 
 @pytest.mark.parametrize("name", ABLATED)
-def test_each_is_the_reference_by_other_launches(name: str, libraries: Path) -> None:
+def test_each_is_the_reference_by_other_launches(name: str, cuda_libraries: Path) -> None:
     """Frames, elements, sums and sums encoded again are the reference's bits; the kernels are those named."""
-    host, wide, idle = Host(libraries), [], []
+    host, wide, idle = Host(cuda_libraries), [], []
 
     def run(launch: Launch, device: torch.device, **said: Any) -> None:
         places = ("values", "frames", "output", "error")

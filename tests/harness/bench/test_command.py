@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,7 +78,7 @@ def test_bad_input(
     assert words in refused(folder, capsys, "bench", *arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.needs("no CUDA device")
 def test_a_backend_that_is_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A backend that is asked for and missing is refused with the reason, never left out."""
     error = refused(folder, capsys, "bench", "codecs", "--backend", "cuda")
@@ -407,7 +406,7 @@ def test_a_quantised_run_alone_is_held_to_nothing() -> None:
 OVERLAP = ("overlap", "--layers", "2", "--sequences", "1", "--megabytes", "1")
 
 
-@pytest.mark.link
+@pytest.mark.needs("namespaces")
 @pytest.mark.timeout(180)
 def test_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run holds the link to the rate that follows from compute alone, and keeps every round's seconds."""

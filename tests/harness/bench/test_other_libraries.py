@@ -28,7 +28,7 @@ def test_lines_of_pytorch_quantise(dtype: torch.dtype) -> None:
     assert found == {"int8:2048": 1 << 14, "int8:256": 1 << 14, "int4:256": 1 << 13}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.needs("no CUDA device")
 def test_what_needs_a_gpu_says_so() -> None:
     """DeepSpeed's quantisers are of fp16 on a GPU: elsewhere they are missing, and none is timed."""
     assert other_libraries.why_missing("deepspeed") == "deepspeed: its quantisers need a CUDA device"

@@ -80,7 +80,8 @@ from harness.cluster.rank_processes import run_ranks
 from impl.plan.topology import Topology
 if __name__ == "__main__":
     try:
-        run_ranks(targets.announce_and_hang, {json.dumps(str(tmp_path))}, local(Topology(1, 2), Path("log")))
+        log = Path({str(tmp_path)!r}, "log")
+        run_ranks(targets.announce_and_hang, {json.dumps(str(tmp_path))}, local(Topology(1, 2), log))
     except KeyboardInterrupt:
         print("clean")
 """

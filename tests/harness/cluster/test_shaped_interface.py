@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +18,6 @@ from harness.cluster.shaped_interface import Request
 from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, Host, hosts
 
-pytestmark = pytest.mark.link
-
 _HOLD = """
 import json, sys
 from harness.cluster.shaped_interface import Request, ShapedInterface
@@ -33,21 +30,25 @@ _KEEPER = [sys.executable, "-m", "harness.cluster.shaped_interface"]
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[list[Host]]:
+def host_pair(tmp_path: Path) -> Iterator[list[Host]]:
     """Two hosts."""
     with hosts(2, tmp_path, {}) as both:
         yield both
 
 
-def towards(pair: list[Host], **changes: object) -> Request:
+def towards(host_pair: list[Host], **changes: object) -> Request:
     """What the first host is asked to hold, towards the second."""
-    asked = {"interface": pair[0].interface, "rate_mbit": 50.0, "others": [pair[1].address]} | changes
+    asked = {
+        "interface": host_pair[0].interface,
+        "rate_mbit": 50.0,
+        "others": [host_pair[1].address],
+    } | changes
     return Request(**asked)  # type: ignore[arg-type]
 
 
-def answered(pair: list[Host], before: tuple[str, ...] = (), **changes: object) -> dict[str, str]:
+def answered(host_pair: list[Host], before: tuple[str, ...] = (), **changes: object) -> dict[str, str]:
     """What the keeper answers on the first host, started with the words ``before``; it ends at once."""
-    command = [*pair[0].inside, *before, *_KEEPER, json.dumps(asdict(towards(pair, **changes)))]
+    command = [*host_pair[0].inside, *before, *_KEEPER, json.dumps(asdict(towards(host_pair, **changes)))]
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
     )
@@ -56,19 +57,19 @@ def answered(pair: list[Host], before: tuple[str, ...] = (), **changes: object) 
 
 
 @pytest.mark.parametrize("end", ["closed", "interrupted", "killed", "keeper told to end"])
-def test_an_interface_is_shaped_while_its_supervisor_lives(pair: list[Host], end: str) -> None:
+def test_an_interface_is_shaped_while_its_supervisor_lives(host_pair: list[Host], end: str) -> None:
     """It has the queue of namespaces, and none once the supervisor has let go, was interrupted or killed."""
-    before = pair[0].queues()
-    command = [*pair[0].inside, sys.executable, "-c", _HOLD, json.dumps(asdict(towards(pair)))]
+    before = host_pair[0].queues()
+    command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, json.dumps(asdict(towards(host_pair)))]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as holds:
         assert holds.stdin is not None
         assert holds.stdout is not None
         keeper, _, found = holds.stdout.readline().partition(" ")
-        assert json.loads(found).items() >= {"interface": pair[0].interface, "before": "noqueue"}.items()
-        held = pair[0].queues()
-        assert f"qdisc tbf 5a50: dev {pair[0].interface} root" in held[0]
+        assert json.loads(found).items() >= {"interface": host_pair[0].interface, "before": "noqueue"}.items()
+        held = host_pair[0].queues()
+        assert f"qdisc tbf 5a50: dev {host_pair[0].interface} root" in held[0]
         assert "rate 50Mbit" in held[0]
         assert f"gso_max_size {shape(50.0).segment}" in held
         if end == "closed":
@@ -78,28 +79,28 @@ def test_an_interface_is_shaped_while_its_supervisor_lives(pair: list[Host], end
             os.kill(int(keeper), signal.SIGTERM)
         else:
             holds.send_signal(signal.SIGINT if end == "interrupted" else signal.SIGKILL)
-        until(lambda: pair[0].queues() == before)
+        until(lambda: host_pair[0].queues() == before)
 
 
 def test_what_a_killed_keeper_leaves_is_removed_by_the_command_that_the_next_one_names(
-    pair: list[Host],
+    host_pair: list[Host],
 ) -> None:
     """It is not replaced, since another run may be under way."""
-    before = pair[0].queues()
-    command = [*pair[0].inside, *_KEEPER, json.dumps(asdict(towards(pair)))]
+    before = host_pair[0].queues()
+    command = [*host_pair[0].inside, *_KEEPER, json.dumps(asdict(towards(host_pair)))]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
         assert keeper.stdout is not None
         keeper.stdout.readline()
         keeper.kill()
-    left = pair[0].queues()
+    left = host_pair[0].queues()
     assert left != before
-    error = answered(pair)["error"]
+    error = answered(host_pair)["error"]
     assert "the queue of another run" in error
-    assert pair[0].queues() == left
+    assert host_pair[0].queues() == left
     remove = error.partition("remove it by: ")[2]
-    subprocess.run([*pair[0].inside, "sh", "-c", remove], check=True)
-    assert pair[0].queues() == before
-    assert "error" not in answered(pair)
+    subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
+    assert host_pair[0].queues() == before
+    assert "error" not in answered(host_pair)
 
 
 _LOST = """
@@ -115,19 +116,20 @@ except LinkError as error:
 """
 
 
-def test_a_queue_that_may_still_be_there_is_an_error(pair: list[Host]) -> None:
+def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> None:
     """With the command that removes it, and gives packets the size that they had."""
     subprocess.run(
-        [*pair[0].inside, "ip", "link", "set", pair[0].interface, "gso_max_size", "32768"], check=True
+        [*host_pair[0].inside, "ip", "link", "set", host_pair[0].interface, "gso_max_size", "32768"],
+        check=True,
     )
-    before = pair[0].queues()
-    command = [*pair[0].inside, sys.executable, "-c", _LOST, json.dumps(asdict(towards(pair)))]
+    before = host_pair[0].queues()
+    command = [*host_pair[0].inside, sys.executable, "-c", _LOST, json.dumps(asdict(towards(host_pair)))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     said, _, remove = done.stdout.partition("remove it by: ")
-    assert said.startswith(f"{pair[0].interface} may still be shaped (its keeper was killed); ")
-    assert pair[0].queues() != before
-    subprocess.run([*pair[0].inside, "sh", "-c", remove], check=True)
-    assert pair[0].queues() == before
+    assert said.startswith(f"{host_pair[0].interface} may still be shaped (its keeper was killed); ")
+    assert host_pair[0].queues() != before
+    subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
+    assert host_pair[0].queues() == before
 
 
 _TOLD_EARLY = """
@@ -150,13 +152,19 @@ shaped_interface.main()
 """
 
 
-def test_a_keeper_that_is_told_to_end_as_it_begins_leaves_nothing(pair: list[Host]) -> None:
+def test_a_keeper_that_is_told_to_end_as_it_begins_leaves_nothing(host_pair: list[Host]) -> None:
     """Between the queue and the note that it is there."""
-    before = pair[0].queues()
-    command = [*pair[0].inside, sys.executable, "-c", _TOLD_EARLY, json.dumps(asdict(towards(pair)))]
+    before = host_pair[0].queues()
+    command = [
+        *host_pair[0].inside,
+        sys.executable,
+        "-c",
+        _TOLD_EARLY,
+        json.dumps(asdict(towards(host_pair))),
+    ]
     done = subprocess.run(command, cwd=ROOT, input="", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert pair[0].queues() == before
+    assert host_pair[0].queues() == before
 
 
 @pytest.mark.parametrize(
@@ -177,27 +185,25 @@ def test_a_keeper_that_is_told_to_end_as_it_begins_leaves_nothing(pair: list[Hos
     ],
 )
 def test_what_may_not_be_shaped_is_refused(
-    pair: list[Host], first: str, changes: dict[str, object], words: str
+    host_pair: list[Host], first: str, changes: dict[str, object], words: str
 ) -> None:
     """In one line that says why, and the interface is left as it was."""
-    named = first.replace("NAME", pair[0].interface)
-    subprocess.run([*pair[0].inside, "sh", "-c", named], check=True)
-    before = pair[0].queues()
-    error = answered(pair, **changes)["error"]
+    named = first.replace("NAME", host_pair[0].interface)
+    subprocess.run([*host_pair[0].inside, "sh", "-c", named], check=True)
+    before = host_pair[0].queues()
+    error = answered(host_pair, **changes)["error"]
     assert words in error
     assert "\n" not in error
-    assert pair[0].queues() == before
+    assert host_pair[0].queues() == before
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root, to give it up, and setpriv"
-)
-def test_without_the_right_to_shape_it_is_refused(pair: list[Host]) -> None:
+@pytest.mark.needs("setpriv")
+def test_without_the_right_to_shape_it_is_refused(host_pair: list[Host]) -> None:
     """A process without CAP_NET_ADMIN is told what it lacks."""
-    before = pair[0].queues()
+    before = host_pair[0].queues()
     given_up = ("setpriv", "--bounding-set", "-net_admin", "--inh-caps", "-net_admin")
-    assert "cannot be shaped: it needs root, or CAP_NET_ADMIN" in answered(pair, given_up)["error"]
-    assert pair[0].queues() == before
+    assert "cannot be shaped: it needs root, or CAP_NET_ADMIN" in answered(host_pair, given_up)["error"]
+    assert host_pair[0].queues() == before
 
 
 def test_a_packet_fits_the_queue_where_it_is_not_refused() -> None:

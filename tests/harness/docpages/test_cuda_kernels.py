@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from harness.docpages import COMPILED, DOCS, refreshed
-from impl.cuda.cubin import missing
 
 
+@pytest.mark.needs("CUDA compiler")
 @pytest.mark.parametrize("name", COMPILED)
 def test_no_page_is_stale(name: str) -> None:
     """The page holds what ``python -m harness.docpages`` writes where CuPy, NVRTC and nvdisasm are."""
-    if reason := missing():
-        pytest.skip(f"{reason} (tox -e compile)")
     page = (DOCS / name).read_text(encoding="utf-8")
     assert refreshed(page, COMPILED[name]()) == page

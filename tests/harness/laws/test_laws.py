@@ -15,13 +15,17 @@ from torch import Tensor
 
 from harness.laws.adversarial_rows import LONGEST, cases, outcome, rows, search, standing, violation_of
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt, block_slices
-from harness.laws.subject import missing, of_codec, of_object
+from harness.laws.subject import of_codec, of_object
 from impl.codecs import reference
 from impl.codecs.codec import Codec, IntCodec, Law, parse
 from impl.codecs.rounding_noise import Noise
 from tests.support.strategies import codecs, stochastic_codecs
 
-BACKENDS = ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BACKENDS = [
+    "reference",
+    pytest.param("cpu", marks=pytest.mark.needs("c++")),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.needs("CuPy")]),
+]
 HOLD = [claim for claim in (*Duty, *Law) if claim is not Law.UNBIASED]
 BUDGET = settings(max_examples=3 * settings.default.max_examples)
 ROW = torch.tensor([-1e-45, 0.0, 1e-45])
@@ -37,13 +41,6 @@ def keeps(backend: str, claim: Claim, codec: Codec, case: Case) -> None:
     subject = of_codec(codec, backend)
     if claim in subject.claims:
         attempt(subject, claim, case)
-
-
-@pytest.fixture(autouse=True)
-def _there(request: pytest.FixtureRequest) -> None:
-    backend = request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None
-    if backend is not None and missing(backend) is not None:
-        pytest.skip(str(missing(backend)))
 
 
 @pytest.mark.parametrize("claim", HOLD)

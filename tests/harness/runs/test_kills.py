@@ -46,7 +46,7 @@ strategy = ["zero3", "zeropp"]
 seed = [0, 1]
 """
 LOCAL, TORCHRUN = ("none", "local"), ("auto", "torchrun")
-KILLS = 100 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 10
+KILLS = 100
 RUNS = 5  # that are killed, then one that is not
 
 
@@ -112,18 +112,64 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_no_finished_trial_is_lost(undisturbed: dict[str, Any]) -> None:
-    """Runners, supervisors of other nodes and ranks are killed by signal 9 at any moment; what had a result
-    keeps it, nothing of a run stays behind, and a run that is left alone ends with the ids, bytes and losses
-    of one that was never disturbed.
+class Folder:
+    """Where runs of one suite are killed, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.there = folder, dict[str, Any]()
+
+    def kill(self, who: str, seconds: float, which: int) -> None:
+        """Start a run and kill one of its processes: what had a result keeps it, and nothing stays behind."""
+        processes = started(self.folder, TORCHRUN if who == "supervisor" else LOCAL)
+        tree = [psutil.Process(process.pid) for process in processes]
+        if who == "supervisor":  # for one that has not come yet, the first waits for five minutes
+            until(lambda: bool(tree[1].children()) or processes[0].poll() is not None)
+            seconds /= 2
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and processes[0].poll() is None:
+            time.sleep(0.05)
+        below = [child for one in tree if one.is_running() for child in one.children(recursive=True)]
+        own = {process.pid for process in processes}
+        ranks = [child for child in below if child.is_running() and child.ppid() not in own]
+        victims = {"runner": tree[:1], "supervisor": tree[1:], "rank": ranks, "server": below}[who]
+        if victims:
+            victim = victims[which % len(victims)]
+            if victim.is_running():
+                victim.kill()
+        ended(processes, self.folder)
+        _, alive = psutil.wait_procs(below, timeout=30)
+        assert not alive, f"left behind: {alive}"
+        now = results(self.folder)
+        assert self.there.items() <= now.items(), "a finished trial is lost"
+        self.there = now
+
+    def check(self, undisturbed: dict[str, Any]) -> None:
+        """A run that is left alone ends with the ids, bytes and losses of one that was never disturbed."""
+        assert ended(started(self.folder, LOCAL), self.folder) == [0]
+        assert results(self.folder) == undisturbed
+
+
+def test_no_finished_trial_is_lost_by_three_kills(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    """A supervisor of another node, a rank and the runner are killed by signal 9; what had a result keeps it,
+    nothing of a run stays behind, and a run that is left alone ends with the ids, bytes and losses of one
+    that was never disturbed.
     """
+    folder = Folder(tmp_path)
+    for which, (who, seconds) in enumerate([("supervisor", 6.0), ("rank", 5.0), ("runner", 4.0)]):
+        folder.kill(who, seconds, which)
+    folder.check(undisturbed)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_no_finished_trial_is_lost(undisturbed: dict[str, Any]) -> None:
+    """The same of runners, supervisors, servers and ranks, at any moment."""
 
     class Killed(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
             self.temporary = tempfile.TemporaryDirectory()
-            self.folder = Path(self.temporary.name)
-            self.there: dict[str, Any] = {}
+            self.folder = Folder(Path(self.temporary.name))
 
         @rule(
             who=st.sampled_from(["runner", "rank", "server", "supervisor"]),
@@ -132,40 +178,15 @@ def test_no_finished_trial_is_lost(undisturbed: dict[str, Any]) -> None:
         )
         def kill(self, who: str, seconds: float, which: int) -> None:
             try:
-                self.one(who, seconds, which)
+                self.folder.kill(who, seconds, which)
             except BaseException:  # what Hypothesis tries again may end in another way
                 print(who, seconds, which)
                 traceback.print_exc()
                 raise
 
-        def one(self, who: str, seconds: float, which: int) -> None:
-            processes = started(self.folder, TORCHRUN if who == "supervisor" else LOCAL)
-            tree = [psutil.Process(process.pid) for process in processes]
-            if who == "supervisor":  # for one that has not come yet, the first waits for five minutes
-                until(lambda: bool(tree[1].children()) or processes[0].poll() is not None)
-                seconds /= 2
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and processes[0].poll() is None:
-                time.sleep(0.05)
-            below = [child for one in tree if one.is_running() for child in one.children(recursive=True)]
-            own = {process.pid for process in processes}
-            ranks = [child for child in below if child.is_running() and child.ppid() not in own]
-            victims = {"runner": tree[:1], "supervisor": tree[1:], "rank": ranks, "server": below}[who]
-            if victims:
-                victim = victims[which % len(victims)]
-                if victim.is_running():
-                    victim.kill()
-            ended(processes, self.folder)
-            _, alive = psutil.wait_procs(below, timeout=30)
-            assert not alive, f"left behind: {alive}"
-            now = results(self.folder)
-            assert self.there.items() <= now.items(), "a finished trial is lost"
-            self.there = now
-
         def teardown(self) -> None:
             try:
-                assert ended(started(self.folder, LOCAL), self.folder) == [0]
-                assert results(self.folder) == undisturbed
+                self.folder.check(undisturbed)
             finally:
                 self.temporary.cleanup()
 

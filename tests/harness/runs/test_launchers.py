@@ -1,14 +1,18 @@
-"""Suites across hosts, which are network namespaces here: no shared file system, no variables to set."""
+"""Suites across hosts, which are network namespaces here: no shared file system, no variables to set.
+
+Each launcher walks through two trials, of which one crashes; nightly through eight, of which three fail.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -18,8 +22,10 @@ from harness.errors import Refusal
 from harness.records.record import LinkRecord, Record, read_all, readable
 from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, hosts, lines_of, sshd, type_lines
-from tests.support.slurm import slurm, why_not
+from tests.support.slurm import slurm
 
+WALKS = [pytest.param(False, id="short"), pytest.param(True, id="whole", marks=pytest.mark.nightly)]
+AXES = 'strategy = ["zero3", "qgz"]\nseed = [0, 1, 2, 3]'
 SUITE = """
 name = "walk"
 question = "Does a sweep across hosts always finish?"
@@ -49,6 +55,8 @@ seed = [0, 1, 2, 3]
 [[override]]
 match = { strategy = "qgz", seed = 0 }
 set = { model.arguments = { fault = "crash" } }
+"""
+MORE_FAULTS = """
 [[override]]
 match = { strategy = "qgz", seed = 1 }
 set = { model.arguments = { fault = "hang" }, timeout_seconds = 25 }
@@ -58,22 +66,32 @@ set = { model.arguments = { fault = "memory" } }
 """
 
 
-def test_a_suite_with_failing_ranks_finishes_across_hosts(tmp_path: Path, local: Found) -> None:
+@pytest.mark.parametrize("whole", WALKS)
+@pytest.mark.needs("namespaces")
+def test_a_suite_with_failing_ranks_finishes_across_hosts(
+    tmp_path: Path, local: Callable[[bool], Found], *, whole: bool
+) -> None:
     """Two hosts, torchrun on each: of eight trials one crashes, one hangs and one runs out of memory on one
     rank of the other host; five are results, records and report are on the first host, and a second run
     does nothing more.
     """
-    with hosts(2, tmp_path, walk("torchrun")) as both:
+    with hosts(2, tmp_path, walk("torchrun", whole=whole)) as both:
         assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1], both[0].output
         first, second = both
         assert not list(second.folder.rglob("*.json"))
         own, _, _ = second.output.partition("failed (exitcode")  # what follows is torchrun's
         assert "Traceback" not in own
-        check(first.folder, "real", "distinct hosts", local)
+        check(first.folder, "real", "distinct hosts", local(whole))
         before = {path: path.read_bytes() for path in first.folder.rglob("*.json")}
         assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1]
         assert {path: path.read_bytes() for path in first.folder.rglob("*.json")} == before
-        assert "3 of 8 trials failed before; --retry-failed runs them again" in first.output
+        assert FAILED_BEFORE[whole] in first.output
+
+
+def rates() -> str:
+    """The suite without faults, at two rates instead of several seeds."""
+    text = SUITE.partition("[[override]]")[0]
+    return text.replace("seed = [0, 1, 2, 3]", "cluster.rate = ['50 Mbit/s', '200 Mbit/s']")
 
 
 def reached(link: LinkRecord, asked: float) -> bool:
@@ -85,17 +103,17 @@ def reached(link: LinkRecord, asked: float) -> bool:
     return 0.95 * asked <= max(found) <= asked
 
 
+@pytest.mark.needs("namespaces")
 def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
     """Two hosts under torchrun, which no queue of ours joins: messages between them leave at the rate asked
     for, which calibration and probes reach to 0.95 to 1.0, and the page calls results modelled.
     """
-    text = walk("torchrun")["walk.toml"].partition("[[override]]")[0].replace("faulty:model", "gpt-tiny")
-    text = text.replace("seed = [0, 1, 2, 3]", "cluster.rate = ['50 Mbit/s', '200 Mbit/s']")
+    text = rates().replace("faulty:model", "gpt-tiny").replace('["zero3", "qgz"]', '["qgz"]')
     text = text.replace('launcher = "torchrun"', 'launcher = "torchrun"\nlink = "paced"')
     with hosts(2, tmp_path, {"walk.toml": text}) as both:
         assert type_lines(both, lines_of("torchrun"), "walk.toml") == [0, 0], both[0].output
         records = read_all(both[0].folder / "results" / "walk")
-        assert len(records) == 4
+        assert len(records) == 2
         for record in records:
             asked = record.trial["cluster"]["rate"]
             assert record.link is not None
@@ -105,26 +123,26 @@ def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
         assert "modelled" in page
 
 
+@pytest.mark.needs("root", "namespaces", "ip", "nsenter")
 def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> None:
     """Two hosts under torchrun, whose interfaces are shaped: calibration and probes reach 0.95 to 1.0 of each
     rate asked for, peers may run, a trial that crashes is a record, and the queues are gone afterwards.
     """
-    text = walk("torchrun")["walk.toml"].partition("[[override]]")[0]
-    text = text.replace("seed = [0, 1, 2, 3]", "cluster.rate = ['50 Mbit/s', '200 Mbit/s']")
-    text = text.replace('launcher = "torchrun"', 'launcher = "torchrun"\nlink = "shaped"')
+    text = rates().replace('launcher = "torchrun"', 'launcher = "torchrun"\nlink = "shaped"')
     text = text.replace('["zero3", "qgz"]', '["zero3", "ddp"]')
     text += (
+        '[[exclude]]\nstrategy = "zero3"\ncluster.rate = "200 Mbit/s"\n'
         '[[override]]\nmatch = { strategy = "ddp", cluster.rate = "50 Mbit/s" }\n'
         'set = { model.arguments = { fault = "crash" } }\n'
     )
-    with hosts(2, tmp_path, walk("torchrun") | {"walk.toml": text}) as both:
+    with hosts(2, tmp_path, walk("torchrun", whole=False) | {"walk.toml": text}) as both:
         before = [host.queues() for host in both]
         assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1], both[0].output
         assert [host.queues() for host in both] == before
         records = read_all(both[0].folder / "results" / "walk")
         failed = [record.failure.kind for record in records if record.failure is not None]
         assert failed == ["crashed"]
-        assert len(records) == 4
+        assert len(records) == 3
         for record in records:
             asked = record.trial["cluster"]["rate"]
             assert record.link is not None
@@ -140,6 +158,10 @@ def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> Non
 
 
 Found = dict[tuple[str, int], tuple[object, object]]
+FAILED_BEFORE = {
+    False: "1 of 2 trials failed before; --retry-failed runs them again",
+    True: "3 of 8 trials failed before; --retry-failed runs them again",
+}
 
 
 def found_in(records: Iterable[Record]) -> Found:
@@ -155,27 +177,32 @@ def found_in(records: Iterable[Record]) -> Found:
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What the trials that do not fail find on one machine."""
-    folder = tmp_path_factory.mktemp("local")
-    failing = '[[exclude]]\nstrategy = "qgz"\nseed = [0, 1, 2]\n'
-    for name, text in walk("local").items():
-        (folder / name).write_text(
-            text.partition("[[override]]")[0] + (failing if name == "walk.toml" else "")
-        )
-    command = [sys.executable, "-m", "harness.cli", "run", "--no-report", "walk.toml"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=folder, env=environment, check=True)
-    return found_in(read_all(folder / "results" / "walk"))
+def local(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Found]:
+    """What the trials that do not fail find on one machine, run once for the short walk and for the whole."""
+
+    @functools.cache
+    def found(whole: bool) -> Found:
+        folder = tmp_path_factory.mktemp("local")
+        seeds = "[0, 1, 2]" if whole else "[0]"
+        failing = f'[[exclude]]\nstrategy = "qgz"\nseed = {seeds}\n'
+        for name, text in walk("local", whole=whole).items():
+            (folder / name).write_text(
+                text.partition("[[override]]")[0] + (failing if name == "walk.toml" else "")
+            )
+        command = [sys.executable, "-m", "harness.cli", "run", "--no-report", "walk.toml"]
+        subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+        return found_in(read_all(folder / "results" / "walk"))
+
+    return found
 
 
 def check(folder: Path, kind: str, why: str, local: Found) -> None:
-    """Five results, as they are on one machine, and three typed failures are in a folder, with the report."""
+    """The results, as they are on one machine, and the typed failures are in a folder, with the report."""
     records = {record.id: record for record in read_all(folder / "results" / "walk")}
     assert found_in(records.values()) == local
     kinds = sorted(record.failure.kind for record in records.values() if record.failure is not None)
-    assert kinds == ["crashed", "memory", "timeout"]
-    assert len(records) == 8
+    assert kinds == (["crashed"] if len(records) == 2 else ["crashed", "memory", "timeout"])
+    assert len(records) in (2, 8)
     for record in records.values():
         assert record.link is not None
         assert (record.link.kind, record.link.why) == (kind, why)
@@ -191,9 +218,10 @@ def check(folder: Path, kind: str, why: str, local: Found) -> None:
     assert (folder / "results" / "walk" / "report.html").is_file()
 
 
-def walk(launcher: str, more: str = "") -> dict[str, str]:
-    """Files of a suite of eight trials, three of which fail."""
+def walk(launcher: str, more: str = "", *, whole: bool) -> dict[str, str]:
+    """Files of a suite of eight trials, three of which fail; or of two, the first of which fails."""
     suite = SUITE.replace('launcher = "torchrun"', f'launcher = "{launcher}"\n{more}')
+    suite = suite + MORE_FAULTS if whole else suite.replace(AXES, 'strategy = ["qgz"]\nseed = [0, 1]')
     return {"walk.toml": suite, "faulty.py": (Path(__file__).parent / "faulty.py").read_text()}
 
 
@@ -202,20 +230,23 @@ def command(words: list[str], environment: dict[str, str]) -> str:
     return subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path, local: Found) -> None:
+@pytest.mark.parametrize("whole", WALKS)
+@pytest.mark.needs("slurm", "root")
+def test_a_suite_with_failing_ranks_finishes_under_slurm(
+    tmp_path: Path, local: Callable[[bool], Found], *, whole: bool
+) -> None:
     """One job runs all trials on two nodes; a rank that crashes, hangs or is out of memory is a record.
 
     The job is told in its midst that its time is over, goes back into the queue, and goes on where it was.
     """
-    for name, text in walk("slurm", 'slurm = { partition = "debug", time = 10 }').items():
+    for name, text in walk("slurm", 'slurm = { partition = "debug", time = 10 }', whole=whole).items():
         (tmp_path / name).write_text(text)
     line = [sys.executable, "-m", "harness.cli"]
     with slurm(tmp_path / "slurm") as environment:
         common = {"cwd": tmp_path, "env": environment | {"PYTHONPATH": str(ROOT)}, "text": True}
         submitted = subprocess.run([*line, "run", "walk.toml"], capture_output=True, check=False, **common)
         assert submitted.returncode == 0, submitted.stderr
-        assert re.search(r"Slurm job \d+: 8 trials into results/walk", submitted.stderr)
+        assert re.search(r"Slurm job \d+: [28] trials into results/walk", submitted.stderr)
         job, first = re.findall(r"job (\d+)", submitted.stderr)[0], tmp_path / "results" / "walk"
         until(lambda: first.exists() and any(one.failure is None for one in readable(first)[0]))
         finished = {path: path.read_bytes() for path in first.glob("*.json")}
@@ -227,7 +258,7 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path, local: 
             capture_output=True, check=False, timeout=300, **common,
         )  # fmt: skip
         assert followed.returncode == 0, followed.stderr
-        assert followed.stdout.count(" ok") == 5
+        assert followed.stdout.count(" ok") == (5 if whole else 1)
         log = next((first / "jobs").glob("*_0_log.out")).read_text()
         assert f"Requeued job {job}" in log
         assert log.count("Starting with JobEnvironment") == 2
@@ -237,18 +268,22 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path, local: 
             capture_output=True, check=False, timeout=300, **common,
         )  # fmt: skip
         assert again.returncode == 1  # once the job has ended, whose nodes are its own
-        check(tmp_path, "none", "nodes 0 and 1 are one host", local)
-        assert "3 of 8 trials failed before; --retry-failed runs them again" in again.stderr
+        check(tmp_path, "none", "nodes 0 and 1 are one host", local(whole))
+        assert FAILED_BEFORE[whole] in again.stderr
 
 
-def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path, local: Found) -> None:
+@pytest.mark.parametrize("whole", WALKS)
+@pytest.mark.needs("namespaces", "root", "ssh", "sshd")
+def test_a_suite_with_failing_ranks_finishes_on_hosts(
+    tmp_path: Path, local: Callable[[bool], Found], *, whole: bool
+) -> None:
     """One command on the first host starts the supervisor of the second through ssh; whoever listens, does so
     on the address that leads from host to host, or inside its own host.
     """
     with hosts(2, tmp_path, {}) as both, sshd(both[1]) as wrapped:
         names = json.dumps([host.address for host in both])
         for host in both:
-            for name, text in walk("hosts", f"hosts = {names}").items():
+            for name, text in walk("hosts", f"hosts = {names}", whole=whole).items():
                 (host.folder / name).write_text(text)
         command = [sys.executable, "-m", "harness.cli", "run", "walk.toml"]
         run, heard = both[0].start(command, PATH=wrapped), [set[str](), set[str]()]
@@ -261,7 +296,7 @@ def test_a_suite_with_failing_ranks_finishes_on_hosts(tmp_path: Path, local: Fou
         for host, found in zip(both, heard, strict=True):
             assert host.own in found
             assert found <= {host.own} | inside
-        check(both[0].folder, "real", "distinct hosts", local)
+        check(both[0].folder, "real", "distinct hosts", local(whole))
         assert not list(both[1].folder.rglob("*.json"))
         command[3] = "doctor"
         assert both[0].start(command, PATH=wrapped).wait(timeout=100) == 0, both[0].output

@@ -410,7 +410,7 @@ def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: py
     ]
 
 
-@pytest.mark.link
+@pytest.mark.needs("namespaces")
 def test_a_shaped_sweep_calibrates_each_setting_once(tmp_path: Path) -> None:
     """Trials of one rate share a link and its calibration; each is probed by itself and counted."""
     trials = [
@@ -430,7 +430,7 @@ def test_a_shaped_sweep_calibrates_each_setting_once(tmp_path: Path) -> None:
     assert links[0].details["queue"] == "tbf"
 
 
-@pytest.mark.link
+@pytest.mark.needs("namespaces")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_a_sweep_that_was_ended(tmp_path: Path, number: signal.Signals) -> None:
     """Killed without warning or by Ctrl-C, a sweep leaves no process, namespace or shared memory; after

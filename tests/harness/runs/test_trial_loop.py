@@ -252,7 +252,7 @@ def test_a_tensor_of_zeros_has_no_error() -> None:
     assert (error.vnmse, error.largest) == (pytest.approx(0.1), pytest.approx(0.125))
 
 
-@pytest.mark.link
+@pytest.mark.needs("namespaces")
 @pytest.mark.parametrize("strategy", ["zero3", "zeropp", "fsdp2", pytest.param("deepspeed", marks=INSTALLED)])
 def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
     """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
@@ -580,7 +580,7 @@ def truncating(sequence: int, after: int = 2) -> Any:
     return Truncating(GPTShape(2, 128, 2), sequence)
 
 
-@pytest.mark.link
+@pytest.mark.needs("namespaces")
 def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
     """Sixteen bytes of every gradient message sent and the rest zeroed, after the checks before training: the
     ledger is the prediction, and the interfaces betray it.

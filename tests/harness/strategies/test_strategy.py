@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from harness.cluster.rank_processes import ALLOCATOR, LaunchError, run_ranks
-from harness.strategies import deepspeed
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
 from impl.plan.topology import Topology
@@ -19,7 +18,7 @@ from tests.harness.cluster import targets
 from tests.harness.cluster.test_rank_processes import local
 
 STEPS = 20
-INSTALLED = pytest.mark.skipif(deepspeed.why_missing() is not None, reason="DeepSpeed is not installed")
+INSTALLED = pytest.mark.needs("DeepSpeed")
 
 
 def trial(strategy: str, **changes: Any) -> Trial:

@@ -24,8 +24,6 @@ class Alone:
 @pytest.fixture(scope="session")
 def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where built libraries are kept."""
-    if not any(build.shutil.which(name) for name in build.COMPILERS):
-        pytest.skip("no C++ compiler installed")
     cache: pytest.Cache | None = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
     return tmp_path_factory.mktemp("cpu_kernels") if cache is None else cache.mkdir("cpu_kernels")
 

@@ -14,6 +14,7 @@ import pytest
 
 from impl.cpu import build
 from impl.cpu.kernels import Kernels
+from tests.support import needs
 
 
 def script(path: Path, body: str) -> str:
@@ -28,9 +29,7 @@ def counting(folder: Path, *, compiles: bool = False) -> tuple[str, Path]:
 
     Unless it ``compiles``, it copies the library that was built for this machine: that takes no time.
     """
-    real, log = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"), folder / "log"
-    if real is None:
-        pytest.skip("no C++ compiler installed")
+    real, log = next(filter(None, map(needs.program, build.COMPILERS))), folder / "log"
     whole = "" if compiles else build.library(build.user_folder())
     copies = f'for last; do :; done; exec cp {whole} "$last"' if whole else ""
     command = script(
@@ -40,6 +39,7 @@ def counting(folder: Path, *, compiles: bool = False) -> tuple[str, Path]:
     return command, log
 
 
+@pytest.mark.needs("c++")
 def test_a_library_is_built_once(tmp_path: Path) -> None:
     """The second request finds what the first has built, and nothing else is left in the folder."""
     command, log = counting(tmp_path, compiles=True)
@@ -51,6 +51,7 @@ def test_a_library_is_built_once(tmp_path: Path) -> None:
     Kernels(first)
 
 
+@pytest.mark.needs("c++")
 def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
     """Of four processes that need the library at the same time one builds it."""
     command, log = counting(tmp_path)
@@ -67,6 +68,7 @@ def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
     assert log.read_text(encoding="utf-8").count("built") == 1
 
 
+@pytest.mark.needs("c++")
 def test_threads_that_start_at_once_build_once(tmp_path: Path) -> None:
     """The same holds for threads of one process."""
     command, log = counting(tmp_path)
@@ -101,6 +103,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         build.user_folder()
 
 
+@pytest.mark.needs("c++")
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "no digest", "no library", "not text"])
 def test_a_damaged_library_is_built_again(tmp_path: Path, damage: str) -> None:
     """A file that was cut short or changed is not loaded but replaced."""
@@ -156,6 +159,7 @@ def test_a_compiler_that_is_no_program(tmp_path: Path) -> None:
         build.library(tmp_path, str(tmp_path / "missing"))
 
 
+@pytest.mark.needs("c++")
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """A cache folder that cannot be written is named."""
     (tmp_path / "file").touch()

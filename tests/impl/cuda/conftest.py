@@ -9,11 +9,11 @@ import torch
 
 from impl.cuda.kernels import Kernels
 from impl.cuda.launch import Launch, on_device
-from tests.cuda_on_cpu.fixtures import libraries
+from tests.cuda_on_cpu.fixtures import cuda_libraries
 from tests.cuda_on_cpu.host import Host
 from tests.impl.codecs.properties import Backend
 
-__all__ = ["backend", "libraries"]
+__all__ = ["backend", "cuda_libraries"]
 
 
 @dataclass
@@ -33,14 +33,17 @@ class Device:
         on_device(launch, device)
 
 
-@pytest.fixture(scope="session", params=["host", pytest.param("device", marks=pytest.mark.gpu)])
+PLACES = [
+    pytest.param("host", marks=pytest.mark.needs("g++", "x86-64")),
+    pytest.param("device", marks=[pytest.mark.gpu, pytest.mark.needs("CuPy")]),
+]
+
+
+@pytest.fixture(scope="session", params=PLACES)
 def backend(request: pytest.FixtureRequest) -> Backend:
     """The kernels on the host, or on a device."""
     if request.param == "host":
-        host = Host(request.getfixturevalue("libraries"))
+        host = Host(request.getfixturevalue("cuda_libraries"))
         return Backend(Kernels(host, spread=2), host, torch.device("cpu"))  # threads loop in small rows too
-    if not torch.cuda.is_available():
-        pytest.skip("torch finds no CUDA device")
-    pytest.importorskip("cupy", reason="CuPy, which compiles the kernels, is not installed")
     device = Device()
     return Backend(Kernels(device), device, torch.device("cuda", torch.cuda.current_device()))

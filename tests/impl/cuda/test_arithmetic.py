@@ -24,9 +24,9 @@ KINDS = {"bf16": "Bf16", "fp16": "Fp16"}
 SPECIAL = (0.0, 2.0**-149, 2.0**-127, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-14, 65504.0, 65520.0, 3.4028235e38)
 
 
-def probe(libraries: Path, kernel: str, values: Tensor, out: Tensor, *rest: int) -> Tensor:
+def probe(cuda_libraries: Path, kernel: str, values: Tensor, out: Tensor, *rest: int) -> Tensor:
     """``out`` after ``kernel`` of arithmetic.cu ran on every element of ``values``."""
-    library = host.load(host.build(SOURCE, KERNELS, libraries))
+    library = host.load(host.build(SOURCE, KERNELS, cuda_libraries))
     arguments = np.array([values.data_ptr(), out.data_ptr(), values.numel(), *rest, *[0] * (5 - len(rest))])
     host.call(library, Launch(SOURCE.name, kernel, (-(-values.numel() // 256), 1, 1), 256, arguments))
     return out
@@ -39,14 +39,16 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_16_bit_number_widens_as_torch_does(libraries: Path, name: str) -> None:
+def test_every_16_bit_number_widens_as_torch_does(cuda_libraries: Path, name: str) -> None:
     """All 65,536 patterns of bf16 and fp16 widen to torch's fp32."""
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(DTYPES[name])
-    assert same(probe(libraries, f"widen<{KINDS[name]}>", patterns, torch.empty(65536)), patterns.float())
+    assert same(
+        probe(cuda_libraries, f"widen<{KINDS[name]}>", patterns, torch.empty(65536)), patterns.float()
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_narrowing_rounds_as_torch_does(libraries: Path, name: str) -> None:
+def test_narrowing_rounds_as_torch_does(cuda_libraries: Path, name: str) -> None:
     """Around every 16-bit number, its neighbours and the ties between, narrowing equals torch's cast."""
     dtype = DTYPES[name]
     centres = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).float()
@@ -56,7 +58,7 @@ def test_narrowing_rounds_as_torch_does(libraries: Path, name: str) -> None:
     special = torch.tensor([*SPECIAL, *(-x for x in SPECIAL), torch.inf, -torch.inf, torch.nan])
     values = torch.cat([around, special])
     largest = torch.finfo(dtype).max
-    got = probe(libraries, f"narrow<{KINDS[name]}>", values, torch.empty(values.numel(), dtype=dtype))
+    got = probe(cuda_libraries, f"narrow<{KINDS[name]}>", values, torch.empty(values.numel(), dtype=dtype))
     assert same(got, values.clamp(-largest, largest).to(dtype))
 
 
@@ -78,7 +80,7 @@ def hardest(count: int, steps: int, seed: int, least: int = 0) -> tuple[Tensor, 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_the_product_with_the_reciprocal_decides_as_the_division(
-    libraries: Path, bits: int, *, asymmetric: bool
+    cuda_libraries: Path, bits: int, *, asymmetric: bool
 ) -> None:
     """At and beside every tie, for scales across the whole range, the code is the divided one."""
     steps, count = (1 << bits) - 1 if asymmetric else (1 << (bits - 1)) - 1, 60_000
@@ -86,7 +88,9 @@ def test_the_product_with_the_reciprocal_decides_as_the_division(
     random = torch.Generator().manual_seed(bits + 1)
     low = torch.where(torch.rand(count, generator=random) < 0.3, -scale, 0.0) if asymmetric else scale * 0
     out = torch.empty(count, dtype=torch.int32)
-    got = probe(libraries, "encode_values", values, out, bits, asymmetric, scale.data_ptr(), low.data_ptr())
+    got = probe(
+        cuda_libraries, "encode_values", values, out, bits, asymmetric, scale.data_ptr(), low.data_ptr()
+    )
     if asymmetric:
         wanted = ((values * 0.5 - low * 0.5) / (scale * 0.5)).round().clamp(0, steps)
     else:
@@ -104,7 +108,7 @@ def shifts(values: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_the_product_decides_as_the_division_with_random_bits(
-    libraries: Path, bits: int, *, asymmetric: bool
+    cuda_libraries: Path, bits: int, *, asymmetric: bool
 ) -> None:
     """At and beside every sum that is a tie, for scales of any size, the code is the divided one."""
     steps, count = (1 << bits) - 1 if asymmetric else (1 << (bits - 1)) - 1, 60_000
@@ -114,7 +118,7 @@ def test_the_product_decides_as_the_division_with_random_bits(
     values = torch.where((values.abs() <= steps * scale) & values.isfinite(), values, 0.0)
     low, out = torch.zeros(count), torch.empty(count, dtype=torch.int32)
     rest = bits, asymmetric, scale.data_ptr(), low.data_ptr(), random.data_ptr()
-    got = probe(libraries, "encode_values_at_random", values, out, *rest)
+    got = probe(cuda_libraries, "encode_values_at_random", values, out, *rest)
     quotients = (values * 0.5) / (scale * 0.5) if asymmetric else values / scale
     wanted = (quotients + shift).round().clamp(0 if asymmetric else -steps, steps)
     assert torch.equal(got, wanted.int() & ((1 << bits) - 1))
@@ -124,7 +128,7 @@ def test_the_product_decides_as_the_division_with_random_bits(
 @pytest.mark.parametrize("at_random", [False, True])
 @pytest.mark.parametrize("text", ["fp8e4m3:1", "fp8e5m2:1", "mxfp4"])
 def test_floats_are_coded_as_the_reference_does(
-    libraries: Path, text: str, *, at_random: bool, powers: bool
+    cuda_libraries: Path, text: str, *, at_random: bool, powers: bool
 ) -> None:
     """At and beside ties and exponents' ends of every element, the code is the divided one."""
     codec, count = parse(text), 60_000
@@ -152,26 +156,26 @@ def test_floats_are_coded_as_the_reference_does(
     v[1::2] *= -1
     out = torch.empty(count, dtype=torch.int32)
     noise = bits.data_ptr() if at_random else 0
-    got = probe(libraries, "encode_floats", v, out, codec.mantissa, powers, scale.data_ptr(), 0, noise)
+    got = probe(cuda_libraries, "encode_floats", v, out, codec.mantissa, powers, scale.data_ptr(), 0, noise)
     wanted = _float_codes(codec, v / scale, shift if at_random else None)
     assert torch.equal(got, wanted.int())
 
 
-def test_random_words_are_those_of_the_oracle(libraries: Path) -> None:
+def test_random_words_are_those_of_the_oracle(cuda_libraries: Path) -> None:
     """Philox gives its authors' words, for octets below and above 2^32, and each element its 16 bits."""
     noise = Key(7, 3, 1, "unit", "gradients", 1, 5).noise()
     octets = torch.tensor([0, 1, 2**32 - 1, 2**32, 2**61 - 1])
     words, out = torch.tensor(noise.words), torch.empty(5, 4, dtype=torch.int32)
     key = words.to(torch.int32)
-    probe(libraries, "random_words", octets, out, 0, 0, 0, 0, key.data_ptr())
+    probe(cuda_libraries, "random_words", octets, out, 0, 0, 0, 0, key.data_ptr())
     for octet, got in zip(octets.tolist(), out.tolist(), strict=True):
         halves = [half for word in got for half in (word & 0xFFFF, word >> 16 & 0xFFFF)]
         assert halves == [bits_of(noise, 8 * octet + j) for j in range(8)]
 
 
-def test_the_argument_has_the_same_fields_on_both_sides(libraries: Path) -> None:
+def test_the_argument_has_the_same_fields_on_both_sides(cuda_libraries: Path) -> None:
     """The structure that Python fills lies as the one that C++ reads."""
-    got = probe(libraries, "layout", torch.zeros(1), torch.empty(9, dtype=torch.int64)).tolist()
+    got = probe(cuda_libraries, "layout", torch.zeros(1), torch.empty(9, dtype=torch.int64)).tolist()
     names = ("numel", "carried", "values", "error.kind", "coding", "second.shift", "noise.key", "decay")
     assert got == [ARGUMENTS.itemsize, *(offset(ARGUMENTS, name) for name in names)]
 

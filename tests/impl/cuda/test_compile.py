@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from impl.cuda.cubin import Cubin, compiled, missing
+from impl.cuda.cubin import Cubin, compiled
 from impl.cuda.kernels import VARIANTS
 
 ARCHITECTURES = (75, 80, 90, 100)
@@ -38,8 +38,6 @@ def covering(architecture: int) -> list[tuple[str, str]]:
 
 def compile_all(rows: list[tuple[str, str]], architecture: int) -> dict[str, Cubin]:
     """Each variant, compiled."""
-    if reason := missing():
-        pytest.skip(f"{reason} (tox -e compile)")
     found: dict[str, Cubin] = {}
     for file, pairs in itertools.groupby(sorted(set(rows)), key=lambda row: row[0]):
         found |= compiled(file, [variant for _, variant in pairs], architecture)
@@ -66,6 +64,7 @@ def check(found: dict[str, Cubin]) -> None:
     }
 
 
+@pytest.mark.needs("CUDA compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_without_spills(architecture: int) -> None:
     """A covering set of kernels compiles with no spilled register and within its ceiling."""
@@ -79,6 +78,7 @@ def test_the_covering_sets_cover() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.needs("CUDA compiler")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all_kernels_compile_without_spills(architecture: int) -> None:
     """Every kernel compiles for every architecture with no spilled register and within its ceiling."""

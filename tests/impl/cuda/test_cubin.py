@@ -21,7 +21,6 @@ from impl.cuda.cubin import (
     Prediction,
     _disassembler,
     compiled,
-    missing,
     predictions,
     threads_of,
 )
@@ -38,8 +37,6 @@ MISSES = {"encode_general<Scheme<0>, 2>": 0.25, "encode_general<Floats<0>, 2>": 
 @pytest.fixture(scope="module", params=VARIANTS)
 def predicted(request: pytest.FixtureRequest) -> tuple[Prediction, ...]:
     """The kernels of a file for sm_90."""
-    if reason := missing():
-        pytest.skip(f"{reason} (tox -e compile)")
     return predictions(request.param, 90)
 
 
@@ -87,11 +84,10 @@ def _flushed(folder: Path, image: bytes) -> int:
     return text.count("FMUL.FTZ")
 
 
+@pytest.mark.needs("CUDA compiler")
 @pytest.mark.parametrize("kernel", ["encode_held<Fp16, 8, false>", "encode_general<Floats<0>, 1>"])
 def test_what_is_launched_keeps_denormals(tmp_path: Path, kernel: str) -> None:
     """No instruction of a launched kernel flushes denormals, as those that CuPy compiles do; it is kept."""
-    if reason := missing():
-        pytest.skip(f"{reason} (tox -e compile)")
     path = cubin("quantize.cu", kernel, 90, tmp_path)
     assert _flushed(tmp_path, path.read_bytes()) == 0
     flushing = compile_kernels("quantize.cu", [kernel], 90, options=["--ftz=true"])
@@ -101,10 +97,9 @@ def test_what_is_launched_keeps_denormals(tmp_path: Path, kernel: str) -> None:
     assert cubin("quantize.cu", kernel, 90, tmp_path).read_bytes() == b"kept"
 
 
+@pytest.mark.needs("CUDA compiler")
 def test_narrow_accesses_are_found(tmp_path: Path) -> None:
     """A kernel whose octets go one by one is caught, and so is one that reaches memory from elsewhere."""
-    if reason := missing():
-        pytest.skip(f"{reason} (tox -e compile)")
     for path in SOURCES.glob("*.cu*"):
         shutil.copy(path, tmp_path)
     text = (SOURCES / "frames.cuh").read_text(encoding="utf-8")
@@ -167,15 +162,11 @@ extern "C" int blocks(int major, int minor, int warps, int shared, int reserved,
 """
 
 
+@pytest.mark.needs("CUDA headers", "g++")
 def test_occupancy_is_that_of_the_header_of_cuda(tmp_path: Path) -> None:
     """``cuda_occupancy.h`` of the toolkit counts as many thread blocks, for every architecture."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-runtime") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    header = next((Path(str(each.locate())) for each in files if each.name == "cuda_occupancy.h"), None)
-    if header is None or shutil.which("g++") is None:
-        pytest.skip("no cuda_occupancy.h of nvidia-cuda-runtime, or no g++ (tox -e compile)")
+    files = importlib.metadata.files("nvidia-cuda-runtime") or []
+    (header,) = (Path(str(each.locate())) for each in files if each.name == "cuda_occupancy.h")
     library = tmp_path / "occupancy.so"
     command = ["g++", "-shared", "-fPIC", "-w", f"-I{header.parent}", "-x", "c++", "-", "-o", str(library)]
     subprocess.run(command, input=HEADER, text=True, check=True)

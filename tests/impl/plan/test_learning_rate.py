@@ -37,12 +37,14 @@ def test_it_rises_to_one_and_falls_to_its_floor(
     assert factors[steps - 1 :] == pytest.approx([1.0 if decay == "none" else floor] * 4)
 
 
+@pytest.mark.needs("DeepSpeed")
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
 @pytest.mark.parametrize("shape", ["log", "linear"])
 @pytest.mark.parametrize("warmup", [1, 5])
 def test_deepspeeds_are_theirs(kind: str, shape: str, warmup: int) -> None:
     """Step by step, beside DeepSpeed's own class on an optimizer."""
-    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules", reason="DeepSpeed is not installed")
+    from deepspeed.runtime import lr_schedules as schedules
+
     parameters: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": shape}
     if kind == "WarmupCosineLR":
         parameters |= {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}

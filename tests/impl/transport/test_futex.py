@@ -12,7 +12,7 @@ import torch
 
 from impl.transport import futex
 
-pytestmark = pytest.mark.skipif(not futex.available(), reason="no futexes here")
+pytestmark = pytest.mark.needs("futex")
 
 
 def test_a_changed_word_is_not_waited_for() -> None:

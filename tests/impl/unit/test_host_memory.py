@@ -300,7 +300,6 @@ class Signs(torch.optim.Optimizer):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 @pytest.mark.parametrize("offload", SHARES, ids=str)
 @pytest.mark.parametrize("name", ["zero3", "zeropp", "zero2"])
 def test_a_gpu_trains_to_the_same_bits_with_offload(name: str, offload: Offload) -> None:
