@@ -18,13 +18,14 @@ import json
 import mmap
 import os
 import select
+import socket
 import statistics
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -74,6 +75,7 @@ class Port:
         holder: pid of a process inside the node's network namespace; None is the host's own namespace.
         shaped: whether NCCL, too, has to send through the interface.
         hcas: InfiniBand adapters that NCCL may use, separated by commas; empty leaves the choice to it.
+        control: the keeper's Unix-domain socket (:func:`opened`), where it can hold the link to no rate.
     """
 
     interface: str | None
@@ -81,6 +83,7 @@ class Port:
     holder: int | None = None
     shaped: bool = False
     hcas: str = ""
+    control: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +276,8 @@ def open_link(setting: Setting, run_id: str) -> Link:
         )
     if rate is None:
         return Link(setting, "none", why, loopback)
-    return Link(setting, "paced", why, loopback, {"header_bytes": 0, "latency_ms": setting.latency_ms})
+    details = {"header_bytes": 0, "latency_ms": setting.latency_ms, "untimed": "open"}
+    return Link(setting, "paced", why, loopback, details)
 
 
 def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
@@ -287,8 +291,9 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
     process = start_keeper(_KEEPER, json.dumps(asdict(request)))
     try:
         answer = answer_of(process, "no network namespaces here", f"; {_advice()}")
+        control = answer["control"]
         ports = tuple(
-            Port(namespaces.interface(prefix, node), namespaces.address(node), holder)
+            Port(namespaces.interface(prefix, node), namespaces.address(node), holder, control=control)
             for node, holder in enumerate(answer["holders"])
         )
         _try_to_join(ports[0])
@@ -307,6 +312,7 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
         details["nccl"] = nccl_in_words(ports[:1])
     if form is not None:
         details |= {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
+        details["untimed"] = "open"
     return Link(setting, "namespaces", why, ports, details, _keeper=process)
 
 
@@ -393,6 +399,30 @@ def join(port: Port) -> None:
         raise LinkError(f"cannot enter the namespaces of process {port.holder}: {error}") from error
 
 
+@contextlib.contextmanager
+def opened(control: str) -> Iterator[None]:
+    """Hold a link to no rate in the body, by its keeper, which shapes it again also if this process dies.
+
+    Raises:
+        LinkError: if the keeper does not answer.
+    """
+    with socket.socket(socket.AF_UNIX) as keeper:
+        keeper.settimeout(_ANSWER_SECONDS)
+        _ask(keeper, lambda: keeper.connect(control), namespaces.OPEN)
+        yield
+        _ask(keeper, lambda: keeper.shutdown(socket.SHUT_WR), namespaces.SHAPED)
+
+
+def _ask(keeper: socket.socket, question: Callable[[], None], expected: bytes) -> None:
+    try:
+        question()
+        answer = keeper.recv(len(expected), socket.MSG_WAITALL)
+    except OSError as error:
+        raise LinkError(f"the keeper of the link does not answer: {error}") from error
+    if answer != expected:
+        raise LinkError(f"the keeper of the link ended: {expected.decode()!r} was expected, not {answer!r}")
+
+
 def counters(interface: str, process: int | Literal["self"] = "self") -> Counters:
     """Read the counters of ``interface`` in the network namespace of ``process``.
 
@@ -418,6 +448,9 @@ class Pacer:
 
     A small shared file holds, per node, the time at which its interface is next free, as fp64.  Ranks
     book under a lock on their node's eight bytes, which the kernel releases when a rank dies.
+
+    Attributes:
+        open: whether messages of this process are booked at no rate.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
@@ -427,6 +460,7 @@ class Pacer:
         self._offset = 8 * node
         self._seconds_per_byte = 8 / (rate_mbit * 1e6)
         self._latency = latency_ms / 1e3
+        self.open = False
 
     @staticmethod
     def create(path: Path, nodes: int) -> Path:
@@ -436,6 +470,8 @@ class Pacer:
 
     def book(self, nbytes: int) -> float:
         """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` when the last byte arrives."""
+        if self.open:
+            return time.monotonic() + self._latency
         with _BOOKING:
             fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)
             try:

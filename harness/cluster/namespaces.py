@@ -10,16 +10,25 @@ namespaces and interfaces; the keeper goes when its standard input closes, so al
 As root it makes the namespaces directly; otherwise inside a user namespace of its own.  Run as
 ``python -m harness.cluster.namespaces REQUEST``, a :class:`Request` as JSON, it answers with one JSON
 line.  No torch: a fresh interpreter starts in a tenth of a second.
+
+While a process is connected to its Unix-domain socket, the link is held to no rate: messages that are not
+timed need not wait for it.  When that process closes its side, or dies, the link is shaped again, and the
+keeper says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
 import os
+import select
 import signal
+import socket
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +45,12 @@ PREFIX: Final = 16  # of NETWORK: 65,533 nodes
 # which every kernel has.  Set on the route, since /proc/sys may be read-only.
 CONGESTION: Final = "reno"
 _DELAYED_PACKETS: Final = 100_000  # that netem holds at once; its own default drops above 1000
+_TBF: Final = "10:"  # handle of the queue that holds an interface to its rate
+_OPEN_RATE: Final = 4_000_000_000  # bytes per second: near the most that tbf can say, more than any CPU sends
+_OPEN_BURST: Final = 4_000_000  # bytes
+_DRAIN_SECONDS: Final = 5.0
+OPEN: Final = b"open"
+SHAPED: Final = b"shaped"
 
 
 class KeeperError(Exception):
@@ -155,11 +170,41 @@ def _shape(route: Any, index: int, shape: Shape | None, latency_ms: float = 0.0)
             raise KeeperError(
                 f"no latency of {latency_ms:g} ms: the kernel has no netem ({error})"
             ) from error
-        below = {"parent": "1:1", "handle": "10:"}
+        below = {"parent": "1:1"}
     if shape is None:
         return
     route.link("set", index=index, gso_max_size=shape.segment)
-    route.tc("add", "tbf", index, rate=shape.rate, burst=shape.burst, limit=shape.limit, **below)
+    route.tc("add", "tbf", index, handle=_TBF, rate=shape.rate, burst=shape.burst, limit=shape.limit, **below)
+
+
+def _reshape(names: list[str], shape: Shape, *, latency: bool, state: bytes) -> None:
+    """Hold what leaves the interfaces ``names`` of this namespace to the rate, or to none (``OPEN``).
+
+    Their queues are empty before they hold it again, and the burst of an open one is not kept.  Packets keep
+    their size, which a connection has from when it was made.
+
+    Raises:
+        KeeperError: if a queue does not drain.
+    """
+    rate, burst = (_OPEN_RATE, _OPEN_BURST) if state == OPEN else (shape.rate, shape.burst)
+    with _netlink() as route:
+        for name in names:
+            index = route.link_lookup(ifname=name)[0]
+            if state == SHAPED:
+                _drain(route, index, name)
+            parent = {"parent": "1:1"} if latency else {}
+            route.tc("change", "tbf", index, handle=_TBF, rate=rate, burst=burst, limit=shape.limit, **parent)
+
+
+def _drain(route: Any, index: int, name: str) -> None:
+    deadline = time.monotonic() + _DRAIN_SECONDS
+    while waiting := sum(
+        queue.get_attr("TCA_STATS2").get_attr("TCA_STATS_QUEUE")["backlog"]
+        for queue in route.get_qdiscs(index)
+    ):
+        if time.monotonic() > deadline:
+            raise KeeperError(f"{waiting} bytes still wait on {name} after {_DRAIN_SECONDS:g} s")
+        time.sleep(1e-3)
 
 
 def _configure_node(request: Request, node: int) -> None:
@@ -217,8 +262,11 @@ def _hold(request: Request, node: int) -> _Holder:
         os.read(go_read, 1)
         _configure_node(request, node)
         os.write(answers_write, b"ok")
-        while True:
-            signal.pause()
+        while state := os.read(go_read, len(SHAPED)):
+            assert request.shape is not None  # noqa: S101  # nobody asks for another state else
+            names = [interface(request.prefix, node)]
+            _reshape(names, request.shape, latency=bool(request.latency_ms), state=state)
+            os.write(answers_write, b"ok")
     except BaseException as error:  # the process boundary
         os.write(answers_write, f"node {node}: {error}"[:4000].encode())
     finally:
@@ -247,8 +295,50 @@ def _join(request: Request, holders: list[_Holder]) -> None:
             route.link("set", index=index, state="up")
 
 
-def keep(request: Request) -> dict[str, Any]:
-    """Make the namespaces and their link; the answer has the mode and a pid inside each node.
+def _ports(request: Request) -> list[str]:
+    """The bridge's ports in the keeper's namespace; none where two nodes are joined directly."""
+    return [] if request.nodes == 2 else [f"{request.prefix}p{node}" for node in range(request.nodes)]
+
+
+def _set(request: Request, holders: list[_Holder], state: bytes) -> None:
+    """Let all queues of the link hold it to its rate, or to none.
+
+    Raises:
+        KeeperError, OSError: with the call that failed.
+    """
+    assert request.shape is not None  # noqa: S101  # else there is no socket
+    _reshape(_ports(request), request.shape, latency=False, state=state)
+    for holder in holders:
+        os.write(holder.go, state)
+    for holder in holders:
+        holder.wait()
+
+
+def _ended_or(ready: socket.socket) -> bool:
+    """Wait for a socket, or for the end of standard input; returns whether that has come."""
+    return sys.stdin in select.select([sys.stdin, ready], [], [])[0]
+
+
+def _serve(request: Request, holders: list[_Holder], listening: socket.socket) -> None:
+    """Open the link for one process after the other that connects, until standard input closes.
+
+    Raises:
+        KeeperError, OSError: if the link could not be shaped again; then nobody may use it.
+    """
+    while not _ended_or(listening):
+        with listening.accept()[0] as client:
+            _set(request, holders, OPEN)
+            with contextlib.suppress(OSError):  # a client that died is one that has finished
+                client.sendall(OPEN)
+            if _ended_or(client):
+                return
+            _set(request, holders, SHAPED)
+            with contextlib.suppress(OSError):
+                client.sendall(SHAPED)
+
+
+def keep(request: Request) -> tuple[str, list[_Holder]]:
+    """Make the namespaces and their link; returns the mode and a holder inside each node.
 
     Raises:
         KeeperError, OSError: with the call that failed.
@@ -262,7 +352,7 @@ def keep(request: Request) -> dict[str, Any]:
     for holder in holders:  # one after the other: with a node that fails goes the other end of its neighbour
         os.write(holder.go, b"g")
         holder.wait()
-    return {"mode": mode, "holders": [holder.pid for holder in holders]}
+    return mode, holders
 
 
 def main() -> None:
@@ -273,13 +363,26 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a Ctrl-C ends the link
     asked = json.loads(sys.argv[1])
     shape = Shape(**asked["shape"]) if asked["shape"] else None
+    request = Request(**asked | {"shape": shape})
     try:
-        answer = keep(Request(**asked | {"shape": shape}))
+        mode, holders = keep(request)
     except Exception as error:  # reported to the parent, whatever netlink raised
-        answer = {"error": str(error)}
-    print(json.dumps(answer), flush=True)
-    if "error" not in answer:
-        sys.stdin.read()
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    answer: dict[str, Any] = {"mode": mode, "holders": [holder.pid for holder in holders], "control": ""}
+    with (
+        tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as folder,
+        socket.socket(socket.AF_UNIX) as listening,
+    ):
+        if shape is not None:
+            answer["control"] = str(Path(folder, "link"))
+            listening.bind(answer["control"])
+            listening.listen()
+        print(json.dumps(answer), flush=True)
+        if shape is None:
+            sys.stdin.read()
+        else:
+            _serve(request, holders, listening)
 
 
 if __name__ == "__main__":

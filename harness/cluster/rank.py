@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from harness.cluster.link import Pacer, Port
+from harness.cluster.link import Pacer, Port, opened
 from impl.plan.topology import Topology
 
 GROUPING: Final = (
@@ -59,6 +60,27 @@ class Rank:
     def speaks(self) -> bool:
         """Whether it is the first rank of its node, which reports for it."""
         return self.local == 0
+
+    @contextlib.contextmanager
+    def open_link(self) -> Iterator[None]:
+        """Hold messages between nodes to no rate in the body; all ranks must call it.
+
+        Where nothing but the hosts' own interfaces holds them, they stay as they are.
+        """
+        if self.pacer is None and not self.port.control:
+            yield
+            return
+        import torch.distributed as dist
+
+        with opened(self.port.control) if self.port.control and self.rank == 0 else contextlib.nullcontext():
+            dist.barrier()
+            if self.pacer is not None:
+                self.pacer.open = True
+            yield
+            if self.pacer is not None:
+                self.pacer.open = False
+            dist.barrier()  # all have received what was sent
+        dist.barrier()  # and none sends more before the link is held to its rate
 
 
 def exchange(

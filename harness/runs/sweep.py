@@ -542,6 +542,7 @@ def _shaped(setting: Setting, nodes: Nodes, why: str) -> Link:
         "burst": form.burst,
         "limit": form.limit,
         "segment": form.segment,
+        "untimed": "shaped",  # the hosts' keepers are not asked during a trial
         "nodes": found,
     }
     ports = tuple(replace(port, shaped=True) for port in nodes.ports[: setting.nodes])

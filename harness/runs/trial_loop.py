@@ -146,13 +146,18 @@ class TrialRun:
         with self.device:
             model = models.of_trial(trial)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        expected = before_training.single_process(trial, model, self.data, rank.topology)
-        self.alone = self._compute_alone(model, "before")
-        self.strategy: Strategy = prepare(trial, model, rank, self.device)
-        why = None if trial.resolved_policy() is None else ops.warning_of(self.device)  # peers have no codecs
-        if why is not None:
-            rank.report(Progress("set-up", text=f"{why}; PyTorch's reference does its work, far more slowly"))
-        checked = before_training.sharded(trial, self.strategy, self.data, expected)
+        with rank.open_link():
+            expected = before_training.single_process(trial, model, self.data, rank.topology)
+            self.alone = self._compute_alone(model, "before")
+            self.strategy: Strategy = prepare(trial, model, rank, self.device)
+            why = (
+                None if trial.resolved_policy() is None else ops.warning_of(self.device)
+            )  # peers have no codecs
+            if why is not None:
+                rank.report(
+                    Progress("set-up", text=f"{why}; PyTorch's reference does its work, far more slowly")
+                )
+            checked = before_training.sharded(trial, self.strategy, self.data, expected)
         self.gradient_errors = checked.errors
         self.first_loss = FirstLoss(expected.reference, expected.loss, checked.loss)
         self.optimizer, self.schedule = self.strategy.make_optimizer(trial.optimizer), trial.schedule()
@@ -206,7 +211,8 @@ class TrialRun:
         )
         self.alone += self._compute_alone(None, "after")
         probed = self._probe()
-        errors = self._quantisation()
+        with self.rank.open_link():
+            errors = self._quantisation()
         ran = self._ran()
         self.strategy.close()
         sent = None
@@ -332,22 +338,28 @@ class TrialRun:
     def _validate(self, step: int) -> None:
         """Loss on the validation split after ``step`` steps."""
         self.rank.report(Progress("validation", step, self.trial.warmup + self.trial.steps))
-        inter, before = self._inter_bytes(), self._count()
-        self.strategy.model.eval()
-        losses = []
-        with torch.no_grad():
+        inter, losses = self._inter_bytes(), list[float]()
+        with self._untimed(), torch.no_grad():
+            self.strategy.model.eval()
             for batch in self.data.validation:
                 losses.append(float(self.strategy.model(*batch)))
                 self.events.append("evaluate")
-        self.strategy.model.train()
-        self.strategy.weights_changed()  # or the next forward pass would be spared its gathers
-        self.events.append("changed")
-        after = self._count()
-        if before is not None and after is not None:
-            self.apart += after - before
+            self.strategy.model.train()
+            self.strategy.weights_changed()  # or the next forward pass would be spared its gathers
+            self.events.append("changed")
         loss = math.fsum(losses) / len(losses)
         share = Validation(step=step, loss=loss, train_seconds=self.train_seconds, inter_bytes=inter)
         self.validations.append(share)
+
+    @contextlib.contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """What the body sends belongs to no step, and passes an open link.  All ranks must call it."""
+        before = self._count()
+        with self.rank.open_link():
+            yield
+        after = self._count()
+        if before is not None and after is not None:
+            self.apart += after - before
         dist.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> Counters | None:
@@ -404,24 +416,21 @@ class TrialRun:
         if strategy.wire is None or not _errors_are_measured(trial) or index not in measured:
             return
         self.rank.report(Progress("errors", index, trial.warmup + trial.steps))
-        before, self.peak_rss = self._count(), max(self.peak_rss, peak_rss())
+        self.peak_rss = max(self.peak_rss, peak_rss())
         policy, last = trial.resolved_policy(), index == max(measured)
         differ = policy is not None and communication_error.outcomes_differ(policy)
-        for repeated in (1, communication_error.REPEATED) if differ and last else (1,):
-            observed = communication_error.Observed()
-            random = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
-            with strategy.wire.observed(observed), strategy.rehearsing(), random:
-                if repeated == 1:
-                    self.communicated |= strategy.weight_errors(index)
-                for _ in range(repeated):
-                    self._rehearse(index)
-            self.communicated |= communication_error.of_gradients(index, observed, repeated=repeated)
+        with self._untimed():
+            for repeated in (1, communication_error.REPEATED) if differ and last else (1,):
+                observed = communication_error.Observed()
+                random = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+                with strategy.wire.observed(observed), strategy.rehearsing(), random:
+                    if repeated == 1:
+                        self.communicated |= strategy.weight_errors(index)
+                    for _ in range(repeated):
+                        self._rehearse(index)
+                self.communicated |= communication_error.of_gradients(index, observed, repeated=repeated)
         self.events.append("changed")
         forget_peak(self.device)
-        after = self._count()
-        if before is not None and after is not None:
-            self.apart += after - before
-        dist.barrier()  # the step begins on all ranks at once
 
     def _rehearse(self, index: int) -> None:
         """The passes of a step, without taking it."""

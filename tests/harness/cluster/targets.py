@@ -81,6 +81,47 @@ def exchanged(rank: Rank, what: tuple[int, int]) -> tuple[list[float], int, int]
     return rates, sent.tx_bytes, sent.tx_packets
 
 
+def _queue(rank: Rank) -> tuple[int, int]:
+    """The rate of the queue of this rank's interface, bytes per second, and the bytes that wait in it."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as route:
+        index = route.link_lookup(ifname=rank.port.interface)[0]
+        (queue,) = (one for one in route.get_qdiscs(index) if one.get_attr("TCA_KIND") == "tbf")
+        rate = queue.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"]
+        return rate, queue.get_attr("TCA_STATS2").get_attr("TCA_STATS_QUEUE")["backlog"]
+
+
+def opened(rank: Rank, nbytes: int) -> tuple[list[int], list[float], int]:
+    """Send a message through the link as it is opened and shaped twice.
+
+    Returns:
+        The rate of this node's queue before, open, and shaped again, of each time; achieved rates of what is
+        sent afterwards, and bytes that waited when it was shaped again.
+    """
+    found, waiting, rates = [], 0, list[float]()
+    for _ in range(2):
+        found.append(_queue(rank)[0])
+        with rank.open_link():
+            found.append(_queue(rank)[0])
+            exchange(rank, nbytes, 3, grouped=False)
+        rate, backlog = _queue(rank)
+        found.append(rate)
+        waiting += backlog
+        rates += exchange(rank, nbytes, 1, grouped=False)
+    return found, rates, waiting
+
+
+def fail_while_open(rank: Rank, how: str) -> None:
+    """Rank 0 or 1 fails while the link is open."""
+    with rank.open_link():
+        if rank.rank == (how == "raise"):
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ZeroDivisionError("a planted error")
+        dist.barrier()
+
+
 def train(rank: Rank, trial: Trial) -> list[float]:
     """Losses of a few steps on random tokens, the same ones for every strategy."""
     torch.manual_seed(trial.seed)

@@ -33,7 +33,7 @@ from harness.cluster.link import (
     shape,
     slowest,
 )
-from harness.cluster.rank_processes import Launch, run_ranks
+from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.records.packet_sizes import HEADER_BYTES
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
@@ -41,12 +41,15 @@ from tests.harness.cluster import targets
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def launch_of(joined: Link, tmp_path: Path, per_node: int = 1) -> Launch:
+    topology = Topology(joined.setting.nodes, per_node)
+    return Launch(topology, joined.ports, joined.paced_mbit, 1, 60, tmp_path / "log")
+
+
 def exchanged(
     joined: Link, tmp_path: Path, nbytes: int, repetitions: int, per_node: int = 1
 ) -> list[tuple[list[float], int, int]]:
-    topology = Topology(joined.setting.nodes, per_node)
-    launch = Launch(topology, joined.ports, joined.paced_mbit, 1, 60, tmp_path / "log")
-    return run_ranks(targets.exchanged, (nbytes, repetitions), launch)
+    return run_ranks(targets.exchanged, (nbytes, repetitions), launch_of(joined, tmp_path, per_node))
 
 
 # Pure parts
@@ -355,6 +358,56 @@ def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -
     for rates, tx_bytes, tx_packets in found[::per_node]:
         assert all(5 < rate < 52 for rate in rates)
         assert (tx_bytes - HEADER_BYTES * tx_packets) / sent == pytest.approx(1, abs=0.005)
+
+
+@pytest.mark.needs("namespaces")
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
+def test_a_link_is_opened_and_shaped_again(tmp_path: Path, nodes: int, per_node: int) -> None:
+    """Inside, no queue has the rate; afterwards all have, nothing waits in them, and messages run at it."""
+    setting = Setting("namespaces", nodes, 50.0)
+    with open_link(setting, "abc123") as joined:
+        assert joined.details["untimed"] == "open"
+        folder = Path(joined.ports[0].control).parent
+        assert folder.is_dir()
+        found = run_ranks(targets.opened, message_bytes(setting), launch_of(joined, tmp_path, per_node))
+    shaped = shape(50.0).rate
+    for number, (queues, rates, waiting) in enumerate(found):
+        assert queues == [shaped, namespaces._OPEN_RATE, shaped] * 2
+        assert len(rates) == (2 if number % per_node == 0 else 0)
+        assert all(5 < rate < 52 for rate in rates)
+        assert waiting < 1500  # at most a barrier's
+    assert not folder.exists()
+
+
+@pytest.mark.needs("namespaces")
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_failure_leaves_no_link_open(tmp_path: Path, how: str) -> None:
+    """After a rank failed while the link was open, the one that opened it or another, it is shaped."""
+    with open_link(Setting("namespaces", 2, 50.0), "abc123") as joined:
+        launch = launch_of(joined, tmp_path)
+        with pytest.raises(LaunchError, match="planted error" if how == "raise" else "SIGKILL"):
+            run_ranks(targets.fail_while_open, how, launch)
+        for queues, rates, _ in run_ranks(targets.opened, message_bytes(joined.setting), launch):
+            assert queues[0] == shape(50.0).rate
+            assert all(5 < rate < 52 for rate in rates)
+
+
+def test_a_keeper_that_is_gone_opens_nothing(tmp_path: Path) -> None:
+    """What asks it raises a LinkError with the kernel's reason."""
+    with pytest.raises(LinkError, match=r"does not answer: .*No such file"), link.opened(f"{tmp_path}/none"):
+        pass
+
+
+def test_a_paced_link_is_opened_too(tmp_path: Path) -> None:
+    """An open pacer books a message at no rate, but its latency, and holds none up that follows."""
+    pacer = Pacer(Pacer.create(tmp_path / "pacer", 1), 0, 1e-3, latency_ms=1e4)
+    pacer.open = True
+    begun = time.monotonic()
+    assert begun + 10 <= pacer.book(1_000_000) <= time.monotonic() + 10
+    pacer.open = False
+    assert pacer.book(125) >= begun + 11
+    assert pacer.book(0) < time.monotonic() + 12
+    pacer.close()
 
 
 @pytest.mark.needs("namespaces")
