@@ -16,6 +16,10 @@ GROUPING: Final = (
     "nccl-rules",
 )  # transports over which messages that wait for each other are one call
 
+# Stages of a trial that measure errors, which first repeats alone have.
+ERRORS: Final = "measuring errors"
+GRID: Final = "trying codecs"
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

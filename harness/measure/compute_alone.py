@@ -22,9 +22,13 @@ MOST: Final = 5  # samples before, and after, the timed steps
 _SHARE: Final = 8  # micro-batches of timed steps for each sample of either
 
 
-def samples(micro_batches: int) -> int:
-    """Samples that are taken before, and after, so many micro-batches of timed steps."""
-    return max(2, min(MOST, micro_batches // _SHARE))
+def samples(micro_batches: int, when: Literal["before", "after"]) -> int:
+    """Samples that are taken before, and after, so many micro-batches of timed steps.
+
+    None after fewer than eight: in so short a trial the machine does not change, and they would take as long.
+    """
+    share = micro_batches // _SHARE
+    return min(MOST, share if when == "after" else max(2, share))
 
 
 def measure(

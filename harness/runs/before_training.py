@@ -77,34 +77,39 @@ def single_process(trial: Trial, model: nn.Module, data: Data, topology: Topolog
     policy, host = trial.resolved_policy(), trial.host
     if policy is None:
         twin = as_computed_by(trial, model, next(model.parameters()).device)
-        loss = exact if twin is model else mean_loss(twin, data.first())
         layouts: Sequence[Layout] | None = None  # DeepSpeed keeps its reduced gradients to itself
         if family_of(trial.strategy) == "ddp":
             layouts = of_model(model)
         elif family_of(trial.strategy) == "fsdp2":
             layouts = of_groups(fsdp2_groups(model, find_blocks(model), topology), None, topology)
-        return Expected(exact, loss, None if layouts is None else _gradient(trial, twin, data, layouts))
+        return Expected(exact, *_loss_and_gradient(trial, twin, data, layouts))
     if host == "fsdp2":
         groups = fsdp2_groups(model, find_blocks(model), topology)
         with as_gathered_by_fsdp2(model, policy.weights, groups):
-            gradient = _gradient(trial, model, data, of_groups(groups, policy, topology))
-            return Expected(exact, mean_loss(model, data.first()), gradient)
+            layouts = of_groups(groups, policy, topology)
+            return Expected(exact, *_loss_and_gradient(trial, model, data, layouts))
     units = plan_units(model, topology, policy)
     layouts = of_units(units, policy, topology)
     if host == "ddp":  # whole weights on every rank: none are gathered
-        return Expected(exact, exact, _gradient(trial, model, data, layouts))
+        return Expected(exact, *_loss_and_gradient(trial, model, data, layouts))
     with as_gathered(model, policy, units, trial.seed):
         twin = as_computed(model, policy)
-        gradient = _gradient(trial, twin, data, layouts, policy)
-        return Expected(exact, mean_loss(twin, data.first()), gradient)
+        return Expected(exact, *_loss_and_gradient(trial, twin, data, layouts, policy))
 
 
-def _gradient(
-    trial: Trial, model: nn.Module, data: Data, layouts: Sequence[Layout], policy: Policy | None = None
-) -> FirstGradient | None:
-    """The mean over all ranks of the gradient of the first step's batches; None of a trial that decodes."""
-    if trial.workload == "generate":
-        return None
+def _loss_and_gradient(
+    trial: Trial,
+    model: nn.Module,
+    data: Data,
+    layouts: Sequence[Layout] | None,
+    policy: Policy | None = None,
+) -> tuple[float, FirstGradient | None]:
+    """This rank's mean loss of the first step's batches, and the mean gradient over all ranks.
+
+    No gradient without layouts, or of a trial that decodes.
+    """
+    if trial.workload == "generate" or layouts is None:
+        return mean_loss(model, data.first()), None
     compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
     rounding = ROUNDING[compute]
     if policy is not None and policy.secondary_format != "frames":  # backward computes with a rounded copy
@@ -112,15 +117,18 @@ def _gradient(
     first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding)
     times = 1.0 if scale is None else scale.initial
     parameters = dict(model.named_parameters())
+    losses: list[float] = []
     with evaluating(model):
         for micro in data.step(0):
             for batch in micro:
-                (model(*batch) * times).backward()
+                loss = model(*batch)
+                losses.append(float(loss.detach()))
+                (loss * times).backward()
             first.add({name: parameter.grad for name, parameter in parameters.items()}, times)
             for parameter in parameters.values():
                 parameter.grad = None
     first.average()
-    return first
+    return math.fsum(losses) / len(losses), first
 
 
 def _type_of(trial: Trial) -> Dtype:

@@ -149,7 +149,9 @@ def run_sweep(
         sweep = _Sweep(asked, results, nodes, retry_failed, stack.enter_context(alone(results)))
         batch: Batch | None = (first := Batch(0, tuple(trials)))
         missing, failures = _missing(sweep, first, counts)
-        display = stack.enter_context(Display(console, trials, counts["skipped"], results, total))
+        display = stack.enter_context(
+            Display(console, trials, missing, results, total=total, role_of=asked.role_of)
+        )
         display.failed_before(failures)
         stack.enter_context(sweep)
         try:
@@ -194,7 +196,7 @@ def _further(sweep: _Sweep, batch: Batch, tally: dict[str, int], display: Displa
     missing, failures = _missing(sweep, batch, tally)
     why = f"sweep {batch.sweep + 1}" if batch.sweep != before else "some intervals are not narrow enough"
     why += f": {counted(len(missing), 'trial')}"
-    display.further(len(batch.trials), len(batch.trials) - len(missing), why)
+    display.further(batch.trials, missing, why)
     display.failed_before(failures)
     return missing
 

@@ -22,7 +22,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor, nn
 
 from harness.cluster.link import PROBES, Counters, counters
-from harness.cluster.rank import GROUPING, Progress, Rank, exchange
+from harness.cluster.rank import ERRORS, GRID, GROUPING, Progress, Rank, exchange
 from harness.errors import Refusal
 from harness.measure import communication_error, compute_alone, telemetry
 from harness.measure.cpu_usage import ProcessorMeter, Spent
@@ -265,7 +265,8 @@ class TrialRun:
     def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:
         """Time computation by itself, of ``model`` or one like it."""
         trial = self.trial
-        if trial.workload == "generate" or trial.strategy == "single":
+        count = compute_alone.samples(trial.steps * trial.accumulation, when)
+        if trial.workload == "generate" or trial.strategy == "single" or not count:
             return []
         self.rank.report(Progress("compute alone"))
         if model is None:
@@ -278,7 +279,7 @@ class TrialRun:
             partial(built, trial.optimizer),
             ranks=trial.topology().world,
             when=when,
-            count=compute_alone.samples(trial.steps * trial.accumulation),
+            count=count,
         )
 
     def one(self, index: int) -> None:
@@ -412,12 +413,12 @@ class TrialRun:
         They leave no trace but these: the next step, and the ledger, are as without them.
         """
         trial, strategy = self.trial, self.strategy
-        measured = communication_error.measured_steps(trial.warmup + trial.steps)
+        measured = sorted(communication_error.measured_steps(trial.warmup + trial.steps))
         if strategy.wire is None or not _errors_are_measured(trial) or index not in measured:
             return
-        self.rank.report(Progress("errors", index, trial.warmup + trial.steps))
+        self.rank.report(Progress(ERRORS, measured.index(index) + 1, len(measured)))
         self.peak_rss = max(self.peak_rss, peak_rss())
-        policy, last = trial.resolved_policy(), index == max(measured)
+        policy, last = trial.resolved_policy(), index == measured[-1]
         differ = policy is not None and communication_error.outcomes_differ(policy)
         with self._untimed():
             for repeated in (1, communication_error.REPEATED) if differ and last else (1,):
@@ -446,7 +447,7 @@ class TrialRun:
         zero = self.strategy.zero
         if zero is None or not _errors_are_measured(self.trial):
             return {}
-        self.rank.report(Progress("quantisation"))
+        self.rank.report(Progress(GRID))
         for micro in self.data.step(self.trial.warmup + self.trial.steps):
             for batch in micro:
                 (self.strategy.model(*batch) / self.trial.accumulation).backward()

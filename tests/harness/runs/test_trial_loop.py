@@ -514,14 +514,14 @@ def stalling(sequence: int) -> Any:
 
 
 def test_an_engine_that_stalls_computes_no_longer(text: str, tmp_path: Path) -> None:
-    """Computation by itself, before and after the timed steps, is on record of every rank; an engine's half
-    second of sleep is in its steps and not in what is allowed.
+    """Computation by itself, before the few timed steps, is on record of every rank; an engine's half second
+    of sleep is in its steps and not in what is allowed.
     """
     cluster = {"nodes": 1, "ranks_per_node": 2}
     one = trial(text, "zero3", model={"name": f"{__name__}:stalling"}, cluster=cluster)
     found = result(one, tmp_path / "log")
     for rank in found.ranks:
-        assert [sample.when for sample in rank.alone] == ["before"] * 2 + ["after"] * 2
+        assert [sample.when for sample in rank.alone] == ["before"] * 2
         assert all(sample.forward > 0 and sample.backward > 0 for sample in rank.alone)
         assert all(step.total > 0.5 for step in rank.steps)
     record = found.model_copy(update={"id": one.id, "trial": one.canonical(), "machine": {"cores": 2}})
