@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -274,6 +275,40 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
         booked = sum(training(row) for rank in found.ranks if rank.node == node for row in rank.ledger or [])
         assert sent[node] == pytest.approx(booked, rel=0.03)
     assert sum(sent) < last < 2 * sum(sent)  # of all four steps, warm-up included
+
+
+@pytest.mark.link
+@pytest.mark.parametrize("kind", ["namespaces", "paced"])
+def test_what_is_not_timed_is_the_same_over_an_open_link(text: str, tmp_path: Path, kind: Any) -> None:
+    """Errors, checks before training, losses and ledgers have the bits that they have where it is shaped
+    throughout; after the timed steps it has its rate, and the interfaces count as much.
+    """
+    one = trial(text, "zeropp", validate_every=2, warmup=1, measure_quantisation=True)
+    setting = Setting(kind, 2, 50.0)
+    found = []
+    with open_link(setting, "abc125") as link:
+        for shaped in (False, True):
+            launch = Launch(one.topology(), link.ports, link.paced_mbit, 1, 120, tmp_path / "log")
+            target = run_shaped if shaped else run
+            found.append(run_ranks(target, Assignment(one, 300_000, count=kind == "namespaces"), launch))
+    for opened, held in zip(*found, strict=True):
+        assert opened.communicated == held.communicated
+        assert len(opened.communicated) > 0
+        assert opened.errors == held.errors
+        assert opened.first_loss == held.first_loss
+        assert opened.gradient_errors == held.gradient_errors
+        assert [v.loss for v in opened.validations] == [v.loss for v in held.validations]
+        assert opened.record.ledger == held.record.ledger == opened.predicted
+        assert all(5 < rate < 52 for rate in opened.probed)
+        if opened.sent is not None and held.sent is not None:
+            assert opened.sent.tx_bytes == pytest.approx(held.sent.tx_bytes, rel=0.03)
+    assembled(found[0])
+
+
+def run_shaped(rank: Rank, assignment: Assignment) -> Outcome:
+    """Run a trial on this rank, with a link that is held to its rate throughout."""
+    Rank.open_link = lambda _: contextlib.nullcontext()  # type: ignore[method-assign]
+    return run(rank, assignment)
 
 
 def training(row: LedgerRow) -> int:
