@@ -277,8 +277,7 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
     assert sum(sent) < last < 2 * sum(sent)  # of all four steps, warm-up included
 
 
-@pytest.mark.link
-@pytest.mark.parametrize("kind", ["namespaces", "paced"])
+@pytest.mark.parametrize("kind", [pytest.param("namespaces", marks=pytest.mark.needs("namespaces")), "paced"])
 def test_what_is_not_timed_is_the_same_over_an_open_link(text: str, tmp_path: Path, kind: Any) -> None:
     """Errors, checks before training, losses and ledgers have the bits that they have where it is shaped
     throughout; after the timed steps it has its rate, and the interfaces count as much.
