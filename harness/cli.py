@@ -1,4 +1,4 @@
-"""``zeropp``: plan, run, trace, show, report, archive, compare, train, bench, check, doctor, export, ...
+"""``zeropp``: new, plan, run, trace, show, report, archive, compare, train, bench, check, doctor, export, ...
 
 A suite file says what happens; there is no option that it could state.  What cannot be done is
 one line on standard error and exit status 2, and nothing is touched.  torch is imported only by
@@ -144,6 +144,16 @@ def plan(file: SuiteFile, *, as_json: Json = False, as_csv: Csv = False) -> None
     if impossible := sum(bool(one.problems) for one in found):
         out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
         raise typer.Exit(SOME_FAILED)
+
+
+@app.command()
+def new(name: Annotated[str, typer.Argument(help="Of the suite, and of its file.", metavar="NAME")]) -> None:
+    """Write NAME.toml: a suite for this machine that ends in five minutes, with further axes as comments."""
+    from harness import new_suite
+
+    path, time_here = new_suite.write(name, this_host())
+    terminal.expected_time(time_here, terminal.console(stderr=True))
+    print(path)
 
 
 @app.command()

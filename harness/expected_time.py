@@ -50,7 +50,7 @@ class Expected:
         low, high = min(self.computing), max(self.computing)
         each = f"{low:.2g}" if high < 1.1 * low else f"{low:.2g} to {high:.2g}"
         return (
-            f"Expected here: about {_spoken(self.seconds)}, an estimate: {each} s of computing in a "
+            f"Expected here: about {spoken(self.seconds)}, an estimate: {each} s of computing in a "
             f"micro-batch (measured now), bytes at the link's rate, and {OVERHEAD:g} s a trial."
         )
 
@@ -173,7 +173,7 @@ def _batch(trial: Trial, sequences: int) -> tuple[Tensor, Tensor]:
     return tokens, tokens
 
 
-def _spoken(seconds: float) -> str:
+def spoken(seconds: float) -> str:
     """Seconds in words, of two digits."""
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -89,6 +89,11 @@ def render() -> str:
     )
 
 
+def fields_of_a_trial() -> list[str]:
+    """Dotted paths of all fields of a trial."""
+    return [path for path, _ in _leaves(Trial)]
+
+
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):

@@ -44,8 +44,8 @@ from impl.deepspeed.config_file import DeepSpeedError
 from impl.deepspeed.config_file import load as load_configuration
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
-_NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_LONGEST_NAME: Final = 100
+NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+LONGEST_NAME: Final = 100
 _CONFIGURATION: Final = "deepspeed_config"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 
@@ -64,7 +64,7 @@ class _File(BaseModel):
     """The top-level keys of a suite file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str = Field(pattern=f"^{_NAME}$", max_length=_LONGEST_NAME)
+    name: str = Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)
     question: str = Field(min_length=1)
     time: str = "not stated"
     repeats: Annotated[Repeats, BeforeValidator(Repeats.of)] = Repeats()
@@ -110,9 +110,9 @@ def name_of(path: Path) -> str:
         SuiteError: if it cannot be read, or has no name that a folder can have.
     """
     name = _tables(path, _read(path)).get("name")
-    if not isinstance(name, str) or len(name) > _LONGEST_NAME or re.fullmatch(_NAME, name) is None:
+    if not isinstance(name, str) or len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:
         raise SuiteError(
-            f"{path}: name = {_text(name)}: expected at most {_LONGEST_NAME} letters, digits, '_', '-' and "
+            f"{path}: name = {_text(name)}: expected at most {LONGEST_NAME} letters, digits, '_', '-' and "
             "'.', which is not the first"
         )
     return name

@@ -1,0 +1,128 @@
+"""A first suite is for this machine, runs as it is written, and every axis in it can be switched on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import cli, expected_time, new_suite
+from harness.docpages.suite_keys import fields_of_a_trial
+from harness.errors import Refusal
+from harness.expected_time import Expected
+from harness.runs.forecast import Host, any_host, forecast
+from harness.suites.suite_file import load
+
+GIB = 2**30
+HERE = Host(memory=8 * GIB, gpus=(), namespaces=lambda: None)
+NO_AXIS = {  # what has a meaning only with other keys, limits a run, or is said for the whole suite
+    "workload", "generate.prompt", "generate.tokens", "strategy", "peer.compute", "deepspeed_config", "control",
+    "cluster.link", "cluster.hcas", "cluster.device", "cluster.launcher", "cluster.hosts", "cluster.slurm",
+    "model.arguments", "corpus", "tokenizer", "optimizer.arguments", "optimizer.schedule.warmup",
+    "optimizer.schedule.start", "optimizer.schedule.floor", "steps", "warmup", "validate_every",
+    "validation_batches", "timeout_seconds", "measure_quantisation", "repeat", "policy.align",
+    "policy.max_padding", "policy.stage", "policy.group", "policy.frozen", "policy.loss_scale",
+    "policy.persist_most", "policy.order_every",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, on a machine where a pass takes 0.1 s."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(expected_time, "_pass_seconds", lambda _, sequences: 0.025 * sequences)
+    return tmp_path
+
+
+def test_it_is_written_and_fits_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In its own name, asked nothing; twelve trials, six pairs, all of which can run, in five minutes."""
+    assert cli.main(["new", "mine"]) == cli.OK
+    said = capsys.readouterr()
+    assert said.out == "mine.toml\n"
+    assert "Expected here: about" in said.err
+    suite = load(Path("mine.toml"))
+    assert (suite.name, len(suite.trials), suite.repeats.least) == ("mine", 12, 6)
+    found = forecast(suite.trials, HERE)
+    assert not any(one.problems for one in found)
+    time = expected_time.expected(found)
+    assert isinstance(time, Expected)
+    assert time.seconds <= 300
+    assert f"about {expected_time.spoken(time.seconds)}" in suite.time
+
+
+def test_a_slow_machine_gets_fewer_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And smaller batches, down to the smallest."""
+
+    def written(pass_seconds: float) -> tuple[int, int]:
+        monkeypatch.setattr(expected_time, "_pass_seconds", lambda _, sequences: pass_seconds * sequences / 4)
+        path, _ = new_suite.write(f"at-{pass_seconds:g}", HERE)
+        trial = load(path).trials[0]
+        return trial.tokens_per_rank, trial.steps
+
+    assert written(0.01) == (512, 8)
+    assert written(1.0) < (512, 8)
+    assert written(100.0) == (128, 2)
+
+
+@pytest.mark.parametrize("axis", new_suite.AXES, ids=[axis[0] for axis in new_suite.AXES])
+def test_every_axis_can_be_switched_on(folder: Path, axis: tuple[str, str, str]) -> None:
+    """By taking its # away; it multiplies the cells, and all of them can run."""
+    text = new_suite.suite_text("mine", HERE, 512, 8)
+    line = next(line for line in text.splitlines() if line.startswith(f"# {axis[0]} = "))
+    assert len(line) <= 120
+    body = text.replace(line, line.removeprefix("# "))
+    if "accumulation = 4" in line:
+        body = body.replace("warmup = 1\n", "warmup = 1\naccumulation = 4\n")
+    Path("mine.toml").write_text(body, encoding="utf-8")
+    suite = load(Path("mine.toml"))
+    assert len(suite.cells) > 2
+    assert not [one.problems for one in forecast(suite.cells, any_host()) if one.problems]
+
+
+def test_every_field_of_a_trial_is_an_axis_or_known_not_to_be() -> None:
+    """A key that is added has to be in the file, or among those that are no axes of their own."""
+    axes = {path for path, _, _ in new_suite.AXES}
+    fields = set(fields_of_a_trial()) | {"optimizer.arguments.lr"}
+    assert axes <= fields
+    assert fields - axes == NO_AXIS
+
+
+@pytest.mark.parametrize(
+    ("host", "lines"),
+    [
+        (HERE, ["ranks_per_node = 2", 'rate = "50 Mbit/s"']),
+        (Host(GIB, (), lambda: None), ["ranks_per_node = 1"]),
+        (
+            Host(8 * GIB, (), lambda: "no\npermission"),
+            ['link = "paced"  # network namespaces: no permission'],
+        ),
+        (Host(8 * GIB, (80 * GIB,) * 8, lambda: None), ['device = "cuda"', 'transport = "nccl"']),
+        (Host(8 * GIB, (80 * GIB,), lambda: None), ["ranks_per_node = 2"]),
+    ],
+)
+def test_the_cluster_is_what_the_machine_has(host: Host, lines: list[str]) -> None:
+    """Ranks that its memory holds, GPUs for four ranks, namespaces or a paced link."""
+    text = new_suite.suite_text("mine", host, 512, 8)
+    assert all(f"\n{line}" in text for line in lines)
+    assert ("cuda" in text) == (len(host.gpus) >= 4)
+
+
+def test_what_is_there_is_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is a name taken that no suite can have; both with status 2, in one line."""
+    (folder / "mine.toml").write_text("mine", encoding="utf-8")
+    for name, words in (
+        ("mine", "mine.toml: is there already"),
+        ("mine.toml", "mine.toml: is there already"),
+        ("a/b", "'a/b': expected at most 100 letters"),
+        ("..", "'..': expected"),
+        ("", "'': expected"),
+        ("x" * 101, "expected at most 100 letters"),
+    ):
+        assert cli.main(["new", name]) == cli.REFUSED
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("\n") == 1
+    assert [path.name for path in folder.iterdir()] == ["mine.toml"]
+    assert (folder / "mine.toml").read_text(encoding="utf-8") == "mine"
+    with pytest.raises(Refusal):
+        new_suite.write("mine", HERE)
