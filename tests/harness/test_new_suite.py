@@ -16,7 +16,8 @@ from harness.suites.suite_file import load
 GIB = 2**30
 HERE = Host(memory=8 * GIB, gpus=(), namespaces=lambda: None)
 NO_AXIS = {  # what has a meaning only with other keys, limits a run, or is said for the whole suite
-    "workload", "generate.prompt", "generate.tokens", "strategy", "peer.compute", "deepspeed_config", "control",
+    "workload", "generate.prompt", "generate.tokens", "strategy", "peer.compute", "deepspeed_config",
+    "control", "policy.gather", "policy.largest_unit",
     "cluster.link", "cluster.hcas", "cluster.device", "cluster.launcher", "cluster.hosts", "cluster.slurm",
     "model.arguments", "corpus", "tokenizer", "optimizer.arguments", "optimizer.schedule.warmup",
     "optimizer.schedule.start", "optimizer.schedule.floor", "steps", "warmup", "validate_every",
@@ -93,8 +94,8 @@ def test_every_field_of_a_trial_is_an_axis_or_known_not_to_be() -> None:
         (HERE, ["ranks_per_node = 2", 'rate = "50 Mbit/s"']),
         (Host(GIB, (), lambda: None), ["ranks_per_node = 1"]),
         (
-            Host(8 * GIB, (), lambda: "no\npermission"),
-            ['link = "paced"  # network namespaces: no permission'],
+            Host(8 * GIB, (), lambda: "no\nroot"),
+            ['link = "paced"  # network namespaces: no root'],
         ),
         (Host(8 * GIB, (80 * GIB,) * 8, lambda: None), ['device = "cuda"', 'transport = "nccl"']),
         (Host(8 * GIB, (80 * GIB,), lambda: None), ["ranks_per_node = 2"]),
