@@ -14,7 +14,6 @@ import errno
 import faulthandler
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -419,20 +418,27 @@ def _dump_stacks(ranks: list[_Watched]) -> None:
 
 
 def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
-    """Write the tails of all ranks' logs to one file; None if it cannot be written."""
+    """Write the tails of all ranks' logs to one file, equal ones once; None if it cannot be written."""
     try:
+        tails: dict[bytes, list[str]] = {}
+        for rank in launch.ranks:
+            tails.setdefault(_tail(_log_of(scratch, rank)), []).append(str(rank))
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         with launch.log.open("wb") as whole:
-            for rank in launch.ranks:
-                whole.write(f"== rank {rank} ==\n".encode())
-                log = _log_of(scratch, rank)
-                if log.exists():
-                    with log.open("rb") as part:
-                        part.seek(max(0, log.stat().st_size - _LOG_BYTES))
-                        shutil.copyfileobj(part, whole)
+            for tail, ranks in tails.items():
+                whole.write(f"== rank {', '.join(ranks)} ==\n".encode() + tail)
     except OSError:
         return None
     return launch.log
+
+
+def _tail(log: Path) -> bytes:
+    """The last bytes of a log; nothing where there is none."""
+    if not log.exists():
+        return b""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        return file.read()
 
 
 def _log_of(scratch: Path, rank: int) -> Path:

@@ -51,7 +51,7 @@ from harness.records.record import Failed, Failure, LinkRecord, Record, RecordEr
 from harness.records.run_record import SuiteText
 from harness.runs.assemble import TrialError, assemble
 from harness.runs.forecast import beyond_limit, findings, forecast, this_host
-from harness.runs.lease import Lease
+from harness.runs.lease import Lease, sharing_machine
 from harness.runs.progress import Display
 from harness.runs.repeats import Batch
 from harness.runs.trial_loop import Assignment, Outcome
@@ -147,6 +147,13 @@ def run_sweep(
     interrupted = False
     with contextlib.ExitStack() as stack:
         sweep = _Sweep(asked, results, nodes, retry_failed, stack.enter_context(alone(results)))
+        if (other := stack.enter_context(sharing_machine())) is not None:
+            console.print(
+                f"another zeropp run (process {other}) is under way on this machine: each disturbs the times "
+                "that the other measures",
+                soft_wrap=True,
+                highlight=False,
+            )
         batch: Batch | None = (first := Batch(0, tuple(trials)))
         missing, failures = _missing(sweep, first, counts)
         display = stack.enter_context(

@@ -54,6 +54,13 @@ def crash(rank: Rank, how: str) -> None:
     dist.barrier()
 
 
+def fail_alike(rank: Rank, _: None) -> None:
+    """Every rank fails, and says the same; the first only after the others have."""
+    dist.barrier()
+    time.sleep(0.2 * (rank.rank == 0))
+    raise ZeroDivisionError("a planted error")
+
+
 def hang(rank: Rank, _: None) -> None:
     """Rank 1 never arrives."""
     if rank.rank == 1:

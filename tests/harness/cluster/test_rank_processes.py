@@ -69,6 +69,15 @@ def test_a_hanging_rank_leaves_its_stack(tmp_path: Path) -> None:
     assert "in barrier" in log
 
 
+def test_what_several_ranks_say_is_in_the_log_once(tmp_path: Path) -> None:
+    """An exception that ranks share has one traceback, under the numbers of all of them."""
+    with pytest.raises(LaunchError, match="a planted error"):
+        run_ranks(targets.fail_alike, None, local(Topology(1, 3), tmp_path / "log"))
+    log = (tmp_path / "log").read_text()
+    assert log.startswith("== rank 0, 1, 2 ==\nTraceback")
+    assert log.count("Traceback") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_rank_outlives_its_parent(tmp_path: Path, number: signal.Signals) -> None:
     """Killed without warning or by Ctrl-C, the parent takes all its ranks with it."""

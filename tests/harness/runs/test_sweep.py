@@ -26,6 +26,7 @@ from harness.measure import provenance
 from harness.records.record import RecordError, read, read_all
 from harness.records.run_record import RUNS
 from harness.runs import forecast as plan
+from harness.runs import lease
 from harness.runs.repeats import Batch
 from harness.runs.sweep import LOCK, SCRATCH, Asked, SweepOutcome, alone, finished, run_sweep
 from harness.suites.on_failure import answers
@@ -44,6 +45,20 @@ TINY: dict[str, Any] = {
 }
 SHAPED: dict[str, Any] = {"link": "shaped", "rate": "50 Mbit/s"}
 ADAPTERS: dict[str, Any] = {"link": "real", "transport": "nccl", "device": "cuda"}
+
+
+@pytest.fixture(autouse=True)
+def _only_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps of other workers of the tests are none of this machine's."""
+    monkeypatch.setattr(lease, "_SWEEP", f"\0zeropp-test-{os.getpid()}")
+
+
+def test_a_second_sweep_on_the_machine_is_warned_about(tmp_path: Path) -> None:
+    """One in another folder is named by its process, and runs; after it ended nothing is said."""
+    with lease.sharing_machine() as first:
+        assert first is None
+        assert f"another zeropp run (process {os.getpid()}) is under way" in sweep([], tmp_path)[1]
+    assert sweep([], tmp_path)[1] == ""
 
 
 def trial(strategy: str, *, rate: str = "unshaped", kind: str = "none", **changes: Any) -> Trial:
@@ -245,7 +260,7 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
     for failure in (found[0], found[2], found[3]):
         assert failure is not None
         assert failure.log is not None
-        assert (tmp_path / failure.log).read_text().startswith("== rank 0 ==")
+        assert (tmp_path / failure.log).read_text().startswith("== rank 0")
     again, _ = sweep(trials, tmp_path)
     # What was refused or killed may pass and is tried again; the others have failed for good.
     assert again == SweepOutcome(ok=0, failed=5, skipped=3)
