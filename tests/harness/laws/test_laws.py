@@ -545,7 +545,7 @@ def test_cases_are_counted() -> None:
 
 
 @pytest.mark.parametrize("text", ["int4:8", "int3:7:asym", "fp8e4m3:32", "mxfp4", "int5:16:hadamard8"])
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_a_neighbours_scale_is_found_in_our_codecs_frames(text: str, backend: str) -> None:
     """Frames whose second scale takes the first's place when it is larger are not local; honest ones are."""
     honest = of_codec(parse(text), backend)

@@ -89,9 +89,12 @@ CODECS: Final[dict[str, Codec]] = {"int4:128": int4, "bf16": bf16}
 # What trials measure
 
 
-def capturing(rank: Rank, argument: tuple[Assignment, Path]) -> Outcome:
-    """As :func:`harness.runs.trial_loop.run`; what every rank captured is kept in a folder."""
-    assignment, folder = argument
+def capturing(rank: Rank, argument: list[tuple[Assignment, Path]]) -> list[Outcome]:
+    """Run trials one after the other; what every rank captured is kept in the folder of each."""
+    return [_captured(rank, *one) for one in argument]
+
+
+def _captured(rank: Rank, assignment: Assignment, folder: Path) -> Outcome:
     measure = communication_error.of_gradients
 
     def kept(step: int, observed: communication_error.Observed, *, repeated: int = 1) -> Any:
@@ -100,7 +103,10 @@ def capturing(rank: Rank, argument: tuple[Assignment, Path]) -> Outcome:
         return measure(step, observed, repeated=repeated)
 
     communication_error.of_gradients = kept
-    return run(rank, assignment)
+    try:
+        return run(rank, assignment)
+    finally:
+        communication_error.of_gradients = measure
 
 
 def of_the_suite(corpus: str, topology: Topology) -> list[Trial]:
@@ -145,13 +151,13 @@ def test_plain_numpy_finds_the_errors_that_are_printed(text: str, tmp_path: Path
     trials = of_the_suite(text, topology)
     assert {one.policy.reduce for one in trials} == set(ALGORITHMS)
     printed: dict[tuple[str, str], float] = {}
-    for number, one in enumerate(trials):
-        folder = tmp_path / str(number)
+    folders = [tmp_path / str(number) for number in range(len(trials))]
+    for folder in folders:
         folder.mkdir()
-        outcomes = run_ranks(
-            capturing, (Assignment(one, None, count=False), folder), local(topology, tmp_path / "log")
-        )
-        found = assembled(outcomes)
+    asked = [(Assignment(one, None, count=False), there) for one, there in zip(trials, folders, strict=True)]
+    by_rank = run_ranks(capturing, asked, local(topology, tmp_path / "log", seconds=240))
+    for one, folder, outcomes in zip(trials, folders, zip(*by_rank, strict=True), strict=True):
+        found = assembled(list(outcomes))
         policy = one.resolved_policy()
         assert policy is not None
         codec, algorithm = CODECS[str(policy.gradients[0])], ALGORITHMS[policy.reduce]

@@ -72,6 +72,7 @@ def test_pool_key_follows_the_machine(change: dict[str, object], same: bool) -> 
     assert (machine.pool_key(facts, code) == machine.pool_key(facts | change, code)) == same
 
 
+@pytest.mark.needs("c++")
 @pytest.mark.parametrize("change", [{"FLAGS": ("-O1",)}, {"COMPILERS": ("no-such-compiler",)}])
 def test_pool_key_follows_the_kernels(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Records made with other flags of the compiler, or without a compiler, join no others."""
