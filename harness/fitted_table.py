@@ -151,7 +151,7 @@ def _table(columns: Sequence[Column], lines: int, *, fold: bool = False) -> Tabl
 def broken(heading: str, lines: int) -> str:
     """A heading broken after dots and at spaces, into at most so many lines where that is possible."""
     parts = re.findall(r"[^. ]+[.]?[ ]?|[. ]", heading)
-    widest = max(map(len, parts))
+    widest = max(map(len, parts), default=0)
     tried = (_filled(parts, width) for width in range(widest, len(heading) + 1))
     return "\n".join(next((one for one in tried if len(one) <= lines), _filled(parts, len(heading))))
 

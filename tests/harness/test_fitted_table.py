@@ -90,3 +90,8 @@ def test_bytes_of_a_column_have_one_unit() -> None:
     assert column.heading == "sent, MB/step"
     assert list(column.cells) == ["1.5", "0.002", "-"]
     assert sizes("sent", [None]).heading == "sent, B"
+
+
+def test_a_column_without_a_heading_is_shown() -> None:
+    """As `zeropp doctor` of several hosts has one: nothing is broken into one empty line."""
+    assert broken("", 1) == ""
