@@ -19,6 +19,7 @@ from tests.support import needs
 # and threads of one operation, which wait for each other by spinning, take twice the time.
 # An empty value, of which libgomp complains in every process, counts as none.
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
+os.environ.pop("COLUMNS", None)  # xdist gives its workers 80: tests say how wide a terminal is
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("quick", max_examples=30, derandomize=True, **_COMMON)

@@ -109,6 +109,7 @@ def opened(rank: Rank, nbytes: int) -> tuple[list[int], list[float], int]:
     found, waiting, rates = [], 0, list[float]()
     for _ in range(2):
         found.append(_queue(rank)[0])
+        dist.barrier()  # else the first rank opens the link while another reads its queue
         with rank.open_link():
             found.append(_queue(rank)[0])
             exchange(rank, nbytes, 3, grouped=False)
